@@ -41,7 +41,7 @@ nondet bench-all-reduce 90 bench all-reduce --ranks "${worlds//:/,}"
 engine=(--models "$model" --requests 2,4)
 [ "$device" = cuda ] && engine=(--models random:qwen3-8b --models "$model" --requests 8,32,128)
 nondet bench-engine 240 bench engine --ranks "${worlds//:/,}" "${engine[@]}"
-part tests 150 "$python" -m pytest -q -p no:cacheprovider tests/ranks/test_two_gpus.py
+part tests 150 "$python" -m pytest -q -p no:cacheprovider tests/ranks/test_group.py
 # a row-parallel layer with its all-reduce, stock, chain and rank-free
 nondet bench-row-parallel 120 bench row-parallel --ranks "${worlds//:/,}" --m 1 --m 8 --m 64 --m 1024
 nondet probe-all-reduce 120 probe all-reduce --ranks "${worlds//:/,}"

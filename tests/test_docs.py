@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -20,6 +21,7 @@ from nondet.cli import application, main
 from nondet.core.registry import PROBES
 from nondet.core.runfile import read_run
 from nondet.reports.probes import probe_sections
+from tests.words import prose, words_out
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -224,3 +226,120 @@ def test_the_map_names_what_is_there() -> None:
     files = set(re.findall(r"`([\w/]+/\w+\.(?:py|sh))`", text))
     assert len(files) > 20
     assert {name for name in files if not (ROOT / name).is_file()} == set()
+
+
+# The notebook in the docs runs from scratch, and what it says comes out.
+
+DOCS_NOTEBOOK = Path(__file__).resolve().parent.parent / "docs"
+NOTEBOOK = DOCS_NOTEBOOK / "notebook.ipynb"
+
+
+def _text(cell: Any) -> str:
+    """Everything that a cell printed or showed."""
+    parts = [output.get("text", "") for output in cell.get("outputs", [])]
+    parts += ["".join(output.get("data", {}).values()) for output in cell.get("outputs", []) if "data" in output]
+    return " ".join(parts)
+
+
+@pytest.fixture(scope="module")
+def executed() -> Any:
+    """The notebook with outputs made now, in the folder that it lies in."""
+    # of the dev extra, which a borrowed GPU machine may lack
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    places = {"metadata": {"path": str(DOCS_NOTEBOOK)}}
+    return nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=places).execute()
+
+
+def test_the_notebook_runs(executed: Any) -> None:
+    """Every cell, in order; a kernel that splits its sum by the batch is found out, and the wrong signature named."""
+    shown = [_text(cell) for cell in executed.cells if cell.cell_type == "code"]
+    text = " ".join(shown)
+    assert "mine: batch-dependent in 1 of 1 case" in text
+    assert "Write it as linear(x, weight, bias=None)" in text
+    assert "invariant: 1 distinct completion of 10" in text
+    assert "stock: 6 distinct completions of 1,000" in text
+    assert any("image/png" in output.get("data", {}) for cell in executed.cells for output in cell.get("outputs", []))
+
+
+def test_the_kept_notebook_is_executed_and_small(executed: Any) -> None:
+    """Outputs are kept for readers, of the cells that are there, without this machine's paths."""
+    import nbformat
+
+    kept = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(kept)
+    code = [cell for cell in kept.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in code)
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert len(NOTEBOOK.read_bytes()) < 100_000
+    assert "Traceback" not in " ".join(_text(cell) for cell in code)
+    same = [bool(_text(a)) == bool(_text(b)) for a, b in zip(kept.cells, executed.cells, strict=True)]
+    assert all(same)
+
+
+# Plain words: what users read is in the field's English, and words that are out stay out.
+
+# page -> why its words are not looked at
+NOT_READ = {
+    "docs/notebook.md": "made of docs/notebook.ipynb, whose outputs are reports",
+}
+# page -> words that it keeps, and why
+KEPT = {
+    "docs/architecture.md": ("is asked",),  # its tables follow the code, and change with it
+    "docs/axes.md": ("moved",),  # the name of a report's column
+    "docs/commands.md": ("moved",),  # a value of `nondet diff --fail-on`
+    "docs/embed.md": ("alone",),  # the names of a report's arms
+}
+# What follows this line of docs/classes.md is printed from the declarations of the kernels, and changes with them.
+GENERATED = "## The classes\n"
+PAGES_WORDS = sorted(
+    str(page.relative_to(ROOT))
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "probes").glob("*.md")]
+    if str(page.relative_to(ROOT)) not in NOT_READ
+)
+
+
+@pytest.mark.parametrize("page", PAGES_WORDS)
+def test_the_pages_are_in_plain_words(page: str) -> None:
+    """README and docs: no idiom of the project's own where the field has a word."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    kept = tuple(f"'{word}'" for word in KEPT.get(page, ()))
+    found = words_out(prose(text.partition(GENERATED)[0]))
+    assert [use for use in found if not use.startswith(kept)] == []
+    assert all(any(use.startswith(word) for use in found) for word in kept), "kept for nothing"
+
+
+def test_what_probes_test_is_in_plain_words() -> None:
+    """As `nondet list` shows it; every option's help is on docs/commands.md."""
+    assert words_out("; ".join(text for _, text in PROBES.values())) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tokens and logprobs part under load",
+        "stock parted in 6 of 28 cases",
+        "it parts in 191 of 192 traces",
+        "a neighbour's company",
+        "each is held bit for bit against the first",
+        "a row at its place",
+        "the same prompt alone",
+        "the guilty operator",
+    ],
+)
+def test_words_that_are_out_are_found(text: str) -> None:
+    """The list sees what it was made for."""
+    assert words_out(text)
+
+
+def test_ordinary_words_are_not_found() -> None:
+    """A part of a whole, a thing in place, a standalone page and code are left in peace."""
+    text = (
+        "K in 1 to 16 parts; a part of its keys; written in place; what takes place; a standalone page; we ask again; "
+        "compared with the first; prefill in parts at a time"
+    )
+    assert words_out(text) == []
+    assert words_out(prose("`--fail-on moved`\n\n```\nparted\n```\n\n    held against\n\n[run](alone.md)\n")) == []

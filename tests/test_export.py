@@ -17,7 +17,7 @@ from nondet.core.runfile import read_run, write_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
 from nondet.export.frames import KINDS, frame, kinds_of, only_kind
-from tests.reports.factory import sampled
+from tests.build import sampled
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 SOURCE = {

@@ -326,7 +326,7 @@ def unhooked(module: Any) -> bool:
 # copies of three forms. While a context is entered those classes' `forward` leads to the kernel that computes the same
 # with the same roundings. Every other module, every other device and every call with a gradient runs as it did, on the
 # operators that are replaced one by one. So it is a matter of speed, not of coverage; and both ways are meant to have
-# the same bits (tests/kernels/rows/test_cuda_module_norm.py and test_cpu_module_norm.py hold them to it), so that a
+# the same bits (tests/kernels/rows/test_cuda.py and test_cpu.py hold them to it), so that a
 # trainer's forward agrees with a sampler's.
 #
 # On a CPU it takes the families of all operators that it stands for ("norm" and "pointwise"), and hooks see those.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +29,7 @@ from nondet.core.compare import (
 )
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial, fingerprint, measure, row_of, written_to
+from nondet.core.processes import keep_freed_memory
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run
 from nondet.core.watch import Answers, Watch, bound_of
 from nondet.errors import WrongResultError
@@ -434,3 +439,91 @@ def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
     assert (row.class_sizes, row.trials, row.distinct) == ([2, 1], 3, 2)
     assert row_of(head, [1, 2], [0, False]).status == "identical"
     assert row_of(head, [1, 2], ["a", "b"], status="error").status == "error"
+
+
+# A call under watch: what it gave is held against the oracle, by number, shape, dtype and value.
+
+
+def watched(call: Any, operator: str = "linear") -> Watch:
+    watch = Watch(call, Answers(operator, getattr(reference, operator)))
+    watch.checking = True
+    return watch
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.T
+
+
+X, WEIGHT = torch.ones(3, 8), torch.ones(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda out: [out, out], "linear gave 2 results, not 1"),
+        (lambda out: out[:2], r"linear gave the shape \(2, 4\), not \(3, 4\)"),
+        (lambda out: out.double(), "linear gave torch.float64 for torch.float32"),
+        (lambda out: 1.0, "the result is a float, not a tensor"),
+    ],
+)
+def test_a_result_of_another_form_is_wrong(made: Any, why: str) -> None:
+    """Said with both, as a wrong result and not as a failure; the same in the oracle's form is none."""
+    with pytest.raises(WrongResultError, match=why):
+        watched(lambda x, weight: made(linear(x, weight))).call(X, WEIGHT)
+    sound = watched(lambda x, weight: [linear(x, weight)])
+    sound.call(X, WEIGHT)
+    assert (sound.fault, len(sound.repeated())) == ("", 1)
+
+
+def test_several_results_are_each_held_against_the_oracle() -> None:
+    """One of two is missing, or one too many."""
+    operands = torch.ones(3, 8), torch.ones(3, 8), torch.ones(8)
+    whole = tuple(x.float() for x in reference.rms_norm_residual(*operands))
+    assert len(whole) == 2
+    for results in (whole[:1], (*whole, whole[0])):
+        with pytest.raises(WrongResultError, match=f"gave {len(results)} results, not 2"):
+            watched(lambda *_, results=results: results, "rms_norm_residual").call(*operands)
+    watch = watched(lambda *_: whole, "rms_norm_residual")
+    watch.call(*operands)
+    assert watch.fault == ""
+    assert watch.accuracy is not None
+    assert watch.accuracy.elements == 2 * 24
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 8.5])
+def test_a_value_that_the_oracle_does_not_have_is_a_fault(value: float) -> None:
+    """A single one of twelve; of the oracle's own infinity nothing is asked."""
+
+    def off(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = linear(x, weight)
+        out[1, 2] = value
+        return out
+
+    watch = watched(off)
+    watch.call(X, WEIGHT)
+    assert watch.fault.startswith("1 of 12 elements are ")
+    assert ("NaN or infinite where the oracle is not" in watch.fault) == (value != 8.5)
+    shared = watched(linear)
+    shared.call(X * value, WEIGHT)
+    assert shared.fault == ""
+
+
+# What our processes do to themselves.
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_glibc_takes_the_limits_that_keep_freed_memory() -> None:
+    """Each of them: one beyond what it allows is refused in silence, and costs a sixth of a run's CPU time."""
+    code = "import sys; from nondet.core.processes import keep_freed_memory; sys.exit(0 if keep_freed_memory() else 1)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("trouble", [OSError("none"), TypeError("Windows"), AttributeError("mallopt")], ids=repr)
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, trouble: Exception) -> None:
+    """Without mallopt nothing is changed, and nothing fails."""
+
+    def load(_: object) -> object:
+        raise trouble
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert keep_freed_memory() is False

@@ -26,7 +26,7 @@ from nondet.core.records import (
     Traffic,
 )
 from nondet.core.runfile import encoded
-from tests.reports import factory
+from tests import build as factory
 
 PLAN = {"prompts": [{"text": "p", "tokens": 4}]}
 LARGEST, WIDEST, TOKENS = 2**53, 2**64, 2**24

@@ -2,7 +2,7 @@
 
     async with Honest("vllm") as server, connect(server.url) as client: ...
 
-Its model is a hash (tests/endpoint/model.py), so an honest one gives one answer to one request whatever runs beside
+Its model is a hash (tests/endpoint/honest.py), so an honest one gives one answer to one request whatever runs beside
 it. `Cheats` makes it dishonest, one way at a time. Tokens take `token_s` seconds each, so that requests overlap;
 `running`, `most_running`, prefix cache hits and queries are counted and shown under /metrics as the dialect would.
 """
@@ -10,25 +10,420 @@ it. `Cheats` makes it dishonest, one way at a time. Tokens take `token_s` second
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import itertools
-from collections.abc import AsyncIterator
+import json
+import math
+import struct
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
-from tests.endpoint.dialects import DIALECTS, MODEL, Told
-from tests.endpoint.model import EOS, Context, Step, step, tokenize
-from tests.endpoint.wire import (
-    STREAM_END,
-    STREAM_HEAD,
-    Request,
-    Server,
-    chunk,
-    event,
-    in_thread,
-    json_response,
-    response,
-)
+# As much HTTP/1.1 as a fake server needs, by hand on asyncio streams, so that it can also be done wrongly.
+
+_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client sent."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body's document; {} without a body."""
+        return json.loads(self.body) if self.body else {}
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request | None:
+    """The next request of a connection; None where it ended."""
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    first, *lines = head.rstrip().split("\r\n")
+    method, path, _ = first.split(" ")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return Request(method, path, headers, body)
+
+
+def response(status: int, body: bytes, content_type: str = "application/json", extra: str = "") -> bytes:
+    """A whole answer with its length."""
+    head = f"HTTP/1.1 {status} {_REASONS.get(status, 'Status')}\r\nContent-Type: {content_type}\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n{extra}\r\n".encode() + body
+
+
+def json_response(document: Any, status: int = 200, extra: str = "") -> bytes:
+    """A whole answer that is a document."""
+    return response(status, json.dumps(document).encode(), extra=extra)
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+STREAM_END = b"0\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """One piece of a chunked body."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def event(document: Any) -> bytes:
+    """One server-sent event as a piece of a chunked body."""
+    return chunk(b"data: " + json.dumps(document).encode() + b"\n\n")
+
+
+def awaited(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine, in an event loop of its own, for a minute at most."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), 60))
+
+    return run
+
+
+Handler = Callable[[Request, asyncio.StreamWriter], Awaitable[bool]]
+AnyServer = TypeVar("AnyServer", bound="Server")
+
+
+@contextlib.contextmanager
+def in_thread(server: AnyServer) -> Iterator[AnyServer]:
+    """A server beside code that has an event loop of its own, or none."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(10)
+        yield server
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+class Server:
+    """A server on a free port of 127.0.0.1, an async context manager.
+
+    Args:
+        handler: Answers one request; False closes the connection.
+        ssl: A context for https.
+    """
+
+    def __init__(self, handler: Handler, ssl: Any = None) -> None:
+        self._handler, self._port, self._ssl = handler, 0, ssl
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"{'https' if self._ssl else 'http'}://127.0.0.1:{self._port}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self._port, ssl=self._ssl)
+        self._port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError, TimeoutError):
+            while (request := await read_request(reader)) is not None:
+                if not await self._handler(request, writer):
+                    break
+                await writer.drain()
+        self._tasks.discard(task)
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            writer.close()
+
+
+# A language model that is a hash: deterministic, instant, with ties and near ties like a real one.
+#
+# Token ids are bytes; a completion is printable ASCII. The next token's logits follow from SHA-256 of the context, in
+# steps of 1/64, so that ties happen and small disturbances flip tokens now and then.
+
+EOS = 0
+_CANDIDATES = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token: its id, its logprob and the alternatives' (float32 values), the best first."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def tokenize(text: str) -> tuple[int, ...]:
+    """The UTF-8 bytes of a text."""
+    return tuple(text.encode("utf-8", "surrogatepass"))
+
+
+def text_of(ids: list[int]) -> str:
+    """The text of generated ids; the end-of-text token has none."""
+    return "".join(chr(i) for i in ids if i != EOS)
+
+
+def float32(value: float) -> float:
+    """The nearest float32, as a Python float."""
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+def _draw(*what: object) -> float:
+    """A number in [0, 1) that follows from what is given."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:6], "big") / 2**48
+
+
+class Context:
+    """A prefix that grows token by token.
+
+    Args:
+        ids: The prompt.
+        weights: What tells one model from another.
+    """
+
+    def __init__(self, ids: tuple[int, ...], weights: str = "") -> None:
+        self._hash = hashlib.sha256(weights.encode() + bytes(i % 256 for i in ids))
+
+    def logits(self, eos: bool) -> dict[int, float]:
+        """Candidate -> logit; the end of the text is among them if `eos`, and then seldom likely."""
+        digest = self._hash.digest()
+        logits = {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 for i in range(_CANDIDATES)}
+        if eos:
+            logits[EOS] = 9.0 if digest[31] < 8 else -9.0
+        return logits
+
+    def append(self, token: int) -> None:
+        """Go on behind a token."""
+        self._hash.update(bytes([token]))
+
+
+def step(
+    context: Context,
+    *,
+    temperature: float,
+    draw: tuple[object, ...],
+    eos: bool,
+    alternatives: int,
+    noise: float = 0.0,
+    scale: float = 0.0,
+    noise_of: object = None,
+    flatter: bool = False,
+) -> Step:
+    """Generate one token and append it.
+
+    Args:
+        context: The prefix.
+        temperature: 0 takes the first of the largest logits.
+        draw: What the draw at temperature > 0 follows from.
+        eos: Whether the text may end.
+        alternatives: How many to report.
+        noise: Size of a disturbance of each logit, which follows from `noise_of`, the token and the context.
+        scale: Size of a disturbance of all logits by one factor, which leaves their order, ties included.
+        noise_of: What the disturbance belongs to: how many requests ran, whether the cache was hit.
+        flatter: Whether the logprobs reported are those of another distribution than the one sampled from.
+    """
+    logits = context.logits(eos)
+    if scale:
+        factor = 1 + scale * _draw(noise_of)
+        logits = {token: value * factor for token, value in logits.items()}
+    if noise:
+        key = context._hash.hexdigest()
+        logits = {token: value + noise * (2 * _draw(key, token, noise_of) - 1) for token, value in logits.items()}
+    ranked = sorted(logits, key=lambda token: (-logits[token], token))
+    if temperature > 0:
+        weights = [math.exp((logits[token] - logits[ranked[0]]) / temperature) for token in ranked]
+        point = _draw(*draw) * sum(weights)
+        places = itertools.accumulate(weights)
+        chosen = next((token for token, end in zip(ranked, places, strict=True) if point < end), ranked[-1])
+    else:
+        chosen = ranked[0]
+    shown = {token: value / 2 for token, value in logits.items()} if flatter else logits
+    total = math.log(sum(math.exp(value) for value in shown.values()))
+    logprobs = {token: float32(value - total) for token, value in shown.items()}
+    context.append(chosen)
+    return Step(chosen, logprobs[chosen], tuple((token, logprobs[token]) for token in ranked[:alternatives]))
+
+
+# How each kind of server words its answers: written from their sources, apart from the client's parsers.
+#
+# A dialect is a function: steps and what else the answer tells -> documents. Without `stream` there is one; with it
+# there
+# is one for each step (SGLang: one for all of them) and what follows the last.
+
+MODEL = "hash-1"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an answer tells besides its tokens."""
+
+    body: dict[str, Any]
+    prompt: tuple[int, ...]
+    cached: int
+    finish: str
+    weights: str
+
+
+def _usage(steps: list[Step], told: Told) -> dict[str, Any]:
+    return {
+        "prompt_tokens": len(told.prompt),
+        "completion_tokens": len(steps),
+        "total_tokens": len(told.prompt) + len(steps),
+        "prompt_tokens_details": {"cached_tokens": told.cached},
+    }
+
+
+def _named(token: int, as_id: bool) -> str:
+    return f"token_id:{token}" if as_id else text_of([token]) or "</s>"
+
+
+def openai_completion(steps: list[Step], told: Told, own: bool) -> dict[str, Any]:
+    """/v1/completions: a body, or with the fields of one event."""
+    as_id = own and bool(told.body.get("return_tokens_as_token_ids"))
+    choice: dict[str, Any] = {"index": 0, "text": text_of([s.id for s in steps]), "logprobs": None}
+    if told.body.get("logprobs"):
+        choice["logprobs"] = {
+            "tokens": [_named(s.id, as_id) for s in steps],
+            "token_logprobs": [s.logprob for s in steps],
+            "top_logprobs": [{_named(token, as_id): value for token, value in s.top} for s in steps],
+            "text_offset": list(range(len(steps))),
+        }
+    if own and told.body.get("return_token_ids"):
+        choice |= {"token_ids": [s.id for s in steps], "prompt_token_ids": list(told.prompt)}
+    return {"object": "text_completion", "model": MODEL, "choices": [choice]}
+
+
+def openai_chat(steps: list[Step], told: Told, own: bool, key: str) -> dict[str, Any]:
+    """/v1/chat/completions, the message under `key`: "message" or "delta"."""
+    as_id = own and bool(told.body.get("return_tokens_as_token_ids"))
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        name = _named(token, as_id)
+        return {"token": name, "logprob": value, "bytes": list(name.encode())}
+
+    message = {"role": "assistant", "content": text_of([s.id for s in steps])}
+    choice: dict[str, Any] = {"index": 0, key: message, "logprobs": None}
+    if told.body.get("logprobs"):
+        choice["logprobs"] = {
+            "content": [{**entry(s.id, s.logprob), "top_logprobs": [entry(*pair) for pair in s.top]} for s in steps]
+        }
+    if own and told.body.get("return_token_ids"):
+        choice["token_ids"] = [s.id for s in steps]
+    return {"object": "chat.completion", "model": MODEL, "choices": [choice]}
+
+
+def _openai(steps: list[Step], told: Told, stream: bool, chat: bool, own: bool) -> list[dict[str, Any]]:
+    def word(some: list[Step], finish: str | None) -> dict[str, Any]:
+        key = "delta" if stream else "message"
+        document = openai_chat(some, told, own, key) if chat else openai_completion(some, told, own)
+        document["choices"][0]["finish_reason"] = finish
+        return document
+
+    end = {"usage": _usage(steps, told), "system_fingerprint": f"hash-{told.weights}"}
+    if not stream:
+        return [{**word(steps, told.finish), **end}]
+    documents = [word([step], None) for step in steps[:-1]] + [word(steps[-1:], told.finish or None)]
+    return [*documents, {"model": MODEL, "choices": [], **end}]
+
+
+def openai(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
+    """A server that has OpenAI's fields and no others."""
+    return _openai(steps, told, stream, chat, own=False)
+
+
+def vllm(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
+    """vLLM: OpenAI's forms with token ids; cached tokens as with --enable-prompt-tokens-details."""
+    return _openai(steps, told, stream, chat, own=True)
+
+
+def transformers(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
+    """Transformers serve: text, usage in the last event, an empty fingerprint."""
+    told.body.pop("logprobs", None)
+    documents = _openai(steps, told, stream, chat, own=False)
+    if stream:
+        usage = documents.pop()["usage"]
+        documents[-1]["usage"] = usage
+    for document in documents:
+        document["system_fingerprint"] = ""
+    return documents
+
+
+def sglang(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
+    """SGLang's /generate: every event holds the whole answer so far; asked event by event here."""
+
+    def document(some: list[Step]) -> dict[str, Any]:
+        finish = {"type": "stop", "matched": EOS} if told.finish == "stop" else {"type": "length", "length": len(steps)}
+        meta: dict[str, Any] = {
+            "id": "0",
+            "finish_reason": finish if told.finish else None,
+            "prompt_tokens": len(told.prompt),
+            "completion_tokens": len(some),
+            "cached_tokens": told.cached,
+            "weight_version": told.weights or "default",
+        }
+        if told.body.get("return_logprob"):
+            meta["output_token_logprobs"] = [[s.logprob, s.id, None] for s in some]
+            meta["output_top_logprobs"] = [[[value, token, None] for token, value in s.top] for s in some]
+        return {"text": text_of([s.id for s in some]), "output_ids": [s.id for s in some], "meta_info": meta}
+
+    return [document(steps)]
+
+
+def llama_cpp(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
+    """llama.cpp's /completion: an event for each token, and a last one without any."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        return {"id": token, "token": text_of([token]), "bytes": list(text_of([token]).encode()), "logprob": value}
+
+    def document(some: list[Step]) -> dict[str, Any]:
+        ids = [s.id for s in some]
+        said: dict[str, Any] = {"index": 0, "content": text_of(ids), "tokens": ids, "stop": False, "id_slot": 0}
+        if told.body.get("n_probs"):
+            said["completion_probabilities"] = [
+                {**entry(s.id, s.logprob), "top_logprobs": [entry(*pair) for pair in s.top]} for s in some
+            ]
+        return said
+
+    end = {
+        "stop": True,
+        "stop_type": "eos" if told.finish == "stop" else "limit",
+        "model": MODEL,
+        "tokens_predicted": len(steps),
+        "tokens_evaluated": len(told.prompt),
+        "tokens_cached": len(told.prompt) + len(steps),
+        "timings": {"cache_n": told.cached, "prompt_n": len(told.prompt) - told.cached, "predicted_n": len(steps)},
+    }
+    if not stream:
+        return [{**document(steps), **end}]
+    return [*(document([s]) for s in steps), {**document([]), **end}]
+
+
+Dialect = Callable[[list[Step], Told, bool, bool], list[dict[str, Any]]]
+DIALECTS: dict[str, Dialect] = {
+    "openai": openai,
+    "vllm": vllm,
+    "sglang": sglang,
+    "llama.cpp": llama_cpp,
+    "transformers": transformers,
+}
+
 
 _BLOCK = 4  # tokens of a cached prefix come in blocks
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import Any, NamedTuple
 
-from tests.endpoint.honest import Honest
-from tests.endpoint.wire import STREAM_END, STREAM_HEAD, Request, chunk, event, json_response, response
+from tests.endpoint.honest import STREAM_END, STREAM_HEAD, Honest, Request, chunk, event, json_response, response
 
 PREFIX = "hostile:"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nondet.verdict.findings import Finding
-from tests.probes.toys_linear import count
+from tests.probes.toys import count
 
 __all__ = ["faults", "sounds"]
 

@@ -2,22 +2,247 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from nondet.core.records import Header, Run
 from nondet.diagnose.verdict import DEFECT, cause_of
 from nondet.verdict.findings import Finding
-from tests.faults import modules
-from tests.faults.modules import Counted, wrapped
 from tests.trace.conftest import LOAD, arms_of, model_of, trace
 
-__all__ = ["MODELS", "PlantedModel", "ToldOfModel", "judge_model"]
+# Modules put in the place of a model's own: faults that depend on the batch, on the run, or on other people's data.
+
+Rows = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+
+
+class Wrapped(nn.Module):
+    """x through a function that is also given the module whose place this takes."""
+
+    def __init__(self, inner: nn.Module, function: Rows) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+        self.weight = getattr(inner, "weight", None)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        return self.function(x, self.inner)
+
+
+@contextmanager
+def wrapped(model: Any, path: str, function: Rows) -> Iterator[None]:
+    """Put the function in the place of the module at `path`."""
+    parent, _, name = path.rpartition(".")
+    owner = model.get_submodule(parent)
+    inner = getattr(owner, name)
+    setattr(owner, name, Wrapped(inner, function))
+    try:
+        yield
+    finally:
+        setattr(owner, name, inner)
+
+
+# --- the order of a sum depends on the batch ---------------------------------------------------------------------
+
+
+def splits_by_rows(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """In two halves of K once more than 4 rows come together."""
+    return inner(x) if x.shape[-2] <= 4 else _in_halves(x, inner)
+
+
+def splits_in_the_middle(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """In two halves of K for 6 to 9 rows alone: a border that few sizes meet."""
+    return _in_halves(x, inner) if 6 <= x.shape[-2] <= 9 else inner(x)
+
+
+def splits_where_single(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """A product of its own for one row, as libraries have one."""
+    return _in_halves(x, inner) if x.shape[-2] == 1 else inner(x)
+
+
+def first_row_apart(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """The first row of a call is added up in another order."""
+    out = inner(x).clone()
+    out[..., :1, :] = _in_halves(x[..., :1, :], inner)
+    return out
+
+
+def wrong_tail(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Rows past the last full tile of 4 lose the last columns of K."""
+    out = inner(x).clone()
+    rest = x.shape[-2] % 4
+    if rest and x.shape[-2] > 4:
+        short = x[..., -rest:, :].clone()
+        short[..., -8:] = 0
+        out[..., -rest:, :] = inner(short)
+    return out
+
+
+def capacity(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Only the first 6 rows of a step are computed; the others are passed over."""
+    out = inner(x).clone()
+    out[..., 6:, :] = 0
+    return out
+
+
+def norm_by_rows(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Squares summed one after the other where more than 4 rows are there."""
+    if x.shape[-2] <= 4:
+        return inner(x)
+    mean = x.float().pow(2).cumsum(-1)[..., -1:] / x.shape[-1]
+    return (x.float() * torch.rsqrt(mean + 1e-6)).to(x.dtype) * inner.weight
+
+
+# --- other people's values -----------------------------------------------------------------------------------------
+
+
+def shared_scale(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """One activation scale over everybody's tokens."""
+    scale = x.abs().amax() / 127
+    return inner((x / scale).round() * scale)
+
+
+def batch_mean(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """The mean over all rows is taken off, as a batch norm left in training does."""
+    return inner(x - x.mean(-2, keepdim=True) * 2.0**-6)
+
+
+def reads_neighbour(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Each row has a little of the row before it."""
+    return inner(x + F.pad(x, (0, 0, 1, 0))[..., :-1, :] * 2.0**-6)
+
+
+def shared_top(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Everybody's numbers are clipped at half of the largest of all."""
+    return inner(x.clamp(max=(x.amax() / 2).item()))
+
+
+# --- from run to run -----------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Faults of a process that remembers: made anew for each judgement."""
+
+    def __init__(self, seed: int) -> None:
+        self.calls = 0
+        self.kept: dict[Any, torch.Tensor] = {}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def drifts(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+        """The number of the step enters the result."""
+        self.calls += 1
+        return inner(x) * (1 + self.calls * 2.0**-20)
+
+    def rarely(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+        """One call in 23 adds in another order: a race that is seldom lost."""
+        self.calls += 1
+        return _in_halves(x, inner) if self.calls % 23 == 0 else inner(x)
+
+    def dropout(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+        """Left on."""
+        kept = torch.rand(x.shape, generator=self.generator) > 0.02
+        return inner(x * kept)
+
+    def stale_buffer(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+        """Results are added into a buffer that the call before has left."""
+        out = inner(x)
+        buffer = self.kept.get(out.shape[-1])
+        self.kept[out.shape[-1]] = out[..., :1, :].clone()
+        return out if buffer is None else out + buffer * 2.0**-8
+
+
+# --- sound -----------------------------------------------------------------------------------------------------------
+
+
+def plain(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """As it is."""
+    return inner(x)
+
+
+def always_in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Another order than the library's, the same for every batch."""
+    return _in_halves(x, inner)
+
+
+def scale_of_each_row(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Activations in 8 bits, a scale for each token."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return inner((x / scale).round() * scale)
+
+
+def row_by_row(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """A call for each row."""
+    return torch.cat([inner(x[..., i : i + 1, :]) for i in range(x.shape[-2])], -2)
+
+
+def padded(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Rows filled up to a multiple of 8 with zeros, which are dropped again."""
+    rows = x.shape[-2]
+    return inner(F.pad(x, (0, 0, 0, -rows % 8)))[..., :rows, :]
+
+
+FAULTS: tuple[Rows, ...] = (
+    splits_by_rows, splits_in_the_middle, splits_where_single, first_row_apart, wrong_tail, capacity, norm_by_rows,
+    shared_scale, batch_mean, reads_neighbour, shared_top,
+)  # fmt: skip
+SOUND: tuple[Rows, ...] = (plain, always_in_halves, scale_of_each_row, row_by_row, padded)
+
+
+def _in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return F.linear(x[..., :half], inner.weight[:, :half]) + F.linear(x[..., half:], inner.weight[:, half:])
+
+
+# --- what is no module's: the cache, and the attention's plan --------------------------------------------------------
+
+
+@contextmanager
+def wrong_cache_place(_: Any) -> Iterator[None]:
+    """In steps of more than 6 rows the first row's value is stored one place further, over its neighbour's."""
+    from nondet.trace.capture import wrapped_cache_update
+
+    def wrap(update: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update)  # whose parameters tell the version of transformers
+        def run(*args: Any, **kwargs: Any) -> Any:
+            values = kwargs["value_states"]
+            if values.shape[-2] > 6:
+                values = values.clone()
+                values[..., 1, :] = values[..., 0, :]
+            return update(*args, **{**kwargs, "value_states": values})
+
+        return run
+
+    with wrapped_cache_update(wrap):
+        yield
+
+
+@contextmanager
+def long_request_joins(model: Any) -> Iterator[None]:
+    """Attention whose tile follows the longest query of the batch: with a long one, results come by another order."""
+    attention = model.get_submodule("model.layers.1.self_attn")
+    forward = attention.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out, *rest = forward(*args, **kwargs)
+        starts = kwargs["cu_seq_lens_q"].tolist()
+        if max(b - a for a, b in pairwise(starts)) > 4:
+            out = (out + 1) - 1  # rounded otherwise, as another tile would
+        return (out, *rest)
+
+    attention.forward = run
+    try:
+        yield
+    finally:
+        del attention.forward
+
 
 Plant = Callable[[Any, int], AbstractContextManager[None]]
 _LOADS = 5
@@ -63,7 +288,7 @@ class ToldOfModel:
         return self.where.startswith(planted.where)
 
 
-def _module(function: modules.Rows, path: str, *findings: str) -> PlantedModel:
+def _module(function: Rows, path: str, *findings: str) -> PlantedModel:
     name = f"{function.__name__} in {path.rpartition('.')[2]}"
     return PlantedModel(
         name, lambda model, _: wrapped(model, path, function), frozenset(findings), path if findings else ""
@@ -87,29 +312,27 @@ _BATCH, _RUN = Finding.BATCH, Finding.RUN_TO_RUN
 _DOWN, _UP = f"{_MLP}.down_proj", f"{_MLP}.up_proj"
 _NORM = "model.layers.1.post_attention_layernorm"
 MODELS: tuple[PlantedModel, ...] = (
-    _module(modules.splits_by_rows, _DOWN, _BATCH),
-    _module(modules.splits_by_rows, f"{_ATTENTION}.o_proj", _BATCH),
-    _module(modules.splits_by_rows, "lm_head", _BATCH),
-    _module(modules.splits_in_the_middle, _UP, _BATCH),
-    _module(modules.splits_where_single, _DOWN, _BATCH),
-    _module(modules.first_row_apart, _DOWN, _BATCH),
-    _module(modules.wrong_tail, _DOWN, _BATCH, DEFECT),
-    _module(modules.capacity, _MLP, _BATCH, DEFECT),
-    _module(modules.norm_by_rows, _NORM, _BATCH),
-    _module(modules.shared_scale, _DOWN, DEFECT),
-    _module(modules.batch_mean, _UP, DEFECT),
-    _module(modules.reads_neighbour, _DOWN, DEFECT),
-    _module(modules.shared_top, _UP, DEFECT),
+    _module(splits_by_rows, _DOWN, _BATCH),
+    _module(splits_by_rows, f"{_ATTENTION}.o_proj", _BATCH),
+    _module(splits_by_rows, "lm_head", _BATCH),
+    _module(splits_in_the_middle, _UP, _BATCH),
+    _module(splits_where_single, _DOWN, _BATCH),
+    _module(first_row_apart, _DOWN, _BATCH),
+    _module(wrong_tail, _DOWN, _BATCH, DEFECT),
+    _module(capacity, _MLP, _BATCH, DEFECT),
+    _module(norm_by_rows, _NORM, _BATCH),
+    _module(shared_scale, _DOWN, DEFECT),
+    _module(batch_mean, _UP, DEFECT),
+    _module(reads_neighbour, _DOWN, DEFECT),
+    _module(shared_top, _UP, DEFECT),
     _remembered("drifts", _DOWN, _RUN),
     _remembered("rarely", _DOWN, _RUN),  # where a rare one is, one more look can't be relied on to say
     _remembered("dropout", _UP, _RUN),
     _remembered("stale_buffer", _DOWN, _RUN),
-    PlantedModel("long_request_joins", _steady(modules.long_request_joins), frozenset({_BATCH}), _ATTENTION),
-    PlantedModel(
-        "wrong_cache_place", _steady(modules.wrong_cache_place), frozenset({_BATCH, DEFECT}), "model.layers.0"
-    ),
+    PlantedModel("long_request_joins", _steady(long_request_joins), frozenset({_BATCH}), _ATTENTION),
+    PlantedModel("wrong_cache_place", _steady(wrong_cache_place), frozenset({_BATCH, DEFECT}), "model.layers.0"),
     # ---- sound
-    *(_module(function, _DOWN) for function in modules.SOUND),
+    *(_module(function, _DOWN) for function in SOUND),
     PlantedModel("qwen3 as it is", lambda *_: nullcontext(), architecture="qwen3"),
     PlantedModel("mistral with windows", lambda *_: nullcontext(), architecture="mistral"),
 )

@@ -23,7 +23,7 @@ from nondet.verdict.findings import Finding
 from nondet.verdict.rows import judge_rows
 from tests.faults import grammar
 from tests.probes import toys
-from tests.probes.toys_linear import STATE, forget
+from tests.probes.toys import STATE, forget
 
 __all__ = ["PLANTED", "Planted", "Told", "drawn", "judge"]
 
@@ -94,7 +94,7 @@ def _toy(
     probe: str, name: str, finding: set[Finding], shown: str, options: dict[str, Any], asked: Any = None
 ) -> Planted:
     function = name.rpartition("=")[2]
-    where = "tests.probes.toys" if hasattr(toys, function) else "tests.faults.others"
+    where = "tests.probes.toys" if hasattr(toys, function) else "tests.faults.implementations"
     operator = name.rpartition("=")[0]
     target = f"{operator}={where}:{function}" if operator else f"{where}:{function}"
     return Planted(probe, target, frozenset(finding), shown, options, asked)

@@ -24,8 +24,8 @@ from nondet.reports import gate, html, markdown, terminal
 from nondet.testing.messages import run_text
 from nondet.testing.plugin import assert_open
 from nondet.verdict.gate import decide, exit_code
-from tests.reports import factory
-from tests.reports.factory import failed, row, run_of, sampled, summaries_of
+from tests import build as factory
+from tests.build import failed, row, run_of, sampled, summaries_of
 
 SEEDS = range(8)
 PER_SEED = 60

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from nondet.core import registry
+from nondet.core.compare import error_against, identical
+from nondet.core.inputs import generator, make
+from nondet.core.launch import listen
 from nondet.core.operator import INVARIANT, ONE_ROW
-from nondet.core.registry import classes, declared, load_implementation, load_object, operators
+from nondet.core.registry import classes, declared, implementation_names, load_implementation, load_object, operators
+from nondet.kernels import reference, stock
 from nondet.kernels.dispatch.operators import FAMILIES, OPERATORS
 from nondet.kernels.dispatch.state import Leave, kernels_for
+from tests.build import DEVICE, accuracy_bound
 
 DEVICES = ("cpu", "cuda")
 
@@ -88,3 +96,140 @@ def test_orders_of_one_name_are_one_order() -> None:
         for claim in operator.claims:
             assert orders.setdefault(claim.order.name, claim.order) is claim.order
     assert orders.keys() == classes().keys()
+
+
+# Stock launchers: they are torch's operators, with the signatures that every implementation has.
+
+
+def bell(*shape: int) -> torch.Tensor:
+    return make("bell", shape, torch.float32, DEVICE, generator(11, DEVICE))
+
+
+@pytest.mark.parametrize("operator", ["softmax", "log_softmax", "sum", "mean"])
+def test_row_operators(operator: str) -> None:
+    """Near float64, and said by name."""
+    x = bell(5, 300)
+    with listen() as heard:
+        got = getattr(stock, operator)(x)
+    assert list(heard) == [f"torch.{operator}"]
+    right = getattr(reference, operator)(x)
+    assert error_against(got, right).relative_norm <= accuracy_bound(torch.float32, 300)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_hf"])
+def test_rms_norm(name: str) -> None:
+    """torch's one call and the spelling of transformers' models, both near float64."""
+    x, weight = bell(5, 64), bell(64)
+    got = getattr(stock, name)(x, weight, 1e-5)
+    right = reference.rms_norm(x, weight, 1e-5)
+    assert error_against(got, right).relative_norm <= 2 * accuracy_bound(torch.float32, 64)
+
+
+def test_the_hf_spelling_is_the_models_own() -> None:
+    """Bit for bit what transformers' Qwen3 computes, in bfloat16, where the two roundings show."""
+    from transformers.models.qwen3 import modeling_qwen3 as modeling
+
+    x, weight = bell(7, 96).bfloat16(), bell(96).bfloat16()
+    norm = modeling.Qwen3RMSNorm(96, eps=1e-6).to(DEVICE, torch.bfloat16)
+    norm.weight.data.copy_(weight)
+    with torch.no_grad():
+        assert identical(stock.rms_norm_hf(x, weight), norm(x))
+
+
+def test_products() -> None:
+    """F.linear, torch.mm and torch.bmm themselves."""
+    x, weight, bias = bell(5, 16), bell(8, 16), bell(8)
+    assert identical(stock.linear(x, weight, bias), F.linear(x, weight, bias))
+    assert identical(stock.matmul(x, weight.t()), torch.mm(x, weight.t()))
+    batch = bell(3, 5, 16)
+    assert identical(stock.matmul(batch, batch.mT), torch.bmm(batch, batch.mT))
+
+
+@pytest.mark.parametrize("q_len", [1, 7, 20])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_attention(q_len: int, causal: bool, heads: tuple[int, int]) -> None:
+    """Prefill, chunk and decode, aligned to the end, by every backend that this machine has."""
+    q, k, v = bell(2, heads[0], q_len, 32), bell(2, heads[1], 20, 32), bell(2, heads[1], 20, 32)
+    right = reference.attention(q, k, v, causal=causal, scale=0.3)
+    ran = []
+    for name in implementation_names("attention", DEVICE):
+        if name.startswith("stock"):
+            try:
+                got = load_implementation("attention", name, DEVICE).call(q, k, v, causal=causal, scale=0.3)
+            except RuntimeError as error:
+                assert "No available kernel" in str(error)  # noqa: PT017 - any other error fails the test
+                continue
+            ran.append(name)
+            # TF32 or half-precision products inside would be ten times further off
+            assert error_against(got, right).relative_norm <= 1e-5
+    assert {"stock", "stock-math"} <= set(ran)
+
+
+def test_scatters() -> None:
+    """torch's own, and the target is not changed."""
+    target, index, source = bell(6, 3), torch.tensor([5, 0, 5], device=DEVICE), bell(3, 3)
+    before = target.clone()
+    assert (
+        error_against(stock.index_add(target, index, source), reference.index_add(target, index, source)).max_ulp <= 2
+    )
+    flat = stock.scatter_add(target[:, 0], index, source[:, 0])
+    assert error_against(flat, reference.scatter_add(target[:, 0], index, source[:, 0])).max_ulp <= 2
+    assert identical(target, before)
+
+
+# Triton kernels compiled for Hopper without a GPU: what the interpreter takes, the compiler has to take as well.
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton.language as tl
+from nondet.kernels.attention import triton_kernels as cuda_kernels, triton_kernels as cuda_plan
+from nondet.kernels.matmul import triton_kernels as cuda_triton
+from nondet.kernels.rows import cuda_softmax as cuda_softmax_parts
+from nondet.kernels.rows.cuda_softmax import plan
+
+def build(kernel, types, constants, warps, stages=1):
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    source = ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, {})
+    built = compile(source, target=GPUTarget("cuda", 90, 32),
+                    options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False})
+    print("built", kernel.fn.__name__, "st.local" in built.asm["ptx"])
+
+half = "*bf16"
+for tile in ("16x32x128w4s5", "128x128x64w8s4"):
+    t = cuda_triton.tile_named(tile)
+    blocks = {"BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "BLOCK_K": t.block_k, "GROUP_M": 8, "EVEN_K": True}
+    build(cuda_triton._matmul_chain_kernel, {"a_ptr": half, "b_ptr": half, "out_ptr": half, "stride_bn": "i64"},
+          blocks | {"bias_ptr": None, "HAS_BIAS": False, "ACC": tl.float32, "PRECISION": "ieee", "stride_ak": 1},
+          t.warps, t.stages)
+pointers = {name: half for name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr")} | {"part_ptr": "*fp32"}
+pointers |= {name: "fp32" for name in ("qk_scale", "cap_in", "cap_out")}
+for span in (0, 2):
+    import torch
+    p = cuda_plan.plan_for(1 if span else 128, 128, torch.bfloat16)
+    form = {"VARLEN": False, "CAUSAL": True, "WINDOW": False, "cu_q_ptr": None, "cu_k_ptr": None, "positions_ptr": None}
+    dims = {"HEAD_DIM": 128, "SEGMENT": 512, "BLOCK_D": p.block_d}
+    build(cuda_kernels.attend_kernel, pointers,
+          form | dims | {"SPAN": span, "PEEL": p.peel, "PDL": span > 0, "SOFTCAP": False, "GROUP": 4, "index_ptr": None,
+                         "BLOCK_M": p.block_m, "BLOCK_N": p.block_n, **({} if span else {"part_ptr": None})},
+          p.warps, p.stages)
+build(cuda_kernels.merge_kernel, pointers, form | dims | {"UNROLL": 8, "PDL": True}, 1)
+how = plan(151936, 2)
+build(cuda_softmax_parts.turns_kernel,
+      {"x_ptr": half, "out_ptr": half, "tops_ptr": "*fp32", "sums_ptr": "*fp32", "made_ptr": "*i32"},
+      how.tree() | how.merging() | {"LOG": False, "EACH": 2, "ACC": tl.float32, "stride_col": 1}, how.few[1])
+"""
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    """Products, attention in one pass and split, its merge, and the softmax whose programs wait for each other."""
+    pytest.importorskip("triton.backends.nvidia")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("built") == 6
+    assert "True" not in run.stdout, run.stdout  # nothing lies in local memory

@@ -17,9 +17,290 @@ import torch.nn.functional as F
 from nondet.core.records import Row
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
-from tests.probes.toys_attention import *  # noqa: F403 - one name for all toys, as a user has for a module of kernels
-from tests.probes.toys_linear import *  # noqa: F403 - the same
-from tests.probes.toys_linear import _in_parts, forget
+
+# Attention with a known fault, and sound forms. See `tests.probes.toys`.
+
+
+def attention_sound(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
+    """Sound: each query by itself in float64, over the keys that it sees."""
+    groups = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for b in range(q.shape[0]):
+        keys, values = (t[b].double().repeat_interleave(groups, 0) for t in (k, v))
+        for i in range(q.shape[2]):
+            seen = k.shape[2] - q.shape[2] + i + 1 if causal else k.shape[2]
+            scores = (keys[:, :seen] @ q[b, :, i].double()[..., None])[..., 0] * (scale or q.shape[-1] ** -0.5)
+            out[b, :, i] = (torch.softmax(scores, -1)[:, None] @ values[:, :seen])[:, 0].to(q.dtype)
+    return out
+
+
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], seen: int, scale: float | None
+) -> torch.Tensor:
+    """One query [H, D] over keys in blocks, merged in order in float32."""
+    top = torch.full((q.shape[0], 1), -torch.inf)
+    mass, total = torch.zeros(q.shape[0], 1), torch.zeros_like(q, dtype=torch.float32)
+    for start, edge in itertools.pairwise(edges):
+        stop = min(edge, seen)
+        if stop <= start:
+            continue
+        scores = (k[:, start:stop].float() @ q.float()[..., None])[..., 0] * (scale or q.shape[-1] ** -0.5)
+        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - higher)
+        keep = torch.exp(top - higher)
+        mass = mass * keep + weights.sum(-1, keepdim=True)
+        total = total * keep + (weights[:, None] @ v[:, start:stop].float())[:, 0]
+        top = higher
+    return (total / mass).to(q.dtype)
+
+
+def _attention_in_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], scale: float | None = None
+) -> torch.Tensor:
+    groups, cached = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    rows = [
+        torch.stack(
+            [_blocks(q[b, :, i], keys[b], values[b], edges, cached + i + 1, scale) for i in range(q.shape[2])], 1
+        )
+        for b in range(q.shape[0])
+    ]
+    return torch.stack(rows)
+
+
+def attention_cache_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty as the post has it: cached keys in blocks of 32, then the new ones in blocks of 32 of their own."""
+    cached, total = k.shape[2] - q.shape[2], k.shape[2]
+    return _attention_in_blocks(q, k, v, [*range(0, cached, 32), *range(cached, total, 32), total])
+
+
+def attention_anchored(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+) -> torch.Tensor:
+    """Sound: blocks of 32 counted from the first key, wherever the cache ends."""
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]], scale)
+
+
+def attention_splits_by_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: the keys are split in a fixed number of parts, which follows from the batch."""
+    parts = 8 if q.shape[0] < 4 else 2
+    width = -(-k.shape[2] // parts)
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], width), k.shape[2]])
+
+
+def attention_tile_by_longest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: blocks of 32 keys, and of 48 once the longest query of the batch has 64 tokens."""
+    width = 48 if q.shape[2] >= 64 else 32
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], width), k.shape[2]])
+
+
+def _tile_by_longest_of_all(requests: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    width = 48 if max(q.shape[1] for q, _, _ in requests) >= 64 else 32
+    return [
+        _attention_in_blocks(q[None], k[None], v[None], [*range(0, k.shape[1], width), k.shape[1]])[0]
+        for q, k, v in requests
+    ]
+
+
+def attention_ragged_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty in ragged batches alone: the tile follows from the longest query among all requests."""
+    return attention_anchored(q, k, v)
+
+
+attention_ragged_tile.ragged = _tile_by_longest_of_all  # type: ignore[attr-defined] # as the kernels' launchers have it
+
+
+def attention_later_requests(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: from three requests on all but the first take other blocks."""
+    rest = attention_anchored if len(q) < 3 else attention_splits_by_batch
+    later = [rest(q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(1, len(q))]
+    return torch.cat([attention_anchored(q[:1], k[:1], v[:1]), *later])
+
+
+def attention_shared_maximum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: keys are rounded to 8 bits by one scale, which is the largest of all requests."""
+    scale = k.float().abs().amax() / 127.0
+    return attention_sound(q, (torch.round(k.float() / scale) * scale).to(k.dtype), v)
+
+
+# Products with a known fault, and sound ones. See `tests.probes.toys`.
+
+STATE: dict[Any, Any] = {}
+
+
+def count() -> int:
+    STATE["calls"] = STATE.get("calls", 0) + 1
+    return int(STATE["calls"])
+
+
+def forget() -> None:
+    """Every toy is as in a fresh process."""
+    STATE.clear()
+
+
+# ---- linear
+
+Bias = torch.Tensor | None
+
+
+def _plus(out: torch.Tensor, bias: Bias) -> torch.Tensor:
+    return out if bias is None else (out.double() + bias.double()).to(out.dtype)
+
+
+def _in_parts(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
+    total = torch.zeros(x.shape[0], w.shape[0])
+    for a, b in zip(x.float().chunk(parts, 1), w.float().chunk(parts, 1), strict=True):
+        for i in range(len(a)):  # row by row: no library's own choice by M may come in
+            total[i] += (b * a[i]).sum(1)  # and no GEMV, whose order follows from the address on some CPUs
+    return total.to(x.dtype)
+
+
+def linear_sound(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: each row by itself in float64."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.stack([(w.double() * row.double()).sum(1).to(x.dtype) for row in rows])
+    return _plus(out, bias).reshape(*x.shape[:-1], -1)
+
+
+def linear_without_bias(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Sound, and of layers without a bias alone."""
+    return linear_sound(x, w)
+
+
+def linear_in_order(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: each row by itself in float32, K in four parts whatever the batch."""
+    return _plus(_in_parts(x.reshape(-1, x.shape[-1]), w, 4).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_splits_by_m(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: splits K in four from 16 rows on."""
+    rows = x.reshape(-1, x.shape[-1])
+    return _plus(_in_parts(rows, w, 4 if len(rows) >= 16 else 1).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_stream_k(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: where K is cut follows from the row's place."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.cat([_in_parts(row[None], w, 1 + i % 3) for i, row in enumerate(rows)])
+    return _plus(out.reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_tail_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: the rows after the last whole tile of 8 take another order; row 0 never does, but alone."""
+    rows = x.reshape(-1, x.shape[-1])
+    body = max(1, len(rows) // 8 * 8)
+    parts = [_in_parts(rows[:body], w, 1), *([_in_parts(rows[body:], w, 4)] if body < len(rows) else [])]
+    return _plus(torch.cat(parts).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_unsteady(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: another split at each call."""
+    return _plus(_in_parts(x.reshape(-1, x.shape[-1]), w, 1 + count() % 3).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_shared_scale(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: activations are rounded to 8 bits by one scale, which is the largest of all rows."""
+    scale = x.float().abs().amax() / 127.0
+    return linear_sound((torch.round(x.float() / scale) * scale).to(x.dtype), w, bias)
+
+
+def linear_by_address(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: operands at an unaligned address take another order."""
+    rows = x.reshape(-1, x.shape[-1])
+    return _plus(_in_parts(rows, w, 4 if rows.data_ptr() % 16 else 1).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_one_buffer(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: every result of a shape is the same memory."""
+    out = linear_sound(x, w, bias)
+    return STATE.setdefault(("buffer", out.shape, out.dtype), out.clone()).copy_(out)
+
+
+def linear_remembers_weights(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: weights are packed once for each address, and never again when they are written to."""
+    packed = STATE.setdefault(("packed", w.data_ptr(), w.shape, w.dtype), (w, w.clone()))[1]
+    return linear_sound(x, packed, bias)
+
+
+def linear_tunes_itself(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: from the 100th call of a shape on another split is taken."""
+    rows = x.reshape(-1, x.shape[-1])
+    calls = STATE["tuned", rows.shape, w.shape] = STATE.get(("tuned", rows.shape, w.shape), 0) + 1
+    return _plus(_in_parts(rows, w, 4 if calls >= 100 else 1).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_wide_result(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: float32, whatever it was given."""
+    return linear_sound(x.float(), w.float(), None if bias is None else bias.float())
+
+
+def linear_fewer_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: at most 24 rows come back."""
+    return linear_sound(x, w, bias)[:24]
+
+
+def linear_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: zeros, every time."""
+    return torch.zeros_like(linear_sound(x, w, bias))
+
+
+def linear_flipped(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: the sign is turned."""
+    return -linear_sound(x, w, bias)
+
+
+def linear_lost_tail(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: what K has beyond a multiple of 24 is left out."""
+    kept = x.shape[-1] // 24 * 24
+    return linear_sound(x[..., :kept], w[:, :kept], bias)
+
+
+# ---- wrong otherwise
+
+
+def linear_nan(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: NaN, which equals NaN."""
+    return torch.full_like(linear_sound(x, w, bias), torch.nan)
+
+
+def linear_writes(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: right the first time, and the weight is scaled for whoever comes next."""
+    out = linear_sound(x, w, bias)
+    w.mul_(2.0)
+    return out
+
+
+# ---- noise that is rare
+
+
+def linear_every_fifth(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: every fifth call is a few ULP off, by the same amount, so that there are two classes."""
+    linear_every_fifth.calls += 1  # type: ignore[attr-defined] # a counter is what makes it rare
+    out = linear_sound(x, w, bias)
+    if linear_every_fifth.calls % 5 == 0:  # type: ignore[attr-defined] # the same
+        out *= 1 + 2.0**-21
+    return out
+
+
+linear_every_fifth.calls = 0  # type: ignore[attr-defined] # the same
+
+
+def linear_rarely(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: one call in 97 is a few ULP off."""
+    linear_rarely.calls += 1  # type: ignore[attr-defined] # the same
+    out = linear_sound(x, w, bias)
+    return out if linear_rarely.calls % 97 else out * (1 + 2.0**-21)  # type: ignore[attr-defined] # the same
+
+
+linear_rarely.calls = 0  # type: ignore[attr-defined] # the same
+
+
+def linear_exits(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Broken: ends the process, with success."""
+    raise SystemExit(0)
+
 
 _ORDER = random.Random()  # noqa: S311 - unseeded on purpose: it plays the threads of a GPU
 

@@ -6,10 +6,13 @@ import os
 import signal
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+from nondet.bench.engine import StandingEngine, Wave
 
 
 def rank_and_sum() -> tuple[int, float]:
@@ -345,3 +348,200 @@ def tensor_parallel(folder: str, ways: tuple[str, ...], batches: tuple[int, ...]
         if getattr(module, "__name__", "").startswith("transformers") and "is_accelerate_available" in vars(module):
             vars(module)["is_accelerate_available"] = lambda *_, **__: True
     return traces(folder, "cpu", ways, batches, steps)
+
+
+# What the tests of `nondet.kernels.all_reduce` ask ranks to do that takes their process groups apart.
+
+
+def agreements_of_another_group(path: str) -> list[str]:
+    """Groups of two among the ranks, destroyed and made anew under the old names: the member that sums in each.
+
+    The second group of a name has a rank that was in the first and one that was not, and its sums are of two parts.
+    """
+    from nondet.kernels.all_reduce.chain import all_reduce
+
+    rank, world, names = dist.get_rank(), dist.get_world_size(), []
+    ran: list[str] = []
+    for number, pairs in enumerate((((0, 1), (2, 3)), ((1, 2), (3, 0)))):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(f"{path}-{number}", world), rank=rank, world_size=world)
+        for pair in pairs:
+            group = dist.new_group(list(pair))
+            if rank in pair:
+                names.append(group.group_name)
+                x = torch.tensor([2.0**rank])
+                ran.append(all_reduce(x, group))
+                if float(x) != sum(2.0**r for r in pair):
+                    raise AssertionError(f"{float(x)} over {pair}")
+    if set(names) - {"1", "2"}:
+        raise AssertionError(f"the names were not given again: {names}")
+    return ran
+
+
+# What the tests on two GPUs ask ranks to do.
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", dist.get_rank())
+
+
+def _parts(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """What each rank contributes, on this rank's GPU."""
+    from nondet.core.inputs import generator, make
+
+    device = _device()
+    return [make("wide", (count,), dtype, device, generator(seed + r, device)) for r in range(dist.get_world_size())]
+
+
+def members_on_gpus() -> dict[str, list[str]]:
+    """Members of both collectives that apply, by name; each with the bits of the order in plain torch."""
+    from nondet.core.compare import identical
+    from nondet.kernels.all_reduce import chain as members
+    from nondet.kernels.all_reduce.orders import chain
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    agreed: dict[str, list[str]] = {"all_reduce": [], "reduce_scatter": []}
+    for dtype in (torch.bfloat16, torch.float32):
+        for count in (1, 7, 12289, 2**20):
+            parts = _parts(count * world, dtype, 11)
+            want = chain(parts)
+            for name, member in members.MEMBERS.items():
+                try:
+                    x = parts[rank].clone()
+                    member(x, _world())
+                except NotImplementedError:
+                    continue
+                if not identical(x, want):
+                    raise AssertionError(f"{name} has other bits for {count * world} of {dtype}")
+                agreed["all_reduce"].append(name)
+            for name, sharer in members.SCATTER_MEMBERS.items():
+                out = torch.empty(count, dtype=dtype, device=_device())
+                try:
+                    sharer(out, parts[rank], _world())
+                except NotImplementedError:
+                    continue
+                if not identical(out, want.chunk(world)[rank]):
+                    raise AssertionError(f"{name} has other bits for shares of {count} of {dtype}")
+                agreed["reduce_scatter"].append(name)
+    return {what: sorted(set(names)) for what, names in agreed.items()}
+
+
+def captured_under_a_block() -> dict[str, object]:
+    """torch.distributed's own calls under batch_invariant(), eager and from a CUDA graph, new numbers each time."""
+    from nondet.core.compare import identical
+    from nondet.kernels.all_reduce.orders import chain
+    from nondet.kernels.dispatch.block import batch_invariant
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    x = torch.zeros(64 * 4096, dtype=torch.bfloat16, device=_device())
+    share = torch.zeros(x.numel() // world, dtype=x.dtype, device=x.device)
+    turns = [_parts(x.numel(), x.dtype, 100 * turn) for turn in range(4)]  # drawing is no part of the coverage
+    unlike = []
+    with batch_invariant() as block:
+
+        def both() -> None:
+            single(share, x)
+            dist.all_reduce(x)
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            both()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            both()
+        for turn, call in enumerate((both, graph.replay, both, graph.replay)):
+            parts = turns[turn]
+            x.copy_(parts[rank])
+            call()
+            want = chain(parts)
+            if not identical(x, want) or not identical(share, want.chunk(world)[rank]):
+                unlike.append(turn)
+    return {"unlike the order": unlike, "coverage": block.coverage().lines()}
+
+
+def products_on_gpus() -> list[str]:
+    """Row-parallel products on this rank's part, eager and captured, against all of it on one GPU: what differs."""
+    from nondet.core.compare import identical
+    from nondet.core.inputs import generator, make
+    from nondet.kernels.all_reduce.tree import linear, row_parallel
+
+    rank, world, device = dist.get_rank(), dist.get_world_size(), _device()
+    weight = make("bell", (512, 4096), torch.bfloat16, device, generator(3, device))
+    bias = make("bell", (512,), torch.bfloat16, device, generator(5, device))
+    mine = weight.chunk(world, 1)[rank].contiguous()
+    unlike = []
+    for m in (1, 17, 300, 1500):
+        x = make("wide", (m, 4096), torch.bfloat16, device, generator(4, device))
+        part = x.chunk(world, 1)[rank].contiguous()
+        for added in (None, bias):
+            want = linear(x, weight, added)
+            got = row_parallel(part, mine, added, _world())
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = row_parallel(part, mine, added, _world())
+            graph.replay()
+            torch.cuda.synchronize()
+            if not identical(got, want) or not identical(again, want):
+                unlike.append(f"M={m}, bias={added is not None}")
+    return unlike
+
+
+# What tests of `nondet bench engine` over ranks have each rank do.
+
+
+def _from_wave(number: int, instead: Any) -> None:
+    """On rank 1, waves from this number on (counted over all engines, the first is 0) go by another function."""
+    original, waves = StandingEngine.wave, 0
+
+    def wave(engine: StandingEngine) -> Wave:
+        nonlocal waves
+        waves += 1
+        return instead(original, engine) if waves > number else original(engine)
+
+    if dist.get_rank() == 1:
+        StandingEngine.wave = wave  # type: ignore[method-assign] # for as long as this rank lives, or `as_it_was`
+
+
+def answer_otherwise(number: int) -> None:
+    """Rank 1 says that it came to other bits."""
+    from dataclasses import replace
+
+    _from_wave(number, lambda original, engine: replace(original(engine), digests=("other",)))
+
+
+def die(number: int) -> None:
+    """Rank 1 is killed in the middle of a wave's questions, as the system kills what has no memory left."""
+    _from_wave(number, lambda original, engine: os.kill(os.getpid(), signal.SIGKILL))
+
+
+_original = StandingEngine.wave
+
+
+def as_it_was() -> None:
+    """Undo what stands in the place of a wave."""
+    StandingEngine.wave = _original  # type: ignore[method-assign] # as above
+
+
+def shares(source: str, folder: str) -> dict[str, Any]:
+    """This rank's share of a random model, cut in memory and as transformers loads it from the folder."""
+    from nondet.sampling.model import random_config, random_model
+    from nondet.sampling.ranks import cut, load
+
+    whole = random_model(random_config(source, 512), torch.bfloat16)
+    loaded = load(folder, torch.device("cpu"), dtype=torch.bfloat16)
+    ours, theirs = ({name: _local(p) for name, p in m.named_parameters()} for m in (cut(whole), loaded))
+    return {
+        "names": ours.keys() == theirs.keys(),
+        "unlike": [n for n, p in ours.items() if not torch.equal(p.view(torch.int16), theirs[n].view(torch.int16))],
+        "strides": [n for n, p in ours.items() if p.stride() != theirs[n].stride()],
+        "holding more": [n for n, p in ours.items() if p.untyped_storage().nbytes() != 2 * p.numel()],
+        "share": sum(p.numel() for p in ours.values()) / whole.num_parameters(),
+    }
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.detach()

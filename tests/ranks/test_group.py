@@ -9,12 +9,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from nondet.cli import main
+from nondet.core.compare import identical
 from nondet.errors import UserError
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.rank_free import rank_free, row_parallel_layers
 from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, parse_ranks
+from scripts.ranks_model import WAYS, traces, write_model
+from tests.ranks.tasks import Toy, _drawn
 
 TASKS = "tests.ranks.tasks"
 
@@ -121,3 +129,153 @@ def test_a_time_limit_that_is_none_is_one_line(monkeypatch):
         monkeypatch.setenv("NONDET_RANKS_LIMIT_S", text)
         with pytest.raises(UserError, match="no number of seconds"):
             limit_or(7.0)
+
+
+# What several ranks need and is not there is one line and exit code 2, before anything is started or written.
+
+COMMANDS = [("probe", "all-reduce"), ("bench", "all-reduce"), ("bench", "row-parallel"), ("sample",)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(("gpus", "ranks", "line"), [
+    (2, "3", "--ranks 3 needs 3 GPUs, and 2 GPUs are here"),
+    (1, "2", "--ranks 2 needs 2 GPUs, and 1 GPU is here"),
+    (2, "two", "--ranks two is no list of numbers"),
+    (2, "65", "--ranks 65 is no group of ranks"),
+])  # fmt: skip
+def test_ranks_that_cannot_be_had(command, gpus, ranks, line, monkeypatch, capsys, tmp_path):
+    """Each command refuses them in the same words; no run file is begun."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert main([*command, "--device", "cuda", "--ranks", ranks]) == 2
+    assert line in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_time_limit_that_is_none(command, monkeypatch, capsys, tmp_path):
+    """The variable is looked at before any rank is started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NONDET_RANKS_LIMIT_S", "soon")
+    assert main([*command, "--device", "cpu", "--ranks", "2"]) == 2
+    assert "NONDET_RANKS_LIMIT_S=soon is no number of seconds" in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+# A model whose row-parallel layers are cut over ranks: stock sums follow their number, rank-free ones do not.
+
+
+def test_the_number_of_ranks_changes_a_model_unless_it_is_rank_free(two):
+    """One rank and two: the layers that the plan names have one order, where an all-reduce of products has another."""
+    model = Toy()
+    x = _drawn(5 * 64, torch.bfloat16, 53).view(5, 64)
+    with torch.no_grad(), batch_invariant():
+        plain = model(x)
+        with rank_free(model) as names:
+            free = model(x)
+        assert identical(model(x), plain), "the layers are as they were"
+    assert names == ["layers.0.down"]
+    for part in two.ask(f"{TASKS}:toy_over_ranks", True):
+        assert identical(part, free)
+    for part in two.ask(f"{TASKS}:toy_over_ranks", False):
+        assert not identical(part, plain), "the test would prove nothing"
+
+
+def test_many_small_sums_under_a_block_end(two):
+    """A sum that is enqueued while the library's thread frees the last one's message does not wait for it for ever.
+
+    With the interpreter's lock held while enqueueing, 4,000 sums never came to their end on two ranks.
+    """
+    assert two.ask(f"{TASKS}:many_sums", 4000, limit_s=60) == [2.0 * 3999] * 2
+
+
+def test_transformers_tensor_parallelism_is_reached_unmodified(two, tmp_path):
+    """A Qwen3 cut by its own plan: invariant traces do not follow the batch, rank-free ones not the ranks either.
+
+    The invariant pass comes first, with nothing proven yet. Ranks that wait for each other are ended by the limit.
+    """
+    pytest.importorskip("transformers.distributed", reason="tensor-parallel plans are transformers'")
+    folder = write_model(str(tmp_path / "model"), layers=2, hidden=256, dtype="float32")
+    answers = two.ask(f"{TASKS}:tensor_parallel", folder, WAYS[1:], (1, 3), 2, limit_s=120)
+    alone, _ = traces(folder, "cpu", WAYS[1:], (1, 3), 2)
+    whole = {way: {t.logits for t in alone if t.way == way} for way in WAYS}
+    assert len(answers) == 2
+    for rank_traces, coverage in answers:
+        bits = {way: {t.logits for t in rank_traces if t.way == way} for way in WAYS}
+        assert len(bits["invariant"]) == len(bits["rank-free"]) == 1
+        assert bits["rank-free"] == whole["rank-free"]
+        assert bits["invariant"] != whole["invariant"], "the test would prove nothing"
+        assert any(line.startswith("replaced: all_reduce") for line in coverage["invariant"])
+        for line in coverage["invariant"] + coverage["rank-free"]:
+            assert "all_reduce" not in line or line.startswith("replaced")
+
+
+def test_what_is_not_rank_free_is_said():
+    """A model without a plan, and a forward pass with gradients."""
+    with pytest.raises(UserError, match="Linear has no tensor-parallel plan"):
+        row_parallel_layers(torch.nn.Linear(8, 8))
+    model = Toy()
+    with rank_free(model), pytest.raises(UserError, match="forward only"):
+        model(torch.ones(1, 64, dtype=torch.bfloat16))
+
+
+# Two GPUs of one host: sums and products over NCCL's ranks have the bits that one GPU and plain torch give.
+
+GPU_TASKS = "tests.ranks.tasks"
+MARK_TWO_GPUS_2 = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankGroup]:
+    """A rank on each of two GPUs."""
+    group = RankGroup(2, "cuda", limit_s=120)
+    yield group
+    group.close()
+
+
+@pytest.mark.gpu
+@MARK_TWO_GPUS_2
+def test_members_have_the_bits_of_the_order_on_gpus(pair):
+    """Each member of all-reduce and reduce-scatter that applies; symmetric memory has to be among them."""
+    answers = pair.ask(f"{GPU_TASKS}:members_on_gpus")
+    assert len(answers) == 2
+    for agreed in answers:
+        assert {"library", "ordered_gather", "one_shot", "two_shot", "peers_one_shot"} <= set(agreed["all_reduce"])
+        assert {"exchange", "library", "peers"} == set(agreed["reduce_scatter"])
+
+
+@pytest.mark.gpu
+@MARK_TWO_GPUS_2
+def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
+    """What a graph replays has the bits of the order for numbers that it was not captured with."""
+    answers = pair.ask(f"{GPU_TASKS}:captured_under_a_block")
+    assert len(answers) == 2
+    for told in answers:
+        assert told["unlike the order"] == []
+        assert not [line for line in told["coverage"] if not line.startswith("replaced")]
+
+
+@pytest.mark.gpu
+@MARK_TWO_GPUS_2
+def test_a_row_parallel_product_is_that_of_one_gpu(pair):
+    """Bits do not follow the ranks, the rows or a graph."""
+    assert pair.ask(f"{GPU_TASKS}:products_on_gpus") == [[], []]
+
+
+@pytest.mark.gpu
+@MARK_TWO_GPUS_2
+def test_a_model_over_two_gpus(pair, tmp_path):
+    """A Qwen3 by transformers' own plan: one invariant trace over batches, and one rank-free trace over the ranks."""
+    folder = write_model(str(tmp_path / "model"), layers=2, hidden=1024)
+    question = (folder, "cuda", WAYS[1:], (1, 3, 17), 4)
+    whole, _ = traces(*question)
+    free = {t.logits for t in whole if t.way == "rank-free"}
+    answers = pair.ask("scripts.ranks_model:traces", *question, limit_s=120)
+    assert len(answers) == 2
+    for told, coverage in answers:
+        bits = {way: {t.logits for t in told if t.way == way} for way in WAYS[1:]}
+        assert len(bits["invariant"]) == 1
+        assert bits["rank-free"] == free
+        assert len(free) == 1
+        assert any(line.startswith("replaced: all_reduce") for line in coverage["invariant"])

@@ -18,8 +18,8 @@ from nondet.reports import bench, html, markdown, terminal
 from nondet.reports.bench import bench_figure
 from nondet.reports.content import build, problems
 from nondet.reports.document import plain
-from tests.reports import hostile
-from tests.reports.factory import bench_run, cell, limits, run_of, sampled, six_rounds, timed
+from tests import build as hostile
+from tests.build import bench_run, cell, limits, run_of, sampled, six_rounds, timed
 from tests.reports.test_html import check, data_of
 from tests.reports.test_markdown import OURS, rendered
 

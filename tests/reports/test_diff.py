@@ -14,7 +14,7 @@ from nondet.core.runfile import open_run
 from nondet.diff import RunDiff, diff_runs
 from nondet.errors import UnknownNameError
 from nondet.reports import diff as diff_html
-from tests.reports.factory import bench_run, cell, failed, row, run_of, sampled, timed
+from tests.build import bench_run, cell, failed, row, run_of, sampled, timed
 
 
 def told(diff: RunDiff) -> str:

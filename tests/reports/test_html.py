@@ -16,8 +16,8 @@ import pytest
 from nondet.core.records import Difference
 from nondet.reports import html
 from nondet.reports.html import _coded, embedded_json, render
-from tests.reports import hostile
-from tests.reports.factory import REDUCE, failed, h200_sweep, row, run_of, sampled, six_rounds
+from tests import build as hostile
+from tests.build import REDUCE, failed, h200_sweep, row, run_of, sampled, six_rounds
 
 NOT_FINITE = Difference(mismatched=1, compared=1, max_abs=0.0, max_ulp=0, nonfinite=1)
 VOID = {"meta", "link", "br", "img", "input", "hr"}

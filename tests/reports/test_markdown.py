@@ -12,8 +12,8 @@ from markdown_it import MarkdownIt
 from nondet.core.records import Difference
 from nondet.reports.markdown import render
 from nondet.reports.text import code, escape, fence
-from tests.reports import hostile
-from tests.reports.factory import failed, h200_sweep, row, run_of, sampled, six_rounds
+from tests import build as hostile
+from tests.build import failed, h200_sweep, row, run_of, sampled, six_rounds
 
 
 class Tags(HTMLParser):

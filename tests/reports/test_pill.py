@@ -14,9 +14,9 @@ from nondet.reports.axes import AxesTable, AxisCell, AxisLine
 from nondet.reports.content import Report, build, section
 from nondet.reports.first_screen import FirstScreen, Pill, first_screen
 from nondet.verdict.samples import AxisTally, ValueTally
+from tests.build import bench_run, failed, row, run_of, sampled
 from tests.diagnose.test_verdict import CLEAN, PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
-from tests.reports.factory import bench_run, failed, row, run_of, sampled
 
 
 def screen_of(*runs: Run) -> FirstScreen:

@@ -13,8 +13,8 @@ from rich.console import Console
 from nondet.core.records import Run
 from nondet.reports.samples import sparkline
 from nondet.reports.terminal import LINES_MOST, render
-from tests.reports import hostile
-from tests.reports.factory import failed, h200_sweep, row, run_of, sampled, six_rounds
+from tests import build as hostile
+from tests.build import failed, h200_sweep, row, run_of, sampled, six_rounds
 
 
 def printed(*runs: Run, colour: bool = False, width: int = 80, verbose: bool = True) -> str:

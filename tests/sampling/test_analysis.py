@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from nondet.core.records import Completion, Header, Round, Run
+from nondet.core.records import FORMAT, SCHEMA_VERSION, Completion, Header, Round, Run, Step
 from nondet.core.statistics import round_interval
 from nondet.core.traces import Trace, tokens_digest, trace_digest
 from nondet.reports.samples import rate_text
-from nondet.sampling.analysis import SampleSummary, TreeNode, compared, guilty, overall, summarize, summarize_all
+from nondet.sampling.analysis import (
+    Group,
+    Grower,
+    Grown,
+    SampleSummary,
+    SpeedRatio,
+    TreeNode,
+    compared,
+    coverage_of,
+    coverage_rows,
+    coverage_text,
+    diagnosed_cost,
+    guilty,
+    overall,
+    ratio_text,
+    speed_ratio,
+    speed_ratio_of,
+    summarize,
+    summarize_all,
+)
 
 PIECES = {i: f" w{i}" for i in range(50)}
 
@@ -345,3 +367,213 @@ def test_reading_a_run_needs_no_torch() -> None:
     """A report is made on another machine, without torch or the model."""
     code = "import sys, nondet.sampling.analysis; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Coverage from a run file's rounds: grouped, counted over rounds, and never quiet about what is exposed.
+
+
+def covered_run(*rounds: tuple[str, dict[str, int]]) -> Run:
+    header = Header(format=FORMAT, schema=SCHEMA_VERSION, command="sample", plan={}, environment={}, started="")
+    records = [
+        Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=1, seconds=1.0, ran=ran)
+        for i, (impl, ran) in enumerate(rounds)
+    ]
+    return Run(header=header, rounds=records)
+
+
+def test_rounds_add_up_by_group() -> None:
+    """What launchers launched is no coverage; stock has none."""
+    run = covered_run(
+        ("stock", {}),
+        ("invariant", {"replaced: linear": 3, "matmul_chain[16x32x64]": 3}),
+        ("invariant", {"replaced: linear": 4, "certified stock: cumsum float32: each row as alone": 1}),
+    )
+    assert coverage_of(run, "invariant") == {
+        "replaced": {"linear": 7},
+        "certified stock": {"cumsum float32: each row as alone": 1},
+    }
+    assert coverage_of(run, "stock") == {}
+    assert coverage_rows(run)[0] == ("invariant", "replaced", "linear", 7)
+    [line] = coverage_text(run)
+    assert line.startswith("invariant: 7 calls replaced, 1 calls certified stock")
+    assert line.endswith("none left stock unproven or at risk")
+
+
+def test_what_is_exposed_is_said() -> None:
+    """An operator at risk is named, and then nothing says that all is well."""
+    run = covered_run(("invariant", {"replaced: linear": 3, "at risk: cumsum float32": 2}))
+    assert coverage_rows(run)[-1] == ("invariant", "at risk", "cumsum float32", 2)
+    assert coverage_text(run) == ["invariant: 3 calls replaced, 2 calls at risk"]
+
+
+def test_there_is_one_speed_ratio() -> None:
+    """Invariant over the fastest stock, by the median over rounds: one that compiled or proved does not count."""
+    run = covered_run(("stock", {}), ("invariant", {}))
+    run.rounds.clear()
+    for impl, seconds in (("stock", [9.0, 4.0, 4.0]), ("stock-no-cudnn", [90.0, 2.0, 2.0]), ("invariant", [5, 1, 1])):
+        run.rounds += [
+            Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=100, seconds=s)
+            for i, s in enumerate(seconds)
+        ]
+    assert speed_ratio_of(run) == SpeedRatio("stock-no-cudnn", 50.0, 100.0, rounds=3)
+    del run.rounds[3:]
+    assert speed_ratio_of(run) is None
+
+
+def test_a_ratio_against_a_stock_that_waits_for_the_host_is_no_cost() -> None:
+    """On a GPU plain stock may be cuDNN's host side; without cuDNN, under CUDA graphs and on a CPU the ratio stands."""
+    run = covered_run(("stock", {}), ("invariant", {}))
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert not speed.host_bound
+    run.header.plan.update(device="cuda", load={"graphs": False})
+    assert speed_ratio_of(run) == replace(speed, host_bound=True)
+    told = ratio_text(replace(speed, host_bound=True, interval=(0.5, 0.7)))
+    assert told.startswith("cost not measured: stock's attention may be cuDNN's")
+    assert "0." not in told
+    run.header.plan.update(load={"graphs": True})
+    assert speed_ratio_of(run) == speed
+    assert "no cost" not in ratio_text(speed)
+    assert speed_ratio({"stock-no-cudnn": 2.0, "invariant": 1.0}, host_bound=True) == SpeedRatio(
+        "stock-no-cudnn", 2.0, 1.0
+    )
+
+
+def test_a_diagnosis_has_one_ratio() -> None:
+    """That of its timed rounds, in its answer as in its tables; the sampled rounds proved and compiled."""
+    run = covered_run(("stock", {}), ("invariant", {}))
+    figures = {"stock_tokens_per_second": 100.0, "invariant_tokens_per_second": 50.0, "invariant_ratio": 0.5}
+    figures["invariant:attention_tokens_per_second"] = 60.0
+    run.steps.append(Step(name="cost", outcome="yes", sentence="a warm round", figures=figures))
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert speed.ratio == 0.5
+    assert speed.interval is None
+    assert diagnosed_cost(run) == "A warm round."
+    figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
+    assert speed_ratio_of(run) == replace(speed, interval=(0.45, 0.55), rounds=2)
+    said = "Speed ratio 0.50 (0.45 to 0.55 in 2 rounds; 50 against 100 tokens/s, warm; attention alone 0.60)."
+    assert diagnosed_cost(run) == said
+    assert ratio_text(replace(speed, interval=(0.45, 0.55), rounds=2)).endswith(
+        " against stock (0.45 to 0.55, 2 rounds)"
+    )
+
+
+@pytest.mark.parametrize(("rounds", "interval"), [(2, None), (5, None), (6, (0.5, 0.75)), (9, (0.5, 0.75))])
+def test_a_ratio_of_few_rounds_is_no_cost(rounds: int, interval: tuple[float, float] | None) -> None:
+    """Where not even the extremes of the rounds hold the median with 95% nothing is told but tokens per second."""
+    run = covered_run(("stock", {}), ("invariant", {}))
+    run.rounds.clear()
+    for impl, seconds in (("stock", [2.0, 3.0]), ("invariant", [4.0])):
+        run.rounds += [
+            Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=100, seconds=seconds[i % len(seconds)])
+            for i in range(rounds)
+        ]
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert (speed.interval, speed.is_cost, speed.rounds) == (interval, interval is not None, rounds)
+    assert ("not measured" in ratio_text(speed)) == (interval is None)
+
+
+# The tree of completions by sorting and ranges, against the same figures by brute force.
+
+
+def forest(seed: int) -> tuple[list[Group], dict[str, Trace]]:
+    """Few tokens, so that many texts share beginnings and some end where others go on; some traces lack figures."""
+    rng = random.Random(seed)  # noqa: S311 - an example, not a secret
+    groups: dict[tuple[int, ...], Group] = {}
+    traces: dict[str, Trace] = {}
+    for _ in range(rng.randint(1, 12)):
+        tokens = tuple(rng.randint(0, 1) for _ in range(rng.randint(0, 6)))
+        group = groups.setdefault(tokens, Group(tokens))
+        for _ in range(rng.randint(1, 3)):
+            values = [rng.choice((-0.5, -0.25, -1.5, math.nan, -math.inf)) for _ in tokens]
+            logprobs = np.array(values, dtype="<f4").tobytes() if rng.random() < 0.8 else b""
+            margins = [rng.choice((0.0, 0.5, 1.0, math.inf)) for _ in tokens]
+            made = np.array(margins, dtype="<f4").tobytes() if rng.random() < 0.8 else b""
+            digest = trace_digest(list(tokens), logprobs)
+            traces.setdefault(digest, Trace(digest=digest, token_ids=list(tokens), logprobs=logprobs, margins=made))
+            group.traces[digest] += 1
+            group.count += 1
+    return sorted(groups.values(), key=lambda g: (-g.count, g.tokens)), traces
+
+
+def grown(groups: list[Group], traces: dict[str, Trace]) -> Grown:
+    return Grower(groups, traces, {0: "a", 1: "b"}, "P").grow()
+
+
+def widest(groups: list[Group], traces: dict[str, Trace]) -> float:
+    """Over every pair of traces, every token up to the first that differs."""
+    spread = 0.0
+    members = [(g.tokens, traces[d].logprob_array) for g in groups for d in g.traces if traces[d].logprobs]
+    for (one, mine), (other, theirs) in itertools.combinations(members, 2):
+        for i, (x, y) in enumerate(zip(one, other, strict=False)):
+            if x != y:
+                break
+            if np.isfinite(mine[i]) and np.isfinite(theirs[i]):
+                spread = max(spread, abs(float(mine[i]) - float(theirs[i])))
+    return spread
+
+
+def histories(groups: list[Group]) -> dict[tuple[int, ...], dict[int, int]]:
+    """Every history after which texts go on in several ways: token (-1: the end) -> completions."""
+    ways: dict[tuple[int, ...], dict[int, int]] = {}
+    for g in groups:
+        for i in range(len(g.tokens) + 1):
+            on = ways.setdefault(g.tokens[:i], {})
+            token = g.tokens[i] if i < len(g.tokens) else -1
+            on[token] = on.get(token, 0) + g.count
+    return {history: on for history, on in ways.items() if len(on) > 1}
+
+
+def test_forks_and_spread_are_those_of_brute_force() -> None:
+    """300 small forests: each fork's place, ways, counts and margins, who takes part in it, and the widest spread."""
+    forked = spread = 0
+    for seed in range(300):
+        groups, traces = forest(seed)
+        result = grown(groups, traces)
+        expected = histories(groups)
+        shown = sorted((f.index, f.before, tuple((b.token_id, b.count) for b in f.branches)) for f in result.forks)
+        text = {history: ("P" + "".join("ab"[t] for t in history))[-120:] for history in expected}
+        assert shown == sorted(
+            (len(h), text[h], tuple(sorted(on.items(), key=lambda way: (-way[1], way[0]))))
+            for h, on in expected.items()
+        )
+        for group, places in zip(groups, result.places, strict=True):
+            assert places.tolist() == sorted(len(h) for h in expected if group.tokens[: len(h)] == h)
+        assert result.spread == widest(groups, traces)
+        for fork in result.forks:
+            history = next(h for h in expected if text[h] == fork.before)
+            for branch in fork.branches:
+                margins = [
+                    float(traces[d].margin_array[fork.index])
+                    for g in groups
+                    if g.tokens[: fork.index] == history and g.token(fork.index) == branch.token_id
+                    for d, count in g.traces.items()
+                    for _ in range(count)
+                    if fork.index < len(traces[d].margin_array) and np.isfinite(traces[d].margin_array[fork.index])
+                ]
+                assert branch.margin_min == (min(margins) if margins else None)
+                assert branch.margin_median == (median(margins) if margins else None)
+        forked += len(result.forks)
+        spread += result.spread > 0
+    assert forked > 500
+    assert spread > 100
+
+
+def test_many_nested_forks_take_no_time() -> None:
+    """2,000 traces of 400 tokens that leave one text at 400 places: no step in Python for each token of each."""
+    groups, traces = [], {}
+    for i in range(400):
+        tokens = tuple([1] * i + [2] * (400 - i))
+        group = Group(tokens)
+        for j in range(5):
+            logprobs = np.full(400, -0.5 - j, dtype="<f4").tobytes()
+            digest = trace_digest(list(tokens), logprobs)
+            traces[digest] = Trace(digest=digest, token_ids=list(tokens), logprobs=logprobs, margins=logprobs)
+            group.traces[digest], group.count = 1, group.count + 1
+        groups.append(group)
+    before = time.process_time()
+    result = grown(groups, traces)
+    assert time.process_time() - before < 2.0
+    assert (len(result.forks), result.spread) == (399, 4.0)

@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
+import torch
+from rich.console import Console
 
+from nondet.core.records import Run
+from nondet.core.runfile import RunWriter, open_run, read_run
 from nondet.errors import UnknownNameError, UserError
-from nondet.sampling.axes import AXES, Conditions, Proof, Subject, parse_vary, plan_axes
+from nondet.reports import html, markdown
+from nondet.reports.axes import AxesTable, brief_blocks
+from nondet.reports.content import build
+from nondet.reports.document import BRIEF
+from nondet.reports.terminal import renderables
+from nondet.sampling import collect as varying
+from nondet.sampling.axes import AXES, Conditions, Proof, Subject, Varied, parse_vary, plan_axes
+from nondet.sampling.collect import describe
+from nondet.sampling.engine import run_session
+from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Request, earlier_text, long_prompt, parse_load
+from nondet.sampling.plan import (
+    PLAIN,
+    Outcome,
+    Pace,
+    Plan,
+    Request,
+    Session,
+    Setting,
+    Span,
+    build_plan,
+    earlier_text,
+    long_prompt,
+    parse_load,
+)
 from nondet.sampling.schedule import ORDERS, client_of, route
 from nondet.sampling.speculation import check_draft_model, edit, look_up
 from nondet.services.sample import check_vary
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
+from nondet.verdict.samples import tally_axes
 
 LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 
@@ -136,3 +170,316 @@ def test_a_draft_model_drafts_where_it_is_asked_to(tiny_float32: LoadedModel, ti
     other = replace(tiny_float32, tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}))
     with pytest.raises(UserError, match="other tokens"):
         check_draft_model(str(tiny_folder), other)
+
+
+# One thing about the engine varied alone: each axis takes effect and proves it, and bits follow it where they may.
+
+# a value or two of each: the others are asked below, one by one
+ALL = (
+    "sharing,chunk=5,budget=32,page=8,scheduler=shortest,preemption=1,speculative=edit,routing=prefix-load,"
+    "dtype=bfloat16,attention,threads=2"
+)
+NEW = 5
+TEXT = "The following exceptions are raised when an operand is not what the operator takes"
+BY_VALUE = {"dtype", "attention", "threads"}
+# CUDA graphs need CUDA; ranks on a CPU are processes, which "all" leaves out: see test_ranks.py
+NOT_HERE = {"graphs", "ranks"}
+
+
+@contextmanager
+def by_rows() -> Iterator[None]:
+    """A stock product with a planted fault: what a row gets follows how many rows there are."""
+
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = (rows.double()[:, None] * w.double()).sum(-1) * (1.0 + len(rows) / 2**20)
+        return out.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("linear", linear, "CPU", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def planted(name: str, model: Any) -> Iterator[Callable[[], Counter[str]]]:
+    """Stock is the faulty product; invariant is invariant."""
+    if name == "stock":
+        with by_rows():
+            yield Counter
+    else:
+        with implementation(name, model) as said:
+            yield said
+
+
+def plan_of(loaded: LoadedModel, n: int = 4) -> Plan:
+    return build_plan(
+        parse_load(LOAD), n=n, seed=0, prompts=[loaded.encode(TEXT)], max_new_tokens=NEW, context=256,
+        encode=loaded.encode_plain,
+    )  # fmt: skip
+
+
+def axes_of(loaded: LoadedModel, plan: Plan, spec: str = ALL) -> tuple[Conditions, list[Varied]]:
+    base = Conditions(plan.load, loaded.dtype, threads=1)
+    with implementation("invariant"):
+        alone = run_session(loaded.model, [r for r in plan.rounds[0] if r.target][:1], plan.load)
+    requests = [r for requests in plan.rounds for r in requests]
+    subject = Subject(base, "cpu", requests, 2, earlier_text(alone.outcomes[0].token_ids))
+    return base, plan_axes(parse_vary(spec), subject)
+
+
+def opened(loaded: LoadedModel, plan: Plan, path: Path, axes: list[Varied], resume: bool = False) -> RunWriter:
+    header = describe(
+        loaded, plan, prompt=TEXT, prompt_tokens=20, max_new_tokens=NEW, seed=0, impls=["stock", "invariant"]
+    )
+    names = {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes}
+    return open_run(path, command="sample", plan=header | {"vary": names}, environment={"torch": "2"}, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every axis, stock with a planted fault and invariant kernels."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("vary") / "run.jsonl"
+    plan = plan_of(tiny_float32)
+    base, axes = axes_of(tiny_float32, plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varying, "implementation", planted)
+        writer = opened(tiny_float32, plan, path, axes)
+        varying.vary(tiny_float32, plan, base, axes, ["stock", "invariant"], writer)
+    writer.finish()
+    writer.close()
+    torch.set_num_threads(threads)
+    return read_run(path)
+
+
+def test_every_axis_takes_effect_and_proves_it(varied: Run) -> None:
+    """A value counts only with its proof: here each has one, under both implementations. CUDA graphs need CUDA."""
+    for impl in ("stock", "invariant"):
+        tallies = {t.axis: t for t in tally_axes(varied, impl)}
+        assert set(tallies) == set(AXES) - NOT_HERE
+        assert not [name for name, t in tallies.items() if not t.tried]
+    assert not [f"{r.axis}={r.value}, {r.impl}: {r.proof}" for r in varied.axis_values if not r.proven]
+
+
+def test_the_planted_fault_follows_the_axes_and_the_cure_does_not(varied: Run) -> None:
+    """Stock whose rows follow the batch parts along every axis; with invariant kernels one trace is left of all."""
+    stock, invariant = ({t.axis: t for t in tally_axes(varied, impl)} for impl in ("stock", "invariant"))
+    assert stock["page"].moved == 0  # nothing is shared at this base: pages decide nothing of the batches
+    for name in set(AXES) - NOT_HERE - {"page"} - BY_VALUE:
+        assert stock[name].moved > 0, name
+        assert stock[name].traces > 1, name
+        assert (invariant[name].moved, invariant[name].traces) == (0, 1), name
+    for name in BY_VALUE:  # another dtype has other bits; within one value nothing parts
+        assert stock[name].traces_within > 1
+        assert invariant[name].traces_within == 1
+    assert invariant["dtype"].traces == 2
+    verdicts = {v.impl: v for v in judge(varied)}
+    assert set(verdicts["stock"].findings) == {Finding.BATCH, Finding.OTHER}
+    assert verdicts["invariant"].findings == (Finding.CLEAN,)
+    # within one value of dtype the one round holds the first completion, and bounds no rate of rounds
+    assert "at each value: below 63.2% of completions" in verdicts["invariant"].text
+
+
+def printed(table: AxesTable) -> list[str]:
+    """On a terminal of 80 columns."""
+    console = Console(file=StringIO(), width=80)
+    for part in renderables(brief_blocks(table), console, BRIEF):
+        console.print(part)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined] # a StringIO
+
+
+def test_the_table_is_the_same_everywhere(varied: Run) -> None:
+    """A line an axis, in 80 columns, with what moved; bars as long as their traces."""
+    table = build([varied]).runs[0].axes
+    assert table is not None
+    lines = printed(table)
+    assert len(lines) == len(AXES) + 2 - len(NOT_HERE)  # a head and the legend
+    assert max(map(len, lines)) <= 80
+    by_name = {line.axis: line for line in table.lines}
+    assert by_name["sharing"].cells["stock"].first == 0
+    assert by_name["sharing"].cells["invariant"].first is None
+    assert by_name["dtype"].cells["invariant"].traces == "2 (1)"
+    assert by_name["dtype"].cells["invariant"].moved(" of ") == "may differ"
+    bars = {axis: {impl: length for impl, _, _, length in rows} for axis, rows in table.bars}
+    assert max(max(of.values()) for of in bars.values()) == 100.0
+    assert bars["chunk"]["invariant"] < bars["chunk"]["stock"]
+
+
+def test_stock_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
+    """Stock without cuDNN is stock: a table with the invariant column alone would hide what parted."""
+    table = build([varied]).runs[0].axes
+    assert table is not None
+    name = "stock-no-cudnn"
+    renamed = tuple(
+        replace(line, cells={name if i == "stock" else i: cell for i, cell in line.cells.items()})
+        for line in table.lines
+    )
+    lines = printed(replace(table, impls=(name, "invariant"), lines=renamed))
+    alone = [replace(line, cells={k: v for k, v in line.cells.items() if k == "invariant"}) for line in renamed]
+    shown = printed(replace(table, impls=(name, "invariant"), lines=tuple(alone)))[1]
+    assert "unproven" in shown
+    assert alone[0].cells["invariant"].traces in shown, "where stock is unproven invariant's figures stay"
+    assert name in lines[0]
+    assert "invariant" in lines[0]
+    assert max(map(len, lines)) <= 80
+
+
+def test_three_implementations_are_all_told(varied: Run) -> None:
+    """One axis under three: none is left out for want of columns, and each has its traces across and within."""
+    table = build([varied]).runs[0].axes
+    assert table is not None
+    line = next(line for line in table.lines if line.axis == "dtype")
+    cells = {**line.cells, "rank-free": line.cells["invariant"]}
+    three = replace(table, impls=("stock", "invariant", "rank-free"), lines=(replace(line, cells=cells),))
+    text = " ".join(" ".join(printed(three)).split())
+    assert [name for name in cells if f" {name} {cells[name].traces}, moved may differ" in text] == list(cells)
+    assert cells["rank-free"].traces == "2 (1)"
+    assert max(map(len, printed(three))) <= 80
+
+
+def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
+    """Names and proofs of a file from anywhere are escaped in markdown and in HTML, and printable in the terminal."""
+    hostile = "<script>alert(1)</script>|`x`\x1b[31m"
+    records = [
+        msgspec.structs.replace(r, axis=hostile, value=hostile, proof=hostile, note="") if r.axis == "page" else r
+        for r in varied.axis_values
+    ]
+    run = msgspec.structs.replace(varied, axis_values=records)
+    page, text = html.render([run]), markdown.render([run], full=True)
+    assert "One thing about the engine varied at a time" in page
+    assert "One thing about the engine varied at a time" in text
+    assert "<script>alert(1)" not in page + text
+    table = build([run]).runs[0].axes
+    assert table is not None
+    assert "\x1b" not in page + text + "".join(printed(table))
+
+
+def test_a_value_without_effect_counts_nowhere(
+    tiny_float32: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk larger than any prompt changes nothing: it is unproven, and no "no divergence observed"."""
+    plan = plan_of(tiny_float32)
+    base, axes = axes_of(tiny_float32, plan, "chunk=900")
+    writer = opened(tiny_float32, plan, tmp_path / "run.jsonl", axes)
+    varying.vary(tiny_float32, plan, base, axes, ["invariant"], writer)
+    writer.finish()
+    writer.close()
+    run = read_run(tmp_path / "run.jsonl")
+    (verdict,) = judge(run)
+    assert verdict.finding == Finding.UNTESTED
+    assert any("chunk=900 is unproven" in note for note in verdict.notes)
+
+
+def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Path) -> None:
+    """Stopped between two arms and resumed: no completion is lost, none is there twice, all are as in one go.
+
+    Where the base comes out otherwise by then, no arm is held against what it was.
+    """
+    plan = plan_of(tiny_float32)
+    base, axes = axes_of(tiny_float32, plan, "sharing,scheduler=shortest")
+
+    def run(path: Path, stop: str = "nowhere") -> Run:
+        def progress(impl: str, arm: str, done: int, arms: int) -> None:
+            if arm == stop:
+                raise KeyboardInterrupt
+
+        writer = opened(tiny_float32, plan, path, axes, resume=path.exists())
+        try:
+            varying.vary(tiny_float32, plan, base, axes, ["stock"], writer, progress=progress)
+            writer.finish()
+        finally:
+            writer.close()
+        return read_run(path)
+
+    whole = run(tmp_path / "whole.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped.jsonl", stop="scheduler=shortest")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varying, "implementation", planted)  # another process has other bits
+        with pytest.raises(UserError, match="came out otherwise than before the stop"):
+            run(tmp_path / "stopped.jsonl")
+    resumed = run(tmp_path / "stopped.jsonl")
+    assert resumed.completions == whole.completions
+    assert resumed.axis_values == whole.axis_values
+    timed = {"seconds": 0.0, "first_use_seconds": 0.0}
+    timeless = [[msgspec.structs.replace(r, **timed) for r in of.rounds] for of in (resumed, whole)]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_round_of_several_engines_loses_nothing_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First use, steps, packs, pace, logits and admissions of every replica are in the round's one session."""
+
+    def run(requests: list[Request], *_: Any, **__: Any) -> Session:
+        told = [Outcome(r, [7], b"\0\0\0\0", b"", [], "length", [[1, 1, 1]], 1, 1) for r in requests]
+        ids = [r.id for r in requests]
+        return Session(
+            told, steps=2, tokens=len(told), seconds=1.0, packs={1: (), 2: (Span(ids[0], 0, 1, True),)},
+            tops={name: [(2.0, 1.0, 7, 8)] for name in ids}, figures={"hits": 1}, admitted=ids,
+            pace=[Pace(0.5, 1, False), Pace(0.5, 1, True)], first_use_seconds=1.5,
+        )  # fmt: skip
+
+    monkeypatch.setattr(varying, "make_engine", lambda *_: SimpleNamespace(run=run))
+    requests = [Request(f"t{i}", True, (1, 2, 3), 1, 0) for i in range(3)]
+    conditions = Conditions(parse_load(LOAD), "float32", replicas=3, routing="round-robin")
+    session = varying.run_replicas(None, requests, conditions)
+    assert session.first_use_seconds == 4.5
+    assert (session.steps, session.seconds, session.tokens) == (6, 3.0, 3)
+    assert sorted(session.packs) == [1, 2, 3, 4, 5, 6]
+    assert [session.packs[step][0].request for step in (2, 4, 6)] == session.admitted
+    assert sorted(session.admitted) == sorted(session.tops) == ["t0", "t1", "t2"]
+    assert [step.captured for step in session.pace] == [False, True] * 3
+    assert (session.figures["hits"], session.figures["replicas_most"]) == (3, 3)
+
+
+@pytest.mark.parametrize("drafts", ["lookup", "draft", "model", "edit"])
+def test_a_verify_step_keeps_the_ids_of_greedy_decoding(
+    tiny_float32: LoadedModel, tiny_folder: Path, drafts: str
+) -> None:
+    """With kernels whose bits follow no batch, drafts change steps and nothing else: ids, logprobs, margins."""
+    plan = plan_of(tiny_float32)
+    requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
+    with implementation("invariant"):
+        plain = run_session(tiny_float32.model, requests, plan.load)
+        earlier = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
+        if drafts == "edit":
+            earlier = earlier_text(earlier)
+        # the draft model is the model itself, but for the little of each text that a drafter sees
+        setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
+        drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
+    assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
+    for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
+        assert (a.token_ids, a.logprobs, a.margins, a.reason) == (b.token_ids, b.logprobs, b.margins, b.reason)
+    assert drafted.steps != plain.steps
+
+
+def test_right_drafts_save_steps_and_sharing_stays_sound(tiny_float32: LoadedModel) -> None:
+    """Drafts that are always right take a fraction of the steps; pages of rejected ones are never shared."""
+    load = parse_load("none,targets=2,page=4,sharing=on")
+    prompt = tuple(tiny_float32.encode(TEXT))
+    requests = [Request("t0", True, prompt, 24, 0), Request("t1", True, prompt, 24, 40)]
+    with implementation("invariant"):
+        plain = run_session(tiny_float32.model, requests, load)
+        right = tuple(plain.outcomes[0].token_ids)
+        setting = Setting(drafts="edit", draft_tokens=4, earlier=(*prompt, *right))
+        drafted = run_session(tiny_float32.model, requests, load, setting=setting)
+    assert [o.token_ids for o in drafted.outcomes] == [o.token_ids for o in plain.outcomes]
+    assert [o.logprobs for o in drafted.outcomes] == [o.logprobs for o in plain.outcomes]
+    assert drafted.steps < 0.7 * plain.steps
+    assert drafted.figures["hits"] == plain.figures["hits"] > 0
+
+
+def test_preempted_requests_are_computed_again(tiny_float32: LoadedModel) -> None:
+    """A cache with room for few evicts and recomputes; with room for all nobody is; the bits agree."""
+    requests = [Request(f"t{i}", True, tuple(range(10 + i, 26 + i)), 24, 0) for i in range(4)]
+    load = parse_load("none,targets=4,page=4,budget=32,requests=4,sharing=off")
+    with implementation("invariant"):
+        ample, small = (run_session(tiny_float32.model, requests, load, setting=s) for s in (PLAIN, Setting(pages=20)))
+    assert (ample.figures["preempted"], ample.figures["recomputed"]) == (0, 0)
+    assert small.figures["preempted_targets"] > 0
+    assert small.figures["recomputed"] > 0
+    assert [o.token_ids for o in small.outcomes] == [o.token_ids for o in ample.outcomes]
+    assert [o.logprobs for o in small.outcomes] == [o.logprobs for o in ample.outcomes]

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from nondet.core.launch import FirstUses, first_uses, listen_to_triton, proving
+from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UserError
-from nondet.sampling.engine import batching_config, run_session, stock_attention
-from nondet.sampling.model import LoadedModel
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.matmul import cpu_tiles
+from nondet.sampling.engine import (
+    batching_config,
+    run_session,
+    sizes_of,
+    stock_attention,
+    warm_up,
+    why_no_graphs,
+    write_mask,
+)
+from nondet.sampling.implementations import implementation
+from nondet.sampling.model import LoadedModel, load_model, random_config
 from nondet.sampling.plan import Load, Outcome, Plan, Request, Session, build_plan, parse_load
+from nondet.sampling.schedule import TopRing, UnservedError
+from nondet.services.sample import load_with_graphs
 
 PROMPT = "The following exceptions are raised when"
 MIXED = "others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget=16"
@@ -293,3 +312,281 @@ def test_graphs_need_a_gpu(tiny: LoadedModel) -> None:
     load = parse_load("light,graphs=on")
     with pytest.raises(UserError, match="need a CUDA device"):
         run_session(tiny.model, [], load)
+
+
+# Models that transformers' engine runs and does not serve: refused after one step, whatever would have come out.
+
+_LOAD = Load(others=0, targets=2, spread=1, prompt=(4, 9), tokens=(3, 3), budget=32, requests=2)
+_PLACES = {"vocab_size": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+_HEADS = {"num_key_value_heads": 2, "intermediate_size": 96}
+# model type -> its configuration, what is wrong
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "falcon": ({"alibi": False}, r"layer 0 keeps no keys in the engine's cache \(2 of 2 layers\)"),
+    "diffllama": (_HEADS, r"layer 0 overwrites its own keys in the engine's cache \(2 of 2 layers\)"),
+}
+
+
+def model_of(name: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **_PLACES, **_SIZES, **more)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def requests(tokens: int) -> list[Request]:
+    return [Request(f"r{i}", True, tuple(range(1, 6 + 4 * i)), tokens, 0) for i in range(2)]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_goes_around_the_cache_is_refused(name: str, tokens: int) -> None:
+    """Falcon's own attention reads the tokens of the whole pack; DiffLlama's second call replaces its first one's."""
+    more, reason = MODELS[name]
+    with pytest.raises(UnservedError, match=reason):
+        run_session(model_of(name, **more), requests(tokens), _LOAD)
+
+
+def test_a_model_that_keeps_its_keys_is_served() -> None:
+    """Beside them: a Llama runs, also for one step alone, and the cache's own update is back after it."""
+    model = model_of("llama", **_HEADS)
+    assert [len(o.token_ids) for o in run_session(model, requests(1), _LOAD).outcomes] == [1, 1]
+    session = run_session(model, requests(3), _LOAD)
+    assert [(o.finish, len(o.token_ids)) for o in session.outcomes] == [("length", 3)] * 2
+
+
+# First uses are on no clock: what is proven or compiled once is counted, told, and left out of every timed step.
+
+
+def _plan(loaded: LoadedModel) -> Plan:
+    load = parse_load("others=0,targets=2,spread=1,budget=16,requests=4")
+    prompt = loaded.encode("The following exceptions")
+    return build_plan(
+        load, n=2, seed=0, prompt=prompt, max_new_tokens=6, context=256, encode=loaded.encode_plain
+    )  # fmt: skip
+
+
+def test_what_is_proven_inside_of_a_step_is_not_in_its_seconds(tiny: LoadedModel) -> None:
+    """A layer that proves for 0.4 s in one step, on the engine's thread: its seconds stand beside the session's."""
+    plan, calls = _plan(tiny), []
+
+    def prove(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            with proving():
+                time.sleep(0.4)
+
+    def play(*hooks: Any) -> Any:
+        handles = [tiny.model.register_forward_pre_hook(hook) for hook in hooks]
+        try:
+            return run_session(tiny.model, plan.rounds[0], plan.load)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    began = time.perf_counter()
+    session = play(prove)
+    wall = time.perf_counter() - began
+    assert 0.4 <= session.first_use_seconds < 0.5
+    assert session.seconds <= wall - session.first_use_seconds
+    assert sum(p.seconds for p in session.pace) == pytest.approx(session.seconds)
+    assert session.outcomes == play().outcomes
+    assert play(lambda *_: time.sleep(0.05)).first_use_seconds == 0.0, "what is slow is not what is new"
+
+
+def test_first_uses_of_all_threads_are_counted_once_each() -> None:
+    """A proof within a proof, and what it compiles, are its own time; a stretch outside of the two times is no part."""
+    knobs = SimpleNamespace(listener=None)
+    told: list[tuple[int, int]] = []
+    seconds = SimpleNamespace(total=2e6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "triton", SimpleNamespace(knobs=SimpleNamespace(compilation=knobs)))
+        heard: list[bool] = []
+        knobs.listener = lambda **event: heard.append(event["cache_hit"])
+        listen_to_triton()
+    with first_uses(lambda uses: told.append((uses.proofs, uses.compiled))) as uses:
+
+        def prove() -> None:
+            with proving(), proving():
+                knobs.listener(times=seconds, cache_hit=False)
+
+        thread = threading.Thread(target=prove)
+        thread.start()
+        thread.join()
+        assert (uses.proofs, uses.compiled, len(uses.stretches)) == (1, 1, 1)
+        assert uses.seconds < 1.0, "what a proof compiles is not counted twice"
+        knobs.listener(times=seconds, cache_hit=True)
+        assert uses.compiled == 1, "what was on disk is no first use"
+        knobs.listener(times=seconds, cache_hit=False)
+    assert told[-1] == (1, 2)
+    assert heard == [False, True, False], "whoever listened before still does"
+    begin, end = uses.stretches[-1]
+    assert end - begin == pytest.approx(2.0)
+    assert uses.within(begin + 0.5, end + 9.0) == pytest.approx(1.5, abs=0.01)
+    with proving():
+        pass
+    assert uses.proofs == 1, "nobody listens any more"
+
+
+def test_a_prepared_model_proves_nothing_when_it_meets_the_sizes(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind of layer once a size, with how far it is; the model's own pass has that much less to prove."""
+    monkeypatch.setattr(cpu_tiles, "_use_kept", False)
+    far: list[tuple[int, int]] = []
+
+    def proofs_of_a_pass() -> int:
+        with first_uses() as uses, torch.no_grad():
+            tiny.model(torch.zeros(1, 5, dtype=torch.long), logits_to_keep=1)
+        return uses.proofs
+
+    with batch_invariant(families=["matmul"]) as invariance:
+        monkeypatch.setattr(cpu_tiles, "_known", {})
+        unprepared = proofs_of_a_pass()
+        monkeypatch.setattr(cpu_tiles, "_known", {})
+        uses = invariance.prepare(tiny.model, [1, 5], [1], lambda done, total, _: far.append((done, total)))
+        assert uses.proofs >= 4
+        assert proofs_of_a_pass() <= unprepared - uses.proofs, "what is no layer, at most"
+        assert proofs_of_a_pass() == 0
+    with pytest.raises(UserError, match="outside"):
+        invariance.prepare(tiny.model, [1])
+    assert far[0] == (0, far[-1][1])
+    assert far[-1][0] == far[-1][1] == len(far) - 1
+
+
+def test_the_warm_up_calls_layers_at_the_sizes_of_steps_and_plays_the_first_round(tiny: LoadedModel) -> None:
+    """On CUDA the whole round after the layers; on a CPU its head; of a model that is elsewhere, only the round."""
+    plan, played, far = _plan(tiny), [], []
+
+    def play(requests: object) -> None:
+        with proving():
+            played.append(requests)
+
+    warm_up(tiny.model, plan, "cuda", play, lambda done, total, uses: far.append((done, total, uses.proofs)))
+    assert played == [plan.rounds[0]]
+    kinds, sizes = divmod(far[-1][1] - 1 - 4, 16)
+    assert sizes == 0, "4 sizes of the projection, 16 of every other kind, and the round"
+    calls = far[-1][1] - 1
+    assert far[-2][:2] == (calls, calls + 1), "what the round proves is told while it plays"
+    assert far[-1] == (calls + 1, calls + 1, far[-2][2])
+    assert far[-2][2] >= 1
+    assert kinds >= 4
+    warm_up(None, plan, "cuda", played.append, lambda *_: pytest.fail("it has no layers here"))
+    warm_up(tiny.model, plan, "cpu", played.append)
+    assert len(played[2]) <= len(plan.rounds[0])
+    assert all(request.max_new_tokens <= 3 for request in played[2])
+
+
+def test_stretches_of_two_threads_count_once() -> None:
+    """Two threads that prove at once took the time together: subtracting both would flatter a rate."""
+    uses = FirstUses(stretches=[(0.0, 10.0), (2.0, 8.0), (9.0, 12.0)])
+    assert uses.within(0.0, 20.0) == uses.seconds == 12.0
+    assert uses.within(1.0, 9.5) == 8.5
+
+
+# CUDA graphs under the engine: when they are the default, what they keep, and the mask that is written for a step.
+
+
+def session_of(loaded: LoadedModel, spec: str) -> Session:
+    load = parse_load(spec)
+    plan = build_plan(
+        load, n=load.targets, seed=0, prompt=loaded.encode(DEFAULT_PROMPT), max_new_tokens=24, context=256,
+        encode=loaded.encode_plain,
+    )  # fmt: skip
+    return run_session(loaded.model, plan.rounds[0], load)
+
+
+def test_the_mask_is_transformers_own() -> None:
+    """Written for a whole step at once, it holds the numbers that transformers writes request by request."""
+    from transformers.generation.continuous_batching.input_outputs import build_attention_mask
+
+    rng = random.Random(0)  # noqa: S311 - sizes of a test
+    least = torch.finfo(torch.bfloat16).min
+    for _ in range(60):
+        window, queries, keys = rng.choice([1, 1, 3, 5]), [0], [0]
+        for _ in range(rng.randint(1, 5)):
+            past = rng.choice([0, rng.randint(1, 9)])
+            queries.append(queries[-1] + rng.randint(1, 6))
+            keys.append(keys[-1] + queries[-1] - queries[-2] + (past if window == 1 else min(past, window - 1)))
+        theirs, ours = (torch.full((1, 1, 40, 90), least, dtype=torch.bfloat16) for _ in range(2))
+        build_attention_mask(theirs, queries, keys, window)
+        write_mask(ours, queries, keys, window)
+        assert torch.equal(theirs, ours), (queries, keys, window)
+
+
+def test_a_ring_of_tops_forgets_no_step() -> None:
+    """What graphs keep on the device is what a hook would have kept, also once the ring has gone round."""
+    ring = TopRing(rows=3, device=torch.device("cpu"), places=4)
+    steps = [
+        torch.randn(rows, 7, generator=torch.Generator().manual_seed(rows + i))
+        for i, rows in enumerate((2, 3, 1, 3, 2, 1))
+    ]
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for i, logits in enumerate(steps):
+        if ring.full(i):
+            kept += ring.read([len(x) for x in steps[:i]])
+        ring.write(logits)
+    kept += ring.read([len(x) for x in steps] + [3])  # a seventh step crashed
+    assert len(kept) == len(steps)
+    for (values, tokens), logits in zip(kept, steps, strict=True):
+        best = torch.topk(logits, 2)
+        assert torch.equal(values, best.values)
+        assert torch.equal(tokens, best.indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["stock-flash", "invariant"])
+def test_graphs_change_no_bit_of_the_invariant(impl: str) -> None:
+    """Tokens, logprobs and margins with graphs are those without; stock runs, and its margins are kept as well."""
+    loaded = load_model(None, "bfloat16", "cuda")
+    spec = "others=12,targets=12,spread=24,prompt=8-64,tokens=8-32"
+    with implementation(impl):
+        apart, graphed = session_of(loaded, spec), session_of(loaded, f"{spec},graphs=on")
+    for session in (apart, graphed):
+        assert not session.fatal
+        assert all(len(o.margins) == 4 * len(o.token_ids) for o in session.outcomes)
+    assert not any(p.captured for p in apart.pace)
+    assert 0 < sum(p.captured for p in graphed.pace) < graphed.steps / 2
+    if impl == "invariant":
+        assert apart.outcomes == graphed.outcomes
+        assert len({(tuple(o.token_ids), o.logprobs) for o in graphed.outcomes if o.request.target}) == 1
+
+
+def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    """For a dense model on CUDA, unless the load or the option says otherwise; not for experts or windows."""
+    from transformers import AutoConfig
+
+    load, model = parse_load("default"), tiny.model
+
+    def graphs(given: bool | None = None, spec: str = "default", device: str = "cuda", plain: bool = True) -> bool:
+        return load_with_graphs(given, spec, parse_load(spec), device, model, plain=plain, say=print).graphs
+
+    assert not load.graphs
+    assert graphs(spec="heavy")
+    assert "steps run as CUDA graphs" in capsys.readouterr().out
+    for small in ("default", "light"):  # padded to their budget alone, no product would meet another M
+        assert not graphs(spec=small)
+        assert "padded to one size" in capsys.readouterr().out
+    assert graphs(True)
+    assert graphs(spec="light,graphs=on")
+    rest = {"spec": "heavy"}
+    assert not any((graphs(False, **rest), graphs(spec="heavy,graphs=off"), graphs(device="cpu", **rest)))
+    assert not graphs(plain=False, **rest)
+    assert not why_no_graphs(model.config)
+    assert not why_no_graphs(random_config("random:mistral-2x128", 512))
+    for name in ("gemma3_text", "mistral"):  # as they come: layers with a sliding window
+        assert "full attention" in why_no_graphs(AutoConfig.for_model(name))
+    assert "has been seen" in why_no_graphs(AutoConfig.for_model("gpt2"))
+    stretched = AutoConfig.for_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+    assert "has been seen" in why_no_graphs(stretched), "it reads the longest position back"
+    model_with_experts = type("Config", (), {"num_experts": 8, "get_text_config": lambda self: self})()
+    assert "experts" in why_no_graphs(model_with_experts)
+
+
+def test_a_warm_up_meets_the_sizes_that_graphs_have() -> None:
+    """Steps are padded, so other sizes are not asked of the layers, which would take the time of all of them."""
+    small = Load(others=0, targets=8, spread=1, prompt=(1, 1), tokens=(1, 1), budget=20, requests=5)
+    assert sizes_of(small) == ([*range(1, 21), 20], [1, 2, 3, 4, 5])
+    graphed = Load(**{**small.__dict__, "graphs": True})
+    config = batching_config([], graphed, pages=4)
+    assert config.q_padding_interval_size == 8
+    assert sizes_of(graphed) == ([8, 16, 20], [5])

@@ -24,8 +24,7 @@ from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact
 from nondet.trace.repro import write_and_run
 from nondet.trace.search import OutOfTimeError, Pace, Search
-
-from .conftest import LOAD, arms_of, model_of, trace
+from tests.trace.conftest import LOAD, arms_of, model_of, trace
 
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from nondet.core.records import Row, Run, Status
+from nondet.cli import main
+from nondet.core.records import Completion, Round, Row, Run, Status
+from nondet.core.runfile import open_run
+from nondet.errors import UnknownNameError, UserError
+from nondet.reports import gate
 from nondet.testing.assertions import assert_no_fault
-from nondet.verdict.gate import exit_code, judge
-from tests.reports.factory import failed, row, run_of, sampled
+from nondet.verdict.gate import CODES, Decision, Outcome, Power, decide, exit_code, judge, power_of
+from tests.build import failed, header, replayed, row, run_of, sampled
 
 WRONG = row([0, 0], status=Status.WRONG, reason="the result is float32, not bfloat16")
 
@@ -98,3 +105,267 @@ def test_the_evidence_that_is_kept_can_still_be_judged() -> None:
     assert stock[:2] == ["run-to-run nondeterministic", "batch-dependent"]
     for name in ("cpu/probes", "h200/probes", "h200/sample-no-cudnn"):
         assert findings[name]["invariant"] == ["no divergence observed"]
+
+
+# A gate: open on what was compared enough, shut on divergence, and neither where that can't be said.
+
+LENGTH = 8
+
+
+def loads(
+    count: int,
+    each: int = 2,
+    *,
+    parted: Collection[int] = (),
+    impl: str = "stock",
+    prompts: int = 1,
+    alone: bool = False,
+) -> Run:
+    """A sampled run of so many loads with so many completions of each prompt; those numbered in `parted` differ."""
+    plan = {"prompts": [{"text": f"prompt {p}", "tokens": 4} for p in range(prompts)], "impls": [impl]}
+    run = Run(header=header("sample", plan))
+    for number in range(count):
+        for i in range(each * prompts):
+            other = number * each * prompts + i in parted
+            start = (LENGTH + 1) * i if alone else i
+            run.completions.append(
+                Completion(
+                    impl=impl, request=f"t{number}-{i}", round=number, prompt=i % prompts, n_tokens=LENGTH,
+                    tokens_digest="0" * 16, trace=("f" if other else "0") * 15 + str(i % prompts), finish="length",
+                    arrival_step=0, schedule=[[start, 1, 4], [start + 1, LENGTH - 1, 1]], batch_min=1, batch_max=9,
+                )
+            )  # fmt: skip
+        run.rounds.append(
+            Round(
+                impl=impl, round=number, targets=each * prompts, others=0, steps=99, tokens=9, seconds=1.0,
+                background={} if alone else {"b": [[0, 2 + number % 5, 3]]},
+            )
+        )  # fmt: skip
+    run.rows.append(replayed(impl, each))
+    return run
+
+
+def decision(run: Run, rate: float = 0.1, confidence: float = 0.95, by: str = "load", **options: object) -> Decision:
+    return decide(run, rate=rate, confidence=confidence, by=by, **options)  # type: ignore[arg-type] # of decide's own
+
+
+@pytest.mark.parametrize(("rate", "needed"), [(0.1, 29), (0.01, 299), (0.001, 2995), (0.5, 5)])
+def test_how_many_tries_see_a_rate(rate: float, needed: int) -> None:
+    """The figures that everybody can check: 1 - (1 - p)^n reaches 95% at n, and not at n - 1."""
+    assert Power("stock", 1, 1, rate, 0.95, "load").needed == needed
+    for tries, enough in ((needed, True), (needed - 1, False)):
+        power = Power("stock", tries, tries, rate, 0.95, "load")
+        assert (power.enough, power.seen("load") >= 0.95, power.bound("load") <= rate) == (enough,) * 3
+
+
+def test_enough_loads_open_the_gate_and_one_fewer_does_not() -> None:
+    """29 loads beside the first see a rate of 10%: that one is what they are held against, however full it was."""
+    for each in (1, 2):
+        assert decision(loads(30, each)).outcome == Outcome.OPEN
+        short = decision(loads(29, each))
+        assert (short.outcome, short.code) == (Outcome.NOT_ENOUGH, 4)
+        assert "28 loads were compared, and 29 are needed" in short.reason
+
+
+def test_what_is_written_to_json_is_a_contract() -> None:
+    """Scripts of CI compare these words and codes: none may change by chance."""
+    assert {str(outcome): CODES[outcome] for outcome in Outcome} == {
+        "open": 0, "shut": 3, "no answer": 1, "not enough": 4,
+    }  # fmt: skip
+    told = json.loads(gate.as_json(decision(loads(5))))
+    assert (told["outcome"], told["code"], told["verdicts"][0]["findings"]) == (
+        "not enough",
+        4,
+        ["no divergence observed"],
+    )
+    [power] = told["power"]
+    assert (power["by"], power["needed"], power["enough"], power["compared"]) == (
+        "load",
+        29,
+        False,
+        {"load": 4, "request": 9},
+    )
+
+
+def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
+    """Three loads of a hundred are three loads."""
+    run = loads(3, each=100)
+    assert decision(run, 0.01, by="request").outcome == Outcome.OPEN
+    assert decision(run, 0.01).outcome == Outcome.NOT_ENOUGH
+    assert "if requests were independent" in "\n".join(gate.text(decision(run, 0.01, by="request"), run))
+
+
+def test_one_that_parts_shuts_it_however_few_were_compared() -> None:
+    """A difference is proof; only its absence needs power."""
+    assert decision(loads(2, parted=[3])).outcome == Outcome.SHUT
+    assert decision(loads(2, parted=[3])).code == 3
+
+
+def test_equal_batches_are_no_try() -> None:
+    """Completions that ran alone agree whatever the batch does."""
+    assert decision(loads(40, alone=True)).outcome == Outcome.NOT_ENOUGH
+    power = power_of(loads(40, alone=True), "stock", rate=0.1, confidence=0.95, by="load")
+    assert power is not None
+    assert (power.loads, power.requests) == (0, 0)
+
+
+def test_prompts_are_one_sample_of_requests() -> None:
+    """Each prompt's first completion is what its others are held against: a prompt asked once compares nothing."""
+    power = power_of(loads(10, each=2, prompts=3), "stock", rate=0.1, confidence=0.95, by="load")
+    assert power is not None
+    assert (power.loads, power.requests) == (9, 57)
+    once = power_of(loads(1, each=1, prompts=3), "stock", rate=0.1, confidence=0.95, by="load")
+    assert once is not None
+    assert (once.loads, once.requests) == (0, 0)
+
+
+def test_a_sweep_has_counts_and_no_rate() -> None:
+    """It opens on what was compared; a rate that somebody asks for is refused, and never made up."""
+    sweep = run_of(row([0, 0, 0]))
+    assert decision(sweep).outcome == Outcome.OPEN
+    assert decision(sweep).power == ()
+    with pytest.raises(UserError, match="no sample"):
+        decision(sweep, asked=True)
+    assert decision(run_of(row([0, 1]))).outcome == Outcome.SHUT
+    assert decision(run_of(row([0, 0], status=Status.WRONG, reason="zeros"))).outcome == Outcome.SHUT
+
+
+@pytest.mark.parametrize("rows", [[], [row([0])], [row([0, 0]), failed()]])
+def test_no_answer_is_not_open(rows: list[Row]) -> None:
+    """Nothing compared, or something failed."""
+    assert decision(run_of(*rows)).code == 1
+
+
+def test_implementations_are_judged_alone_where_they_are_named() -> None:
+    """Invariant may be clean beside a stock that parts; an unknown one is no clean one."""
+    run = loads(30, parted=[3])
+    clean = loads(30, impl="invariant")
+    for field in ("completions", "rounds", "rows"):
+        getattr(run, field).extend(getattr(clean, field))
+    assert decision(run).outcome == Outcome.SHUT
+    assert decision(run, impls=["invariant"]).outcome == Outcome.OPEN
+    assert decision(run, impls=["stock", "invariant"]).outcome == Outcome.SHUT
+    with pytest.raises(UnknownNameError, match="invariant"):
+        decision(run, impls=["invarient"])
+
+
+def written(run: Run, path: Path) -> Path:
+    writer = open_run(path, command="sample", plan=run.header.plan, environment=run.header.environment)
+    for record in run.records():
+        writer.write(record)
+    writer.finish()
+    return path
+
+
+def test_what_ci_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code, JUnit XML that parses, a summary that is appended, JSON; hostile names stay text in all of them."""
+    name = "<b>\x1b[31m|`x`"
+    run = loads(3, parted=[3], impl=name)
+    path, xml, page = written(run, tmp_path / "r.jsonl"), tmp_path / "gate.xml", tmp_path / "summary.md"
+    page.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    assert main(["gate", str(path), "--junit", str(xml), "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert (told["outcome"], told["code"]) == ("shut", 3)
+    suite = ElementTree.parse(xml).getroot()[0]  # noqa: S314 - written a line above
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "1", "0")
+    assert suite[0][0].tag == "failure"
+    text = page.read_text()
+    assert text.startswith("before\n### ❌ nondet gate shut")
+    assert "<b>" not in text + xml.read_text()
+    assert "\x1b" not in text + xml.read_text()
+    assert main(["gate", str(path), "--junit", str(xml)]) == 2  # it exists
+
+
+def test_too_few_is_a_failure_to_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4, and a failed test case; with a rate that was tried for, 0."""
+    path, xml = written(loads(6), tmp_path / "r.jsonl"), tmp_path / "gate.xml"
+    assert main(["gate", str(path), "--junit", str(xml), "-q"]) == 4
+    assert capsys.readouterr().out.startswith("gate not enough was compared: stock: 5 loads were compared, and 29")
+    assert [case[0].tag for case in ElementTree.parse(xml).getroot()[0]] == ["system-out", "failure"]  # noqa: S314 - ours
+    assert main(["gate", str(path), "--rate", "50%"]) == 0
+    assert "gate open" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["gate"], "Name a run file"),
+        (["gate", "missing.jsonl"], "missing.jsonl"),
+        (["gate", "x", "--rate", "2"], "--rate '2'"),
+        (["gate", "x", "--rate", "0%"], "'0%'"),
+        (["gate", "x", "--confidence", "sure"], "'sure'"),
+        (["gate", "x", "--by", "token"], "'token'"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and the value that was given."""
+    assert main(argv) == 2
+    seen = capsys.readouterr()
+    assert word in seen.err
+    assert (seen.err.count("\n"), seen.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("findings", "said"),
+    [
+        ([row([0, 1])], "gate shut: it diverged: stock: batch-dependent"),
+        ([row([0, 0], status=Status.WRONG, reason="zeros")], "gate shut: it is wrong: stock: wrong"),
+        ([row([0, 1], status=Status.WRONG, reason="zeros")], "gate shut: it is wrong and it diverged: stock: wrong"),
+    ],
+)
+def test_a_gate_that_is_shut_says_which(findings: list[Row], said: str) -> None:
+    """A divergence and a wrong result are mended in two ways."""
+    run = run_of(*findings)
+    assert gate.text(decision(run), run)[-1].startswith(said)
+
+
+def typed(run: Run, *argv: str) -> Run:
+    run.header.environment["argv"] = ["nondet", "sample", *argv]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argv", "prompts", "by", "command"),
+    [
+        ([], 1, "load", "nondet sample --impl stock --load targets=2 --n 60"),
+        (
+            ["--load", "heavy,targets=9", "--model", "my model", "--n", "40", "--out", "x.jsonl", "--dtype=float32"],
+            1, "load",
+            "nondet sample --impl stock --load heavy,targets=2 --n 60 --model 'my model' --dtype=float32",
+        ),
+        (["--prompts", "p.txt", "--trust-remote-code"], 5, "load",
+         "nondet sample --impl stock --load targets=2 --n 13 --prompts p.txt --trust-remote-code"),
+        (["--load=light"], 1, "request", "nondet sample --impl stock --load light --n 300"),
+    ],
+)  # fmt: skip
+def test_too_few_names_the_command_that_is_enough(argv: list[str], prompts: int, by: str, command: str) -> None:
+    """With the run's own model, prompts and load; a run that it plans has the loads and the requests."""
+    run = typed(loads(3, prompts=prompts), *argv)
+    rate = 0.1 if by == "load" else 0.01
+    last = gate.text(decision(run, rate, by=by), run)[-1]
+    assert last.startswith("gate not enough was compared: ")
+    assert last.endswith(f" Run: {command}")
+    n = int(command.partition("--n ")[2].split()[0])
+    if by == "load":
+        subjects = [[i for i in range(n * prompts) if i % prompts == p] for p in range(prompts)]
+        tried = {i // 2 for mine in subjects for i in mine if i // 2 != mine[0] // 2}
+        assert len(tried) >= 29
+    else:
+        assert decision(loads(150), rate, by=by).outcome == Outcome.OPEN
+
+
+def test_loads_that_varied_nothing_are_not_advised_again() -> None:
+    """Equal batches are no try, however many there are: then the default load is what varies them."""
+    run = typed(loads(3, alone=True), "--load", "none")
+    assert gate.text(decision(run), run)[-1].endswith("Run: nondet sample --impl stock --load targets=2 --n 60")
+
+
+def test_the_default_sample_is_enough_for_the_default_gate() -> None:
+    """As many rounds of the default load as the gate's default rate needs, and the one that they are compared with."""
+    from nondet.sampling.plan import parse_load
+    from nondet.services.sample import _COMPLETIONS
+
+    rounds = -(-_COMPLETIONS // parse_load("default").targets)
+    assert rounds == 30
+    assert decision(loads(rounds)).outcome == Outcome.OPEN

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from nondet.core.records import Run
+from nondet.core.records import ContractAnswer, Diagnosis, Run, Served, Status, TraceVerdict
 from nondet.core.traces import nonfinite_logprobs
 from nondet.diagnose.steps import greedy_step
 from nondet.diagnose.verdict import conclude, cure_step
 from nondet.probes.functions import check
 from nondet.sampling.plan import Outcome, Request, Session
 from nondet.verdict.findings import Finding, Verdict
-from nondet.verdict.gate import decide, exit_code, judge
-from tests.diagnose.test_batch import IMPL, under_the_cure
-from tests.reports.factory import header
-from tests.verdict.test_axes import BASE, varied
-from tests.verdict.test_served_review import changed, simple
+from nondet.verdict.gate import decide, exit_code, judge, power_text
+from tests.build import cell, failed, header, replayed, row, run_of, timed
+from tests.diagnose.test_verdict import IMPL, under_the_cure
+from tests.verdict.test_gate import loads
+from tests.verdict.test_samples import BASE, varied
+from tests.verdict.test_served import beside, changed, completion, ended, made, simple
 
 
 def logprobs(value: float) -> bytes:
@@ -99,3 +102,208 @@ def test_a_diagnosis_calls_it_wrong_and_no_cure(value: float) -> None:
     cure = cure_step(computed(under_the_cure(), value), IMPL, "a", ())
     assert cure.outcome == "no"
     assert "6 completions hold NaN or infinite logprobs" in cure.sentence
+
+
+# Whole verdicts and what a gate makes of them, word for word: no clause, no note and no reason goes unseen.
+#
+# python -m tests.verdict.test_judges    writes verdicts.txt anew; read what changed
+
+KEPT = Path(__file__).with_name("verdicts.txt")
+
+
+def with_(run: Run, **fields: Any) -> Run:
+    return msgspec.structs.replace(run, **({"complete": True} | fields))
+
+
+def planned(run: Run, **plan: Any) -> Run:
+    return with_(run, header=msgspec.structs.replace(run.header, plan=run.header.plan | plan))
+
+
+def axes() -> Iterator[tuple[str, Run]]:
+    """Runs of `sample --vary`."""
+    both = BASE | {"chunk=5": "BBBB", "page=4": "AAAB", "page=8": "AAAA"}
+    yield "two axes of two followed", varied(both)
+    yield "nothing run again", with_(varied(both), rows=[])
+    yield "the base came out otherwise", with_(varied(both), rows=[replayed("stock", 4, 2)])
+    yield "an axis that changes the arithmetic", varied(BASE | {"dtype=float16": "BBBB", "chunk=5": "AAAA"})
+    yield "at one value several, at another one", varied(BASE | {"dtype=float16": "ABAA", "page=4": "AAAA"})
+    yield "several in the round that came again", varied({"base": "AABB", "chunk=5": "AABB"})
+    yield "followed in the second round alone", varied(BASE | {"chunk=5": "AAAB"}, per_round=2)
+    yield "of fewer comparisons the bound", varied(BASE | {"chunk=5": ["A", "", "", "A"], "page=4": "AAAA"})
+    yield "one round, and an axis of one value", varied({"base": "AAAA", "dtype=float16": "AAAA"})
+    yield "without effect, and nothing parted", varied(BASE | {"chunk=5": "AAAA"}, "chunk=5")
+    yield "without effect, and bits parted", varied(BASE | {"chunk=5": "AAAB"}, "chunk=5")
+    yield "without effect, beside one that had some", varied(BASE | {"chunk=5": "AAAB", "page=4": "AAAA"}, "chunk=5")
+    yield "one axis unproven, one lone", varied({"base": "A", "chunk=5": "A", "page=4": "A", "dtype=x": "A"}, "chunk=5")
+    yield "no pair", varied(BASE | {"chunk=5": ["", "", "", ""]})
+    yield "a lone NaN among axes", varied(BASE | {"chunk=5": "AABA"}, lost="B")
+
+
+def samples() -> Iterator[tuple[str, Run]]:
+    """Runs of one engine."""
+    yield "five loads alike", with_(loads(5))
+    yield "one load", with_(loads(1, 4))
+    yield "parted where it was run again", with_(loads(5, parted=[1, 4]))
+    yield "parted where nobody ran again", with_(loads(5, parted=[5]))
+    yield "parted, and nothing was run again", with_(loads(5, parted=[1]), rows=[])
+    yield "run again, it parted", with_(loads(5), rows=[replayed("stock", 2, 1), replayed("stock", 2, 0, 3)])
+    yield "alone", with_(loads(5, alone=True))
+    yield "alone and parted", with_(loads(5, alone=True, parted=[3]))
+    bare = with_(loads(5, parted=[1]))
+    yield "batches that nobody knows", with_(bare, rounds=[])
+    yield "batches that nobody knows, alike", with_(loads(5), rounds=[])
+    graphs = {"load": {"graphs": True}}
+    yield "graphs", planned(loads(5), **graphs)
+    yield "graphs, parted", planned(loads(5, parted=[1]), **graphs)
+    yield "not complete", with_(loads(5), complete=False)
+    drawn = {"sampling": {"temperature": 1.0}}
+    yield "drawn by one generator", planned(loads(5, impl="stock"), **drawn)
+    yield "drawn by a seed", planned(loads(5, impl="stock-seeded"), **drawn)
+    for n, lost in ((1, 0), (2, 0), (2, 1), (2, 2)):
+        run = with_(loads(1, n))
+        for i in range(lost):
+            none = {"status": "error", "trace": "", "tokens_digest": "", "reason": "x", "finish": "error"}
+            run.completions[i] = msgspec.structs.replace(run.completions[i], **none)
+        yield f"{n} of which {lost} failed", run
+    six = loads(5, impl="a", prompts=4, parted=range(1, 40, 3))
+    yield "many prompts parted", with_(six)
+    other = loads(2, impl="b")
+    both = {f: [*getattr(loads(5, impl="a"), f), *getattr(other, f)] for f in ("completions", "rounds", "rows")}
+    yield "each implementation has its own power", with_(loads(5), **both)
+
+
+def answered(run: Run, temperature: float = 0.0, **answers: str) -> Run:
+    contract = [ContractAnswer(impl="server", question=q, answer=a, evidence=f"{q} seen") for q, a in answers.items()]
+    return planned(with_(run, contract=contract), temperature=temperature)
+
+
+def seen(run: Run, **fields: Any) -> Run:
+    return with_(run, servers=[msgspec.structs.replace(s, **fields) for s in run.servers])
+
+
+def traffic(run: Run, arm: str, **fields: Any) -> Run:
+    """With these fields in the traffic of an arm's rounds."""
+    rounds = [
+        msgspec.structs.replace(r, traffic=msgspec.structs.replace(r.traffic, **fields))
+        if r.arm == arm and r.traffic
+        else r
+        for r in run.rounds
+    ]
+    return with_(run, rounds=rounds)
+
+
+def servers() -> Iterator[tuple[str, Run]]:
+    """Runs of servers."""
+    part = simple(trace="B", loads=3)
+    yield "proven loads", with_(simple(loads=3))
+    yield "loads that part", with_(part)
+    yield "one load against four alone is chance", with_(simple(trace="B", loads=1))
+    yield "some of them were alone", with_(simple(loads=3, company=3))
+    for temperature in (0.0, 0.7):
+        for answer in ("yes", "no", "unknown"):
+            kept = answered(part, temperature, greedy=answer, seed=answer, sums=answer)
+            yield f"at {temperature} contract {answer}", kept
+            yield (
+                f"at {temperature} contract {answer}, alike",
+                answered(simple(loads=3), temperature, greedy=answer, seed=answer),
+            )
+        yield f"at {temperature} no contract", planned(part, temperature=temperature)
+    yield "no server on record", with_(simple(loads=3), servers=[])
+    yield "no fingerprint", seen(simple(loads=3), fingerprint="")
+    yield "compared by text, no logprobs", seen(part, known_by="text", logprobs=False)
+    two = traffic(part, "loaded", fingerprints={"a": 1, "b": 1})
+    yield "two fingerprints", two
+    yield "streams", traffic(simple(loads=3), "loaded", running_most=None, decoding_most=2)
+    yield "no streams", traffic(simple(loads=3), "loaded", running_most=None, decoding_most=1)
+    yield "the load did not form", traffic(part, "loaded", running_most=1.0, decoding_most=1)
+    yield "it ran three with some waiting", traffic(simple(loads=3), "loaded", running_most=3.0, waiting_most=2.0)
+    yield "others asked it too", traffic(part, "solo", running_most=2.0)
+    yield "not polled", traffic(part, "solo", polls=0)
+    noisy = with_(part)
+    noisy.completions[1] = msgspec.structs.replace(noisy.completions[1], trace="C")
+    yield "solo does not agree with itself", noisy
+    yield "nor is its cache known", changed(noisy, lambda c: {"served": Served()})
+    split = changed(noisy, lambda c: {"served": Served(cached_tokens=8 if c.trace == "C" else 0)})
+    yield "another answer where more was cached", split
+    yield "one alone", with_(made([completion(0, "solo", round_=0)], [ended(0, "solo", 1, 0)]))
+    yield "two alone", with_(made([completion(i, "solo", round_=i) for i in range(2)], []))
+    gone = [completion(i, "solo", round_=i, status="error") for i in range(2)]
+    yield "none alone", with_(made([completion(2, "solo", round_=2), *gone], []))
+    cached = changed(part, lambda c: {"served": Served(cached_tokens=4 if c.arm == "loaded" else 0)})
+    yield "another cache under load", cached
+    unsaid = changed(part, lambda c: {"served": Served(cached_tokens=None)})
+    yield "a cache that is not said", unsaid
+    for name, warm in (("alike", "A"), ("parted", "B")):
+        cold = [completion(100 + i, "cold", round_=50 + i) for i in range(8)]
+        more = [completion(200 + i, "warm", warm, round_=60 + i, cached=4) for i in range(8)]
+        yield f"cold and warm {name}, and a load", with_(part, completions=[*part.completions, *cold, *more])
+        yield f"cold and warm {name} alone", with_(made([*cold, *more], []))
+        counted = changed(
+            made([*cold, *more], [ended(60 + i, "warm", 1, 0) for i in range(8)]), lambda c: {"served": None}
+        )
+        yield f"a counter of hits, {name}", traffic(counted, "warm", counters={"cache_hit": 1.0, "requests": 9.0})
+    known: tuple[tuple[str, dict[str, Any]], ...] = (("its own ids", {}), ("text", {"known_by": "text"}))
+    for name, fields in known:
+        for text in ("", "t"):
+            served = {"served": Served(text=text)}
+            first, second = (
+                changed(simple(loads=3, trace=trace), lambda _, served=served: served)  # type: ignore[misc] # bound now
+                for trace in "AD"
+            )
+            yield f"a second server known by {name} {text}", with_(beside(first, seen(second, **fields)))
+    lone = simple(loads=3)
+    yield "a second server without solo", with_(beside(lone, with_(lone, completions=lone.completions[4:])))
+    yield "a load alone", with_(lone, completions=lone.completions[4:])
+    yield "drawn, and wrong", answered(changed(simple(loads=3), lambda c: {"nonfinite": 1}), 0.7, seed="no")
+
+
+def others() -> Iterator[tuple[str, Run]]:
+    """Runs without a sample, and what a diagnosis or a trace came to."""
+    for status in (Status.TIMED, Status.ERROR):
+        yield f"a cell {status}", run_of(cells=[cell(8, timed("stock", 1.0, status=status))])
+    yield "a case failed", run_of(row([0, 0]), failed())
+    yield (
+        "cases failed and were skipped",
+        run_of(row([0, 0]), failed(), failed(Status.SKIPPED, case="b"), row([0, 0], nonfinite=2)),
+    )
+    yield "four implementations part", run_of(*(row([0, 1], impl=f"m:{i}") for i in range(4)))
+    yield "three implementations part", run_of(*(row([0, 1], impl=f"m:{i}") for i in range(3)))
+    for finding in ("no divergence observed", "batch-dependent", "unknown"):
+        diagnosis = Diagnosis(finding=finding, whether="w")
+        yield f"a diagnosis: {finding}", with_(loads(5), diagnoses=[diagnosis])
+        trace = TraceVerdict(finding=finding, culprits=[], families=None, sentences=[])
+        yield f"a trace: {finding}", with_(loads(1, 1), trace_verdicts=[trace])
+
+    last = [Diagnosis(finding=finding, whether="w") for finding in ("batch-dependent", "no divergence observed")]
+    yield "of two diagnoses the last", with_(loads(5), diagnoses=last)
+
+
+def told(run: Run) -> Iterator[str]:
+    """Verdicts with their notes, the gate with its power, both exit codes."""
+    for verdict in judge(run):
+        yield f"{verdict.impl} {verdict.prompt}: {' + '.join(verdict.findings)} = {verdict.text}"
+        yield from (f"  {note}" for note in verdict.notes)
+    decision = decide(run, rate=0.3, confidence=0.9, by="load")
+    yield f"gate {decision.outcome}: {decision.reason}"
+    yield from (f"  {p.impl}: {power_text(p)}" for p in decision.power)
+    yield f"exit {exit_code(run, 'divergent')} {exit_code(run, None)}"
+
+
+PARTS: tuple[Callable[[], Iterator[tuple[str, Run]]], ...] = (axes, samples, servers, others)
+
+
+def section(part: Callable[[], Iterator[tuple[str, Run]]]) -> str:
+    """As it is kept."""
+    return "".join(f"# {part.__name__}: {name}\n" + "".join(f"{line}\n" for line in told(run)) for name, run in part())
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_whole_verdicts_are_what_they_were(part: Callable[[], Iterator[tuple[str, Run]]]) -> None:
+    """Every branch of every judge has its words here."""
+    made_now = section(part)
+    assert made_now.count("# ") > 10
+    assert made_now in KEPT.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    KEPT.write_text("".join(map(section, PARTS)), encoding="utf-8")

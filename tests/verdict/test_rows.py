@@ -7,7 +7,7 @@ import pytest
 from nondet.core.records import Axis, Status
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
-from tests.reports.factory import failed, row
+from tests.build import failed, row
 
 
 def test_parting_over_the_batch_is_batch_dependence_and_agreement_is_not_determinism() -> None:

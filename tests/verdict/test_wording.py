@@ -9,12 +9,13 @@ from string import Formatter
 import pytest
 
 import nondet.verdict
+from nondet.core.records import Axis, Role, Status
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from nondet.verdict.wording import WORDS, phrase, reason, words
-from tests.reports.factory import row, run_of
-from tests.verdict.test_axes import BASE, varied
-from tests.verdict.test_served_review import simple
+from tests.build import row, run_of
+from tests.verdict.test_samples import BASE, varied
+from tests.verdict.test_served import simple
 
 SOURCES = sorted(Path(nondet.verdict.__path__[0]).glob("*.py"))
 
@@ -92,3 +93,30 @@ def test_numbers_are_written_in_words(n: int, text: str) -> None:
     """One case, two thousand cases; braces in a name are no field."""
     assert words(reason("cases", n=n, what="failed")) == text
     assert words(reason("of-impls", impls=("{n}", "b"))) == " for {n}, b"
+
+
+# The words that run files and --json hold: whoever reads them elsewhere reads these.
+
+
+def test_findings_are_these_words_the_strongest_first() -> None:
+    """Each with whether it is a divergence, and whether a gate stays shut on it."""
+    assert [(f.value, f.is_divergence, f.is_fault) for f in Finding] == [
+        ("wrong", False, True),
+        ("run-to-run nondeterministic", True, True),
+        ("batch-dependent", True, True),
+        ("dependent on the prefix cache", True, True),
+        ("divergent", True, True),
+        ("dependent on what was varied", True, True),
+        ("dependent on the order of reduction", False, False),
+        ("no divergence observed", False, False),
+        ("no divergence observed under a load that is unproven", False, False),
+        ("nothing compared", False, False),
+    ]
+
+
+def test_statuses_roles_and_axes_are_these_words() -> None:
+    """A file of another release means the same by them."""
+    statuses = {v for k, v in vars(Status).items() if k.isupper() and isinstance(v, str)}
+    assert statuses == {"identical", "divergent", "skipped", "error", "wrong", "timed"}
+    assert [role.value for role in Role] == ["stock", "backend", "invariant", "part", "other"]
+    assert [axis.value for axis in Axis] == ["run", "batch", "order", "other"]

@@ -7,16 +7,20 @@ in Triton's interpreter.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 
 from nondet.core import compare, inputs
+from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.attention import triton_kernels
+from nondet.kernels.attention import cuda, triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
+from nondet.kernels.attention.triton_kernels import Form, Plan, Way, one_plan
 from tests.build import DEVICE, accuracy_bound
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -26,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def short_segments(monkeypatch, request):
     """Segments of 128 keys; the tests that run on a GPU alone keep the real length."""
     if "gpu" not in request.keywords:
@@ -44,6 +48,7 @@ def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
     return two_sums + torch.finfo(dtype).eps / 2
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
     ("hq", "hkv", "tq", "tk", "d"), [(4, 2, 5, 5, 16), (6, 2, 25, 25, 24), (3, 1, 1, 150, 64), (2, 2, 7, 130, 96)]
@@ -59,6 +64,7 @@ def test_within_the_accuracy_bound(dtype, hq, hkv, tq, tk, d):
     assert scaled.relative_norm <= bound(dtype, tk, d)
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_one_pass_and_split_are_the_same_bits(monkeypatch):
     """Whether segments run in one program or in several is a matter of speed; another segment length is not."""
     q, k, v = qkv(1, 2, 1, 9, 400, 16)
@@ -71,6 +77,7 @@ def test_one_pass_and_split_are_the_same_bits(monkeypatch):
     assert not compare.identical(attention(q, k, v, split=True), one_pass)
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_prefill_chunks_and_decode_are_the_same_bits(chained_dot, dtype):
     """A position has its bits however many queries ran with it. A decode whose cache starts elsewhere has others."""
@@ -84,6 +91,7 @@ def test_prefill_chunks_and_decode_are_the_same_bits(chained_dot, dtype):
     assert not compare.identical(moved, whole[:, :, -1:])
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_batch_neighbours_do_not_matter():
     """A request has its bits alone and among others, and strides are only addresses."""
     q, k, v = qkv(3, 4, 2, 2, 100, 16)
@@ -97,6 +105,7 @@ def test_batch_neighbours_do_not_matter():
     assert not compare.identical(attention(q, k.roll(1, 0), v), together)
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.skipif(DEVICE == "cuda", reason="its memory is never touched, which a CPU's allocator allows")
 def test_heads_beyond_32_bits():
     """A query head's offset may pass 2^31 elements, as with many heads over a long prompt."""
@@ -110,6 +119,7 @@ def test_heads_beyond_32_bits():
         assert compare.identical(attention(far, k, v, split=split), attention(q, k, v, split=split))
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_window_is_the_last_keys():
     """A sliding window hides everything but the last keys, one's own included, split or not."""
     q, k, v = qkv(1, 2, 1, 12, 150, 16)
@@ -125,6 +135,7 @@ def test_window_is_the_last_keys():
     assert not compare.identical(attention(q, k, v, window=38), out)
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("split", [True, False])
 def test_softcap_bends_the_scores(chained_dot, split):
     """Scores s become c * tanh(s / c) before the softmax, as Gemma 2 does, in every kernel alike."""
@@ -139,6 +150,7 @@ def test_softcap_bends_the_scores(chained_dot, split):
     assert not compare.identical(attention(q, k, v, split=split), out)
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("split", [True, False])
 def test_dropped_keys_of_a_window_leave_the_anchor(split):
     """A sliding-window cache that has dropped the first keys gives the bits of one that keeps them all."""
@@ -165,6 +177,7 @@ def test_dropped_keys_of_a_window_leave_the_anchor(split):
     assert not compare.identical(unanchored, out)
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("split", [True, False])
 def test_varlen_is_each_request_alone(chained_dot, split):
     """Packed decode, prefill, chunk and empty requests have the bits of the dense call on them alone."""
@@ -198,6 +211,7 @@ def test_varlen_is_each_request_alone(chained_dot, split):
             assert compare.identical(out[cu_q[i] : cu_q[i + 1]], alone[0].transpose(0, 1)), (i, nq, nk, window)
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("split", [True, False])
 def test_a_paged_cache_is_read_where_it_lies(split):
     """Keys found through an index, in scattered tokens of a cache and some twice, have the bits of gathered ones."""
@@ -219,6 +233,7 @@ def test_a_paged_cache_is_read_where_it_lies(split):
         assert not compare.identical(moved, gathered)
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_rows_without_keys_and_nan():
     """More queries than keys: the first see none and give NaN, as the reference does. A NaN key reaches who sees it."""
     q, k, v = qkv(1, 2, 1, 5, 3, 16)
@@ -231,6 +246,7 @@ def test_rows_without_keys_and_nan():
         assert not out[:, :, :2].isnan().any()
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_empty_and_refused():
     """No queries give no results; what makes no sense is refused with the value."""
     q, k, v = qkv(1, 4, 2, 3, 8, 16)
@@ -260,6 +276,7 @@ def test_empty_and_refused():
         )
 
 
+@pytest.mark.usefixtures("short_segments")
 def test_launch_is_noted():
     """The note tells one pass from split, with the block and the segments."""
     q, k, v = qkv(1, 2, 1, 1, 200, 16)
@@ -269,6 +286,7 @@ def test_launch_is_noted():
     assert list(notes) == ["attention_split[16x32, 1 of 2 x 128]", "attention_one_pass[16x32]"]
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("hq", "hkv", "d"), [(8, 2, 64), (8, 1, 128), (4, 4, 96), (4, 2, 256)])
@@ -283,6 +301,7 @@ def test_prefill_chunks_and_decode_are_the_same_bits_on_a_gpu(dtype, hq, hkv, d)
             assert compare.identical(part, whole[:, :, lo:hi]), (lo, hi, split)
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [True, False])
 def test_varlen_replays_from_a_graph_with_other_lengths(split):
@@ -307,3 +326,259 @@ def test_varlen_replays_from_a_graph_with_other_lengths(split):
     graph.replay()
     assert compare.identical(out, call())
     assert not compare.identical(out, before)
+
+
+# Attention's gate: a way to launch is proven at its first use, and what is not proven gives way to the one plan.
+#
+# On a CPU in Triton's interpreter, with segments of 64 keys and tiles of 32 (float32), steered as if on a GPU.
+
+ALIKE = ((True, True, True),) * 4
+NARROW = Plan(16, 32, 16, 4, 1, False)
+
+
+def form(**changed: Any) -> Form:
+    plain = Form(torch.float32, 16, 2, True, False, False, False, None, None, ALIKE, (True,) * 3)
+    return plain._replace(**changed)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Certificates]:
+    """Certificates in memory, empty; short segments."""
+    book = Certificates({"device": "test"}, None)
+    monkeypatch.setattr(cuda, "certificates", lambda: book)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(triton_kernels, "SEGMENT", 64)
+        monkeypatch.setattr(cuda, "_HEADS_KV", 1)
+        monkeypatch.setattr(cuda, "_BLOCKS", 0.3)  # the interpreter is slow
+    cuda.forget()
+    yield book
+    cuda.forget()
+
+
+FORMS = {
+    "dense": (form(), Way(NARROW, 2, False)),
+    "not causal, odd layout": (
+        form(causal=False, steps=((True, True, False),) * 4, aligned=(True, False, True)),
+        Way(NARROW, 1, False),
+    ),
+    "window, dropped keys": (
+        form(packed=True, window=True, positions=torch.int64, group=1),
+        Way(NARROW._replace(peel=False), 0, False),
+    ),
+    "paged, soft cap": (form(packed=True, softcap=True, paged=torch.int32), Way(NARROW, 1, False)),
+}
+
+
+@pytest.mark.usefixtures("chained_dot")
+@pytest.mark.skipif(DEVICE == "cuda", reason="segments of 64 keys, for the interpreter")
+@pytest.mark.parametrize("name", FORMS)
+def test_ways_of_the_class_are_proven(kept: Certificates, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense, packed, windowed with dropped keys, paged, capped: each way has the bits of the one plan, densely."""
+    what, way = FORMS[name]
+    if name != "dense":
+        monkeypatch.setattr(cuda, "_KINDS", ("values", "scores"))
+    assert cuda.prove_way(what, way, torch.device(DEVICE)) is True
+    (proof,) = kept.all()
+    assert proof.member == way.name
+    assert "values from query 1" in proof.evidence
+    assert "scores" in proof.evidence
+
+
+@pytest.mark.usefixtures("chained_dot")
+@pytest.mark.skipif(DEVICE == "cuda", reason="segments of 64 keys, for the interpreter")
+def test_another_order_is_excluded(kept: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of another length, as a number of splits would give: caught at the first inputs, in most elements."""
+    right = cuda.launch
+    apart: list[float] = []
+
+    def other(call: Any, way: Way) -> None:
+        right(call, way)
+        if way == one_plan(16, torch.float32):
+            return
+        expected = call.out.clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_kernels, "SEGMENT", 32)
+            right(call, way)
+        apart.append(float((~compare.same(expected, call.out)).float().mean()))
+
+    monkeypatch.setattr(cuda, "launch", other)
+    assert cuda.prove_way(form(), Way(NARROW, 1, False), torch.device(DEVICE)) is False
+    assert len(apart) == 1  # the first kind told
+    assert apart[0] > 0.7  # where fewer than half of these few keys are added in another order
+    assert "elements differ" in kept.excluded()[0].evidence
+
+
+def chained(terms: torch.Tensor, cut: int) -> torch.Tensor:
+    """terms [..., K] -> [...]: chains of `cut` terms from zero in float32, and those added in order."""
+    total = torch.zeros(terms.shape[:-1])
+    for start in range(0, terms.shape[-1], cut):
+        part = torch.zeros_like(total)
+        for j in range(start, min(start + cut, terms.shape[-1])):
+            part += terms[..., j]
+        total += part
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("window", [None, 1200])
+def test_inputs_show_another_order_in_nearly_every_element(dtype: torch.dtype, window: int | None) -> None:
+    """At real sizes, rounded to the result's dtype: segments of another length, and scores in another order."""
+    what = form(dtype=dtype, head_dim=64, group=1, window=window is not None)
+    cpu = torch.device("cpu")
+    (_, _, v), _ = cuda._drawn("values", what, 20, 1499, window, 1, cpu)
+    seen = v[0, :, 1499 - window if window else 0 : 1480].mT.float()  # what the first query sees
+    assert not seen.double().sum(-1).any()
+    assert float((chained(seen, 512).to(dtype) != chained(seen, 256).to(dtype)).float().mean()) > 0.9
+    (q, k, v), scale = cuda._drawn("scores", what, 8, 300, window, 1, cpu)
+    products = q[0, 0, :, None].float() * k[0, 0].float()
+    assert not products.double().sum(-1).any()
+    assert scale is not None
+    weights = (torch.softmax(chained(products, cut).double() * scale, -1) for cut in (64, 16))
+    first, second = ((p @ v[0, 0].double()).to(dtype) for p in weights)
+    assert float((first != second).float().mean()) > 0.9
+
+
+@pytest.fixture
+def steered(monkeypatch: pytest.MonkeyPatch, kept: Certificates) -> dict[str, Any]:
+    """The gate as on a GPU, with a prover that says what it is told to, and the names of what it was asked."""
+    state: dict[str, Any] = {"asked": [], "verdict": True, "capturing": False}
+
+    def prove_way(what: Form, way: Way, device: torch.device) -> bool | None:
+        state["asked"].append(way.name)
+        verdict = state["verdict"] if way != one_plan(16, torch.float32) else state.get("one", True)
+        if verdict is not None:
+            kept.record(way.name, cuda._key(what), verdict, "told")
+        return verdict  # type: ignore[no-any-return] # what the test put there
+
+    monkeypatch.setattr(cuda, "INTERPRETED", False)
+    monkeypatch.setattr(cuda, "prove_way", prove_way)
+    monkeypatch.setattr(triton_kernels, "span_for", lambda *_: 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    return state
+
+
+def operands(tokens: int = 150) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, heads, n, 16, generator=rng) for heads, n in ((2, 1), (1, tokens), (1, tokens)))
+
+
+steering = pytest.mark.skipif(DEVICE == "cuda", reason="steers the gate on the interpreter")
+
+
+@steering
+def test_the_first_use_proves_and_later_uses_do_not(steered: dict[str, Any], kept: Certificates) -> None:
+    """Once for a way and form, at any length; another form is another proof, and a kept certificate is none."""
+    with listen() as notes:
+        attention(*operands())
+        attention(*operands(140))
+    assert len(steered["asked"]) == 1
+    assert set(notes) == {"attention_split[16x32, 1 of 3 x 64]"}
+    attention(*operands(), causal=False)
+    assert len(steered["asked"]) == 2
+    cuda.forget()  # as a new process, with the file of certificates
+    attention(*operands())
+    assert len(steered["asked"]) == 2
+    assert len(kept.all()) == 2
+
+
+@steering
+def test_a_way_of_other_bits_gives_way_to_the_one_plan(steered: dict[str, Any]) -> None:
+    """Excluded, or not to be told (memory): the one plan runs and the note says so; only the first is for good."""
+    for verdict in (None, False):
+        steered["verdict"] = verdict
+        with listen() as notes:
+            out = attention(*operands())
+        assert list(notes) == ["attention_one_pass[16x32, the one plan]"]
+        assert compare.identical(out, cuda.attention_by_one_plan(*operands()))
+    asked = len(steered["asked"])
+    attention(*operands())
+    assert len(steered["asked"]) == asked
+
+
+@steering
+def test_nothing_unproven_runs_while_a_graph_is_captured(steered: dict[str, Any]) -> None:
+    """Nothing can be proven then: the one plan, for this capture only; what is proven is used there too."""
+    steered["capturing"] = True
+    with listen() as notes:
+        attention(*operands())
+    assert list(notes) == ["attention_one_pass[16x32, the one plan]"]
+    assert steered["asked"] == []
+    steered["capturing"] = False
+    attention(*operands())
+    steered["capturing"] = True
+    with listen() as notes:
+        attention(*operands())
+    assert list(notes) == ["attention_split[16x32, 1 of 3 x 64]"]
+
+
+@steering
+def test_without_a_sound_plan_there_is_no_attention(steered: dict[str, Any]) -> None:
+    """Where even the one plan's rows depend on their place, the call is refused, not computed somehow."""
+    steered |= {"verdict": False, "one": False}
+    with pytest.raises(NotImplementedError, match="one plan"):
+        attention(*operands())
+
+
+@steering
+def test_a_known_way_is_one_look_up_away(steered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key is written, no certificate is looked for and nothing is proven for a call that was seen before."""
+    q, k, v = operands()
+    attention(q, k, v)
+    for name in ("form_of", "certificates", "operands_key", "_settled"):
+        monkeypatch.setattr(cuda, name, None)  # called, they would raise
+    attention(q, k, v)
+
+
+@steering
+def test_forms_that_change_the_code_have_keys_of_their_own(steered: dict[str, Any], kept: Certificates) -> None:
+    """Masks, windows, caps, packing, positions, an index, and layouts that the compiler tells apart."""
+    q, k, v = operands()
+    attention(q, k, v)
+    attention(q, k, v, window=70)
+    attention(q, k, v, softcap=3.0)
+    attention(q, *(torch.nn.functional.pad(x, (0, 1))[..., :16] for x in (k, v)))
+    cu = torch.tensor([0, 1], dtype=torch.int32)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu * 150, "max_seqlen_q": 1, "max_seqlen_k": 150}
+    tokens = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    attention_varlen(*tokens, **packed)
+    attention_varlen(*tokens, **packed, key_index=torch.arange(150))
+    attention_varlen(*tokens, **packed, window=200, positions=torch.tensor([149]))
+    assert len({c.key for c in kept.all()}) == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (1, 64), (2, 256)])
+def test_every_plan_is_proven_on_a_gpu(dtype: torch.dtype, group: int, head_dim: int) -> None:
+    """Blocks of all heights, spans, masks and forms: what the gate lets through on this machine, with real segments."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    notes: dict[str, int] = {}
+    for tokens, queries in ((3000, 1), (3000, 2000), (700, 20), (1200, 60), (3000, 9)):
+        q, k, v = (
+            torch.randn(2, heads, n, head_dim, device="cuda", generator=rng).to(dtype)
+            for heads, n in ((2 * group, queries), (2, tokens), (2, tokens))
+        )
+        for more in ({}, {"window": 600}, {"softcap": 30.0}, {"causal": False}):
+            attention(q, k, v, **more)
+            with listen() as counted:
+                attention(q, k, v, **more)
+            notes |= counted
+    assert not [name for name in notes if "the one plan" in name], notes
+    # the store is the process's: other tests' products may have been excluded in it
+    assert not [c for c in cuda.certificates().excluded() if c.key.startswith("segments")]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kept")
+def test_a_proof_is_cheap_on_a_gpu() -> None:
+    """Once compiled, a proof of a decode plan takes less than a tenth of a second."""
+    what = form(dtype=torch.bfloat16, head_dim=128, group=4)
+    way = Way(triton_kernels.plan_for(4, 128, torch.bfloat16), 2, True)
+    device = torch.device("cuda")
+    assert cuda.prove_way(what, way, device) is True
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    cuda.prove_way(what, way, device)
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) < 100

@@ -11,17 +11,27 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
+from nondet.kernels import reference
+from nondet.kernels.attention import cuda, hopper, triton_kernels
 from nondet.kernels.attention import cuda as triton_attention
 from nondet.kernels.attention import gluon_kernels as hopper_attention_parts
 from nondet.kernels.attention import hopper as hopper_attention
+from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan, attention_varlen, launch, quickest
 from nondet.kernels.attention.hopper import prefill, supports
+from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
+from tests.build import accuracy_bound
 
 
 @pytest.fixture
@@ -193,3 +203,440 @@ def test_it_compiles_for_hopper_without_spills_or_serial_products(tmp_path):
     most = 0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 1024
     assert len(spills) >= 2
     assert max(spills) <= most
+
+
+# The Hopper prefill kernel on a GPU: its bits are those of `triton_attention`'s order, written plainly.
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0")
+
+
+@triton.jit
+def _fold(x, M: tl.constexpr, N: tl.constexpr):
+    return tl.sum(tl.reshape(x, (M, 2, N // 2)), 1)
+
+
+@triton.jit
+def _plain_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, tq, tk, qk_scale,
+    stride_qh, stride_qt, stride_kh, stride_kt, stride_vh, stride_vt, stride_oh, stride_ot,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """One head and 64 queries a program, keys loaded through pointers, nothing overlapped."""
+    M: tl.constexpr = 64
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    d = tl.arange(0, D)
+    q = tl.load(q_ptr + head * stride_qh + rows[:, None] * stride_qt + d[None, :], rows[:, None] < tq, 0.0)
+    k_ptr += head // GROUP * stride_kh
+    v_ptr += head // GROUP * stride_vh
+    m_all = tl.full((M,), float("-inf"), tl.float32)
+    l_all = tl.zeros((M,), tl.float32)
+    acc_all = tl.zeros((M, D), tl.float32)
+    for segment in range(0, tk, SEGMENT):
+        m = tl.full((M,), float("-inf"), tl.float32)
+        l8 = tl.zeros((M, 8), tl.float32)
+        acc = tl.zeros((M, D), tl.float32)
+        for start in range(segment, tl.minimum(tk, segment + SEGMENT), 128):
+            key = start + tl.arange(0, 128)
+            k = tl.load(k_ptr + key[None, :] * stride_kt + d[:, None], key[None, :] < tk, 0.0)
+            v = tl.load(v_ptr + key[:, None] * stride_vt + d[None, :], key[:, None] < tk, 0.0)
+            visible = key[None, :] < tk
+            if CAUSAL:
+                visible &= key[None, :] <= rows[:, None] + tk - tq
+            s = tl.where(visible, tl.dot(q, k), float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            neg = -(m_safe * qk_scale)
+            p = tl.exp2(tl.fma(s, tl.zeros_like(s) + qk_scale, tl.zeros_like(s) + neg[:, None]))
+            alpha = tl.exp2((m - m_safe) * qk_scale)
+            part8 = _fold(_fold(_fold(_fold(p, M, 128), M, 64), M, 32), M, 16)
+            l8 = tl.fma(l8, tl.zeros_like(l8) + alpha[:, None], part8)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            m = m_new
+        l = tl.sum(_fold(_fold(l8, M, 8), M, 4), 1)  # noqa: E741 - the literature's name
+        m_new = tl.maximum(m_all, m)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        before = tl.exp2((m_all - m_safe) * qk_scale)
+        now = tl.exp2((m - m_safe) * qk_scale)
+        l_all = tl.fma(l_all, before, l * now)
+        acc_all = tl.fma(acc_all, tl.zeros_like(acc_all) + before[:, None], acc * now[:, None])
+        m_all = m_new
+    out = (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + head * stride_oh + rows[:, None] * stride_ot + d[None, :], out, rows[:, None] < tq)
+
+
+def plainly(q, k, v, causal):
+    out = torch.empty_like(q)
+    qk_scale = 1.0 / math.sqrt(q.shape[3]) * math.log2(math.e)
+    for q_, k_, v_, out_ in zip(q, k, v, out, strict=True):
+        _plain_kernel[(triton.cdiv(q.shape[2], 64), q.shape[1])](
+            *(q_, k_, v_, out_, q.shape[2], k.shape[2], qk_scale, *q_.stride()[:2], *k_.stride()[:2]),
+            *(*v_.stride()[:2], *out_.stride()[:2], q.shape[1] // k.shape[1], causal, q.shape[3]),
+            *(hopper_attention.SEGMENT,),
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def qkv(b, hq, hkv, tq, tk, d, dtype=torch.bfloat16, kind="bell"):
+    """As a model lays them out, [B, T, H, D] seen as [B, H, T, D]."""
+    rng = inputs.generator(0, "cuda")
+    shapes = ((tq, hq), (tk, hkv), (tk, hkv))
+    return tuple(inputs.make(kind, (b, t, h, d), dtype, "cuda", rng).transpose(1, 2) for t, h in shapes)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("kind", ["bell", "wide", "outlier"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_its_bits_are_those_of_the_order_written_plainly(kind, dtype, causal):
+    """Tails of queries, keys and segments, one query, GQA and MQA, more items than programs, both head dims."""
+    for shape in (
+        (1, 4, 2, 128, 128, 128),
+        (2, 4, 1, 300, 1700, 128),
+        (1, 2, 1, 1, 130, 128),
+        (1, 32, 8, 2048, 2048, 128),
+        (1, 3, 3, 65, 513, 128),
+        (2, 4, 2, 641, 2001, 64),
+    ):
+        q, k, v = qkv(*shape, dtype, kind)
+        with listen() as ran:
+            out = prefill(q, k, v, causal=causal, scale=None)
+        assert list(ran) == ["attention_hopper[128x128]"]
+        assert compare.identical(out, plainly(q, k, v, causal)), shape
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_chunks_and_decode_give_the_prefills_bits():
+    """Chunks of any size, and the Triton kernels' prefill and decode, give them; another order of keys does not."""
+    q, k, v = qkv(1, 8, 2, 1500, 1500, 128)
+    whole = prefill(q, k, v, causal=True, scale=None)
+    for start, end in ((0, 100), (100, 613), (613, 1499), (1499, 1500)):
+        chunk = prefill(q[:, :, start:end], k[:, :, :end], v[:, :, :end], causal=True, scale=None)
+        assert compare.identical(chunk, whole[:, :, start:end])
+    for split in (False, True):
+        assert compare.identical(triton_attention.attention(q, k, v, split=split), whole)
+        for at in (0, 7, 511, 512, 1023, 1499):
+            one = [q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1]]
+            assert compare.identical(triton_attention.attention(*one, split=split), whole[:, :, at : at + 1])
+    shifted = prefill(q, k.roll(1, 2), v.roll(1, 2), causal=False, scale=None)  # the same sums in another order
+    assert not compare.identical(shifted, prefill(q, k, v, causal=False, scale=None))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_neighbours_layout_and_a_graph_change_no_bit():
+    """A request alone or in a batch, contiguous by head, beside a cache's NaN, replayed from a CUDA graph."""
+    q, k, v = qkv(3, 8, 2, 700, 900, 128)
+    batch = prefill(q, k, v, causal=True, scale=None)
+    for i in range(3):
+        alone = [x[i : i + 1].contiguous() for x in (q, k, v)]
+        assert compare.identical(prefill(*alone, causal=True, scale=None), batch[i : i + 1])
+    cache = [torch.nn.functional.pad(x, (0, 0, 0, 100), value=math.nan)[:, :, :900] for x in (k, v)]
+    assert compare.identical(prefill(q, *cache, causal=True, scale=None), batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefill(q, k, v, causal=True, scale=None)
+    q.copy_(q.flip(0))
+    graph.replay()
+    assert compare.identical(out, prefill(q, k, v, causal=True, scale=None))
+    assert not compare.identical(out, batch)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_within_the_accuracy_bound(dtype, head_dim):
+    """Against float64, causal and not, and with another scale: the bound over keys and head dim, and p's rounding."""
+    q, k, v = qkv(1, 4, 2, 700, 1000, head_dim, dtype)
+    bound = accuracy_bound(dtype, 1000) + accuracy_bound(torch.float32, head_dim)
+    bound += torch.finfo(dtype).eps / 2
+    for causal, scale in ((True, None), (False, None), (True, 0.5)):
+        figures = compare.error_against(
+            prefill(q, k, v, causal=causal, scale=scale), reference.attention(q, k, v, causal=causal, scale=scale)
+        )
+        assert figures.relative_norm <= bound
+    with pytest.raises(ValueError, match="above 0"):
+        prefill(q, k, v, causal=True, scale=0.0)
+
+
+# Decode attention in Gluon, without a GPU: what it takes, when it is chosen, and what the compiler makes of it.
+
+CPU = torch.device("cpu")
+needs_gluon = pytest.mark.skipif(hopper._NO_KERNEL_DECODE is not None, reason="this Triton has no Gluon for it")
+
+
+def decode_half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def call_of(q: torch.Tensor, k: torch.Tensor, **more: Any) -> Call:
+    how = {"scale": None, "causal": True, "window": None, "softcap": None} | more
+    return Call(q, k, k, torch.empty_like(q), q.shape[0], q.shape[2], k.shape[2], **how)
+
+
+@pytest.fixture
+def decoding_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are taken for those of a Hopper GPU of 132 multiprocessors."""
+    monkeypatch.setattr(hopper, "available", lambda device: None)
+    monkeypatch.setattr(cuda, "has_pdl", lambda device: True)
+
+
+@pytest.mark.usefixtures("decoding_on_hopper")
+@pytest.mark.parametrize(
+    ("q", "k", "more", "taken"),
+    [
+        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 128), {}, True),
+        (
+            decode_half(2, 8, 4, 64, dtype=torch.float16),
+            decode_half(2, 2, 900, 64, dtype=torch.float16),
+            {"causal": False},
+            True,
+        ),
+        (decode_half(1, 8, 1, 128), decode_half(1, 1024, 2, 128).transpose(1, 2), {}, True),
+        (decode_half(1, 8, 1, 96), decode_half(1, 2, 1024, 96), {}, False),
+        (decode_half(1, 8, 1, 128, dtype=torch.float32), decode_half(1, 2, 1024, 128, dtype=torch.float32), {}, False),
+        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 128), {"window": 100}, False),
+        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 128), {"softcap": 30.0}, False),
+        (decode_half(1, 8, 5, 128), decode_half(1, 2, 1024, 128), {}, False),  # 20 rows
+        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 132)[..., :128], {}, False),  # 8 bytes
+        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 136)[..., 1:129], {}, False),
+    ],
+)
+def test_few_rows_that_it_can_take_go_to_it(q: torch.Tensor, k: torch.Tensor, more: Any, taken: bool) -> None:
+    """By dtype, head dim, mask, rows and layout; and where a user asks for split or not, the Triton kernels run."""
+    call = call_of(q, k, **more)
+    assert (quickest(call).tiles > 0) is taken
+    assert quickest(call, True).tiles == quickest(call, False).tiles == 0
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "span", "tiles"),
+    [
+        (1, 1024, 1, 4),
+        (1, 8192, 1, 4),
+        (1, 32768, 4, 4),
+        (8, 4096, 4, 4),
+        (32, 2048, 0, 2),
+        (64, 8192, 0, 2),
+        (1, 300, 0, 4),
+    ],
+)
+def test_programs_fill_the_machine(requests: int, tokens: int, span: int, tiles: int) -> None:
+    """On 132 multiprocessors, 8 KV heads: one program each as long as that is enough, else two that share one."""
+    way = triton_kernels.few_rows(requests * 8, -(-tokens // 512), 128, CPU)
+    assert (way.span, way.tiles) == (span, tiles)
+    assert way.pdl is way.lanes is (span > 0)
+
+
+@pytest.mark.usefixtures("decoding_on_hopper")
+def test_a_compiler_is_sent_elsewhere_from_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch.compile traces, nothing is asked that a traced tensor cannot say."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    call = call_of(*(torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700))))
+    assert not cuda._has_few_row_kernels(call)
+
+
+def test_a_cpu_is_refused_by_decode() -> None:
+    """No CPU tensor reaches it."""
+    assert hopper.available(CPU) is not None
+    assert quickest(call_of(decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 128))).tiles == 0
+
+
+def test_every_way_has_a_name_of_its_own() -> None:
+    """A certificate of one way is none of another: whatever can differ is in the name."""
+    way = triton_kernels.few_rows(8, 2, 128, CPU)
+    others = [
+        way._replace(plan=way.plan._replace(warps=8)),
+        way._replace(plan=way.plan._replace(stages=3)),
+        way._replace(span=way.span + 1),
+        *(way._replace(**{name: not getattr(way, name)}) for name in ("pdl", "lanes", "early")),
+        way._replace(tiles=2),
+    ]
+    assert len({way.name, *(other.name for other in others)}) == 8
+
+
+COMPILE_DECODE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from nondet.kernels.attention import hopper, hopper as hopper_decode
+from nondet.kernels.attention.gluon_kernels import decode_kernel
+from nondet.kernels.attention.gluon_kernels import merge_all_kernel
+
+def build(kernel, types, constants, warps, **options):
+    names = kernel.arg_names
+    types |= {"part_ptr": "*fp32", "qk_scale": "fp32"}
+    types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    source = GluonASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, {})
+    built = compile(source, target=GPUTarget("cuda", 90, 32),
+                    options={"num_warps": warps, "enable_fp_fusion": False, **options})
+    ptx = built.asm["ptx"]
+    loads = [at for at in range(len(ptx)) if ptx.startswith("ld.global", at)]
+    print("built", built.metadata.shared, ptx.count("mma.sync"), ptx.count("cp.async.bulk.tensor"),
+          len(loads), int(max(loads) < ptx.index("fma.rn")))
+
+plain = {"CAUSAL": True, "HEAD_DIM": 128, "SEGMENT": 512}
+box = f"tensordesc<bf16[1, 1, 128, 128],{hopper._box_layout()!r}>"
+registers = hopper_decode._LAUNCH_REGISTERS
+for split, tiles, slots, warps in ((True, 4, 6, 4), (False, 2, 3, 4)):
+    build(decode_kernel, {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_desc": box, "v_desc": box},
+          plain | {"SPLIT": split, "TILES": tiles, "SLOTS": slots, "EARLY": True, "GROUP": 4, "BLOCK_N": 128,
+                   "WARPS": warps, **({} if split else {"part_ptr": None})}, warps, maxnreg=registers)
+build(merge_all_kernel, {"out_ptr": "*bf16"},
+      plain | {"VARLEN": False, "cu_q_ptr": None, "cu_k_ptr": None, "CHUNK": 16}, 1)
+"""
+
+
+@needs_gluon
+def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
+    """No GPU needed: products and loads stand once, memory suffices; a merge has all its loads under way at once."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
+    run = subprocess.run([sys.executable, "-c", COMPILE_DECODE], capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    built = [tuple(map(int, figures)) for figures in re.findall(r"built (\d+) (\d+) (\d+) (\d+) (-?\d+)", run.stdout)]
+    split, whole, merge = built
+    assert split[0] <= 227 * 1024
+    assert 2 * (whole[0] + 1024) <= 228 * 1024  # two programs to a multiprocessor
+    assert split[1] == 2 * 4 * 4 * 8  # scores and values of 4 tiles: 4 columns of 8 a warp, 8 deep
+    assert whole[1] == 2 * 2 * 4 * 8
+    assert (split[2], whole[2]) == (2 * 2 * 4, 2 * 2 * 2)  # K and V of each tile, in halves of the head dim
+    assert merge[3] == 16 + 3  # a segment's values a load; a lane's maximum, the one before it, and its sum
+    assert merge[4] == 1
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)]
+    assert len(spills) == 3
+    assert max(spills) == 0
+
+
+# Decode attention in Gluon on a GPU: the bits of the one plan, whatever the way, and nothing is read too early.
+
+WAYS = {"a segment at a time": (4, 6, 4), "two programs to a multiprocessor": (4, 3, 2)}  # warps, slots, tiles
+
+
+def decode_qkv(
+    b: int, hq: int, hkv: int, tq: int, tk: int, d: int, dtype: torch.dtype, kind: str
+) -> list[torch.Tensor]:
+    rng = inputs.generator(3 * tk + tq, torch.device("cuda"))
+    shapes = ((b, hq, tq, d), (b, hkv, tk, d), (b, hkv, tk, d))
+    return [inputs.make("bell" if i < 1 else kind, shape, dtype, "cuda", rng) for i, shape in enumerate(shapes)]
+
+
+def by(way: Way, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True) -> torch.Tensor:
+    out = torch.full_like(q, torch.nan)
+    launch(Call(q, k, v, out, q.shape[0], q.shape[2], k.shape[2], None, causal, None, None), way)
+    return out
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("span", [0, 1, 3])
+def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
+    """Lengths around tiles and segments, more segments than a merge takes at once, both head dims, several blocks."""
+    warps, slots, tiles = WAYS[name]
+    for b, hq, hkv, tq, tk, d, kind, causal in (
+        (2, 8, 2, 1, 1024, 128, "bell", True),
+        (1, 8, 2, 1, 1, 128, "bell", True),
+        (2, 8, 2, 1, 129, 128, "wide", True),
+        (1, 8, 2, 2, 513, 128, "outlier", True),
+        (3, 8, 2, 3, 2100, 128, "wide", False),
+        (2, 8, 2, 9, 1300, 128, "bell", True),
+        (1, 8, 2, 4, 3, 128, "bell", True),  # a query that sees no key
+        (1, 8, 2, 9, 2, 128, "bell", True),  # a whole block of them
+        (1, 32, 8, 1, 35000, 128, "wide", True),
+        (2, 14, 2, 2, 1700, 64, "wide", True),
+    ):
+        dtype = torch.bfloat16 if d == 128 else torch.float16
+        q, k, v = decode_qkv(b, hq, hkv, tq, tk, d, dtype, kind)
+        way = Way(Plan(16, 128, d, warps, slots, False), span, span > 0, tiles, span > 0, True)
+        assert compare.identical(by(way, q, k, v, causal), by(one_plan(d, dtype), q, k, v, causal)), (tk, d)
+    if span:  # the merge alone, behind the Triton kernel
+        way = Way(triton_kernels.plan_for(1, 128, torch.bfloat16), span, True, lanes=True)
+        q, k, v = decode_qkv(2, 8, 2, 2, 3000, 128, torch.bfloat16, "outlier")
+        assert compare.identical(by(way, q, k, v), by(one_plan(128, torch.bfloat16), q, k, v))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", WAYS)
+def test_infinities_and_nan_are_those_of_the_one_plan(name: str) -> None:
+    """NaN and infinite keys and values, within a segment and over a whole one: the same bits reach the same rows."""
+    warps, slots, tiles = WAYS[name]
+    for what in ("nan key", "infinite value", "infinite keys", "large keys"):
+        q, k, v = decode_qkv(2, 8, 2, 1, 2500, 128, torch.bfloat16, "bell")
+        if what == "nan key":
+            k[0, 0, 700, 3] = torch.nan
+        elif what == "infinite value":
+            v[0, 1, 1200, :5] = torch.inf
+        elif what == "infinite keys":
+            k[1, 0, 512:1024] = torch.inf
+        else:
+            k[1, 1, 100:1500] *= 1e30
+        expected = by(one_plan(128, torch.bfloat16), q, k, v)
+        for span in (0, 1):
+            way = Way(Plan(16, 128, 128, warps, slots, False), span, span > 0, tiles, span > 0, True)
+            assert compare.identical(by(way, q, k, v), expected), (what, span)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [700, 9000, 40000])
+def test_a_step_that_starts_early_waits_for_what_it_reads(tokens: int, packed: bool) -> None:
+    """In a graph, each step's query, and a key and a value that it sees, are the step before's: none may be stale."""
+    q, k, v = decode_qkv(2, 32, 8, 1, tokens, 128, torch.bfloat16, "wide")
+    first = q.clone()
+    keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))  # [B, T, H, D] in memory
+    cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32, device="cuda") for n in (1, tokens))
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 1, "max_seqlen_k": tokens}
+
+    def step(out: torch.Tensor) -> torch.Tensor:
+        if packed:
+            cache = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))
+            return attention_varlen(out[:, :, 0], *cache, **lengths)[:, :, None]
+        return attention(out, keys, values)
+
+    def steps(one: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        keys.copy_(k)
+        values.copy_(v)
+        out = first
+        for number in range(4):
+            keys[:, :, tokens // 2 + number] = out[:, ::4, 0]
+            values[:, :, tokens - 1 - number] = out[:, 1::4, 0]
+            out = one(out)
+        return out
+
+    steps(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = steps(step)
+    for _ in range(4):
+        first.copy_(torch.randn_like(first))
+        graph.replay()
+        ran = result.clone()
+        assert compare.identical(ran, steps(lambda out: attention_by_one_plan(out, keys, values)))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_it_is_what_a_decode_step_runs() -> None:
+    """Dense steps run it, packed ones its merge, once proven; and both have the bits of a prefill."""
+    q, k, v = decode_qkv(1, 32, 8, 3000, 3000, 128, torch.bfloat16, "bell")
+    whole = attention(q, k, v)
+    for at in (0, 127, 511, 512, 1023, 2047, 2999):
+        step = [q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1]]
+        attention(*step)
+        with listen() as notes:
+            out = attention(*step)
+        assert compare.identical(out, whole[:, :, at : at + 1])
+        assert all("decode" in name for name in notes), notes
+        tokens = [x[0].transpose(0, 1).contiguous() for x in step]
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (1, at + 1))
+        packed = attention_varlen(*tokens, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=1, max_seqlen_k=at + 1)
+        assert compare.identical(packed, out[0].transpose(0, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch.nn.functional as F
 
 from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
+from nondet.core.registry import load_implementation
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.attention import cpu as cpu_attention
+from nondet.kernels.dispatch import block
 from nondet.kernels.dispatch import block as tables
 from nondet.kernels.dispatch import functions as dispatch_certified
-from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.block import batch_invariant, on_call
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPUTES, FAMILIES, OPERATORS, variants
+from nondet.kernels.dispatch.state import KINDS, Call
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.rows import cpu as cpu_rows
 from tests.build import rand
@@ -352,3 +356,144 @@ def test_a_gpus_calls_are_replaced(call: str, mode: Any, monkeypatch: pytest.Mon
 
 
 _on_cpu = rand
+
+
+# `on_call`: which calls a hook sees, what it is told of them, and that it changes nothing.
+
+X = torch.rand((8, 64), generator=torch.Generator().manual_seed(1)) * 2 - 1
+W = torch.rand((24, 64), generator=torch.Generator().manual_seed(2)) * 2 - 1
+
+
+def test_each_way_is_told_with_its_arguments_and_result() -> None:
+    """Replaced, left, certified, at risk and original, each with the very tensors of the call."""
+    calls: list[Call] = []
+    with torch.no_grad(), batch_invariant() as block, on_call(calls.append):
+        linear = F.linear(X, W)
+        torch.softmax(X.double(), -1)
+        X.cumsum(-1)
+        torch.atan2(X, X)
+        torch.arange(6).view(2, 3).sum(-1)
+    how = {call.name: call.how for call in calls}
+    assert how["aten::linear"] == "replaced"
+    assert how["aten::_softmax"] == "left"
+    assert how["aten::cumsum"] in ("certified", "at_risk")
+    assert how["aten::atan2"] == "at_risk"
+    assert how["aten::sum.dim_IntList"] == "original"  # integers
+    first = next(call for call in calls if call.name == "aten::linear")
+    assert first.args[0].data_ptr() == X.data_ptr()
+    assert identical(first.out, linear)
+    # what a hook is told and what the coverage counts are the same calls
+    told = Counter(call.how for call in calls if call.how != "original")
+    groups = {kind: sum(getattr(block.coverage(), kind).values()) for kind in KINDS}
+    assert told == {kind: n for kind, n in groups.items() if n}
+
+
+def test_a_hook_needs_no_block_and_changes_no_bits() -> None:
+    """Without a block everything is stock, bit for bit, and told as such; afterwards nothing is told."""
+    calls: list[Call] = []
+    with torch.no_grad():
+        stock = X @ W.t()
+        with on_call(calls.append):
+            got = X @ W.t()
+        X @ W.t()
+    assert identical(got, stock)
+    assert [(call.name, call.how) for call in calls] == [("aten::mm", "at_risk")]
+
+
+def test_exact_operators_are_told_on_request() -> None:
+    """With `exact` views, copies and arithmetic are told, too, in order; without it they cost nothing and are not."""
+    for exact in (False, True):
+        names: list[str] = []
+        with torch.no_grad(), on_call(lambda call, names=names: names.append(call.name), exact=exact):
+            torch.maximum(X, X.flip(0))
+        told = [name for name in names if name in ("aten::flip", "aten::maximum")]  # flip is made of some more
+        assert told == (["aten::flip", "aten::maximum"] if exact else [])
+        assert exact == bool(names)
+
+
+def test_every_thread_is_told_and_a_hooks_own_calls_are_not() -> None:
+    """A thread of an engine's own is seen; what the hook computes is stock and does not call the hook again."""
+    threads: list[str] = []
+    sums: list[torch.Tensor] = []
+
+    def hook(call: Call) -> None:
+        threads.append(threading.current_thread().name)
+        sums.append(call.out.sum(-1))
+
+    with torch.no_grad(), batch_invariant(["matmul"]) as block, on_call(hook):
+        worker = threading.Thread(target=lambda: torch.mm(X, W.t()), name="engine")
+        worker.start()
+        worker.join()
+    assert threads == ["engine"]
+    assert not block.coverage().at_risk
+    assert sums[0].shape == (8,)
+
+
+def test_a_hook_that_raises_is_heard_and_removed() -> None:
+    """Its error comes out of the call, and the next call is undisturbed."""
+
+    def hook(call: Call) -> None:
+        raise ZeroDivisionError(call.name)
+
+    with torch.no_grad(), batch_invariant(["matmul"]):
+        with pytest.raises(ZeroDivisionError, match="aten::mm"), on_call(hook):
+            torch.mm(X, W.t())
+        torch.mm(X, W.t())
+
+
+# What is probed, timed and certified is what runs: the registry's "invariant" and torch's call in the block.
+
+
+def uniform(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 8.0 - 4.0
+
+
+REGISTRY_X, REGISTRY_W, Q, TARGET = uniform(9, 300), uniform(40, 300), uniform(2, 2, 70, 32), torch.arange(9) * 7
+INDEX = torch.arange(9) % 2
+V, MANY = uniform(7), torch.arange(9 * 300) % 7
+# operator -> (arguments of the registry's, the torch call that a model makes)
+REGISTERED_CALLS: dict[str, tuple[tuple[torch.Tensor, ...], Callable[[], torch.Tensor]]] = {
+    "linear": ((REGISTRY_X, REGISTRY_W), lambda: F.linear(REGISTRY_X, REGISTRY_W)),
+    "matmul": ((REGISTRY_X, REGISTRY_W.t()), lambda: REGISTRY_X @ REGISTRY_W.t()),
+    "attention": ((Q, Q, Q), lambda: F.scaled_dot_product_attention(Q, Q, Q, is_causal=True)),
+    "rms_norm": ((REGISTRY_X, REGISTRY_W[0]), lambda: F.rms_norm(REGISTRY_X, (300,), REGISTRY_W[0], 1e-6)),
+    "softmax": ((REGISTRY_X,), lambda: torch.softmax(REGISTRY_X, -1)),
+    "log_softmax": ((REGISTRY_X,), lambda: torch.log_softmax(REGISTRY_X, -1)),
+    "logsumexp": ((REGISTRY_X,), lambda: torch.logsumexp(REGISTRY_X, -1)),
+    "cross_entropy": ((REGISTRY_X, TARGET), lambda: F.cross_entropy(REGISTRY_X, TARGET, reduction="none")),
+    "index_add": ((REGISTRY_W, INDEX, REGISTRY_X), lambda: REGISTRY_W.index_add(0, INDEX, REGISTRY_X)),
+    "scatter_add": ((V, MANY, REGISTRY_X.flatten()), lambda: V.scatter_add(0, MANY, REGISTRY_X.flatten())),
+    "sum": ((REGISTRY_X,), lambda: REGISTRY_X.sum(-1)),
+    "mean": ((REGISTRY_X,), lambda: REGISTRY_X.mean(-1)),
+}
+
+
+@pytest.mark.parametrize("operator", REGISTERED_CALLS)
+def test_the_block_runs_the_registrys_function(operator: str) -> None:
+    """The same bits from both, on numbers where another order or formula would show."""
+    arguments, call = REGISTERED_CALLS[operator]
+    with torch.no_grad():
+        registered = load_implementation(operator, "invariant", "cpu").call(*arguments)
+        with batch_invariant():
+            under_the_block = call()
+    assert identical(registered, under_the_block)
+
+
+# Which dispatch keys are looked at, for devices that this machine need not have.
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_every_key_is_one_that_torch_knows(device: str) -> None:
+    """torch refuses unknown keys with an error: on a GPU that was every first enter of a block."""
+    for key in block._FORMS[device]:
+        torch._C._dispatch_key_parse(key)
+    with pytest.raises(RuntimeError, match="could not parse"):
+        torch._C._dispatch_key_parse("MkldnnCUDA")
+
+
+def test_a_machine_with_a_gpu_can_be_listed_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of kernels is made for both devices; without CUDA kernels in this build, it is made all the same."""
+    monkeypatch.setattr(block, "devices", lambda: ("CPU", "CUDA"))
+    keys = {key for _, key in block._kernels_there()}
+    assert "CPU" in keys
+    assert keys <= {*block._FORMS["CPU"], *block._FORMS["CUDA"]}

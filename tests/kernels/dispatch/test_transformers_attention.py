@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from nondet.core.compare import identical
+from nondet.core.compare import error_against, identical
 from nondet.errors import UserError
 from nondet.kernels.dispatch import block as dispatch_block
 from nondet.kernels.dispatch import transformers_attention as hf_attention
+from nondet.kernels.dispatch import transformers_attention as hf_eager
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.state import Coverage
+from nondet.sampling.engine import run_session
+from nondet.sampling.model import load_model
+from nondet.sampling.plan import Load, Request
+from nondet.sampling.schedule import KeptKeys
 
 LENGTH, PADDING, VOCABULARY = 75, 19, 384
 DTYPES = [torch.bfloat16, torch.float32]
@@ -339,3 +346,307 @@ def test_a_paged_sliding_window_without_positions_is_refused() -> None:
         _paged(layer, x, x, x, SimpleNamespace(sliding_windows={3: 12}), {"sliding_window": 16})
     with pytest.raises(UserError, match="layer 3 has a sliding window of 16, and its model does not pass position_ids"):
         _paged(layer, x, x, x, SimpleNamespace(sliding_windows={3: 16}), {"sliding_window": 16})
+
+
+# transformers' eager attention under `batch_invariant()`: Gemma 2 with its soft cap and windows, and what is left.
+
+WINDOW, EAGER_LENGTH, EAGER_PADDING, EAGER_VOCABULARY = 12, 41, 14, 384
+AT_RISK = "transformers eager attention: sums over padded keys"
+
+
+@functools.cache
+def eager_model(name: str, device: str = "cpu") -> Any:
+    """A tiny random model; gemma2 with a window in its first layer, none in its second, and caps low enough to bend."""
+    torch.manual_seed(0)
+    more: dict[str, Any] = {}
+    if name == "gemma2":
+        more = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+        more |= {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 0.5}
+    config = transformers.AutoConfig.for_model(
+        name,
+        vocab_size=EAGER_VOCABULARY,
+        hidden_size=96,
+        intermediate_size=200,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        **more,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().to(device)
+
+
+def eager_tokens(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randint(1, EAGER_VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ways(model: Any) -> dict[str, torch.Tensor]:
+    """Logits [8, V] of the prompt's end: alone, left-padded, in chunks, and decoded from a cache that drops keys."""
+    prompt = eager_tokens(1, EAGER_LENGTH, seed=1)
+    ids = torch.cat([torch.zeros(1, EAGER_PADDING, dtype=torch.long), prompt], 1)
+    ids = torch.cat([ids, eager_tokens(1, EAGER_LENGTH + EAGER_PADDING, seed=2)]).to(model.device)
+    prompt, mask = prompt.to(model.device), torch.ones_like(ids)
+    mask[0, :EAGER_PADDING] = 0
+    position = (mask.cumsum(-1) - 1).clamp_min(0)
+
+    def steps(cache: Any, borders: list[int]) -> torch.Tensor:
+        parts = [model(prompt[:, a:b], past_key_values=cache, use_cache=True).logits[0] for a, b in pairwise(borders)]
+        return torch.cat(parts)[-8:]
+
+    return {
+        "alone": model(prompt).logits[0, -8:],
+        "left-padded": model(ids, attention_mask=mask, position_ids=position).logits[0, -8:],
+        "in chunks": steps(transformers.DynamicCache(), [0, 7, 30, EAGER_LENGTH - 1, EAGER_LENGTH]),
+        "decoded": steps(transformers.DynamicCache(config=model.config), [0, 5, *range(28, EAGER_LENGTH + 1)]),
+    }
+
+
+def parted(found: dict[str, torch.Tensor]) -> list[str]:
+    return [way for way, logits in found.items() if not identical(logits.contiguous(), found["alone"].contiguous())]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_eager_attention_has_one_answer(name: str, device: str) -> None:
+    """With a soft cap and windows, and without: equal bits in every way, unlike stock, at stock's accuracy."""
+    model = eager_model(name, device)
+    with torch.no_grad():
+        stock = ways(model)
+        with batch_invariant() as block:
+            invariant = ways(model)
+        assert identical(ways(model)["alone"], stock["alone"])
+    assert parted(stock), "stock kernels should part somewhere, or this test shows nothing"
+    assert parted(invariant) == []
+    assert block.coverage().replaced["transformers eager attention"] > 0
+    assert (block.coverage().at_risk, block.coverage().left) == ({}, {})
+    torch.testing.assert_close(invariant["alone"], stock["alone"], rtol=1e-4, atol=1e-5)
+
+
+def test_the_cap_is_computed() -> None:
+    """Against float64: what bends the scores is the model's cap, and it bends them."""
+    q, k, v = (4 * torch.rand(1, h, 30, 32, generator=torch.Generator().manual_seed(h)) - 2 for h in (4, 2, 2))
+    mask = torch.full((1, 1, 30, 30), torch.finfo(torch.float32).min).triu(1)
+    layer = SimpleNamespace(training=False, num_key_value_groups=2, head_dim=32)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 32**0.5
+
+    def right(s: torch.Tensor) -> torch.Tensor:
+        return (torch.softmax(s + mask.double(), -1) @ v.double().repeat_interleave(2, 1)).transpose(1, 2)
+
+    got = hf_eager._compute(layer, q, k, v, mask, softcap=0.5)
+    assert got is not None
+    assert error_against(got, right(torch.tanh(scores / 0.5) * 0.5)).relative_norm < 1e-6
+    assert error_against(got, right(scores)).relative_norm > 1e-2
+
+
+def test_what_it_cannot_compute_is_said() -> None:
+    """Attention weights asked for, and attention that is left out: the original runs, its bits and its note with it."""
+    model = eager_model("qwen3")
+    ids = eager_tokens(1, 9, seed=3)
+    with torch.no_grad(), batch_invariant() as block:
+        found = model(ids, output_attentions=True).attentions
+    assert [tuple(x.shape) for x in found] == [(1, 4, 9, 9)] * 2
+    assert block.coverage().at_risk[AT_RISK] == 2
+    with torch.no_grad(), batch_invariant(["matmul"]) as block:
+        model(ids)
+    assert block.coverage().at_risk[AT_RISK] == 2
+
+
+def test_compiled_attention_is_not_traced() -> None:
+    """torch.compile would take the kernels apart: eager attention and full windows run stock under it, and are said."""
+    model = eager_model("gemma2")
+    ids = eager_tokens(1, 30, seed=4)
+    with torch.no_grad(), batch_invariant() as block:
+        compiled = torch.compile(model, backend="eager")(ids).logits
+        torch.testing.assert_close(compiled, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert block.coverage().at_risk[AT_RISK] > 0
+
+
+def test_a_copy_with_other_code_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose eager attention does something else keeps it, and is at risk; afterwards all is put back."""
+    other = ModuleType("transformers.models.other.modeling_other")
+    other.eager_attention_forward = original = lambda *args, **kwargs: "its own"  # type: ignore[attr-defined]  # a model's
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    with batch_invariant() as block:
+        assert other.eager_attention_forward(None, None, None, None, None) == "its own"
+    assert block.coverage().at_risk == {AT_RISK: 1}
+    assert other.eager_attention_forward is original
+
+
+def generate_eagerly(model: Any, prompts: list[list[int]], budget: int) -> list[Any]:
+    """(tokens, logprobs) of each prompt, in order, from transformers' own continuous batching."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    known = {f.name for f in fields(ContinuousBatchingConfig)}
+    before = model.config._attn_implementation
+    model.set_attn_implementation("paged|eager")
+    config = ContinuousBatchingConfig(
+        **{"page_size" if "page_size" in known else "block_size": 16},
+        **({"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}),
+        num_blocks=200,
+        max_batch_tokens=budget,
+        max_blocks_per_request=0,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        safety_margin=0.0,
+        return_logprobs=True,
+    )
+    try:
+        found = model.generate_batch(
+            prompts,
+            generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=9),
+            continuous_batching_config=config,
+            progress_bar=False,
+        )
+    finally:
+        model.set_attn_implementation(before)
+    ordered = sorted(found.values(), key=lambda o: int(o.request_id.rsplit("_", 1)[-1]))
+    return [(o.generated_tokens, o.logprobs) for o in ordered]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_continuous_batching_of_both_kinds_of_layers(device: str) -> None:
+    """Paged caches of a window and of all keys in one model, with a soft cap: a request has one answer under load."""
+    model = eager_model("gemma2", device)
+    target = eager_tokens(40, seed=40).tolist()
+    others = [eager_tokens(n, seed=n).tolist() for n in (50, 3, 33, 17)]
+    with batch_invariant() as block:
+        right = generate_eagerly(model, [target], 64)[0]
+        loaded = generate_eagerly(model, [*others, target], 64)[-1]
+        chunked = generate_eagerly(model, [target, *others], 23)[0]
+    assert [loaded == right, chunked == right] == [True, True]
+    # not of a plain forward pass: whether there is a cap under pages follows the version of transformers
+    stock = generate_eagerly(model, [target], 64)[0]
+    assert right[0][0] == stock[0][0]
+    assert right[1][0] == pytest.approx(stock[1][0], abs=1e-4)
+    assert block.coverage().replaced["transformers attention 'paged|eager', paged"] > 0
+    assert block.coverage().at_risk == {}
+
+
+# Soft caps and hybrid windows under `batch_invariant()`: the stand-ins compute the model that the originals do.
+
+_WINDOW, _LENGTH = 8, 20
+_VARIANT_PROMPTS = [list(range(3, 3 + n)) for n in (30, 7, 19)]
+
+
+def called(softcap: float | None, mask: torch.Tensor | None) -> torch.Tensor | str:
+    """What transformers' table has under "sdpa" gives for one layer with a window, or the reason that it gives none."""
+    from transformers.modeling_utils import AttentionInterface
+
+    q, k, v = (4 * torch.rand(1, h, _LENGTH, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    places: dict[str, Any] = {"position_ids": torch.arange(_LENGTH)[None], "sliding_window": _WINDOW}
+    try:
+        out: torch.Tensor = AttentionInterface()["sdpa"](layer, q, k, v, mask, scaling=0.25, softcap=softcap, **places)[
+            0
+        ]
+    except ValueError as error:
+        return str(error)
+    return out
+
+
+def window() -> torch.Tensor:
+    ahead = torch.arange(_LENGTH)[:, None] - torch.arange(_LENGTH)
+    return ((ahead >= 0) & (ahead < _WINDOW))[None, None]
+
+
+@pytest.mark.parametrize("mask", [None, window()], ids=["all keys", "a window"])
+def test_sdpa_makes_of_a_cap_what_it_makes_of_it_outside(mask: torch.Tensor | None) -> None:
+    """transformers' sdpa leaves a cap out before 5.23 and refuses it since; the stand-in does so in a window, too."""
+    stock = called(0.5, mask)
+    with torch.no_grad(), batch_invariant():
+        capped, plain = called(0.5, mask), called(None, mask)
+    if isinstance(stock, str):
+        assert capped == stock
+    else:
+        assert isinstance(capped, torch.Tensor)
+        assert isinstance(plain, torch.Tensor)
+        assert identical(capped, plain)
+        torch.testing.assert_close(capped, stock, rtol=1e-4, atol=1e-5)
+
+
+# what the engine makes of it -> model type, what is its own, the engine's attention
+ENGINES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no soft cap": ("gemma2", {"query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.05}, "eager"),
+    "a window in the mask alone": ("phimoe", {"num_local_experts": 2, "num_experts_per_tok": 1}, "sdpa"),
+    "the call's window, not the module's": ("exaone4", {"sliding_window_pattern": 2}, "sdpa"),
+}
+
+
+@pytest.mark.parametrize("what", ENGINES)
+def test_the_engine_computes_the_same_model_as_stock(what: str) -> None:
+    """The engine's attention has no cap; EXAONE 4's full layers keep a window's size, Phi-3.5-MoE's name none."""
+    name, more, implementation = ENGINES[what]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16, "initializer_range": 0.3}
+    places = {"vocab_size": 384, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **sizes, **heads, **places, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    stock = generate(model, _VARIANT_PROMPTS, sharing=False, budget=24, implementation=implementation)
+    with batch_invariant() as block:
+        found = generate(model, _VARIANT_PROMPTS, sharing=False, budget=24, implementation=implementation)
+        assert (
+            generate(model, _VARIANT_PROMPTS[:1], sharing=False, budget=64, implementation=implementation) == found[:1]
+        )
+    said = [what for what in (*block.coverage().at_risk, *block.coverage().left) if "attention" in what]
+    assert said == []
+    for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, stock, strict=True):
+        assert tokens == stock_tokens
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(stock_logprobs), rtol=1e-3, atol=1e-4)
+
+
+def test_a_window_under_autocast_is_cast_as_sdpa_casts_it() -> None:
+    """Gemma 3 under autocast: queries of float32, values of bfloat16; computed in autocast's dtype, as stock is."""
+    from transformers.modeling_utils import AttentionInterface
+
+    q, k, v = (torch.rand(1, h, _LENGTH, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    places: dict[str, Any] = {"position_ids": torch.arange(_LENGTH)[None], "sliding_window": _WINDOW}
+
+    def attend() -> torch.Tensor:
+        out, _ = AttentionInterface()["sdpa"](layer, q, k, v.bfloat16(), window(), scaling=0.25, **places)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = attend()
+        with batch_invariant() as block:
+            found = attend()
+    assert block.coverage().replaced["transformers attention 'sdpa', windowed"] == 1
+    assert found.dtype == stock.dtype == torch.bfloat16
+    torch.testing.assert_close(found, stock, rtol=2e-2, atol=2e-2)
+
+
+# Paged keys read where they lie: the places that are told hold what the engine would have gathered.
+
+
+def test_the_cache_read_in_place_is_the_cache_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step and layer of a session of chunks, decodes and a shared prefix."""
+    seen: list[bool] = []
+
+    def both(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        apart = dict(kwargs)
+        gathered = hf_attention.update_cache(cache, layer, key, value, apart, "full_attention")
+        kept = original(cache, layer, key, value, kwargs)
+        if kept is not None:
+            keys, values, index = kept
+            seen.append(torch.equal(keys[index], gathered[0]) and torch.equal(values[index], gathered[1]))
+            assert torch.equal(apart["cu_seq_lens_k"], kwargs["cu_seq_lens_k"])
+            assert hf_attention.longest("k", apart) == hf_attention.longest("k", kwargs)
+        return kept
+
+    original = hf_attention.write_in_place
+    monkeypatch.setattr(hf_attention, "write_in_place", both)
+    monkeypatch.setattr(KeptKeys, "note", lambda self, layer: self._written.update({layer: 0.5}))  # both of them write
+    loaded = load_model("random:qwen3-2x128", "float32", "cpu")
+    requests = [Request(f"t{i}", True, tuple(range(1, 20 + i)), 4, 3 * i) for i in range(3)]
+    load = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=16, requests=3)
+    with batch_invariant(families=["attention"]):
+        session = run_session(loaded.model, requests, load)
+    assert not session.fatal
+    assert len(seen) > session.steps
+    assert all(seen)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers.integrations import moe
 
 from nondet.core import compare, inputs
+from nondet.core.compare import identical
+from nondet.core.inputs import order_revealing
 from nondet.errors import UserError
 from nondet.kernels import reference
+from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.matmul import cpu as cpu_matmul
-from tests.build import accuracy_bound
+from tests.build import DEVICE, accuracy_bound
 
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
@@ -67,3 +74,286 @@ def test_cpu_refuses_offsets_that_make_no_sense(offsets):
         cpu_grouped_matmul.grouped_matmul(
             torch.ones(4, 8, dtype=torch.int32), torch.ones(2, 8, 3, dtype=torch.int32), torch.tensor([1, 2])
         )
+
+
+# Batched products with vectors on a CPU: no row's bits by the rows or batches beside it, and transformers' experts.
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 96, 200)
+BATCHES = 5
+
+
+def operands(depth: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """[BATCHES, max(ROWS), depth] and [BATCHES, depth], whose products are the rounding errors of an order alone."""
+    matrices = order_revealing(BATCHES * max(ROWS), depth, dtype, 1, negate=False)
+    return matrices.view(BATCHES, max(ROWS), depth), order_revealing(BATCHES, depth, dtype, 2, negate=True)
+
+
+def products(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """[B, M, K] times [B, K] -> [B, M], by bmm."""
+    return torch.bmm(matrices, vectors[:, :, None])[:, :, 0].contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("depth", [64, 129])
+def test_rows_and_batches_decide_nothing(depth: int, dtype: torch.dtype) -> None:
+    """A bmm with vectors, for every number of rows and of batches, and as einsum("tk,k->t") and mv: equal bits."""
+    matrices, vectors = operands(depth, dtype)
+    with torch.no_grad(), batch_invariant() as block:
+        whole = products(matrices, vectors)
+        for rows in ROWS:
+            some = products(matrices[:, :rows].contiguous(), vectors)
+            assert identical(some, whole[:, :rows].contiguous()), f"{rows} rows"
+        for batches in range(1, BATCHES):
+            assert identical(products(matrices[:batches], vectors[:batches]), whole[:batches])
+        for i in range(BATCHES):
+            assert identical(torch.einsum("tk,k->t", matrices[i], vectors[i]), whole[i])
+            assert identical(torch.mv(matrices[i], vectors[i]), whole[i])
+        expanded = torch.bmm(matrices, vectors[:1, :, None].expand(BATCHES, -1, -1))
+        assert identical(expanded[0, :, 0].contiguous(), whole[0])
+    assert "bmm" in block.coverage().replaced
+    assert not block.coverage().left
+    assert not block.coverage().at_risk
+
+
+@pytest.mark.parametrize("equation", ["btk,bk->bt", "bk,btk->bt", "btk,bk", "...tk,...k->...t"])
+def test_einsum_of_vectors_is_at_risk(equation: str) -> None:
+    """torch makes one batch another product than two, and of k,tk->t one whose weight is the rows: both are said."""
+    matrices, vectors = operands(129, torch.float32)
+    first = (vectors, matrices) if equation.startswith("bk") else (matrices, vectors)
+    with torch.no_grad():
+        for batches in (1, 2):
+            with batch_invariant() as block:
+                torch.einsum(equation, *(x[:batches] for x in first))
+            assert set(block.coverage().at_risk) == {"einsum float32"}
+        with batch_invariant() as block:
+            torch.einsum("k,tk->t", vectors[0], matrices[0])
+        assert block.coverage().at_risk
+        with batch_invariant() as block:
+            torch.einsum("bqd,bkd->bqk", matrices, matrices)
+            torch.einsum("tk,nk->tn", matrices[0], matrices[1])
+        assert not block.coverage().at_risk
+
+
+def test_stock_depends_on_the_rows() -> None:
+    """Beside it, stock: some number of rows gives other bits, so the inputs show an order."""
+    matrices, vectors = operands(129, torch.float32)
+    whole = products(matrices, vectors)
+    parts = [products(matrices[:, :rows].contiguous(), vectors) for rows in ROWS]
+    if all(identical(part, whole[:, : part.shape[1]].contiguous()) for part in parts):
+        pytest.skip("this CPU's library takes one order at every number of rows")
+    assert len({part.shape[1] for part in parts}) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 2, 35, 96])
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_transformers_vectors_have_the_grouped_bits(tokens: int, columns: int, dtype: torch.dtype) -> None:
+    """transformers' own two functions agree for each token and expert, also for top-1 with a single token."""
+    x = order_revealing(tokens, 129, dtype, 2, negate=True)
+    weight = order_revealing(4 * columns, 129, dtype, 1, negate=False).view(4, columns, 129)
+    experts = torch.arange(tokens) % 3
+    order = torch.sort(experts, stable=True).indices
+    ends = torch.tensor([int((experts <= e).sum()) for e in range(4)], dtype=torch.int32)
+    with torch.no_grad(), batch_invariant() as block:
+        batched = moe._batched_linear(x, weight[experts])
+        grouped = moe._grouped_linear(x[order], weight, ends)
+    assert identical(batched[order], grouped)
+    assert not block.coverage().at_risk
+    assert not block.coverage().left
+
+
+def test_the_stand_in_goes_with_the_block() -> None:
+    """Outside of a block transformers' function is its own, and inside a plain bmm is not taken for an expert's."""
+    original = moe._batched_linear
+    matrices, vectors = operands(129, torch.float32)
+    with torch.no_grad(), batch_invariant():
+        assert moe._batched_linear is not original
+        plain = torch.bmm(matrices, vectors[:, :, None])[:, :, 0]
+        by_weights = moe._batched_linear(vectors, matrices)
+        assert identical(torch.bmm(matrices, vectors[:, :, None])[:, :, 0], plain)
+    assert not identical(plain, by_weights), "both orders are one here: the test of the two shows nothing"
+    assert moe._batched_linear is original
+
+
+# Mixtures of experts under `batch_invariant()`: each way of computing experts, alone and in company, bit for bit.
+
+WAYS = ("eager", "batched_mm", "grouped_mm")
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+
+
+def qwen3_moe(way: str, dtype: torch.dtype) -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, moe_intermediate_size=40, num_experts=8, norm_topk_prob=True
+    )
+    return drawn(transformers.Qwen3MoeForCausalLM, config, way, dtype)
+
+
+def mixtral(way: str, dtype: torch.dtype) -> Any:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=5)
+    return drawn(transformers.MixtralForCausalLM, config, way, dtype)
+
+
+def drawn(kind: Any, config: Any, way: str, dtype: torch.dtype) -> Any:
+    """A model of weights large enough for experts, and their neighbours' rounding errors, to matter."""
+    model = kind._from_config(config, experts_implementation=way, dtype=dtype).eval().to(DEVICE)
+    assert model.config._experts_implementation == way
+    rng = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_((torch.rand(weight.shape, generator=rng) - 0.5) * (4.0 / weight.shape[-1] ** 0.5))
+    return model
+
+
+MODELS = {"qwen3-moe": qwen3_moe, "mixtral": mixtral}
+
+
+def prompts(rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 257, (rows, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def keeps(model: Any, length: int = 24) -> list[bool]:
+    """Whether the first prompt's logits are those it has alone, in batches of several sizes, and as the last row."""
+    ids = prompts(9, length)
+    alone = model(ids[:1]).logits
+    others = [model(ids[:rows]).logits[:1] for rows in (2, 3, 5, 9)]
+    return [identical(alone, other) for other in (*others, model(ids.flip(0)).logits[-1:])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_do_not_depend_on_the_batch(model, way, dtype):
+    """A prompt alone and among others: equal logits, with nothing of the experts left to a stock kernel."""
+    made = MODELS[model](way, dtype)
+    with torch.no_grad(), batch_invariant() as block:
+        assert all(keeps(made))
+    ran = block.coverage().replaced
+    assert {"topk", "_softmax", "sum.dim_IntList"} <= set(ran)
+    assert ran[{"eager": "index_add_", "batched_mm": "bmm", "grouped_mm": "_grouped_mm"}[way]] > 0
+    stock = {*block.coverage().left, *block.coverage().at_risk}
+    assert not {name for name in stock if name.split()[0] in {"_grouped_mm", "topk", "index_add_", "bmm", "mm"}}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_stock_parts_in_float32(model, way):
+    """The test can fail: as it comes, the same model gives the prompt other bits in some batch."""
+    if DEVICE != "cpu":
+        pytest.skip("what a GPU's libraries do at these sizes is theirs")
+    with torch.no_grad():
+        made = MODELS[model](way, torch.float32)
+        assert not all(kept for length in (1, 5, 24) for kept in keeps(made, length))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decoding_and_prefill_are_one_class(model):
+    """Generation goes over to gathered weights for decoding: each step has the bits of the whole prompt's prefill."""
+    ids = prompts(3, 20)
+    with torch.no_grad(), batch_invariant():
+        prefill = MODELS[model]("grouped_mm", torch.float32)
+        whole = prefill(ids).logits
+        decode = MODELS[model]("batched_mm", torch.float32)
+        assert identical(decode(ids).logits, whole)
+        cache = prefill(ids[:, :14]).past_key_values
+        for position in range(14, 20):
+            step = decode(ids[:, position : position + 1], past_key_values=cache)
+            assert identical(step.logits[:, 0], whole[:, position])
+
+
+def test_mixed_lengths_in_one_batch():
+    """Left padding, as unequal prompts are batched: a prompt's last logits are those it has alone."""
+    model = qwen3_moe("grouped_mm", torch.float32)
+    short, long = prompts(1, 11), prompts(1, 24, seed=2)
+    batch = torch.cat([torch.nn.functional.pad(short, (13, 0)), long])
+    mask = torch.ones_like(batch)
+    mask[0, :13] = 0
+    with torch.no_grad(), batch_invariant():
+        places = (mask.cumsum(-1) - 1).clamp_min(0)
+        together = model(batch, attention_mask=mask, position_ids=places).logits
+        assert identical(together[:1, -1], model(short).logits[:, -1])
+        assert identical(together[1:], model(long).logits)
+
+
+def test_products_into_slices_are_invariant():
+    """Where torch has no grouped kernel, transformers multiplies into slices of one tensor: mm with out=."""
+    x, weight, out = torch.rand(40, 129), torch.rand(129, 24), torch.zeros(40, 24)
+    with torch.no_grad(), batch_invariant() as block:
+        torch.mm(x[:1], weight, out=out[:1])
+        torch.mm(x[1:], weight, out=out[1:])
+        assert identical(out, torch.mm(x, weight))
+    assert block.coverage().replaced["mm.out"] == 2
+
+
+def test_a_tie_of_experts_is_decided_by_the_row():
+    """Router logits of bfloat16 tie often: the lower expert wins, in any batch; so does topk along another axis."""
+    x = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
+    with batch_invariant():
+        values, indices = torch.topk(x, 2)
+        assert indices.tolist() == [[1, 2], [0, 1]]
+        assert torch.topk(x[1:], 2).indices.tolist() == [[0, 1]]
+        assert values.tolist() == [[3.0, 3.0], [2.0, 2.0]]
+        assert torch.topk(x.T, 2, dim=0).indices.T.tolist() == [[1, 2], [0, 1]]
+        assert torch.topk(x, 2, largest=False).indices.tolist() == [[3, 0], [0, 1]]
+        with pytest.raises(RuntimeError, match="out of range"):
+            torch.topk(x, 6)
+
+
+SHAPES: dict[str, Callable[[], tuple[torch.Tensor, int, torch.Tensor]]] = {
+    "rows": lambda: (torch.rand(6, 4), 0, torch.rand(3, 4)),
+    "columns": lambda: (torch.rand(4, 6), 1, torch.rand(4, 3)),
+    "a vector": lambda: (torch.rand(6), 0, torch.rand(3)),
+    "the middle of three": lambda: (torch.rand(2, 6, 3), -2, torch.rand(2, 3, 3)),
+    "a transposed view": lambda: (torch.rand(3, 2, 6).permute(2, 0, 1), 0, torch.rand(3, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_index_add_of_every_shape(shape):
+    """In place and out of place, along any axis, scaled: the target's own memory gets the sums, and nothing else."""
+    target, dim, source = SHAPES[shape]()
+    index = torch.tensor([4, 1, 4])
+    right = target.double().index_add(dim, index, source.double(), alpha=2)
+    with batch_invariant() as block:
+        new = torch.index_add(target, dim, index, source, alpha=2)
+        kept = target.index_add_(dim, index, source, alpha=2)
+    assert kept is target
+    assert identical(new, target)
+    torch.testing.assert_close(target.double(), right, rtol=1e-6, atol=1e-6)
+    assert not block.coverage().left
+
+
+def test_what_is_not_for_it_stays_stock_and_is_told():
+    """Integers, gradients' groups along K and wrong shapes go to torch, whose errors and results stand."""
+    x, weight = torch.rand(8, 16), torch.rand(2, 16, 8)
+    offs = torch.tensor([2, 8], dtype=torch.int32)
+    with torch.no_grad(), batch_invariant() as block:
+        assert torch.topk(torch.tensor([1, 3, 2]), 1).indices.item() == 1
+        grown = torch._grouped_mm(x.T[:, :4].contiguous(), x[:4], offs=torch.tensor([4], dtype=torch.int32))
+        with pytest.raises((RuntimeError, IndexError)):
+            torch.zeros(4, 2).index_add_(0, torch.tensor([0, 9]), torch.ones(2, 2))
+        out = torch._grouped_mm(x, weight, offs=offs)
+    assert grown.shape == (1, 16, 16)
+    assert identical(out, cpu_grouped_matmul.grouped_matmul(x, weight, offs))
+    assert {name.split(":")[0] for name in block.coverage().left} == {"_grouped_mm float32"}  # integers have no order
+
+
+def test_gradients_of_grouped_products():
+    """Under autograd the forward is replaced, and torch's own formula gives the gradients."""
+    x, weight = torch.rand(6, 16, requires_grad=True), torch.rand(2, 16, 8, requires_grad=True)
+    offs = torch.tensor([2, 6], dtype=torch.int32)
+    with batch_invariant() as block:
+        torch._grouped_mm(x, weight, offs=offs).backward(torch.ones(6, 8))
+    assert block.coverage().replaced["_grouped_mm"] >= 1
+    right = torch.cat([weight[0].sum(-1).expand(2, 16), weight[1].sum(-1).expand(4, 16)])
+    torch.testing.assert_close(x.grad, right)
+    torch.testing.assert_close(weight.grad, torch.stack([x[:2].sum(0), x[2:].sum(0)])[..., None].expand(2, 16, 8))

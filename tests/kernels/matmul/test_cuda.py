@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from nondet.core import compare
+from nondet.core import compare, inputs
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as matmul_choice
+from nondet.kernels.matmul import cuda as matmul_tables
 from nondet.kernels.matmul import triton_kernels as triton_matmul
-from nondet.kernels.matmul.cuda import Member, bmm, forget, linear, matmul, member, mm, prove
+from nondet.kernels.matmul.cublaslt import BlasError, Problem, problem_of
+from nondet.kernels.matmul.cuda import (
+    Member,
+    Row,
+    Table,
+    bmm,
+    choices,
+    forget,
+    forget_tables,
+    linear,
+    matmul,
+    member,
+    mm,
+    prove,
+    read,
+    rule,
+    slug,
+    write,
+)
+from nondet.kernels.matmul.triton_kernels import tile_named
 from tests.build import DEVICE, accuracy_bound, bell, error
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -340,3 +361,345 @@ def test_tables_that_come_along_name_members_that_exist():
                 assert kind in ("", "tma", "hopper", "cublaslt")
                 assert rest.isdigit() if kind == "cublaslt" else triton_matmul.tile_named(rest)
             assert not row.triton.startswith("cublaslt")
+
+
+# Tables of choices: what is written is read, the next measured M decides, and stale ranks are not believed.
+
+GPU = "A GPU 9000"
+ROWS = [
+    Row("bfloat16", 64, 32, 1, "16x32x128w4s7", 5.0, "16x32x128w4s7", 5.0, 6.0),
+    Row("bfloat16", 64, 32, 16, "cublaslt:2", 5.0, "16x32x128w4s4", 6.0, 6.0),
+    Row("bfloat16", 64, 32, 256, "cublaslt:0", 9.0, "tma:128x128x64w4s4", 10.0, 9.0),
+]
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A user's folder and a packaged one, both empty."""
+    user, packaged = tmp_path / "user", tmp_path / "packaged"
+    monkeypatch.setattr(matmul_tables, "user_folder", lambda: user)
+    monkeypatch.setattr(matmul_tables, "_FOLDER", packaged)
+    monkeypatch.setattr(matmul_tables.cublaslt, "version", lambda: 130100)
+    forget_tables()
+    yield user / f"{slug(GPU)}.json", packaged / f"{slug(GPU)}.json"
+    forget_tables()
+
+
+def first(m: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, n: int = 32) -> str:
+    return choices(batch, m, n, 64, dtype, GPU)[0]
+
+
+@pytest.mark.usefixtures("tables")
+def test_round_trip(tmp_path):
+    """A table comes back as it was written, one row a line."""
+    table = Table(GPU, "2.11", "3.6", 130100, ROWS)
+    write(tmp_path / "new" / "t.json", table)
+    assert read(tmp_path / "new" / "t.json") == table
+    assert (tmp_path / "new" / "t.json").read_text().count("\n") == len(ROWS) + 10
+    (tmp_path / "bad.json").write_text('{"form": 99}')
+    with pytest.raises(ValueError, match="form"):
+        read(tmp_path / "bad.json")
+
+
+def test_the_next_measured_m_decides(tables):
+    """Between measured Ms a tile that was made for more rows serves; a rank means something at its own M alone."""
+    write(tables[1], Table(GPU, "2.11", "3.6", 130100, ROWS))
+    assert first(1) == "16x32x128w4s7"
+    assert first(16) == "cublaslt:2"
+    assert choices(1, 16, 32, 64, torch.bfloat16, GPU)[1:3] == ["cublaslt:0", "16x32x128w4s4"]
+    assert first(9) == "cublaslt:0"
+    assert first(200) == "cublaslt:0"
+    assert "tma:128x128x64w4s4" in choices(1, 200, 32, 64, torch.bfloat16, GPU)
+
+
+def test_other_shapes_follow_the_rule(tables):
+    """No table, another dtype, another weight, a batch, or far more rows than were measured: the rule."""
+    assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
+    write(tables[1], Table(GPU, "2.11", "3.6", 130100, ROWS))
+    forget_tables()
+    assert first(16) == "cublaslt:2"
+    for got, dtype in (
+        (first(16, batch=2), torch.bfloat16),
+        (first(16, torch.float16), torch.float16),
+        (first(16, torch.float32), torch.float32),
+    ):
+        assert got == rule(16, 32, 64, dtype)[0]
+    assert choices(1, 100_000, 32, 64, torch.bfloat16, GPU) == rule(100_000, 32, 64, torch.bfloat16)
+    assert choices(1, 16, 32, 64, torch.bfloat16, "another GPU") == rule(16, 32, 64, torch.bfloat16)
+
+
+def test_ranks_of_another_library_are_not_believed(tables, monkeypatch):
+    """Ranks are a version's own: under another one its favourite is asked for."""
+    write(tables[1], Table(GPU, "2.11", "3.6", 129999, ROWS))
+    assert first(16) == "cublaslt:0"
+    assert first(1) == "16x32x128w4s7"
+
+
+def test_a_users_table_comes_first(tables):
+    """What was measured on the machine at hand beats what came along, shape by shape."""
+    user, packaged = tables
+    other = [row._replace(n=48) for row in ROWS]
+    write(packaged, Table(GPU, "2.11", "3.6", 130100, ROWS + other))
+    write(user, Table(GPU, "2.13", "3.9", 130100, [ROWS[0]._replace(choice="16x64x64w4s6")]))
+    assert first(1) == "16x64x64w4s6"
+    assert first(1, n=48) == "16x32x128w4s7"
+
+
+def test_a_broken_table_is_told_and_ignored(tables):
+    """Inference goes on without it."""
+    tables[0].parent.mkdir(parents=True)
+    tables[0].write_text("{")
+    with pytest.warns(UserWarning, match="ignored"):
+        assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
+    for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
+        write(tables[0], Table(GPU, "2.11", "3.6", 130100, [row._replace(**change) for row in ROWS[:1]]))
+        forget_tables()
+        with pytest.warns(UserWarning, match="ignored"):
+            assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
+
+
+@pytest.mark.usefixtures("tables")
+def test_the_rule_ends_with_a_tile():
+    """The last resort needs no library, no TMA and no certificate of a shape."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for m in (1, 16, 17, 100, 257, 5000):
+            assert tile_named(rule(m, 4096, 4096, dtype)[-1])
+
+
+@pytest.mark.usefixtures("tables")
+def test_few_columns_over_a_long_k_go_to_hopper_first():
+    """In half precision, up to the rows that fill the GPU; the library is asked next, for other GPUs."""
+    names = rule(16, 1024, 14336, torch.bfloat16)
+    assert names[0].startswith("hopper:16x8x")
+    assert names[1] == "cublaslt:0"
+    assert rule(64, 1024, 4096, torch.float16)[0].startswith("hopper:32x16x")
+    assert rule(128, 1024, 4096, torch.bfloat16)[0].startswith("hopper:32x32x")
+    assert rule(256, 1024, 14336, torch.bfloat16)[0].startswith("hopper:64x32x")
+    for m, n, k, dtype in (
+        (256, 1024, 4096, torch.bfloat16),
+        (257, 1024, 14336, torch.bfloat16),
+        (16, 4096, 14336, torch.bfloat16),
+        (16, 1024, 1024, torch.bfloat16),
+        (16, 1024, 14336, torch.float32),
+    ):
+        assert not any(name.startswith("hopper:") for name in rule(m, n, k, dtype))
+
+
+# What the library is told about a product, and which of its algorithms are let through.
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.float16)
+
+
+def problem(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> Problem:
+    found = problem_of(a, b, bias, False)
+    assert found is not None
+    return found
+
+
+def test_layouts_are_told_apart():
+    """The library chooses by layout, so a proof for one must not be taken for another's."""
+    x, weight = half(1, 8, 64), half(32, 64)
+    assert problem(x, weight.T[None]).layout() == "nt"
+    assert problem(x, half(1, 64, 32)).layout() == "nn"
+    assert problem(half(1, 64, 8).mT, half(1, 64, 32)).layout() == "tn"
+    sliced = half(1, 8, 96)[:, :, :64]
+    assert problem(sliced, weight.T[None]).layout() == "nt a=96"
+    assert (problem(sliced, weight.T[None]).lda, problem(x, weight.T[None]).lda) == (96, 64)
+    stacked = half(3, 8, 64)
+    assert problem(stacked, half(3, 64, 32)).layout() == "nn"
+    assert problem(stacked[::2], half(2, 64, 32)).layout() == "nn a=64,1024"
+
+
+def test_sizes_of_one_have_a_valid_distance():
+    """A stride over an axis of size 1 means nothing, and the library refuses a distance below the row's length."""
+    row = half(5, 64)[2:3, :][None]
+    column = half(64, 5)[:, 2:3][None]
+    for a, b in ((row, column), (row.expand(1, 1, 64), half(1, 64, 3)), (half(1, 3, 1), half(1, 1, 7))):
+        found = problem(a, b)
+        assert found.lda >= (found.k if found.a_rows else found.m)
+        assert found.ldb >= (found.n if found.b_rows else found.k)
+
+
+def test_what_the_library_cannot_take_is_no_problem():
+    """Strided both ways, overlapping, empty, or another dtype: left to Triton, not copied and not miscomputed."""
+    weight = half(64, 32)[None]
+    assert problem_of(half(1, 8, 128)[:, :, ::2], weight, None, False) is None
+    assert problem_of(half(1, 1, 64).expand(1, 8, 64), weight, None, False) is None
+    assert problem_of(half(1, 0, 64), weight, None, False) is None
+    assert problem_of(half(1, 8, 64).double(), weight.double(), None, False) is None
+    assert problem_of(half(2, 8, 64), half(2, 64, 32), half(32), False) is None
+    assert problem_of(half(1, 8, 64), weight, half(64)[::2], False) is None
+    assert problem(half(1, 8, 64), weight, half(32)).bias
+
+
+class FakeFunction:
+    """A library's function: remembers what it was called with, and answers by writing through the pointers."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.argtypes: object = None
+
+    def __call__(self, *arguments):
+        """Answer; nothing means success."""
+        return self.answer(*arguments) or 0
+
+
+class FakeLibrary:
+    """As much of cuBLASLt as is called; three algorithms, of which the second splits K and the third reduces."""
+
+    SETTINGS = ({2: 1, 3: 0}, {2: 4, 3: 0}, {2: 1, 3: 2})
+
+    def __init__(self) -> None:
+        self.masks: list[int] = []
+        self.workspaces: list[int] = []
+        self.launched: list[tuple[object, ...]] = []
+        self.status = 0
+
+    def __getattr__(self, name: str) -> FakeFunction:
+        handlers = {
+            "cublasLtMatmulPreferenceSetAttribute": self.prefer,
+            "cublasLtMatmulAlgoGetHeuristic": self.offer,
+            "cublasLtMatmulAlgoConfigGetAttribute": self.tell,
+            "cublasLtMatmul": self.launch,
+        }
+        return FakeFunction(handlers.get(name, lambda *unused: 0))
+
+    def prefer(self, preference, attribute, at, size):
+        """Remember the mask and the room."""
+        if attribute == 3:
+            self.masks.append(ctypes.c_uint32.from_address(at).value)
+        if attribute == 1:
+            self.workspaces.append(ctypes.c_uint64.from_address(at).value)
+
+    def offer(self, handle, desc, a, b, c, d, preference, count, found_at, returned):
+        """Three algorithms, numbered."""
+        found = (cublaslt.Heuristic * count).from_address(found_at)
+        for i in range(min(count, 3)):
+            found[i].algo[0] = i
+        returned._obj.value = min(count, 3)
+
+    def tell(self, algo_at, attribute, value_at, size, written):
+        """What an algorithm says about itself."""
+        number = ctypes.c_uint64.from_address(algo_at).value
+        ctypes.c_uint32.from_address(value_at).value = self.SETTINGS[number].get(attribute, 9)
+
+    def launch(self, *arguments):
+        """Remember the call."""
+        self.launched.append(arguments)
+        return self.status
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    fake = FakeLibrary()
+    monkeypatch.setattr(cublaslt, "library", lambda: fake)
+    monkeypatch.setattr(cublaslt, "handle_of", lambda index: ctypes.c_void_p(7))
+    monkeypatch.setattr(cublaslt, "_descriptors", cublaslt._Descriptors)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: __import__("contextlib").nullcontext())
+    return fake
+
+
+def test_split_k_is_forbidden_and_checked(library):
+    """The mask forbids it, no room is given for partial sums, and an algorithm that says it splits is dropped."""
+    found = cublaslt.algorithms(problem(half(1, 8, 64), half(1, 64, 32)), 0, 8)
+    assert library.masks == [0]
+    assert library.workspaces[0] < 1024
+    assert [one.rank for one in found] == [0]
+    assert str(found[0]).startswith("9.9.9.")
+
+
+def test_the_library_is_asked_for_the_transposed_product(library):
+    """The library thinks in columns: b comes first, then a; the result goes to `out`, on the current stream."""
+    a, b, out = half(1, 8, 64), half(1, 64, 32), half(1, 8, 32)
+    asked = problem(a, b)
+    product = cublaslt.Product(asked, 0, cublaslt.algorithms(asked, 0)[0])
+    product(a, b, None, out)
+    (arguments,) = library.launched
+    assert (arguments[3], arguments[5]) == (b.data_ptr(), a.data_ptr())
+    assert (arguments[8], arguments[10]) == (out.data_ptr(), out.data_ptr())
+    assert arguments[-1] == 11
+    library.status = 15
+    with pytest.raises(BlasError, match="15"):
+        product(a, b, None, out)
+
+
+def test_without_a_library_nothing_is_offered(monkeypatch):
+    """A build of torch without CUDA says so instead of failing later."""
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+    assert not cublaslt.available()
+    monkeypatch.setattr("nondet.core.environment.cublaslt", lambda: None)
+    assert cublaslt.version() == 0
+    with pytest.raises(BlasError, match="no cuBLASLt"):
+        cublaslt.do("cublasLtCreate")
+
+
+# The dispatcher of class "chain" on a GPU: whichever member serves, a row's bits are those of the anchor.
+
+SHAPES = [(4096, 4096), (12288, 4096), (1024, 3072), (4096, 1024), (1000, 520)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_one_class_over_m_on_hard_inputs(dtype, k, n):
+    """Whichever member serves an M, a row's bits are those of the anchor."""
+    rng = inputs.generator(5, DEVICE)
+    x = inputs.make("wide", (300, k), dtype, DEVICE, rng)
+    weight = inputs.make("outlier", (n, k), dtype, DEVICE, rng)
+    bias = bell(n, dtype=dtype, seed=6)
+    tile = triton_matmul.anchor(dtype)
+    whole = triton_matmul.matmul_chain(x[None], weight.T[None], tile=tile)[0]
+    biased = triton_matmul.matmul_chain(x[None], weight.T[None], bias, tile=tile)[0]
+    with listen() as notes:
+        for m in (1, 2, 8, 16, 17, 64, 100, 128, 300):
+            assert compare.identical(linear(x[:m], weight), whole[:m])
+            assert compare.identical(linear(x[-m:], weight), whole[-m:])
+            assert compare.identical(linear(x[:m], weight, bias), biased[:m])
+            assert compare.identical(matmul(x[:m], weight.T.contiguous()), whole[:m])
+    if dtype != torch.float32:
+        assert any(note.startswith("cublaslt") for note in notes), "the library serves nothing"
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_the_same_bits():
+    """A CUDA graph holds the certified member, also for a shape that was never seen outside of a capture."""
+    x, weight = bell(40, 4096, dtype=torch.bfloat16), bell(4096, 4096, dtype=torch.bfloat16, seed=1)
+    for rows in (x, x[:23]):
+        for warm in (False, True):
+            if warm:
+                linear(rows, weight)
+            else:
+                triton_matmul.matmul_chain(rows[None], weight.T[None], tile=triton_matmul.anchor(rows.dtype))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = linear(rows, weight)
+            out.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert compare.identical(out, linear(rows, weight))
+
+
+@pytest.mark.gpu
+def test_inductor_runs_the_same_member():
+    """The default compiler keeps the operator whole, and its bits."""
+    x, weight = bell(24, 1024, dtype=torch.bfloat16), bell(512, 1024, dtype=torch.bfloat16, seed=1)
+    compiled = torch.compile(lambda x, weight: linear(x, weight) * 2, fullgraph=True)
+    assert compare.identical(compiled(x, weight), linear(x, weight) * 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_odd_sizes_batches_and_offsets(dtype):
+    """Sizes and starts that no vector load likes: still the class's bits."""
+    tile = triton_matmul.anchor(dtype)
+    for m, k, n in ((3, 1001, 77), (33, 1024, 515), (257, 130, 9)):
+        a, b = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1)
+        assert compare.identical(matmul(a, b), triton_matmul.matmul_chain(a[None], b[None], tile=tile)[0])
+    wide = bell(8, 1025, dtype=dtype)
+    weight = bell(64, 1024, dtype=dtype, seed=1)
+    assert compare.identical(linear(wide[:, 1:], weight), linear(wide[:, 1:].contiguous(), weight))
+    a, b = bell(4, 24, 256, dtype=dtype), bell(4, 64, 256, dtype=dtype, seed=1)
+    assert compare.identical(bmm(a, b.mT), triton_matmul.matmul_chain(a, b.mT, tile=tile))

@@ -1,0 +1,357 @@
+"""Cells: the defaults are the shapes promised, and what a user types becomes sizes or one clear line."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.bench.cells import (
+    CudaGraphs,
+    PerfCounter,
+    arguments,
+    bench_names,
+    first_rows,
+    interleave,
+    limit_names,
+    measure_limit,
+    parse_sizes,
+    peak_name,
+    plan_cases,
+    rotation,
+    stopwatch_for,
+    timed_of,
+)
+from nondet.bench.work import Work, limit_us, work_of
+from nondet.core.inputs import generator
+from nondet.core.operator import BenchSizes, tile_borders
+from nondet.core.registry import load_implementation
+from nondet.errors import UnknownNameError, UserError
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError
+
+
+def test_the_defaults_on_cuda() -> None:
+    """77 linear layers, 10 of matmul, 7 decode steps, 2 prefills of an 8B model in bfloat16; rows beyond the cache."""
+    cases = plan_cases(["all"], BenchSizes(), "cuda", None)
+    sections = {c.section: [d for d in cases if d.section == c.section] for c in cases}
+    assert {c.dtype for c in cases} == {"bfloat16"}
+    assert len(sections["linear"]) == 11 * 7
+    assert sections["linear"][0].name == "M=1 K=4096 N=6144"
+    assert {c.operator for c in sections["matmul"]} == {"matmul"}
+    assert len(sections["matmul"]) == 5 * 2
+    assert [(c.shape["B"], c.shape["Tk"]) for c in sections["attention decode"]] == [
+        (1, 1024), (1, 8192), (1, 32768), (8, 4096), (32, 2048), (64, 2048), (64, 8192)
+    ]  # fmt: skip
+    assert [c.shape["Tq"] for c in sections["attention prefill"]] == [4096, 16384]
+    assert {"M": 131072, "H": 128} in [dict(c.shape) for c in sections["rms_norm"]]
+    names = [(c.section, c.name, c.dtype) for c in cases]
+    assert len(set(names)) == len(names)  # a resumed run skips by these
+
+
+def test_sizes_asked_for() -> None:
+    """Sizes apply to what has them, dtypes multiply, a jigsaw stands on both sides of borders."""
+    assert [c.name for c in plan_cases(["matmul"], BenchSizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))] == [
+        "M=3 K=5 N=7", "M=3 K=5 N=7"
+    ]  # fmt: skip
+    assert [c.group for c in plan_cases(["softmax"], BenchSizes(m=(3, 4), k=99), "cpu", None)] == ["V=99", "V=99"]
+    attention = plan_cases(["attention"], BenchSizes(m=(2,), k=64), "cpu", None)
+    assert [(c.section, c.shape["B"], c.shape["Tk"]) for c in attention] == [
+        ("attention decode", 2, 64), ("attention prefill", 1, 64)
+    ]  # fmt: skip
+    jigsaw = [c.shape["M"] for c in plan_cases(["matmul"], BenchSizes(k=8, n=8, jigsaw=True), "cuda", None)]
+    assert {1, 16, 17, 64, 65, 128, 129, 1024, 1025, 4096} <= set(jigsaw)
+
+
+def test_linear_and_matmul_mean_what_they_say() -> None:
+    """linear is a batch times a layer's weight [N, K]; matmul is a [M, K] times b [K, N], as everywhere else."""
+    for name, weight in (("linear", (7, 5)), ("matmul", (5, 7))):
+        (case,) = plan_cases([name], BenchSizes(m=(3,), k=5, n=7), "cpu", None)
+        a, b = arguments(case, "cpu", generator(0, "cpu"))
+        assert (case.operator, case.section, tuple(a.shape), tuple(b.shape)) == (name, name, (3, 5), weight)
+        assert load_implementation(name, "stock", "cpu").call(a, b).shape == (3, 7)
+        try:
+            assert load_implementation(name, "invariant", "cpu").call(a, b).shape == (3, 7)
+        except NotInvariantError as refused:  # some CPUs' libraries have none for so short a K, and the kernel says so
+            assert "no tile of" in str(refused)  # noqa: PT017 - either answer is right, by machine
+
+
+def test_former_names_still_work() -> None:
+    """Scripts that say `nondet bench grouped` get what they got."""
+    assert plan_cases(["grouped"], BenchSizes(), "cpu", None) == plan_cases(
+        ["grouped-matmul"], BenchSizes(), "cpu", None
+    )
+
+
+def test_tile_borders_stay_within() -> None:
+    """A range has its ends and the borders between them, and nothing else."""
+    assert tile_borders(1, 20) == (1, 8, 9, 16, 17, 20)
+    assert tile_borders(100, 100) == (100,)
+    assert max(tile_borders(1, 100_000)) == 100_000
+
+
+def test_sizes_as_typed() -> None:
+    """A size, a range around borders, a range in steps; together and rising."""
+    assert parse_sizes("m", ["16", "1-9", "100-300:100"]) == (1, 8, 9, 16, 100, 200, 300)
+    assert parse_sizes("m", []) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-3", "x", "9-3", "1-9:0", "1-9:00", "1.5", "", "1-999999999999", "9" * 26, "1-16777216:1", "1-9999999"],
+)
+def test_what_is_no_size(text: str) -> None:
+    """One clear line that names the option and what was given."""
+    with pytest.raises(UserError, match="--m"):
+        parse_sizes("m", [text])
+
+
+def test_wrong_names() -> None:
+    """Close names are suggested."""
+    with pytest.raises(UnknownNameError, match="matmul"):
+        plan_cases(["matmull"], BenchSizes(), "cpu", None)
+    with pytest.raises(UnknownNameError, match="float16"):
+        plan_cases(["matmul"], BenchSizes(), "cpu", ("float8",))
+    with pytest.raises(UserError, match="--k 0"):
+        plan_cases(["matmul"], BenchSizes(k=0), "cpu", None)
+    with pytest.raises(UserError, match="--k 99999999999"):
+        plan_cases(["attention"], BenchSizes(k=99999999999), "cpu", None)
+
+
+def test_options_that_nothing_asked_for_has() -> None:
+    """Said, and not left aside; beside an operator that has them they are fine."""
+    with pytest.raises(UserError, match="--n 8"):
+        plan_cases(["mean", "softmax"], BenchSizes(n=8), "cpu", None)
+    with pytest.raises(UserError, match="--jigsaw"):
+        plan_cases(["grouped"], BenchSizes(jigsaw=True), "cpu", None)
+    assert plan_cases(["mean", "grouped"], BenchSizes(n=8), "cpu", None)
+    assert plan_cases(["all"], BenchSizes(n=8, jigsaw=True), "cpu", None)
+
+
+def test_the_first_rows_keep_the_weights() -> None:
+    """Row 0 of the small call is row 0 of the large one, under the same weights."""
+    for name in ("linear", "matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
+        n = 8 if name in ("linear", "matmul", "grouped") else None
+        (case,) = plan_cases([name], BenchSizes(m=(6,), k=8, n=n), "cpu", None)
+        whole = arguments(case, "cpu", generator(0, "cpu"))
+        part = first_rows(case, whole, 2)
+        assert part[0].shape[0] == 2
+        assert torch.equal(part[0], whole[0][:2])
+        assert name == "softmax" or torch.equal(part[1], whole[1][:2] if name == "rms-norm-residual" else whole[1])
+    assert first_rows(case, whole, 2)[2].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
+
+
+# Timing: rotating buffers, replays in turn, medians; with a clock made by hand, so that every figure is known.
+
+MIB = 2**20
+
+
+class FakeStopwatch(PerfCounter):
+    """A stopwatch whose clock moves when a call says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(lambda: self.now)
+
+    def taking(self, name: str, seconds: Sequence[float], log: list[str]) -> Any:
+        """A replay that takes each of `seconds` in turn, the last for ever."""
+        left = list(seconds)
+
+        def replay() -> None:
+            log.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return replay
+
+
+@pytest.mark.parametrize(
+    ("set_bytes", "limit_us", "sets", "calls", "cold"),
+    [
+        (50 * MIB, 13.0, 4, 40, True),  # a weight of 8B: 200 MiB rotate; 10 passes make half a millisecond
+        (400 * MIB, 900.0, 2, 2, True),  # one call is longer than a replay has to be
+        (2 * MIB, 0.5, 64, 256, False),  # 128 MiB of sets stay below three caches of 60
+        (0, None, 64, 256, False),  # nothing known
+        (90 * MIB, 1e9, 2, 2, True),
+    ],
+)
+def test_rotation(set_bytes: int, limit_us: float | None, sets: int, calls: int, cold: bool) -> None:
+    """Sets exceed the cache three times where they may, calls fill a replay, and a cell that stays warm is said so."""
+    turns = rotation(set_bytes, limit_us, 60 * MIB)
+    assert (turns.sets, turns.calls, turns.cold) == (sets, calls, cold)
+    assert turns.calls % turns.sets == 0  # every set is used as often as any other
+
+
+def test_a_replay_walks_over_the_sets_in_turn() -> None:
+    """No set is used twice in a row, and each as often: what is counted is not one buffer in the cache."""
+    seen: list[int] = []
+    watch = PerfCounter()
+    replay = watch.record(seen.append, [(0,), (1,), (2,)], 6)
+    assert seen == [0, 1]  # the warm-up
+    seen.clear()
+    replay()
+    assert seen == [0, 1, 2, 0, 1, 2]
+
+
+def test_replays_stand_side_by_side_and_the_first_round_counts_for_nothing() -> None:
+    """The slow first replay of a kernel is in no figure, everybody runs once a round, and the order turns."""
+    watch, log = FakeStopwatch(), []
+    watch.budget_us = 30_000.0
+    replays = {
+        "stock": watch.taking("stock", [0.5e-2, 1e-3], log),
+        "ours": watch.taking("ours", [0.5e-2, 2e-3], log),
+    }
+    samples = interleave(replays, watch, least=3, most=5)
+    assert [len(s) for s in samples.values()] == [5, 5]
+    assert samples["stock"] == pytest.approx([1000.0] * 5)
+    assert samples["ours"] == pytest.approx([2000.0] * 5)
+    assert log == ["stock", "ours"] + ["stock", "ours", "ours", "stock"] * 2 + ["stock", "ours"]
+
+
+def test_slow_replays_are_few_and_never_fewer_than_asked() -> None:
+    """A budget bounds the time of a cell; a second a replay still gives the least number of them."""
+    watch, log = FakeStopwatch(), []
+    samples = interleave({"slow": watch.taking("slow", [1.0], log)}, watch, least=4)
+    assert len(samples["slow"]) == 4
+    assert interleave({}, watch) == {}
+
+
+def test_what_comes_before_a_replay_is_not_timed() -> None:
+    """A barrier before each one, the uncounted round's too; and as many rounds as are asked for, whatever they take."""
+    watch, log = FakeStopwatch(), []
+
+    def before() -> None:
+        log.append("before")
+        watch.now += 60.0
+
+    samples = interleave({"ours": watch.taking("ours", [2e-3], log)}, watch, least=3, most=3, before=before)
+    assert log == ["before", "ours"] * 4
+    assert samples["ours"] == pytest.approx([2000.0] * 3)
+
+
+def test_quartiles() -> None:
+    """As NumPy's default: interpolated between neighbours."""
+    four, one = (timed_of("stock", samples, []) for samples in ([4.0, 1.0, 3.0, 2.0], [7.0]))
+    assert (four.low_us, four.median_us, four.high_us) == (1.75, 2.5, 3.25)
+    assert (one.low_us, one.median_us, one.high_us) == (7.0, 7.0, 7.0)
+
+
+def test_a_cpu_is_timed_by_the_clock() -> None:
+    """A real call takes a real time, more of them take longer."""
+    watch = stopwatch_for("cpu")
+    a = torch.ones(256, 256)
+    one, many = (watch.record(torch.mm, [(a, a)], calls) for calls in (1, 64))
+    samples = interleave({"one": one, "many": many}, watch, least=5, most=5)
+    assert 0 < median(samples["one"]) < median(samples["many"])
+
+
+def test_cpu_time_leaves_waiting_out() -> None:
+    """What sleeps has next to no time of its own; what works has."""
+    watch = stopwatch_for("cpu", "cpu")
+    assert watch.method == "process_time"
+    a = torch.ones(256, 256)
+    asleep, awake = (watch.record(call, [(x,)], 1) for call, x in ((time.sleep, 0.02), (lambda a: a @ a @ a @ a, a)))
+    samples = interleave({"asleep": asleep, "awake": awake}, watch, least=3, most=3)
+    assert min(samples["asleep"]) < 10_000
+    assert min(samples["awake"]) > 100
+
+
+@pytest.mark.gpu
+def test_graphs_time_what_the_device_does() -> None:
+    """A product of eight times the work takes longer, and far less than a second: microseconds, not milliseconds."""
+    watch = CudaGraphs()
+    small, large = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192))
+    replays = {
+        "small": watch.record(torch.mm, [(small, small)] * 2, 4),
+        "large": watch.record(torch.mm, [(large, large)] * 2, 4),
+    }
+    samples = interleave(replays, watch, least=5, most=5)
+    assert 400 < median(samples["small"]) < median(samples["large"]) / 4 < 100_000
+    assert watch.cache_bytes > MIB
+
+
+# Limits: bytes and operations of each operator, counted by hand.
+
+ATTENTION = {"B": 2, "Tq": 3, "Tk": 5, "Hq": 4, "Hkv": 2, "D": 8}
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape", "dtype", "bytes_", "flops"),
+    [
+        ("linear", {"M": 2, "K": 3, "N": 5}, "bfloat16", 2 * (6 + 15 + 10), 2 * 2 * 3 * 5),
+        ("matmul", {"M": 2, "K": 3, "N": 5}, "float32", 4 * (6 + 15 + 10), 2 * 2 * 3 * 5),
+        # two of four experts have a row
+        ("grouped_matmul", {"M": 2, "K": 3, "N": 5, "E": 4}, "float16", 2 * (6 + 2 * 15 + 10), 2 * 2 * 3 * 5),
+        # three queries at positions 2, 3, 4 see 3 + 4 + 5 keys
+        ("attention", ATTENTION, "bfloat16", 2 * (2 * 2 * 4 * 3 * 8 + 2 * 2 * 2 * 5 * 8), 4 * 2 * 4 * 8 * 12),
+        ("attention", {**ATTENTION, "Tq": 1}, "bfloat16", 2 * (2 * 2 * 4 * 8 + 2 * 2 * 2 * 5 * 8), 4 * 2 * 4 * 8 * 5),
+        (
+            "attention",
+            {**ATTENTION, "Tq": 5},
+            "bfloat16",
+            2 * (2 * 2 * 4 * 5 * 8 + 2 * 2 * 2 * 5 * 8),
+            4 * 2 * 4 * 8 * 15,
+        ),
+        ("rms_norm", {"M": 3, "H": 7}, "bfloat16", 2 * (42 + 7), 0),
+        ("rms_norm_residual", {"M": 3, "H": 7}, "bfloat16", 2 * (84 + 7), 0),
+        ("softmax", {"M": 3, "V": 7}, "float32", 4 * 42, 0),
+        ("log_softmax", {"M": 3, "V": 7}, "float32", 4 * 42, 0),
+        ("mean", {"M": 3, "K": 7}, "float32", 4 * 24, 0),
+        ("logsumexp", {"M": 3, "V": 7}, "float32", 4 * 24, 0),
+    ],
+)
+def test_counts(operator: str, shape: dict[str, int], dtype: str, bytes_: int, flops: int) -> None:
+    """Each input read once, the output written once, and no operation on a key that is not seen."""
+    assert work_of(operator, shape, dtype) == Work(bytes_, flops)
+
+
+def test_what_is_not_timed_has_no_count() -> None:
+    """A mistake of ours is named where it is made."""
+    with pytest.raises(ValueError, match="scatter_add is not timed"):
+        work_of("scatter_add", {}, "float32")
+
+
+def test_every_operator_is_counted() -> None:
+    """An operator that can be asked for has a count: none fails in the middle of a run."""
+    for device in ("cpu", "cuda"):
+        cases = plan_cases(["all"], BenchSizes(), device, None)
+        assert {case.operator for case in cases} >= {"linear", "softmax", "attention", "grouped_matmul"}
+        assert all(case.work.bytes > 0 for case in cases)
+
+
+def test_bytes_are_those_of_the_inputs() -> None:
+    """The count is that of the tensors that are made, for operators that read all of them."""
+    counted = {"linear", "matmul", "rms_norm", "softmax", "attention"}
+    cases = plan_cases(list(bench_names()), BenchSizes(m=(4,), k=16, n=8), "cpu", ("float16",))
+    assert {case.operator for case in cases} >= counted
+    for case in cases:
+        if case.operator in counted:
+            inputs = arguments(case, "cpu", generator(0, "cpu"))
+            read = sum(x.numel() * x.element_size() for x in inputs)
+            product = case.operator in ("linear", "matmul")
+            written = case.shape["M"] * case.shape["N"] * 2 if product else inputs[0].nbytes
+            assert case.work.bytes == read + written, case
+
+
+def test_the_longer_of_both_limits_holds() -> None:
+    """Bytes over bandwidth against operations over the peak, in microseconds; none where a rate is missing."""
+    assert limit_us(Work(4_000_000, 0), 4e12, None) == (pytest.approx(1.0), "memory")
+    assert limit_us(Work(4_000_000, 8_000_000_000), 4e12, 8e14) == (pytest.approx(10.0), "arithmetic")
+    assert limit_us(Work(4_000_000, 8_000_000), 4e12, 8e14) == (pytest.approx(1.0), "memory")
+    assert limit_us(Work(1, 1), 4e12, None)[0] is None
+    assert limit_us(Work(1, 0), None, 8e14)[0] is None
+
+
+def test_limits_are_measured() -> None:
+    """Rates follow from the work and the fastest replay; a copy counts what is read and what is written."""
+    watch = PerfCounter()
+    watch.budget_us = 1.0
+    copy, peak = (measure_limit(name, "cpu", 0, watch) for name in limit_names(["float32", "float32"]))
+    assert (copy.name, copy.work, copy.unit) == ("copy", 2**28, "B/s")
+    assert (peak.name, peak.work, peak.unit) == (peak_name("float32"), 2 * 1024**3, "FLOP/s")
+    assert len(copy.samples_us) == 7
+    for limit in (copy, peak):
+        assert math.isclose(limit.rate, limit.work / min(limit.samples_us) * 1e6, rel_tol=1e-3)

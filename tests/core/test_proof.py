@@ -1,0 +1,234 @@
+"""The dispatchers' proof, and the inputs that it rests on."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nondet.core import launch
+from nondet.core.certificates import Certificates
+from nondet.core.launch import FirstUses, first_uses, proving
+from nondet.core.proof import Claim, distinct, operands_key, product_inputs, prove, settings
+
+K, N = 48, 24
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """In float64: exact enough to have one order."""
+    return (x.double() @ weight.double().T + (0 if bias is None else bias.double())).to(x.dtype)
+
+
+def split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    parts = [x[:, s].float() @ weight[:, s].float().T for s in (slice(20), slice(20, None))]
+    return (parts[0] + parts[1] + (0 if bias is None else bias.float())).to(x.dtype)
+
+
+def absent(*_: Any) -> torch.Tensor:
+    raise NotImplementedError("not on this machine")
+
+
+def wrong_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return linear(x, weight, bias).double()
+
+
+@pytest.fixture
+def kept() -> Certificates:
+    return Certificates({"device": "cpu"}, None)
+
+
+def verdict(call: Any, inputs: Any, kept: Certificates) -> bool | None:
+    return prove([Claim("member", "key", call)], linear, inputs, kept)[0]
+
+
+def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
+    """Equal is proven and different excluded, both with their evidence; the exclusion outlives a later proof."""
+    inputs = list(product_inputs(3, N, K, torch.bfloat16, "cpu"))
+    assert verdict(linear, inputs, kept) is True
+    assert kept.standing("member", "key") is True
+    assert "elements equal to the anchor's on order" in kept.all()[0].evidence
+    assert "%" not in kept.all()[0].evidence
+    assert verdict(split_k, inputs, kept) is False
+    assert kept.standing("member", "key") is False
+    assert "elements differ" in kept.excluded()[0].evidence
+    assert verdict(linear, inputs, kept) is True
+    assert kept.standing("member", "key") is False
+
+
+@pytest.mark.parametrize("call", [absent, wrong_dtype], ids=["refuses", "another dtype"])
+def test_a_failure_is_no_exclusion(call: Any, kept: Certificates) -> None:
+    """It may have been the driver's hiccup: out for this process, said why, and nothing written down."""
+    assert verdict(call, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is None
+    assert kept.standing("member", "key") is False
+    assert kept.all() == []
+    assert list(kept.aside()) == [("member", "key")]
+    assert verdict(linear, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is True  # asked again by `certify`
+    assert kept.standing("member", "key") is True
+    assert kept.aside() == {}
+
+
+def test_nothing_to_compare_proves_nothing(kept: Certificates) -> None:
+    """No inputs, or none whose result is finite: neither a proof nor an exclusion."""
+    assert verdict(linear, [], kept) is None
+    infinite = [("inf", (torch.full((2, K), torch.inf), torch.ones(N, K)))]
+    assert verdict(linear, infinite, kept) is None
+    assert kept.all() == []
+
+
+def test_a_full_memory_is_no_verdict(kept: Certificates) -> None:
+    """It is not even remembered within the process: the next use asks again."""
+
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    assert verdict(full, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is None
+    assert kept.standing("member", "key") is None
+
+
+def test_members_are_proven_side_by_side(kept: Certificates) -> None:
+    """One that parts takes none with it."""
+    claims = [Claim(name, "key", call) for name, call in (("a", linear), ("b", split_k), ("c", absent), ("d", linear))]
+    inputs = product_inputs(3, N, K, torch.bfloat16, "cpu")
+    assert prove(claims, linear, inputs, kept) == [True, False, None, True]
+    assert [(c.member, c.holds) for c in kept.all()] == [("a", True), ("b", False), ("d", True)]
+
+
+def test_a_key_has_what_may_change_bits_and_nothing_else() -> None:
+    """Class, dtype, shape, strides, alignment, bias and settings are told apart; a step never taken is not."""
+    x, bias = torch.zeros(4, 8), torch.zeros(8)
+    keys = [
+        operands_key("chain", (x, None)),
+        operands_key("chain-tf32", (x, None)),
+        operands_key("chain", (x, bias)),
+        operands_key("chain", (x.double(), None)),
+        operands_key("chain", (x[:3], None)),
+        operands_key("chain", (torch.zeros(8, 4).T, None)),
+        operands_key("chain", (torch.zeros(4, 9)[:, :8], None)),
+        operands_key("chain", (torch.zeros(4, 9)[:, 1:], None)),
+        operands_key("chain", (x, None), ["float32=high"]),
+    ]
+    assert len(set(keys)) == len(keys)
+    row = torch.zeros(3, 8)[1:2]
+    assert operands_key("chain", (row,), alignment=16) == operands_key("chain", (torch.zeros(1, 8),), alignment=16)
+    assert operands_key("chain", (torch.ones(4, 8), None)) == keys[0]
+
+
+def test_settings_that_change_bits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The precision of float32 products and oneDNN's switch on a CPU, reduced precision on CUDA."""
+    before = settings("cpu")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    assert settings("cpu") != before
+    assert any(word.startswith("bf16-reduction=") for word in settings("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_order_inputs_have_an_exact_sum_of_zero(dtype: torch.dtype) -> None:
+    """So that a result is nothing but the rounding errors of its order; and a bias is not large enough to hide them."""
+    made = list(product_inputs(4, N, K, dtype, "cpu", bias=True, kinds=("order", "order-wide")))
+    assert [kind for kind, _ in made] == ["order", "order-wide"]
+    for kind, (x, weight, bias) in made:
+        products = x.double()[:, None] * weight.double()  # exact, and so is fsum
+        assert {math.fsum(terms) for terms in products.reshape(-1, K).tolist()} == {0.0}, kind
+        errors = x.float() @ weight.float().T
+        assert float(errors.abs().max()) > 0
+        assert bias is not None
+        assert float(bias.abs().max()) < (2.0**-12 if kind == "order" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps", "apart"),
+    [
+        ((3, 4), (4, 1), True),
+        ((3, 4), (3, 1), False),  # each row begins in the one before it
+        ((3, 4), (0, 1), False),  # expanded
+        ((1, 4), (0, 1), True),  # a step that is never taken, whatever it is
+        ((3, 1), (1, 0), True),
+        ((2, 1, 4), (4, 0, 1), True),
+        ((2, 2), (1, 1), False),
+        ((2, 2), (2, 1), True),
+        ((2, 2), (9, 1), True),
+        ((), (), True),
+    ],
+)
+def test_elements_with_places_of_their_own(sizes: tuple[int, ...], steps: tuple[int, ...], apart: bool) -> None:
+    """At the limit and one beyond; an axis of one element shares nothing."""
+    x = torch.zeros(64).as_strided(sizes, steps)
+    assert distinct(x) == apart
+    places = [sum(i * s for i, s in zip(at, steps, strict=True)) for at in np.ndindex(*sizes)]
+    assert (len(set(places)) == x.numel()) == apart
+
+
+# First uses told from several threads at once: none is lost, and no listener.
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_no_use_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that change over between reading a count and writing it, each time, still end at the sum."""
+
+    class Slow(FirstUses):
+        @property
+        def proofs(self) -> int:  # type: ignore[override]  # the field, with a wait behind it
+            seen = self.__dict__["proofs"]
+            time.sleep(0.001)
+            return int(seen)
+
+        @proofs.setter
+        def proofs(self, value: int) -> None:
+            self.__dict__["proofs"] = value
+
+    def prove() -> None:
+        for _ in range(5):
+            with proving():
+                pass
+
+    monkeypatch.setattr(launch, "FirstUses", Slow)
+    with first_uses() as uses:
+        in_threads(*[prove] * 4)
+    assert (uses.proofs, len(uses.stretches)) == (20, 20)
+
+
+def test_a_listener_is_not_lost_as_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes while another one looks for itself in the list is told; and who goes is itself, not its equal."""
+    leaving, gone = threading.Event(), threading.Event()
+
+    class Slow(list[FirstUses]):
+        def __iter__(self) -> Iterator[FirstUses]:
+            for one in self.copy():
+                yield one
+                leaving.set()
+                time.sleep(0.05)
+
+    def come_and_go() -> None:
+        with first_uses():
+            pass
+        gone.set()
+
+    def come_meanwhile() -> None:
+        leaving.wait(0.3)
+        with first_uses() as late:
+            assert gone.wait(30)
+            with proving():
+                pass
+            proofs.append(late.proofs)
+
+    proofs: list[int] = []
+    monkeypatch.setattr(launch, "_listeners_first_use", Slow())
+    with first_uses() as early:
+        in_threads(come_and_go, come_meanwhile)
+        with proving():
+            pass
+    assert proofs == [1]
+    assert early.proofs == 2

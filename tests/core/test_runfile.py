@@ -1,0 +1,526 @@
+"""Run files: nothing written is lost, nothing that exists is overwritten, nothing foreign is taken for ours."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nondet.core.compare import error_against
+from nondet.core.records import SCHEMA_VERSION, Completion, Row, Served, Status
+from nondet.core.runfile import RunWriter, open_run, read_run, write_run
+from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
+from nondet.errors import UnrecordableError, UserError
+
+ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}
+
+
+def row(case: str, **figures: Any) -> Row:
+    return Row(
+        probe="matmul", case=case, operator="linear", shape={"K": 8}, dtype="float32", device="cpu", inputs="bell",
+        varied="batch_size", impl="stock", **({"status": Status.IDENTICAL} | figures),
+    )  # fmt: skip
+
+
+def parted(case: str) -> Row:
+    figures: dict[str, Any] = {"values": [1, 2, "prefill"], "labels": [0, 0, 1], "class_sizes": [2, 1], "distinct": 2}
+    return row(case, trials=3, status=Status.DIVERGENT, **figures)
+
+
+def writer(path: Path, **options: Any) -> RunWriter:
+    options = {"plan": {"seed": 0, "impls": ("stock",)}, "environment": ENVIRONMENT, **options}
+    return open_run(path, command="probe", **options)
+
+
+def finished(path: Path) -> Path:
+    run = writer(path)
+    run.write(parted("a"))
+    run.write(row("b"))
+    run.finish()
+    return path
+
+
+def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    """Every field survives the file, and the end line marks the run complete."""
+    run = read_run(finished(tmp_path / "deep" / "run.jsonl"))
+    assert run.complete
+    assert run.rows == [parted("a"), row("b")]
+    assert run.header.environment == ENVIRONMENT
+
+
+def test_rows_are_on_disk_before_the_run_ends(tmp_path: Path) -> None:
+    """A killed run keeps every row it made: each is flushed as it is written."""
+    path = tmp_path / "run.jsonl"
+    run = writer(path)
+    run.write(row("a"))
+    read = read_run(path)
+    assert not read.complete
+    assert [r.case for r in read.rows] == ["a"]
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
+    """Nothing is overwritten without --force."""
+    path = finished(tmp_path / "run.jsonl")
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"exists.*--force"):
+        writer(path)
+    assert path.read_bytes() == before
+    writer(path, force=True).close()
+    assert read_run(path).rows == []
+
+
+def test_a_run_in_memory_is_written_whole_and_only_where_nothing_is(tmp_path: Path) -> None:
+    """With its end line and unlocked; over a file that is there with `force` alone."""
+    run, path = read_run(finished(tmp_path / "run.jsonl")), tmp_path / "copy.jsonl"
+    write_run(path, run)
+    assert (read_run(path).complete, read_run(path).rows) == (True, run.rows)
+    before, run.rows = path.read_bytes(), run.rows[:1]
+    with pytest.raises(UserError, match="exists"):
+        write_run(path, run)
+    assert path.read_bytes() == before
+    write_run(path, run, force=True)
+    assert read_run(path).rows == [parted("a")]
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file, a folder, a FIFO, and a disk that fails while it is read; none is taken for an empty run."""
+    os.mkfifo(tmp_path / "fifo")
+    for path, said in ((tmp_path / "none", "no run file at"), (tmp_path, "a folder"), (tmp_path / "fifo", "regular")):
+        with pytest.raises(UserError, match=said) as caught:
+            read_run(path)
+        assert "\n" not in str(caught.value)
+    path = finished(tmp_path / "run.jsonl")
+
+    def broken(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", broken)
+    with pytest.raises(UserError, match=r"can't read .*run\.jsonl: Input/output error"):
+        read_run(path)
+
+
+def test_resume_drops_the_cut_off_line_and_goes_on(tmp_path: Path) -> None:
+    """A run killed in the middle of a line is completed by --resume, and then has each row once."""
+    path = finished(tmp_path / "run.jsonl")
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:2]) + whole[2][:25])
+    again = writer(path, resume=True)
+    assert again.done == {row("a").key}
+    again.write(row("b"))
+    again.finish()
+    read = read_run(path)
+    assert read.complete
+    assert [r.case for r in read.rows] == ["a", "b"]
+
+
+def test_resuming_a_complete_run_leaves_one_end_line(tmp_path: Path) -> None:
+    """Resuming what is already complete must not double the end line."""
+    path = finished(tmp_path / "run.jsonl")
+    writer(path, resume=True).finish()
+    assert path.read_bytes().count(b'"type":"end"') == 1
+    assert len(read_run(path).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"plan": {"seed": 1, "impls": ("stock",)}}, r"other options \(seed\)"),
+        ({"environment": {**ENVIRONMENT, "num_threads": 1}}, r"another machine or toolchain \(num_threads"),
+    ],
+)
+def test_resume_refuses_another_plan_or_machine(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    """Rows made under different conditions never share a run file."""
+    path = finished(tmp_path / "run.jsonl")
+    with pytest.raises(UserError, match=said):
+        writer(path, resume=True, **change)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b"hello\nworld\n", "is not a nondet run file"),
+        (b'{"some": "json"}\n', "is not a nondet run file"),
+        (b"[1, 2]\n", "is not a nondet run file"),
+        (b"\xff\xfe\x00binary\n", "is not a nondet run file"),
+        (b'{"format":"nondet-run","schema":%d}\n' % (SCHEMA_VERSION + 1), "reads up to"),
+        (b'{"format":"nondet-run","schema":"x"}\n', "reads up to"),
+        (b'{"format":"nondet-run","schema":1,"type":"header"}\n', "malformed in line 1"),
+    ],
+)
+def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+    """Empty, foreign and newer files are told apart, and none gives a traceback."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=said) as caught:
+        read_run(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
+    """A truncated run is refused by number of line, and read without that line when the reader says so."""
+    path = finished(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"cut off in line 4.*--allow-truncated"):
+        read_run(path)
+    assert [r.case for r in read_run(path, allow_truncated=True).rows] == ["a", "b"]
+
+
+def test_a_header_alone_and_cut_off_is_still_one_line(tmp_path: Path) -> None:
+    """A run killed during its very first line is not ours yet, and says so."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(finished(tmp_path / "whole.jsonl").read_bytes()[:40])
+    for allowed in (False, True):
+        with pytest.raises(UserError):
+            read_run(path, allow_truncated=allowed)
+
+
+def test_a_malformed_row_is_named_by_its_line(tmp_path: Path) -> None:
+    """A field of a wrong type is found, with the line and the field."""
+    path = finished(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes().replace(b'"trials":3', b'"trials":"three"'))
+    with pytest.raises(UserError, match=r"malformed in line 2.*trials"):
+        read_run(path)
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> None:
+    """When the disk fills up the user is told so and how to go on; the rows before it stay readable."""
+    path = tmp_path / "run.jsonl"
+    run = writer(path)
+    run.write(row("a"))
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    run._stream = Full()  # type: ignore[assignment] # a stand-in for a disk without room
+    with pytest.raises(UserError, match=r"disk is full.*--resume"):
+        run.write(row("b"))
+    assert [r.case for r in read_run(path).rows] == ["a"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_really_full_device(tmp_path: Path) -> None:
+    """The same on a device that the kernel itself says is full."""
+    with pytest.raises(UserError, match="disk is full"):
+        writer(Path("/dev/full"), force=True)
+
+
+def test_figures_that_are_no_numbers_survive(tmp_path: Path) -> None:
+    """JSON has neither NaN nor infinity: the error of a result that overflowed is None in the file, and still reads."""
+    out, reference = torch.tensor([float("inf"), 1.0]), torch.tensor([1.0, 1.0], dtype=torch.float64)
+    path = tmp_path / "run.jsonl"
+    run = writer(path)
+    run.write(row("overflow", error=error_against(out, reference)))
+    run.finish()
+    error = read_run(path).rows[0].error
+    assert error is not None
+    assert error.max_abs is None
+    assert error.relative_norm is None
+
+
+def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path) -> None:
+    """A run kept as .jsonl.gz gives the same rows, and one that is cut off or no gzip file is refused in one line."""
+    path, packed = tmp_path / "run.jsonl", tmp_path / "run.jsonl.gz"
+    finished(path)
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_run(packed).rows == read_run(path).rows
+    assert traces_path(packed).name == "run.traces.jsonl.gz"
+    for data in (packed.read_bytes()[:-9], b"plainly not gzip"):
+        packed.write_bytes(data)
+        with pytest.raises(UserError, match="can't unpack"):
+            read_run(packed)
+
+
+@pytest.mark.parametrize("torn", [0, 1, 40, 4000])
+def test_a_run_killed_within_its_header_is_begun_anew_by_resume(tmp_path: Path, torn: int) -> None:
+    """Nothing of the torn line stays in the file: it reads as one that was never stopped."""
+    path = tmp_path / "run.jsonl"
+    writer(tmp_path / "whole.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
+    path.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:torn])
+    again = writer(path, resume=True)
+    assert (again.done, again.resumed) == (set(), False)
+    again.write(row("a"))
+    again.finish()
+    assert [line[:1] for line in path.read_bytes().splitlines()] == [b"{"] * 3
+    read = read_run(path)
+    assert (read.complete, read.rows) == (True, [row("a")])
+
+
+def test_a_header_that_lacks_its_line_end_alone_is_gone_on_with(tmp_path: Path) -> None:
+    """It is whole: what comes next begins a line of its own."""
+    path, whole = tmp_path / "run.jsonl", finished(tmp_path / "whole.jsonl").read_bytes()
+    path.write_bytes(whole.splitlines()[0])
+    again = writer(path, resume=True)
+    again.write(parted("a"))
+    again.write(row("b"))
+    again.finish()
+    assert again.resumed
+    assert path.read_bytes().splitlines()[:3] == whole.splitlines()[:3]
+    assert read_run(path).complete
+
+
+def test_a_row_that_no_reader_would_take_is_written_as_failed(tmp_path: Path) -> None:
+    """A figure that is none costs its row, with the reason, and not the run; a row that can't even fail ends it."""
+    path = tmp_path / "run.jsonl"
+    run = writer(path)
+    written = run.write(row("nan", extra={"bound": float("inf")}, seconds=float("nan")))
+    assert isinstance(written, Row)
+    assert (written.status, written.case) == (Status.ERROR, "nan")
+    run.write(row("b"))
+    for bad in (row("b"), row("half \ud800")):
+        before = path.read_bytes()
+        with pytest.raises(UserError, match="no reader would take"):
+            run.write(bad)
+        assert path.read_bytes() == before
+    run.finish()
+    first, second = read_run(path).rows
+    assert first.reason.startswith("it can't be recorded: ")
+    assert second == row("b")
+
+
+def asked(texts: list[str]) -> dict[str, Any]:
+    return {"prompts": [{"text": text, "tokens": 0} for text in texts], "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("texts", "left", "most"),
+    [
+        ([f"{i:05d}" + "a" * 35_000 for i in range(1000)], 1000, 2**24),
+        (["a" * 40_000_000, "b"], 1000, 2**24),
+        ([f"{i:05d}" + "\x01" * 900 for i in range(100)], 200, 2**18),
+        (["a" * 500] * 400, 200, 2**17),
+        (["a" * 500] * 400, 0, 2**16),
+    ],
+    ids=["35 MB of prompts", "one of 40 MB", "escaped", "one text under many seeds", "nothing fits"],
+)
+def test_prompts_of_any_size_make_a_header_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], left: int, most: int
+) -> None:
+    """Beyond 16 MiB each is cut, and says how long it was; the side file has them whole, as far as a line goes."""
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", most)
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2 * most)
+    open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT).close()
+    run = open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, resume=True)
+    TraceWriter(path, resume=False, piece=str, prompts=run.long_prompts).close()
+    run.finish()
+    shown = [p["text"] for p in read_run(path).header.plan["prompts"]]
+    assert len(shown) == len(texts)
+    begun = [a if len(a) <= left else f"{a[:left]}… [{len(a):,} characters, SHA-256 " for a in texts]
+    assert [b[: len(a)] for a, b in zip(begun, shown, strict=True)] == begun
+    assert len(set(shown)) == len(set(texts))
+    kept = [json.loads(line)["text"] for line in traces_path(path).read_bytes().splitlines()]
+    whole = sorted(text for text in {*texts} if len(text) > left)
+    assert sorted(kept)[0][: 4 * 2**20] == whole[0][: 4 * 2**20]
+    assert len(kept) == len(whole)
+    assert read_traces(path) == ({}, {})
+
+
+def test_a_header_of_prompts_that_fit_is_as_it_was(tmp_path: Path) -> None:
+    """No text of an ordinary set is touched."""
+    path = tmp_path / "run.jsonl"
+    texts = ["x" * 100_000, "y\n" * 50_000]
+    run = open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT)
+    run.finish()
+    assert run.long_prompts == []
+    assert [p["text"] for p in read_run(path).header.plan["prompts"]] == texts
+
+
+def test_a_plan_that_no_header_holds_is_one_line_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many prompts even without their texts, or half a character: said before anything is begun."""
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**16)
+    for plan in (asked(["a" * 50] * 1000), asked(["\ud800"]), {"a": float("nan"), "prompts": "none"}):
+        with pytest.raises(UserError, match="no run file can hold this plan"):
+            open_run(path, command="sample", plan=plan, environment=ENVIRONMENT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.3.0 wrote whole prompts and whole addresses into headers: the same command is still the same plan."""
+    path = tmp_path / "run.jsonl"
+    servers = [{"impl": "server", "url": "https://gateway.example/t/hunter2-hunter2", "model": "m"}]
+    plan = {**asked(["a" * 900, "b"]), "endpoint": {"servers": servers, "protocol": "auto"}}
+    with monkeypatch.context() as old:
+        old.setattr("nondet.core.runfile._bounded", lambda plan: plan)
+        open_run(path, command="sample", plan=plan, environment=ENVIRONMENT).close()
+    assert b"hunter2" in path.read_bytes()
+    monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", 500)
+    open_run(path, command="sample", plan=plan, environment=ENVIRONMENT, resume=True).close()
+    for other in (
+        asked(["a" * 901, "b"]),
+        {"endpoint": {"servers": [{**servers[0], "url": "https://gateway.example/t"}]}},
+    ):
+        with pytest.raises(UserError, match="other options"):
+            open_run(path, command="sample", plan={**plan, **other}, environment=ENVIRONMENT, resume=True)
+
+
+def test_a_completion_that_no_reader_would_take_is_a_failed_one(tmp_path: Path) -> None:
+    """Whatever is odd in it: the request is on record as failed, once, and its round can be counted."""
+    path = tmp_path / "run.jsonl"
+    run = open_run(path, command="sample", plan=asked(["a"]), environment=ENVIRONMENT)
+    good = Completion(
+        impl="server", request="r", round=0, prompt=0, tokens_digest="0" * 16, trace="0" * 16, n_tokens=1,
+        finish="length", arrival_step=0, schedule=[], batch_min=0, batch_max=0,
+    )  # fmt: skip
+    odd: list[dict[str, Any]] = [
+        {"n_tokens": -1}, {"nonfinite": 2}, {"trace": "zz"}, {"finish": "\ud800"}, {"schedule": [[0, 10**9, 1]]},
+        {"batch_min": 2**70}, {"served": Served(completion_tokens=2**30)}, {"served": Served(done=float("nan"))},
+    ]  # fmt: skip
+    for number, fields in enumerate(odd):
+        made = msgspec.structs.replace(good, request=f"r{number}", **fields)
+        written = run.write(made)
+        assert (written.key, written.status) == (made.key, "error")
+    run.write(good)
+    run.finish()
+    assert [c.status for c in read_run(path).completions] == ["error"] * len(odd) + ["ok"]
+
+
+# The side file: each distinct trace once, whole or not at all.
+
+
+def trace(tokens: list[int], runner_up: list[int] | None = None) -> Trace:
+    logprobs = b"\0" * 4 * len(tokens)
+    digest = trace_digest(tokens, logprobs)
+    return Trace(digest=digest, token_ids=tokens, logprobs=logprobs, runner_up=runner_up or [], text="x")
+
+
+def piece(token: int) -> str:
+    return f"<{token}>"
+
+
+def test_traces_and_pieces_are_written_once(tmp_path: Path) -> None:
+    """A trace met again, by another implementation or round, costs no second line."""
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=piece)
+    writer.write([trace([1, 2], [7, 8]), trace([1, 2], [7, 8])])
+    writer.write([trace([1, 2]), trace([1, 3])])
+    writer.close()
+    traces, pieces = read_traces(run)
+    assert [t.token_ids for t in traces.values()] == [[1, 2], [1, 3]]
+    assert pieces == {i: f"<{i}>" for i in (1, 2, 3, 7, 8)}
+    assert len(traces_path(run).read_bytes().splitlines()) == 4
+
+
+def test_resuming_drops_a_torn_line_and_writes_it_again(tmp_path: Path) -> None:
+    """A run killed in the middle of a line goes on as if that line had never been begun."""
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=piece)
+    writer.write([trace([1])])
+    writer.write([trace([2])])
+    writer.close()
+    whole = traces_path(run).read_bytes()
+    traces_path(run).write_bytes(whole[:-5])
+    again = TraceWriter(run, resume=True, piece=piece)
+    again.write([trace([1]), trace([2])])
+    again.close()
+    assert traces_path(run).read_bytes() == whole
+
+
+def test_a_new_run_begins_a_new_side_file(tmp_path: Path) -> None:
+    """--force leaves no traces of the run before."""
+    run = tmp_path / "run.jsonl"
+    TraceWriter(run, resume=False, piece=piece).write([trace([1])])
+    TraceWriter(run, resume=False, piece=piece).close()
+    assert read_traces(run) == ({}, {})
+
+
+def test_resuming_without_the_side_file_is_refused(tmp_path: Path) -> None:
+    """A run file whose side file is lost can't be gone on with: its completions would name nothing."""
+    with pytest.raises(UserError, match="move the two together"):
+        TraceWriter(tmp_path / "run.jsonl", resume=True, piece=piece)
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    """The disk filling up is the user's to mend, with a way to go on."""
+    writer = TraceWriter(tmp_path / "run.jsonl", resume=False, piece=piece)
+
+    class Full:
+        def writelines(self, _: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer._stream.close()
+    writer._stream = Full()  # type: ignore[assignment] # a stand-in for a stream on a full disk
+    with pytest.raises(UserError, match="disk is full"):
+        writer.write([trace([1])])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((b'"token_ids":[1,2]', b'"token_ids":[1,3]'), "digest"),
+        ((b'"token_ids":[1,2]', b'"token_ids":[1,-2]'), "token_ids"),
+        ((b'"token_ids":[1,2]', b'"token_ids":[1,99999999999999999999]'), "malformed in line 2"),
+        ((b'"runner_up":[]', b'"runner_up":[5]'), "runner_up"),
+        ((b'"margins":""', b'"margins":"AAA="'), "margins"),
+        ((b'{"1":', b'{"one":'), "pieces"),
+        ((b"<1>", b"\xff\xfe"), "malformed in line 1"),
+    ],
+)
+def test_an_edited_side_file_is_named_by_line_and_field(
+    tmp_path: Path, change: tuple[bytes, bytes], reason: str
+) -> None:
+    """What a trace holds is what its digest says, and every part of it is as long as its tokens."""
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=piece)
+    writer.write([trace([1, 2])])
+    writer.close()
+    whole = traces_path(run).read_bytes()
+    assert read_traces(run)[0]
+    assert change[0] in whole
+    traces_path(run).write_bytes(whole.replace(*change))
+    with pytest.raises(UserError, match=reason):
+        read_traces(run)
+
+
+def test_a_new_side_file_follows_no_link(tmp_path: Path) -> None:
+    """Dangling or not: what a link of its name points to is neither made nor emptied; a resumed run's link stays."""
+    run, elsewhere = tmp_path / "run.jsonl", tmp_path / "elsewhere"
+    traces_path(run).symlink_to(elsewhere)
+    with pytest.raises(UserError, match="link"):
+        TraceWriter(run, resume=False, piece=piece)
+    assert not elsewhere.exists()
+    elsewhere.write_bytes(b"")
+    TraceWriter(run, resume=True, piece=piece).close()
+    assert traces_path(run).is_symlink()
+
+
+def test_a_trace_that_no_reader_would_take_leaves_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither it nor those that came with it, nor pieces of either; the writer goes on."""
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**18)
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=piece)
+    odd = [trace([1] * 2**17), trace([-1]), trace([2**31]), msgspec.structs.replace(trace([1]), margins=b"\0")]
+    for bad in odd:
+        with pytest.raises(UnrecordableError, match="its trace can't be recorded"):
+            writer.write([trace([7]), bad])
+        assert traces_path(run).read_bytes() == b""
+    many = list(range(9000))
+    writer.write([trace([7]), *(trace(many[i : i + 900]) for i in range(0, 9000, 900))])
+    writer.close()
+    traces, pieces = read_traces(run)
+    assert len(traces) == 11
+    assert sorted(pieces) == many
+
+
+def test_long_texts_are_cut_and_counted(tmp_path: Path) -> None:
+    """A text of megabytes, a token that reads as one: cut with how much there was, and two stay two."""
+    run = tmp_path / "run.jsonl"
+    writer = TraceWriter(run, resume=False, piece=lambda token: "y" * 5000 + str(token))
+    writer.write([msgspec.structs.replace(trace([1, 2]), text="x" * 5_000_000)])
+    writer.close()
+    traces, pieces = read_traces(run)
+    (text,) = (t.text for t in traces.values())
+    assert text.startswith("x" * 2**20 + "… [5,000,000 characters, SHA-256 ")
+    assert pieces[1].startswith("y" * 1000 + "… [5,001 characters")
+    assert pieces[1] != pieces[2]
+    assert traces_path(run).stat().st_size < 2**21

@@ -1,0 +1,184 @@
+"""A whole run against a server that does everything wrong: each completion on disk once, each failure with its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
+from nondet.core.traces import check_traces, read_traces
+from nondet.endpoint.arms import EndpointLoad, Server
+from nondet.endpoint.client import connect
+from nondet.endpoint.http import Limits
+from nondet.errors import ServerStoppedError
+from tests.endpoint.honest import Honest, Request, in_thread, serving
+from tests.endpoint.hostile import BEHAVIOURS, KINDS, ODD_COUNTS, PREFIX, Hostile, act
+from tests.endpoint.memory import planned, sampled
+from tests.endpoint.test_hostile import KEY, NOTES, PATIENT
+from tests.hostile.test_kills import SIGNALS
+from tests.hostile.test_kills import Server as ServerProcess
+
+HONEST = ("Once upon a time", "The cat sat on the", "In the beginning")
+
+
+def asked(url: str, **options: Any) -> Server:
+    return Server("server", partial(connect, url, **options), "http://there", "hash-1")
+
+
+def test_hostile_behaviours_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each behaviour that needs no waiting, honest requests in between: those are there, alike, and nothing twice."""
+    monkeypatch.setenv("NONDET_API_KEY", KEY)
+    meets = [name for name in BEHAVIOURS if KINDS[name] != "timeout"]
+    prompts = [prompt for name in meets for prompt in (HONEST[len(name) % 3], PREFIX + name)]
+    load = EndpointLoad(concurrency=len(BEHAVIOURS), targets=200, others=4, prompt=(4, 8), tokens=(4, 8))
+    plan = planned({"loaded": 1}, len(prompts), load, max_tokens=8)
+    with in_thread(Hostile()) as server:
+        there = asked(server.url, protocol="openai", limits=PATIENT)
+        run = sampled(tmp_path / "run.jsonl", there, plan=plan, prompts=prompts)
+    assert Counter(completion.request for completion in run.completions) == Counter(
+        request.id for round_ in plan.rounds for request in round_.requests if request.target
+    )
+    traces: dict[str, set[str]] = {}
+    for completion in run.completions:
+        prompt = prompts[completion.prompt]
+        name = prompt.removeprefix(PREFIX)
+        if name == prompt:
+            assert completion.status == "ok", completion.reason
+            traces.setdefault(prompt, set()).add(completion.trace)
+            continue
+        assert completion.served is not None
+        assert (completion.served.kind == KINDS[name]) or not KINDS[name], (prompt, completion.reason)
+        assert completion.status == ("error" if KINDS[name] else completion.status)
+        if name in ODD_COUNTS:
+            assert completion.served.odd == [NOTES[name]]
+    assert {len(some) for some in traces.values()} == {1}
+    assert len(traces) == 3
+    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_what_the_server_is_is_on_record(tmp_path: Path) -> None:
+    """The software by its pages and the protocol that was chosen for it."""
+    with serving("llama.cpp") as fake:
+        run = sampled(tmp_path / "run.jsonl", asked(fake.url), plan=planned({"solo": 2}, max_tokens=4))
+    (seen,) = run.servers
+    assert (seen.software, seen.protocol, seen.model) == ("llama.cpp b0-hash", "llama.cpp", "hash-1")
+
+
+class Tired(Honest):
+    """Answers so many completions, then says for ever that it is full."""
+
+    left = 40
+    refused = 0
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        if request.method == "POST" and len(self.requests) >= self.left:
+            self.refused += 1  # an error is an answer, and still no completion
+            actions = BEHAVIOURS["broken" if self.refused == 15 else "busy-for-ever"].actions
+            return await act(actions, writer)  # type: ignore[arg-type] # they ask nothing
+        return await super()._answer(request, writer)
+
+
+@pytest.mark.parametrize("arms", [{"solo": 60}, {"solo": 6, "loaded": 60}], ids=["one at a time", "many at once"])
+def test_a_server_that_is_full_for_ever_holds_no_run(tmp_path: Path, arms: dict[str, int]) -> None:
+    """After its patience each request is sent once, and two dozen in a row stop the run: it goes on where it was."""
+    path = tmp_path / "run.jsonl"
+    load = EndpointLoad(concurrency=8, targets=30, others=2, prompt=(4, 8), tokens=(4, 8))
+    plan = planned(arms, load=load, max_tokens=4)
+    limits = Limits(first_wait_s=0.05, most_wait_s=0.1, patience_s=0.2)
+    with in_thread(Tired()) as server:
+        there = asked(server.url, protocol="openai", limits=limits)
+        begun = time.monotonic()
+        with pytest.raises(ServerStoppedError, match=r"stopped answering: .* the last: HTTP 429: slow down"):
+            sampled(path, there, plan=plan)
+        assert time.monotonic() - begun < 10
+        assert server.refused < 90
+        kept = read_run(path, allow_truncated=True).completions
+        assert len(kept) > 10
+        assert {c.served.kind for c in kept if c.served} <= {"", "http-500"}
+        server.left = 10**6
+        run = sampled(path, there, plan=plan, resume=True)
+    assert run.complete
+    statuses = Counter(c.status for c in run.completions)
+    assert statuses.total() == sum(arms.values())
+    assert statuses["error"] <= 1
+
+
+# Endpoint runs that are killed anywhere go on with --resume: every completion once, none lost.
+#
+# `NONDET_KILLS=100 pytest tests/endpoint/test_collect.py` does it a hundred times.
+
+KILLS = int(os.environ.get("NONDET_KILLS", "3"))
+OPTIONS = (
+    "--n", "12", "--max-tokens", "6", "--arms", "solo=4,cold=2,warm=2,chunked=2,loaded", "--load",
+    "others=4,targets=4,prompt=4-8,tokens=2-6", "--concurrency", "6",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    made = ServerProcess(tmp_path_factory.mktemp("server"))
+    yield made
+    made.process.stdin.close()  # type: ignore[union-attr] # it is a pipe
+    made.process.wait(timeout=20)
+    made.errors.close()
+
+
+def texts(run: Run) -> dict[tuple[str, str, int, int], tuple[str, str]]:
+    """What of a completion no clock says."""
+    return {(c.request, c.arm, c.round, c.prompt): (c.tokens_digest, c.trace) for c in run.completions}
+
+
+def _wait_for(path: Path, size: float) -> None:
+    """Until a file has so many bytes: a moment of the run whatever else the machine does, where a time is not."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not (path.exists() and path.stat().st_size >= size):
+        time.sleep(0.001)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
+def test_kills_lose_and_double_nothing(server: ServerProcess, tmp_path: Path) -> None:
+    """Whatever was on disk when it was killed is there afterwards as it was, and the rest is asked for once."""
+    rng = random.Random("kills of an endpoint run")  # noqa: S311 - moments, not secrets
+    codes: Counter[int] = Counter()
+    with serving("vllm", token_s=0.001) as fake:
+        argv = ["sample", "--endpoint", fake.url, *OPTIONS]
+        whole = tmp_path / "whole.jsonl"
+        assert server.run([*argv, "--out", str(whole)]) == 0
+        size = whole.stat().st_size
+        expected = texts(read_run(whole))
+        kept = 0
+        for number in range(KILLS):
+            path = tmp_path / f"{number}.jsonl"
+            pid = server.start([*argv, "--out", str(path)])
+            _wait_for(path, rng.random() * size)
+            try:
+                with suppress(ProcessLookupError):  # it was through already
+                    os.kill(pid, SIGNALS[number % len(SIGNALS)])
+            finally:
+                codes[int(server.line())] += 1
+            before = texts(read_run(path, allow_truncated=True)) if path.exists() and path.stat().st_size else {}
+            assert server.run([*argv, "--out", str(path), "--resume"]) == 0, path
+            run = read_run(path)
+            assert run.complete
+            assert texts(run) == expected
+            assert len(run.completions) == len(expected)
+            assert before.items() <= texts(run).items()
+            check_traces(run, read_traces(path)[0])
+            kept += len(before)
+    assert 99 not in codes, codes  # no traceback
+    assert sum(codes[code] for code in (130, -9, -15, -1)) >= KILLS // 3, codes  # enough kills did hit
+    assert kept, "no kill came after a completion"
+    told = f"{KILLS} kills, exit codes {dict(codes)}: {kept} completions on disk when it died, none lost, none twice"
+    print(told)  # noqa: T201 - docs/evidence keeps it

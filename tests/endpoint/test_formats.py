@@ -1,0 +1,409 @@
+"""From bytes to float32 logprobs, margins and events: what is exact is checked against fractions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nondet.endpoint.arms import Answer, Ask, KnownBy
+from nondet.endpoint.client import read_metrics
+from nondet.endpoint.formats import FORMATS, Alternative, Parts, answer_from
+from nondet.endpoint.http import RETRIED, AttemptError, Events, Limits, float32_bytes, parse, wait_before_retry
+from tests.endpoint.honest import DIALECTS, Context, Told, step, tokenize
+
+
+def _nearest(decimal: str) -> np.float32:
+    """The float32 nearest to a decimal by exact arithmetic, ties to the even fraction."""
+    exact = Fraction(decimal)
+    near = np.float32(float(decimal))
+    with np.errstate(over="ignore"):
+        around = [np.nextafter(near, np.float32(s), dtype=np.float32) for s in (-math.inf, math.inf)] + [near]
+    finite = [candidate for candidate in around if np.isfinite(candidate)]
+    return min(finite, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1))
+
+
+def test_decimals_are_rounded_once() -> None:
+    """Each decimal becomes its nearest float32, also where a float64 in between lies exactly half way."""
+    draw = random.Random(0)  # noqa: S311 - a repeatable test
+    decimals = [repr(-draw.expovariate(1)) for _ in range(500)]
+    for _ in range(500):  # just beside, on, and just beyond the middle of two float32
+        low = np.float32(-draw.expovariate(1))
+        middle = (Fraction(float(low)) + Fraction(float(np.nextafter(low, np.float32(0), dtype=np.float32)))) / 2
+        whole = f"{int(abs(middle) * 10**60):061d}"
+        decimals += [f"-{whole[:-60] or '0'}.{whole[-60:]}{tail}" for tail in ("", "1", "00000000001")]
+    decimals += ["-1e-45", "-7.006492321624085e-46", "-7.1e-46", "1e-400", "-0.0", "-9999.0", "-3.4028234663852886e+38"]
+    found = np.frombuffer(float32_bytes(decimals), "<f4")
+    wanted = np.array([_nearest(decimal) for decimal in decimals], "<f4")
+    assert np.array_equal(found.view(np.uint32) & 0x7FFFFFFF, wanted.view(np.uint32) & 0x7FFFFFFF)
+    twice = np.array([float(decimal) for decimal in decimals]).astype("<f4")
+    assert not np.array_equal(twice, found)  # the cases are hard enough to tell
+
+
+def test_the_sign_of_zero_stays() -> None:
+    """A logprob of -0 is not one of 0, however it is written."""
+    assert float32_bytes(parse(b"[-0.0, -0, 0, 0.0]")) == np.array([-0.0, -0.0, 0.0, 0.0], "<f4").tobytes()
+
+
+def _ask(tokens: int = 2) -> Ask:
+    return Ask(id="a", prompt="x", max_tokens=tokens)
+
+
+def _parts(**fields: object) -> Parts:
+    return Parts(text=["ab"], finish="length", **fields)  # type: ignore[arg-type]
+
+
+def test_margins_and_runners_up() -> None:
+    """The chosen token is an alternative whether listed or not; top-1 minus top-2; the best of the others runs up."""
+    chosen = [Alternative("a", "-0.5", 1), Alternative("b", "-3.0", 2), Alternative("c", "-1.0", 3)]
+    top = [
+        [Alternative("a", "-0.5", 1), Alternative("x", "-1.75", 7)],
+        [Alternative("y", "-0.25", 8), Alternative("x", "-0.75", 7)],  # the chosen one is not listed, nor the top
+        [Alternative("y", "-1.0", 8)],  # a tie
+    ]
+    answer = answer_from(_ask(3), _parts(ids=[1, 2, 3], chosen=chosen, top=top))
+    assert answer.margins == np.array([1.25, 0.5, 0.0], "<f4").tobytes()
+    assert answer.chosen_is_top == 2
+    assert answer.runner_up == (7, 8, 8)
+
+
+def test_a_position_without_another_token_has_no_margin() -> None:
+    """Where the server lists the chosen token alone, nothing is said of margins at all."""
+    answer = answer_from(_ask(), _parts(chosen=[Alternative("a", "-1")], top=[[Alternative("a", "-1")]]))
+    assert (answer.margins, answer.chosen_is_top, answer.runner_up) == (b"", None, ())
+    assert answer.logprobs == np.array([-1], "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"ids": [1], "chosen": [Alternative("a", "-1", 1), Alternative("b", "-1", 2)]},
+        {"ids": [1], "chosen": [Alternative("a", "-1", 2)]},
+        {"top": [[Alternative("a", "-1")]]},
+        {"ids": [1, 2], "bytes": [b"a"]},
+    ],
+)
+def test_lists_that_do_not_fit_are_no_answer(parts: dict[str, object]) -> None:
+    """Tokens can't be told from logprobs of others."""
+    with pytest.raises(AttemptError, match=r"different"):
+        answer_from(_ask(), _parts(**parts))
+
+
+@pytest.mark.parametrize(
+    ("said", "streamed", "finish", "kept"),
+    [(2, False, "stop", True), (3, True, "stop", True), (3, True, "length", False), (3, False, "stop", False)],
+)
+def test_ids_with_holes_are_not_taken(said: int, streamed: bool, finish: str, kept: bool) -> None:
+    """Where logprobs name fewer tokens than there were, text is compared; the token that ends a stream is no hole."""
+    parts = _parts(ids=[1, 2], bytes=[b"a", b"b"], completion_tokens=said, ids_of_logprobs=True, streamed=streamed)
+    parts.finish = finish
+    answer = answer_from(_ask(), parts)
+    assert answer.known_by is (KnownBy.IDS if kept else KnownBy.TEXT)
+    assert ("2 of 3 token ids (none taken)" in answer.notes) != kept
+
+
+@pytest.mark.parametrize(("pieces", "kept"), [((b"a", b"b"), True), ((b"a", b"b", b"</s>"), True), ((b"a",), False)])
+def test_bytes_that_are_not_the_text_s_are_not_taken(pieces: tuple[bytes, ...], kept: bool) -> None:
+    """Bytes are surer than text only where they hold all of it."""
+    answer = answer_from(_ask(3), _parts(bytes=list(pieces)))
+    assert answer.known_by is (KnownBy.BYTES if kept else KnownBy.TEXT)
+
+
+def test_a_pair_cut_in_two_is_joined_and_a_half_is_replaced() -> None:
+    """Text can always be written as UTF-8, and a note says where it was not what was sent."""
+    whole = answer_from(_ask(), Parts(text=["\ud83d", "\ude00"], finish="stop"))
+    half = answer_from(_ask(), Parts(text=["a\ud83d"], finish="stop"))
+    assert (whole.text, whole.notes) == ("\U0001f600", ())
+    assert (half.text, half.notes) == ("a\ufffd", ("half a surrogate pair in the text (replaced)",))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_events_do_not_depend_on_the_pieces(size: int, end: bytes) -> None:
+    """Comments, other fields, several data lines, any line end, cut anywhere: the same events."""
+    text = b": hi|data: one||event: x|data:two|data: lines|id: 3|||data: last|"
+    lines = text.split(b"|")
+    body = b"".join(line + end for line in lines)
+    events, found = Events(1000, 10), []
+    for start in range(0, len(body), size):
+        found += events.feed(body[start : start + size])
+    assert found + events.close() == [b"one", b"two\nlines", b"last"]
+
+
+def test_an_event_that_is_not_finished_is_dropped() -> None:
+    """As the standard says: the blank line is missing, so something may be."""
+    events = Events(1000, 10)
+    assert events.feed(b"data: half") + events.close() == []
+
+
+@pytest.mark.parametrize("bound", [(10, 100), (1000, 3)])
+def test_a_stream_has_bounds(bound: tuple[int, int]) -> None:
+    """Of one event's bytes and of the number of events."""
+    with pytest.raises(AttemptError) as caught:
+        Events(*bound).feed(b"data: 0123456789\n\n" * 5)
+    assert caught.value.kind == "too-large"
+
+
+def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
+    """Backoff, its cap, Retry-After and its cap; no retry where none can help."""
+    busy, limits = AttemptError("http-429", "busy"), Limits(first_wait_s=1, most_wait_s=5)
+    waits = [wait_before_retry(busy, times, "a", limits) for times in range(8)]
+    assert all(wait is not None and 0.5 * min(2**i, 5) <= wait <= min(2**i, 5) for i, wait in enumerate(waits))
+    assert wait_before_retry(busy, 8, "a", limits) is None
+    assert wait_before_retry(busy, 0, "a", limits) != wait_before_retry(busy, 0, "b", limits)
+    for asked, kept in ((3.0, 3.0), (1e9, 5.0), (0.0, 0.0)):
+        assert wait_before_retry(AttemptError("http-503", "", asked), 0, "a", limits) == kept
+    for kind in ("timeout", "malformed", "certificate", "redirect", "http-400", "leaked-key"):
+        assert kind not in RETRIED
+        assert wait_before_retry(AttemptError(kind, "", 1.0), 0, "a", limits) is None
+
+
+def test_an_answer_may_be_as_large_as_what_was_asked_for() -> None:
+    """A thousand tokens with twenty alternatives each fit; nothing exceeds the bound of all."""
+    large = Ask(id="a", prompt="x" * 10_000, max_tokens=1000, top_logprobs=20)
+    assert Limits().bytes_for(large) > 22_000 * 300
+    assert Limits(most_bytes=5).bytes_for(large) == 5
+
+
+def test_metrics_are_summed_and_nonsense_is_skipped() -> None:
+    """Prometheus' text form, labels summed, buckets, infinities and other lines left out."""
+    text = """# HELP vllm:x some
+vllm:hits_total{engine="0",model="a} b"} 3.0
+vllm:hits_total{engine="1"} 4
+vllm:time_bucket{le="1"} 9
+vllm:nan NaN
+vllm:inf +Inf
+plain 1e3 1700000000
+not a metric
+bad{ 1
+e eee"""
+    assert read_metrics(text) == {"vllm:hits_total": 7.0, "plain": 1000.0}
+
+
+_LLAMA = {"content": "ab", "stop": True, "stop_type": "limit"}
+_SGLANG = {"text": "ab", "output_ids": [1, 2]}
+_TGI = {"generated_text": "ab"}
+
+
+@pytest.mark.parametrize("odd", [-1, 2**24 + 1, 2**53, 10**30])
+@pytest.mark.parametrize(
+    ("form", "name", "document"),
+    [
+        ("llama.cpp", "prompt_tokens", lambda n: {**_LLAMA, "tokens_evaluated": n}),
+        ("llama.cpp", "completion_tokens", lambda n: {**_LLAMA, "tokens_predicted": n}),
+        ("llama.cpp", "cached_tokens", lambda n: {**_LLAMA, "timings": {"cache_n": n}}),
+        ("sglang", "prompt_tokens", lambda n: {**_SGLANG, "meta_info": {"prompt_tokens": n}}),
+        ("sglang", "completion_tokens", lambda n: {**_SGLANG, "meta_info": {"completion_tokens": n}}),
+        ("sglang", "cached_tokens", lambda n: {**_SGLANG, "meta_info": {"cached_tokens": n}}),
+        ("tgi", "completion_tokens",
+         lambda n: {**_TGI, "details": {"finish_reason": "length", "tokens": [], "generated_tokens": n}}),
+    ],
+)  # fmt: skip
+def test_an_odd_count_is_none_and_a_note(form: str, name: str, document: Callable[[int], object], odd: int) -> None:
+    """In every form of answers: a number below 0 or beyond every context is not taken, and one that fits is."""
+    fits, parts = Parts(), Parts()
+    FORMATS[form].take(document(2), fits, False)
+    FORMATS[form].take(document(odd), parts, False)
+    assert getattr(fits, name) == 2
+    assert getattr(parts, name) is None
+    assert [note for note in parts.notes if f" of {odd} (not taken)" in note]
+    assert not fits.notes
+
+
+# What real servers sent (recorded, shortened), and what is made of it. The servers: tests/servers.
+
+ASK = Ask(id="a", prompt="For example, the", max_tokens=3)
+
+
+def answer(protocol: str, *documents: dict[str, Any], streamed: bool = False) -> Answer:
+    parts = Parts()
+    for document in documents:
+        FORMATS[protocol].take(parse(json.dumps(document).encode()), parts, streamed)
+    return answer_from(ASK, parts)
+
+
+def entry(token: int, text: str, logprob: float, *top: dict[str, Any]) -> dict[str, Any]:
+    return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": list(top)}
+
+
+CONSTRUCTOR = entry(1751, " constructor", -2.9094841480255127)
+FUNCTION = entry(471, " function", -3.0309998989105225)
+CREATES = entry(2889, " creates", -1.886509656906128)
+RETURNS = entry(757, " returns", -2.4855220317840576)
+
+
+def test_llama_cpp_sends_the_logprobs_of_chats_on_the_completions_of_openai() -> None:
+    """llama.cpp's /v1/completions has logprobs.content, with ids: they are read, not refused as malformed."""
+    content = [
+        {**CONSTRUCTOR, "top_logprobs": [CONSTRUCTOR, FUNCTION]},
+        {**CREATES, "top_logprobs": [CREATES, RETURNS]},
+    ]
+    choice = {"text": " constructor creates", "index": 0, "logprobs": {"content": content}, "finish_reason": "length"}
+    usage = {
+        "completion_tokens": 2,
+        "prompt_tokens": 4,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    said = answer("openai", {"choices": [choice], "system_fingerprint": "b0-unknown", "usage": usage})
+    assert (said.known_by, said.token_ids, said.runner_up) == (KnownBy.IDS, (1751, 2889), (471, 757))
+    assert said.logprobs == np.array([-2.9094841480255127, -1.886509656906128], "<f4").tobytes()
+    assert (said.chosen_is_top, said.cached_tokens, said.notes) == (2, 3, ())
+
+
+def test_a_chat_of_vllm_streams_ids_beside_logprobs_that_have_none() -> None:
+    """vLLM's ids come outside of the logprobs, piece by piece: the logprobs, which hold none, take none away."""
+    said = answer(
+        "vllm-chat",
+        *(
+            {
+                "choices": [
+                    {
+                        "index": 0,
+                        "delta": {"content": text},
+                        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": -1.0, "bytes": [120]}]},
+                        "finish_reason": finish,
+                        "token_ids": [token],
+                    }
+                ]
+            }
+            for token, text, finish in ((1751, " constructor", None), (2889, " creates", "length"))
+        ),
+        streamed=True,
+    )
+    assert (said.known_by, said.token_ids, said.token_bytes) == (KnownBy.IDS, (1751, 2889), None)
+
+
+def test_a_stream_of_llama_cpp_that_left_tokens_out_has_no_ids() -> None:
+    """It sends nothing for a token that begins a character: ids with holes would compare what is not there."""
+    last = {"content": "", "tokens": [], "stop": True, "stop_type": "limit", "tokens_predicted": 3}
+    pieces = [{"content": text, "tokens": [token], "stop": False} for token, text in ((110, "é"), (183, "x"))]
+    holed = answer("llama.cpp", *pieces, last, streamed=True)
+    assert (holed.known_by, holed.text) == (KnownBy.TEXT, "éx")
+    assert holed.notes == ("the stream left out 1 of 3 token ids (none taken)",)
+    whole = answer("llama.cpp", *pieces, {**last, "tokens_predicted": 2}, streamed=True)
+    assert (whole.known_by, whole.token_ids, whole.notes) == (KnownBy.IDS, (110, 183), ())
+    # the end of a text is a token, which the stream does not send
+    ended = answer("llama.cpp", *pieces, {**last, "stop_type": "eos"}, streamed=True)
+    assert (ended.known_by, ended.token_ids) == (KnownBy.IDS, (110, 183))
+
+
+def test_transformers_streams_text_and_ends_without_a_mark() -> None:
+    """transformers serve: no ids, no logprobs, and a last piece that is nothing but the reason for the end."""
+    pieces = [
+        {"choices": [{"index": 0, "text": text}], "model": "/m@main", "object": "text_completion"}
+        for text in (" constructor", " creates", " a")
+    ]
+    usage = {"completion_tokens": 3, "prompt_tokens": 4, "total_tokens": 7}
+    end = {"choices": [{"finish_reason": "length", "index": 0, "text": ""}], "usage": usage}
+    said = answer("transformers", *pieces, end, streamed=True)
+    assert (said.known_by, said.text, said.finish) == (KnownBy.TEXT, " constructor creates a", "length")
+    assert (said.completion_tokens, said.logprobs, said.margins) == (3, b"", b"")
+
+
+# Wrong types everywhere: whatever stands where in an answer, it is read or refused, never a traceback.
+
+_ASK = Ask(id="a", prompt="Once upon", max_tokens=2)
+_WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    "1.5",
+    "",
+    "x",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": None},
+    {"\ud800": 1},
+    "\ud800",
+)
+_DIALECT = {"openai-chat": "openai", "vllm-chat": "vllm", "transformers-chat": "transformers"}
+_WRONG_TGI = {
+    "generated_text": "ab",
+    "details": {
+        "finish_reason": "length",
+        "generated_tokens": 1,
+        "tokens": [{"id": 3, "text": "a", "logprob": -0.5, "special": False}],
+        "top_tokens": [[{"id": 3, "text": "a", "logprob": -0.5}, {"id": 4, "text": "b", "logprob": -1.5}]],
+    },
+}
+
+
+def _documents(protocol: str, stream: bool) -> list[dict[str, Any]]:
+    """What an honest server sends for one short answer."""
+    if protocol == "tgi":
+        return [_WRONG_TGI]
+    context = Context(tokenize(_ASK.prompt))
+    steps = [step(context, temperature=0, draw=(), eos=False, alternatives=2) for _ in range(2)]
+    body = FORMATS[protocol].body(_ASK, "hash-1", stream)
+    told = Told(body, (1, 2), 0, "length", "")
+    return DIALECTS[_DIALECT.get(protocol, protocol)](steps, told, stream, protocol.endswith("-chat"))
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container of a document with each of its keys or indices."""
+    keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    for key in keys:
+        yield node, key
+        yield from _places(node[key])
+
+
+def _read(protocol: str, documents: list[dict[str, Any]], stream: bool) -> Answer:
+    parts = Parts()
+    for document in documents:
+        FORMATS[protocol].take(parse(json.dumps(document).encode()), parts, stream)
+    return answer_from(_ASK, parts)
+
+
+def _cases() -> list[tuple[str, bool]]:
+    return [
+        (protocol, stream) for protocol in FORMATS for stream in (False, True) if not (protocol == "tgi" and stream)
+    ]
+
+
+@pytest.mark.parametrize(("protocol", "stream"), _cases())
+def test_wrong_types_are_refused_in_one_line(protocol: str, stream: bool) -> None:
+    """Each value of each document in turn is left out or becomes something else; what is read is a sound answer."""
+    whole = _documents(protocol, stream)
+    right = _read(protocol, whole, stream)
+    assert right.ok
+    refused = 0
+    for index in range(len(list(_places(whole)))):
+        for wrong in (*_WRONG, Ellipsis):
+            documents = copy.deepcopy(whole)
+            container, key = list(_places(documents))[index]
+            if wrong is Ellipsis:
+                del container[key]
+            else:
+                container[key] = wrong
+            answer = None
+            with contextlib.suppress(AttemptError):
+                answer = _read(protocol, documents, stream)
+            refused += answer is None
+            if answer is not None:
+                answer.text.encode()
+                assert len(answer.logprobs) in (0, 4 * len(answer.token_ids or [0] * (len(answer.logprobs) // 4)))
+                assert len(answer.margins) in (0, len(answer.logprobs))
+    assert refused > 20
+
+
+@pytest.mark.parametrize("protocol", FORMATS)
+def test_every_format_asks_for_what_it_reads(protocol: str) -> None:
+    """A request says its limit, its temperature and its stream, and JSON can hold it."""
+    ask = Ask(id="a", prompt="x", max_tokens=77, temperature=0.25, seed=5, cached=False)
+    body = json.dumps(FORMATS[protocol].body(ask, "m", False))
+    assert "77" in body
+    assert "0.25" in body
+    assert "a" not in json.loads(body).values()  # the id stays here

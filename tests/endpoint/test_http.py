@@ -1,0 +1,349 @@
+"""URLs and keys: read strictly, refused in one line, shown nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import html
+import json
+import logging
+import pickle
+import socket
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from nondet.endpoint.arms import Ask
+from nondet.endpoint.client import connect
+from nondet.endpoint.http import (
+    RETRIED,
+    AttemptError,
+    Key,
+    Limits,
+    Times,
+    Transport,
+    key_from_environment,
+    read_address,
+)
+from nondet.errors import UserError
+from tests.endpoint.honest import Request, Server, awaited, json_response, response
+
+KEY = "sk-keys-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "protocol"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000", ""),
+        ("http://127.0.0.1:8000/", "http://127.0.0.1:8000", ""),
+        ("https://HOST.example/v1", "https://host.example", ""),
+        ("https://host.example:443/v1/", "https://host.example", ""),
+        ("https://host.example/proxy/v1/completions", "https://host.example/(path 1241)", "openai"),
+        ("https://host.example/v2/ab12cd34ef56", "https://host.example/(path 5e22)", ""),
+        ("http://[::1]:8080/v1/chat/completions", "http://[::1]:8080", "openai-chat"),
+        ("http://localhost:8080/completion", "http://localhost:8080", "llama.cpp"),
+    ],
+)
+def test_a_url_is_read_with_or_without_its_path(url: str, shown: str, protocol: str) -> None:
+    """As people copy them: with /v1, with a slash, with the whole path."""
+    address = read_address(url)
+    assert (address.url, address.protocol) == (shown, protocol)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "ftp://host/",
+        "http://",
+        "http://host:notaport",
+        "http://host:99999",
+        "http://[::1",
+        "http://ex ample:8000",
+        "http://ex\u202eample",
+        "http://user:hunter2@host/",
+        "http://user@host/",
+        "http://:hunter2@host:8000",
+        "https://host/v1?api_key=hunter2",
+        "https://host/v1#hunter2",
+        "http://user:hunter2@host:notaport/",
+        "http://host:hunter2",
+        "http://[hunter2",
+        "http:/user:hunter2@host/",
+        "http:\\\\host\\hunter2",
+        "user:hunter2@host",
+        "localhost:8000/hunter2",
+        "ftp://host/hunter2/v1",
+        "htps://host/v1?token=hunter2",
+        "http://host/hunter2/v1?a=b",
+        "http://host:notaport/?key=hunter2",
+        "hunter2",
+        "sk-hunter2hunter2/",
+        "http://host /hunter2",
+    ],
+)
+def test_other_urls_are_refused_without_showing_a_secret(url: str) -> None:
+    """One line; what may be a password in it is not repeated."""
+    with pytest.raises(UserError) as caught:
+        read_address(url)
+    assert "hunter2" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"), [("127.0.0.2", True), ("localhost", True), ("[::1]", True), ("10.0.0.1", False)]
+)
+def test_a_key_goes_unencrypted_to_this_machine_only(host: str, local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """http to another machine is refused with a key, unless told; without a key or with https it is not."""
+    monkeypatch.setenv("NONDET_API_KEY", KEY)
+    if local:
+        connect(f"http://{host}:8000")
+    else:
+        with pytest.raises(UserError, match="unencrypted") as caught:
+            connect(f"http://{host}:8000")
+        assert KEY not in str(caught.value)
+    connect(f"http://{host}:8000", allow_plain_http=True)
+    connect(f"https://{host}:8000")
+    monkeypatch.delenv("NONDET_API_KEY")
+    connect(f"http://{host}:8000")
+
+
+def test_keys_come_from_the_environment() -> None:
+    """Our variable before OpenAI's, a named one before both, and what can't be a header is refused unseen."""
+    both = {"NONDET_API_KEY": "one-0123456789", "OPENAI_API_KEY": "two-0123456789", "MINE": " three-0123456789\n"}
+    for variable, wanted in ((None, "one"), ("OPENAI_API_KEY", "two"), ("MINE", "three")):
+        assert key_from_environment(variable, both).headers() == {"Authorization": f"Bearer {wanted}-0123456789"}
+    assert not key_from_environment(None, {})
+    for environment, variable in (
+        ({"MINE": "a\r\nX: b"}, "MINE"),
+        ({"MINE": "ключ"}, "MINE"),
+        ({}, "sk-my-secret-0123"),
+    ):
+        with pytest.raises(UserError) as caught:
+            key_from_environment(variable, environment)
+        assert not any(secret in str(caught.value) for secret in ("X: b", "ключ", "sk-my-secret"))
+
+
+def test_a_key_does_not_show_itself() -> None:
+    """Not in a repr, a format, a copy or a pickle; redacted as it is and percent-encoded; cut only afterwards."""
+    key = Key("sk/0123456789")
+    assert f"{key} {key!r} {[key]}" == "[key] [key] [[key]]"
+    for copying in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="not written"):
+            copying(key)
+    assert key.redact("a sk/0123456789 b sk%2F0123456789") == "a [key] b [key]"
+    assert "sk/" not in key.reason("x" * 295 + "sk/0123456789", 300)
+    assert key.leaked("..sk/0123456789..")
+    assert key.reason("bad key: sk/01234... or 23456789") == "bad key: [key]... or [key]"
+    assert key.reason("Incorrect API key provided: sk/0****789. See") == "Incorrect API key provided: [masked] See"
+    assert key.reason('{"m": "sk\\/0123456789') == '{"m": "[key]'
+    assert not Key("EMPTY").leaked("an EMPTY text")  # what people write where any key will do
+
+
+SECRET = "sk-proj-Ab3xY9/qLmZ+77kTw"  # noqa: S105 - nobody's
+FORMS: dict[str, str] = {
+    "raw": SECRET,
+    "bearer": f"Authorization: Bearer {SECRET}",
+    "query": f"/v1/models?api_key={SECRET}&x=1",
+    "userinfo": f"https://me:{SECRET}@host/",
+    "bytes": repr(f"Bearer {SECRET}".encode()),
+    "json": json.dumps({"key": SECRET}).replace("/", "\\/"),
+    "percent": quote(SECRET, safe=""),
+    "percent, lower case": quote(SECRET, safe="").lower(),
+    "percent, every character": "".join(f"%{b:02x}" for b in SECRET.encode()),
+    "percent, twice": quote(quote(SECRET, safe=""), safe=""),
+    "escapes": "".join(f"\\u{ord(c):04x}" for c in SECRET),
+    "bytes' escapes": "".join(f"\\x{b:02x}" for b in SECRET.encode()),
+    "entities": html.escape(SECRET).replace("/", "&#x2F;").replace("-", "&#45;"),
+    "entities, every character": "".join(f"&#{ord(c)};" for c in SECRET),
+    "base64": base64.b64encode(SECRET.encode()).decode(),
+    "basic": "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode(),
+    "base64 of a header": base64.urlsafe_b64encode(f"Bearer {SECRET}".encode()).decode(),
+    "base64 behind a slash": "key/" + base64.b64encode(SECRET.encode()).decode(),
+    "hex": SECRET.encode().hex(),
+    "hex, apart": " ".join(f"0x{b:02X}" for b in SECRET.encode()),
+    "codes": str(list(SECRET.encode())),
+    "capitals": SECRET.upper(),
+    "spaced": " ".join(SECRET),
+    "wrapped": "\n".join(SECRET[i : i + 5] for i in range(0, len(SECRET), 5)),
+    "zero width": "\u200b".join(SECRET),
+    "list": str(list(SECRET)),
+    "backwards": SECRET[::-1],
+    "masked": f"{SECRET[:7]}***{SECRET[-4:]}",
+    "cut": f"{SECRET[:12]}... and ...{SECRET[-12:]}",
+}
+
+
+@pytest.mark.parametrize("secret", [Key(SECRET), Key(SECRET, "path")], ids=repr)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_server_that_repeats_a_secret_is_not_repeated(form: str, secret: Key) -> None:
+    """However it is encoded, wrapped or capitalized: no eight characters of it are left in the line."""
+    line = secret.reason(f"wrong key: {FORMS[form]} (see the manual)")
+    assert FORMS[form] not in line
+    assert line != f"wrong key: {FORMS[form]} (see the manual)"
+    assert repr(secret) in line or "[masked]" in line
+    squeezed = "".join(filter(str.isalnum, SECRET.lower()))
+    left = "".join(filter(str.isalnum, line.lower()))
+    assert not [i for i in range(len(squeezed) - 7) if squeezed[i : i + 8] in left]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "out of memory: 1234567 of 7654321 bytes at 0x7f00deadbeef00112233",
+        "no model meta-llama/Llama-3.1-8B-Instruct; have Qwen/Qwen2.5-0.5B",
+        "%7B%22error%22%3A%20%22busy%22%7D QWxhZGRpbjpvcGVuIHNlc2FtZQ==",
+        "max_tokens must be at least 1, got -5",
+    ],
+)
+def test_other_lines_stay_as_they_are(text: str) -> None:
+    """What holds no part of a key is told whole; so is anything where the key is none ("EMPTY")."""
+    assert Key(SECRET).reason(text) == text
+    assert Key("EMPTY").reason(text) == text
+    assert Key().reason(text) == text
+
+
+@pytest.mark.parametrize("name", ["sk-my-secret-0123", "AKIAIOSFODNN7EXAMPLE", "hunter2"])
+def test_a_key_in_place_of_its_variable_is_not_repeated(name: str) -> None:
+    """Given as --key-env by mistake: the line says what belongs there."""
+    with pytest.raises(UserError, match="not a variable's name") as caught:
+        key_from_environment(name, {})
+    assert name not in str(caught.value)
+
+
+@awaited
+async def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even where everything is logged and the server sends the key back in a header."""
+    monkeypatch.setenv("NONDET_API_KEY", KEY)
+
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+        echo = f"X-Echo: {request.headers.get('authorization')}\r\n"
+        writer.write(json_response({"data": [{"id": "m"}]}, 200, echo))
+        return True
+
+    async with Server(handler) as server:
+        with caplog.at_level(logging.DEBUG):
+            async with connect(server.url, protocol="openai") as client:
+                await client.complete(Ask(id="a", prompt="x", max_tokens=2))
+    assert "x-echo" in caplog.text.lower()
+    assert KEY not in caplog.text
+
+
+# One exchange: what a failure is called, and how long a server asks to be left alone.
+
+
+async def asked(url: str, times: Times | None = None, **limits: Any) -> AttemptError:
+    """The failure of one exchange with what is there."""
+    transport = Transport(read_address(url), Key(), Limits(**limits))
+    try:
+        with pytest.raises(AttemptError) as caught:
+            async with transport.exchange("POST", "/v1/completions", {"a": 1}, times) as answer:
+                await transport.body(answer, 1 << 20)
+    finally:
+        await transport.close()
+    return caught.value
+
+
+def failure(answer: bytes, **limits: Any) -> AttemptError:
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(answer)
+        return False
+
+    async def work() -> AttemptError:
+        async with Server(handler) as server:
+            return await asked(server.url, **limits)
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("0", 0.0),
+        ("7", 7.0),
+        (" 120 ", 120.0),
+        ("9" * 40, 999_999_999.0),
+        ("-1", None),
+        ("1.5", None),
+        ("\u0663".encode().decode("latin-1"), None),  # a digit of another script
+        ("soon", None),
+        ("", None),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
+    ],
+)
+def test_a_server_says_how_long_to_wait(header: str, seconds: float | None) -> None:
+    """In digits or as a date; what can't be read is no wait of zero."""
+    refused = failure(response(503, b'{"error": "busy"}', extra=f"Retry-After: {header}\r\n"))
+    assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-503", "HTTP 503: busy", seconds)
+
+
+def test_a_date_to_come_is_so_many_seconds() -> None:
+    """From now on, by this machine's clock."""
+    date = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
+    wait = failure(response(429, b"", extra=f"Retry-After: {date}\r\n")).retry_after_s
+    assert wait is not None
+    assert 60 < wait <= 90
+
+
+def test_a_server_that_says_nothing_of_a_wait() -> None:
+    """None, and not zero."""
+    refused = failure(response(429, b""))
+    assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-429", "HTTP 429", None)
+
+
+def test_where_nothing_listens_there_is_no_connection() -> None:
+    """The kind by which it is counted, and tried again."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        times = Times()
+        refused = asyncio.run(asked(f"http://127.0.0.1:{taken.getsockname()[1]}", times))
+    assert refused.kind == "connect"
+    assert refused.kind in RETRIED
+    assert refused.reason.startswith("no connection: ")
+    assert (times.header, times.done >= times.sent > 0) == (None, True)
+
+
+def test_a_name_that_nobody_has_is_no_connection() -> None:
+    """Neither one that does not resolve, nor one that no name can be."""
+    for host in ("nobody.invalid", "a" * 70 + ".invalid"):
+        assert asyncio.run(asked(f"http://{host}:1")).kind == "connect"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (b"", "reset"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "cut-off"),
+        (b"220 mail.example ESMTP\r\n\r\n", "protocol"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "redirect"),
+        (response(200, b"{}", extra="Content-Encoding: gzip\r\n"), "malformed"),
+        (response(200, b" " * (1 << 21)), "too-large"),
+        (response(300, b"{}"), "http-300"),
+        (response(400, b"no"), "http-400"),
+    ],
+)
+def test_kinds_of_failures(answer: bytes, kind: str) -> None:
+    """Each by the word that run files count it by."""
+    assert failure(answer).kind == kind
+
+
+@pytest.mark.parametrize(("limit", "words"), [("first_byte_s", "no answer within"), ("total_s", "not done after")])
+def test_a_server_that_is_silent_is_left(limit: str, words: str) -> None:
+    """At the limit that ran out first, which is named."""
+
+    async def silent(request: Request, writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(30)
+        return False
+
+    async def work() -> AttemptError:
+        async with Server(silent) as server:
+            return await asked(server.url, None, connect_s=0.1, **{limit: 0.2})
+
+    late = asyncio.run(asyncio.wait_for(work(), 20))
+    assert late.kind == "timeout"
+    assert late.reason == f"{words} 0.2 s"

@@ -1,0 +1,262 @@
+"""More faults of products than the probes' own tests need, and sound implementations that look suspicious."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tests.probes.toys import (
+    STATE,
+    Bias,
+    _in_parts,
+    _plus,
+    attention_anchored,
+    grouped_sound,
+    linear_in_order,
+    linear_sound,
+)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _like(x: torch.Tensor, out: torch.Tensor, bias: Bias) -> torch.Tensor:
+    return _plus(out.reshape(*x.shape[:-1], -1), bias)
+
+
+def gemv_at_one_row(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: a single row takes another order than any batch."""
+    return _like(x, _in_parts(_rows(x), w, 1 if len(_rows(x)) == 1 else 4), bias)
+
+
+def border_at_30_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: the order changes far up, at 30 rows."""
+    return _like(x, _in_parts(_rows(x), w, 3 if len(_rows(x)) >= 30 else 2), bias)
+
+
+def order_of_one_column(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: only the last column is summed otherwise, from 16 rows on."""
+    out = _in_parts(_rows(x), w, 1)
+    if len(out) >= 16:
+        out[:, -1:] = _in_parts(_rows(x), w[-1:], 4)
+    return _like(x, out, bias)
+
+
+def bias_first_in_batches(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty with a bias alone: it is added before the products from 8 rows on, after them below."""
+    rows = _rows(x)
+    if bias is None or len(rows) < 8:
+        return linear_in_order(x, w, bias)
+    wide = torch.cat([torch.ones(len(rows), 1), rows.float()], 1), torch.cat([bias[:, None].float(), w.float()], 1)
+    return _in_parts(*wide, 4).to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def three_dimensions(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty for [B, T, K] alone: K is split in as many parts as there are requests."""
+    return _like(x, _in_parts(_rows(x), w, 1 if x.ndim == 2 else len(x)), bias)
+
+
+def mixes_rows_by_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: rows are chosen by a product with zeros and ones, so that a neighbour's NaN comes through."""
+    out = linear_in_order(x, w, bias)
+    rows = out.reshape(-1, out.shape[-1])
+    chosen = torch.stack([torch.where(torch.arange(len(rows)) == i, 1.0, 0.0) for i in range(len(rows))])
+    return torch.stack([(c[:, None] * rows).sum(0) for c in chosen]).reshape(out.shape).to(out.dtype)
+
+
+def first_call(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: the first call of a process takes another order than all later ones."""
+    parts = 1 if STATE.setdefault("called", 0) else 4
+    STATE["called"] += 1
+    return _like(x, _in_parts(_rows(x), w, parts), bias)
+
+
+def remembers_results(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: a result is kept for the address and shape of its input, whatever has been written there since."""
+    key = ("result", x.data_ptr(), x.shape, x.stride(), w.data_ptr(), None if bias is None else bias.data_ptr())
+    if key not in STATE:
+        STATE[key] = (x, w, bias, linear_sound(x, w, bias))  # the operands are held, so that addresses stay theirs
+    return STATE[key][3].clone()
+
+
+def adds_to_old_memory(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: the accumulator is multiplied by zero instead of set to zero.
+
+    What an allocator hands out is chance; the memory of the last result of that shape is what it often is.
+    """
+    out = linear_in_order(x, w, bias)
+    key = ("memory", out.shape, out.dtype)
+    STATE[key] = out + STATE.get(key, torch.zeros_like(out)) * 0.0
+    return STATE[key].clone()
+
+
+def last_row_lost(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: the last row of a batch of 17, 33, 65 is zero: one row beyond a tile."""
+    out = linear_in_order(x, w, bias)
+    if len(_rows(x)) > 16 and len(_rows(x)) % 16 == 1:
+        out.reshape(-1, out.shape[-1])[-1] = 0
+    return out
+
+
+def last_column_lost(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: the last output feature is zero, every time."""
+    out = linear_in_order(x, w, bias)
+    out[..., -1] = 0
+    return out
+
+
+def other_rows_weight(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Wrong: two output features are exchanged, every time."""
+    out = linear_in_order(x, w, bias)
+    return out[..., [1, 0, *range(2, out.shape[-1])]]
+
+
+def padded_to_tiles(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: rows are padded to a multiple of 16, and the padding is cut off."""
+    rows = _rows(x)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16))
+    return _like(x, _in_parts(padded, w, 2)[: len(rows)], bias)
+
+
+def pool_of_buffers(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: one work buffer for all calls of a shape, and every result copied out of it."""
+    out = linear_in_order(x, w, bias)
+    return STATE.setdefault(("pool", out.shape, out.dtype), torch.empty_like(out)).copy_(out).clone()
+
+
+def packs_by_version(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: packed weights are kept for the tensor and the version of what it holds."""
+    key = ("packed", w.data_ptr(), w._version, tuple(w.shape), w.stride())
+    kept = STATE.get(key)
+    if kept is None or kept[0] is not w:
+        kept = STATE[key] = (w, w.clone())
+    return linear_in_order(x, kept[1], bias)
+
+
+def tunes_its_speed(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: after 100 calls rows are walked backwards, and each row's sum is taken as before."""
+    STATE["speed"] = STATE.get("speed", 0) + 1
+    if STATE["speed"] < 100:
+        return linear_in_order(x, w, bias)
+    return _like(x, _in_parts(_rows(x).flip(0), w, 4).flip(0), bias)
+
+
+def other_order(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: an order of its own, backwards along K, the same in every batch."""
+    return _like(x, _in_parts(_rows(x).flip(1), w.flip(1), 3), bias)
+
+
+# Faults of the other operators that the probes' own tests do not have.
+
+
+def grouped_other_weight(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Wrong: rows of the last expert get the weight of the first."""
+    return grouped_sound(x, torch.cat([weight[:-1], weight[:1]]), offsets)
+
+
+def grouped_capacity(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Faulty: an expert takes 6 rows, and those beyond get zeros."""
+    out = grouped_sound(x, weight, offsets)
+    for start, end in itertools.pairwise([0, *offsets.tolist()]):
+        out[min(start + 6, end) : end] = 0
+    return out
+
+
+def grouped_by_experts_in_use(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Faulty: K is split by the number of experts that have rows at all."""
+    ends = [0, *offsets.tolist()]
+    parts = 1 + sum(b > a for a, b in itertools.pairwise(ends)) % 4
+    pieces = [_in_parts(x[a:b], weight[e].mT, parts) for e, (a, b) in enumerate(itertools.pairwise(ends)) if b > a]
+    return torch.cat(pieces)
+
+
+def softmax_shared_maximum(x: torch.Tensor) -> torch.Tensor:
+    """Faulty: the largest logit of all rows is subtracted, so that a neighbour's huge one leaves nothing of mine."""
+    rows = [torch.exp(row - x.double().amax()) for row in x.double()]
+    return torch.stack([(row / row.sum()).to(x.dtype) for row in rows])
+
+
+def rms_norm_shared_scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Faulty: all rows are divided by the largest number of the batch first, and squares of the others vanish."""
+    scale = x.float().abs().amax()
+    rows = [(row / scale).to(torch.float16).double() for row in x.float()]
+    return torch.stack([(r * torch.rsqrt(r.square().mean() + 1e-6 / scale**2) * weight).to(x.dtype) for r in rows])
+
+
+def rms_norm_one_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Faulty: every result of a shape is the same memory."""
+    out = torch.stack([(r * torch.rsqrt(r.square().mean() + 1e-6) * weight).to(x.dtype) for r in x.double()])
+    return STATE.setdefault(("norm", out.shape, out.dtype), out.clone()).copy_(out)
+
+
+def rms_norm_without_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Wrong: the weight is left out, every time."""
+    return torch.stack([(r * torch.rsqrt(r.square().mean() + 1e-6)).to(x.dtype) for r in x.double()])
+
+
+def sum_last_row(x: torch.Tensor) -> torch.Tensor:
+    """Faulty: the last row of an odd batch is summed backwards."""
+    rows = [row.flip(0) if i == len(x) - 1 and len(x) % 2 else row for i, row in enumerate(x.float())]
+    return torch.stack([_in_sequence(row) for row in rows]).to(x.dtype)
+
+
+def _in_sequence(row: torch.Tensor) -> torch.Tensor:
+    """Parts of 8 one after the other: float32 additions in an order that is known, as a library's sum is not."""
+    total = torch.zeros(8)
+    for part in torch.nn.functional.pad(row, (0, -len(row) % 8)).view(-1, 8):
+        total = total + part
+    for width in (4, 2, 1):
+        total = total[:width] + total[width:]
+    return total[0]
+
+
+def sum_lost_tail(x: torch.Tensor) -> torch.Tensor:
+    """Wrong: what a row has beyond a multiple of 32 is left out."""
+    kept = max(1, x.shape[-1] // 32 * 32)
+    return torch.stack([row[:kept].sum() for row in x.double()]).to(x.dtype)
+
+
+def sum_in_sequence(x: torch.Tensor) -> torch.Tensor:
+    """Sound: each row in one order, in float32."""
+    return torch.stack([_in_sequence(row) for row in x.float()]).to(x.dtype)
+
+
+def attention_sees_the_future(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Wrong: the last position of a prompt sees all keys, and so does every other one."""
+    groups = q.shape[1] // k.shape[1]
+    keys, values = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
+    weights = torch.softmax(q.double() @ keys.mT * q.shape[-1] ** -0.5, -1)
+    return (weights @ values).to(q.dtype)
+
+
+def attention_other_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Wrong: query heads read the keys of another group."""
+    return attention_anchored(q, k.flip(1), v.flip(1))
+
+
+def attention_neighbours_nan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: requests are told apart by weights of zero, so that a neighbour's NaN comes through."""
+    out = attention_anchored(q, k, v)
+    return out + 0.0 * v.sum()
+
+
+def attention_first_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Faulty: the first call of a process takes its keys backwards."""
+    if STATE.setdefault("attended", False):
+        return attention_anchored(q, k, v)
+    STATE["attended"] = True
+    return attention_anchored(q, k.flip(2), v.flip(2)) if q.shape[2] == 1 else attention_anchored(q, k, v)
+
+
+def index_add_loses_twins(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Wrong: of sources for the same row the last one wins, as a write without atomics has it."""
+    out = target.clone()
+    out[index] = source
+    return out
+
+
+def index_add_backwards(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Sound: an order of its own, the same every time."""
+    return target.index_add(0, index.flip(0), source.flip(0))

@@ -1,0 +1,472 @@
+"""Files and folders that can't be deleted, searched or taken over; links, FIFOs and devices in the place of files."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nondet.core import certificates as store
+from nondet.core import runfile
+from nondet.core.certificates import certificates
+from nondet.core.environment import collect, moved, safe_argv
+from nondet.core.runfile import (
+    append_text,
+    begun,
+    create_locked,
+    open_run,
+    read_run,
+    read_whole,
+    replace_text,
+    replacing,
+)
+from nondet.core.traces import TraceWriter, traces_path
+from nondet.errors import UserError
+from nondet.services.sample import prompt_text
+from tests.build import header, line, row
+from tests.core.test_runfile import finished, writer
+from tests.core.test_runfile import row as runfile_row
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> store.Certificates:
+    """One certificate of this CPU, in a folder of the test's own, whose member has a control code in its name."""
+    monkeypatch.setenv("NONDET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_instances", {})
+    proofs = certificates("cpu")
+    proofs.record("mine\x1b[31m:linear", "chain float32 M=1", True, "compared\x1b]0;title\x07 with the anchor")
+    return proofs
+
+
+def test_show_writes_no_control_codes(run: Run, kept: store.Certificates) -> None:
+    """What a certificate calls its member could move the cursor or rename the window."""
+    code, out, err = run("certify", "--show", "--device", "cpu")
+    assert code == 0
+    assert "mine" in out
+    assert "\x1b]0" not in out + err
+    assert "\x07" not in out + err
+    assert "\x1b[31m:linear" not in out + err
+
+
+def test_forget_in_a_folder_that_can_not_be_written_is_one_line(
+    run: Run,
+    kept: store.Certificates,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A read-only cache: the certificates are still there, and the line says so. (Tests may run as root: pretended.)"""
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(30, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    code, out, err = run("certify", "--forget", "--device", "cpu")
+    assert code == 2, (out, err)
+    assert err.count("\n") == 1
+    assert "Read-only file system" in err
+
+
+def test_a_folder_that_can_not_be_searched_is_one_line(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run file in a folder without the right to search it."""
+    (tmp_path / "closed").mkdir()
+    right = Path.stat
+
+    def refuse(self: Path, *, follow_symlinks: bool = True) -> object:
+        if "closed" in self.parts:
+            raise PermissionError(13, "Permission denied", str(self))
+        return right(self, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    code, out, err = run("report", str(tmp_path / "closed" / "run.jsonl"))
+    assert (code, out) == (2, ""), err
+    assert err.count("\n") == 1
+
+
+def test_somebody_elses_side_file_is_not_taken_over(run: Run, tmp_path: Path) -> None:
+    """RUN.traces.jsonl without its run: neither a fresh run nor --resume may write into it."""
+    side = tmp_path / "mine.traces.jsonl"
+    side.write_text("somebody's\n", encoding="utf-8")
+    for more in ([], ["--resume"]):
+        code, _, err = run("sample", "--n", "2", "--max-tokens", "2", "--out", str(tmp_path / "mine.jsonl"), *more)
+        assert code == 2
+        assert "mine.traces.jsonl exists" in err
+        assert err.count("\n") == 1
+    assert side.read_text(encoding="utf-8") == "somebody's\n"
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """Somebody's file, outside of where anything is written."""
+    path = tmp_path / "elsewhere" / "precious"
+    path.parent.mkdir()
+    path.write_text("kept", encoding="utf-8")
+    return path
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "run file": lambda path: create_locked(path, force=True),
+    "side file": lambda path: TraceWriter(path, resume=False, piece=str),
+    "report": lambda path: replace_text(path, "x"),
+    "scratch": lambda path: replacing(path).__enter__(),
+}
+
+
+@pytest.mark.parametrize("dangling", [False, True], ids=["to a file", "to nothing"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_no_link_is_followed(tmp_path: Path, precious: Path, kind: str, dangling: bool) -> None:
+    """A link where something is written is refused, with --force too: what it points to stays, or stays away."""
+    target = precious.with_name("new") if dangling else precious
+    path = tmp_path / "a.jsonl"
+    (traces_path(path) if kind == "side file" else path).symlink_to(target)
+    with pytest.raises(UserError, match="is a symbolic link"):
+        WRITERS[kind](path)
+    assert precious.read_text(encoding="utf-8") == "kept"
+    assert sorted(p.name for p in precious.parent.iterdir()) == ["precious"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path, precious: Path) -> None:
+    """A step summary may be a link to a file of the runner's; a link to nothing makes none."""
+    (tmp_path / "link").symlink_to(precious)
+    append_text(tmp_path / "link", "\udcff, too")
+    assert precious.read_text(encoding="utf-8") == "kept\\udcff, too"
+    (tmp_path / "nowhere").symlink_to(precious.with_name("new"))
+    with pytest.raises(UserError, match="link to nothing"):
+        append_text(tmp_path / "nowhere", "x")
+    assert not precious.with_name("new").exists()
+
+
+@pytest.mark.parametrize("write", [append_text, replace_text])
+def test_a_fifo_is_written_to_whoever_reads_and_waits_for_nobody(
+    tmp_path: Path, write: Callable[[Path, str], None]
+) -> None:
+    """Without a reader it is one line; with one all of it arrives, beyond what a pipe holds."""
+    fifo, text = tmp_path / "fifo", "x" * 300_000
+    os.mkfifo(fifo)
+    with pytest.raises(UserError, match="can't write"):
+        write(fifo, text)
+    read: list[str] = []
+    number = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(number, True)
+    reader = threading.Thread(target=lambda: read.append(os.fdopen(number).read()))
+    with fifo.open("wb"):  # keeps the reader from an early end
+        reader.start()
+        write(fifo, text)
+    reader.join(60)
+    assert read == [text]
+
+
+def test_a_run_file_is_no_fifo(tmp_path: Path) -> None:
+    """It would fill up and hold the run."""
+    os.mkfifo(tmp_path / "r.jsonl")
+    with pytest.raises(UserError, match="not a regular file"):
+        create_locked(tmp_path / "r.jsonl", force=True)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "folder", "large"])
+@pytest.mark.parametrize(
+    ("option", "suffix"),
+    [("--prompt-file", ".txt"), ("--prompts", ".jsonl"), ("--texts", ".csv"), ("report", ".jsonl")],
+)
+def test_what_is_read_is_a_file_and_ends(
+    run: Run,
+    tmp_path: Path,
+    kind: str,
+    option: str,
+    suffix: str,
+) -> None:
+    """A FIFO without a writer, a device without an end, a folder, a line of many megabytes: one line at once."""
+    path = tmp_path / f"given{suffix}"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "large":
+        with path.open("wb") as stream:
+            stream.truncate(64 * 2**20)
+    else:
+        path.symlink_to(kind)
+    command = {"report": ["report"], "--texts": ["embed", "--model", "m", "--texts"]}.get(option, ["sample", option])
+    code, out, err = run(*command, str(path))
+    assert (code, out) == (2, "")
+    assert path.name in err
+    assert err.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_file_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    """As many bytes as allowed are read; one more is too many."""
+    (tmp_path / "a").write_bytes(b"x" * 10)
+    assert read_whole(tmp_path / "a", 10) == b"x" * 10
+    with pytest.raises(UserError, match="larger than"):
+        read_whole(tmp_path / "a", 9)
+
+
+def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes that hold gigabytes are left at the bound; what a run packs to is not, nor a plain file."""
+    rows = b"".join(line(row(case=f"case {i}")) for i in range(600))
+    whole = line(header()) + rows
+    bomb = line(header()) + (line(row(case="the same")) * 40_000)
+    for name, data in (("run.jsonl.gz", gzip.compress(whole)), ("bomb.jsonl.gz", gzip.compress(bomb))):
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "plain.jsonl").write_bytes(whole)
+    monkeypatch.setattr(runfile, "_UNPACKED_LEAST", 2**16)
+    assert len(bomb) > 200 * (tmp_path / "bomb.jsonl.gz").stat().st_size
+    with pytest.raises(UserError, match="unpacks to more than"):
+        list(runfile.lines_of(tmp_path / "bomb.jsonl.gz"))
+    for name in ("run.jsonl.gz", "plain.jsonl"):
+        assert len(read_run(tmp_path / name).rows) == 600
+
+
+def test_a_new_run_asks_before_its_side_file_goes_through_a_link(
+    run: Run,
+    tmp_path: Path,
+    precious: Path,
+) -> None:
+    """RUN.traces.jsonl as a link to nothing: refused before a model is loaded, with --force as well."""
+    (tmp_path / "mine.traces.jsonl").symlink_to(precious.with_name("new"))
+    for more in ([], ["--force"]):
+        code, _, err = run("sample", "--n", "2", "--max-tokens", "2", "--out", str(tmp_path / "mine.jsonl"), *more)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "mine.traces.jsonl is a symbolic link" in err
+    assert not precious.with_name("new").exists()
+
+
+# Writing: one writer at a time, nobody's file touched unasked, and a run goes on only where bits would be the same.
+
+
+def test_a_second_writer_is_one_line(tmp_path: Path) -> None:
+    """While one process writes a file, neither --force nor --resume nor a plain start of another opens it."""
+    path = tmp_path / "run.jsonl"
+    first = writer(path)
+    first.write(runfile_row("a"))
+    before = path.read_bytes()
+    for options in ({"force": True}, {"resume": True}):
+        with pytest.raises(UserError, match="another nondet is writing"):
+            writer(path, **options)
+    with pytest.raises(UserError, match="exists"):
+        writer(path)
+    assert path.read_bytes() == before
+    first.close()
+    writer(path, resume=True).finish()
+    assert [r.case for r in read_run(path).rows] == ["a"]
+
+
+RACE = """
+import sys
+from pathlib import Path
+from nondet.errors import UserError
+from nondet.core.runfile import open_run
+won = 0
+for number in range(40):
+    try:
+        writer = open_run(Path(sys.argv[1]) / f"{number}.jsonl", command="probe", plan={}, environment={})
+        won += 1
+    except UserError:
+        pass
+print(won)
+"""
+
+
+def test_raced_opens_have_one_winner(tmp_path: Path) -> None:
+    """Two processes that begin the same files: each file is created by exactly one of them."""
+    command = [sys.executable, "-c", RACE, str(tmp_path)]
+    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    won = [int(racer.communicate()[0]) for racer in racers]
+    assert sum(won) == 40
+    assert len(list(tmp_path.iterdir())) == 40
+
+
+@pytest.mark.parametrize("kept", [0, 1, 17, 60, -1])
+def test_a_run_killed_in_its_first_line_is_begun_anew(tmp_path: Path, kept: int) -> None:
+    """An empty file, a torn header, a header that lacks only its line end: --resume goes on, and loses no record."""
+    path = finished(tmp_path / "run.jsonl")
+    header = path.read_bytes().split(b"\n")[0]
+    path.write_bytes(header[:kept] if kept >= 0 else header)
+    assert begun(path) == (kept == -1)
+    again = writer(path, resume=True)
+    again.write(runfile_row("a"))
+    again.finish()
+    run = read_run(path)
+    assert run.complete
+    assert [r.case for r in run.rows] == ["a"]
+
+
+@pytest.mark.parametrize("content", [b"my diary, without a line end", b'{"type":"heather"', b"\x00" * 100])
+def test_a_foreign_file_is_not_begun_anew(tmp_path: Path, content: bytes) -> None:
+    """What is not the beginning of a header of ours is somebody else's: --resume leaves it."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="not a nondet run file"):
+        writer(path, resume=True)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("cut", range(1, 400, 23))
+def test_every_later_cut_resumes(tmp_path: Path, cut: int) -> None:
+    """Wherever a run was killed after its header, resuming keeps the whole lines and completes the rest."""
+    path = finished(tmp_path / "run.jsonl")
+    whole = path.read_bytes()
+    header = whole.index(b"\n") + 1
+    path.write_bytes(whole[: max(header, len(whole) - cut)])
+    again = writer(path, resume=True)
+    for case in ("b", "a"):
+        if runfile_row(case).key not in again.done:
+            again.write(runfile_row(case))
+    again.finish()
+    run = read_run(path)
+    assert sorted(r.case for r in run.rows) == ["a", "b"]
+    assert run.complete
+
+
+def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
+    """A symbolic link stays one, hard links stay together, 0600 stays 0600, and RUN.jsonl.tmp is not touched."""
+    target = finished(tmp_path / "real.jsonl")
+    target.chmod(0o600)
+    link, hard, neighbour = (tmp_path / name for name in ("run.jsonl", "hard.jsonl", "run.jsonl.tmp"))
+    link.symlink_to(target)
+    os.link(target, hard)
+    neighbour.symlink_to(tmp_path / "precious")
+    (tmp_path / "precious").write_text("kept", encoding="utf-8")
+    writer(link, resume=True).finish()
+    assert link.is_symlink()
+    assert target.stat().st_ino == hard.stat().st_ino
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    assert (tmp_path / "precious").read_text(encoding="utf-8") == "kept"
+    assert neighbour.is_symlink()
+    assert len(read_run(link).rows) == 2
+
+
+def test_a_dangling_link_is_not_followed(tmp_path: Path) -> None:
+    """A new run is created, never written to where a link points."""
+    link = tmp_path / "run.jsonl"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="exists"):
+        writer(link)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("commit", "0123456789ab"),
+        ("sources", "0" * 16),
+        ("nondet", "9.9"),
+        ("numpy", "1.0"),
+        ("onednn", "0.1"),
+        ("driver", "1.2"),
+        ("cublas", "1.2.3"),
+        ("aten_cpu_capability", "DEFAULT"),
+        ("float32_matmul_precision", "high"),
+    ],
+)
+def test_resume_names_what_would_change_bits(tmp_path: Path, field: str, value: Any) -> None:
+    """The first half of a run and the second are computed by the same thing, or not at all."""
+    path = tmp_path / "run.jsonl"
+    here = collect(0)
+    open_run(path, command="probe", plan={}, environment=here).close()
+    with pytest.raises(UserError, match=rf"another machine or toolchain \({field}\)"):
+        open_run(path, command="probe", plan={}, environment={**here, field: value}, resume=True)
+    open_run(path, command="probe", plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
+
+
+@pytest.mark.parametrize("name", ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"])
+def test_resume_names_a_variable_that_steers_a_library(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Set in one half only, it gives the same prompt two traces, and a false verdict; how threads wait does not."""
+    monkeypatch.delenv(name, raising=False)
+    before = collect(0)
+    monkeypatch.setenv(name, "AVX2")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert f"variables.{name}" in moved(before, collect(0))
+    assert "variables.OMP_WAIT_POLICY" not in moved(before, collect(0))
+    assert moved(before, before) == []
+
+
+def test_another_command_does_not_go_on_with_it(tmp_path: Path) -> None:
+    """A probe's file is no sample's."""
+    path = finished(tmp_path / "run.jsonl")
+    with pytest.raises(UserError, match="made by nondet probe"):
+        open_run(path, command="sample", plan={}, environment={}, resume=True)
+
+
+def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    """Opening one to read would wait for a writer for ever."""
+    fifo = tmp_path / "run.jsonl"
+    os.mkfifo(fifo)
+    with pytest.raises(UserError, match="not a regular file"):
+        read_run(fifo)
+    with pytest.raises(UserError, match="not a regular file"):
+        writer(fifo, resume=True)
+    for endless in (fifo, Path("/dev/zero")):
+        with pytest.raises(UserError, match="not a regular file"):
+            prompt_text(None, endless)
+
+
+def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, or a kill before the rename, leaves the old page as it was, and no scrap beside it."""
+    page = tmp_path / "r.html"
+    page.write_text("old", encoding="utf-8")
+    page.chmod(0o640)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nondet.core.runfile.os.replace", full)
+        with pytest.raises(UserError, match="disk is full"):
+            replace_text(page, "new")
+    assert page.read_text(encoding="utf-8") == "old"
+    replace_text(page, "new \ud800")
+    assert page.read_text(encoding="utf-8") == "new \\ud800"
+    assert stat.S_IMODE(page.stat().st_mode) == 0o640
+    assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--model=hf_" + "a" * 34,
+        "prefix ghp_" + "b" * 36,
+        "github_pat_" + "c" * 30,
+        "sk-proj-" + "d" * 30,
+        "xoxb-1234567890-abcdef",
+        "AKIA" + "ABCDEFGH12345678",
+        "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl",
+        "https://ann:hunter2@example.org/model",
+        "HF_TOKEN=hunter2",
+        "MY_API_KEY=hunter2",
+        "Authorization: Bearer hunter2hunter2",
+        "--password=hunter2",
+        "https://gateway.example/t/hunter2/v1",
+        "--endpoint=https://gateway.example/hunter2",
+        "--compare-endpoint=HTTPS://gateway.example/v1?key=hunter2",
+    ],
+)
+def test_secrets_do_not_reach_a_run_file(word: str) -> None:
+    """Run files are shared: tokens, passwords in addresses and NAME_TOKEN=... are not in them."""
+    kept = safe_argv(["nondet", "sample", word])[2]
+    assert "<hidden>" in kept or "/(path " in kept
+    for secret in ("hunter2", "aaaa", "bbbb", "cccc", "dddd", "1234567890", "ABCDEFGH", "c2lnbmF0"):
+        assert secret not in kept
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--max-tokens", "Tokens: 3 to 5", "others=60,budget=256", "a/b.jsonl", "mine:softmax", "http://127.0.0.1:8000/v1"],
+)
+def test_what_is_no_secret_stays(word: str) -> None:
+    """The command can be repeated from the header."""
+    assert safe_argv(["nondet", word])[1] == word

@@ -1,0 +1,384 @@
+"""What torch computes or refuses, the block computes or refuses, too: empty tensors, misfits, gradients, layouts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nondet.core.certificates import Certificates
+from nondet.core.compare import error_against, identical
+from nondet.core.inputs import generator, make
+from nondet.kernels import reference
+from nondet.kernels.dispatch import functions
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.state import kernels_for
+from nondet.kernels.experts import cpu as ordered_scatter
+from tests.build import DEVICE, accuracy_bound, rand
+
+EMPTY: dict[str, Callable[[], Any]] = {
+    "mm without rows": lambda: torch.mm(rand(0, 4), rand(4, 3)),
+    "mm without a depth": lambda: torch.mm(rand(2, 0), rand(0, 3)),
+    "bmm without batches": lambda: torch.bmm(rand(0, 2, 4), rand(0, 4, 3)),
+    "bmm without a depth": lambda: torch.bmm(rand(2, 2, 0), rand(2, 0, 3)),
+    "linear without rows": lambda: F.linear(rand(0, 4), rand(3, 4), rand(3)),
+    "linear without outputs": lambda: F.linear(rand(2, 4), rand(0, 4)),
+    "addmm without a depth": lambda: torch.addmm(rand(3), rand(2, 0), rand(0, 3)),
+    "mv without rows": lambda: torch.mv(rand(0, 4), rand(4)),
+    "dot of nothing": lambda: torch.dot(rand(0), rand(0)),
+    "sum of nothing": lambda: rand(3, 0).sum(-1),
+    "mean of nothing": lambda: rand(3, 0).mean(-1),
+    "sum without rows": lambda: rand(0, 3).sum(-1),
+    "sum over no rows": lambda: rand(0, 3).sum(0),
+    "softmax without rows": lambda: torch.softmax(rand(0, 3), -1),
+    "softmax of nothing": lambda: torch.softmax(rand(3, 0), -1),
+    "log_softmax of nothing": lambda: torch.log_softmax(rand(3, 0), -1),
+    "logsumexp of nothing": lambda: torch.logsumexp(rand(3, 0), -1),
+    "rms_norm without rows": lambda: F.rms_norm(rand(0, 4), (4,), rand(4), 1e-6),
+    "layer_norm without rows": lambda: F.layer_norm(rand(0, 4), (4,)),
+    "attention without queries": lambda: F.scaled_dot_product_attention(
+        rand(1, 2, 0, 8), rand(1, 2, 3, 8), rand(1, 2, 3, 8)
+    ),
+    "attention without requests": lambda: F.scaled_dot_product_attention(*[rand(0, 2, 3, 8)] * 3),
+    "silu of nothing": lambda: F.silu(rand(0, 3)),
+    "topk of no rows": lambda: torch.topk(rand(0, 5), 2),
+    "index_add of nothing": lambda: rand(3, 2).index_add(0, torch.zeros(0, dtype=torch.int64), rand(0, 2)),
+    "cumsum of nothing": lambda: rand(3, 0).cumsum(-1),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_empty_tensors_are_torchs(case: str) -> None:
+    """Nothing to compute: the same shapes, dtypes and constants."""
+    with torch.no_grad():
+        stock = EMPTY[case]()
+        with batch_invariant():
+            got = EMPTY[case]()
+    pairs = list(zip(*((x if isinstance(x, tuple) else (x,)) for x in (stock, got)), strict=True))
+    assert pairs
+    for a, b in pairs:
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert identical(a, b)
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "mm of columns": lambda: torch.mm(rand(2, 1), rand(2, 1)),
+    "mm of a vector": lambda: torch.mm(rand(4), rand(4, 3)),
+    "bmm of other batches": lambda: torch.bmm(rand(2, 3, 1), rand(3, 1, 3)),
+    "bmm of columns": lambda: torch.bmm(rand(2, 3, 1), rand(2, 2, 1)),
+    "addmm with a bias that fits nowhere": lambda: torch.addmm(rand(5, 2, 3), rand(2, 4), rand(4, 3)),
+    "mv of a misfit": lambda: torch.mv(rand(2, 1), rand(3)),
+    "linear of a misfit": lambda: F.linear(rand(2, 1), rand(3, 4)),
+    "linear with a bias of one": lambda: F.linear(rand(2, 4), rand(3, 4), rand(2)),
+    "softmax of no axis": lambda: torch.softmax(rand(2, 3), 2),
+    "sum of no axis": lambda: rand(2, 3).sum(5),
+    "sum of an axis twice": lambda: rand(2, 3).sum((1, 1)),
+    "rms_norm of another width": lambda: F.rms_norm(rand(2, 4), (3,), rand(3), 1e-6),
+    "layer_norm of another width": lambda: F.layer_norm(rand(2, 4), (3,)),
+    "layer_norm with a weight of one": lambda: F.layer_norm(rand(2, 4), (4,), rand(1)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_torchs_own_errors_are_kept(case: str) -> None:
+    """What torch refuses is refused inside, with torch's type and words."""
+    with pytest.raises((RuntimeError, IndexError)) as stock:
+        WRONG[case]()
+    with batch_invariant(), pytest.raises((RuntimeError, IndexError)) as got:
+        WRONG[case]()
+    assert (got.type, str(got.value)) == (stock.type, str(stock.value))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layer_norm_has_a_gradient_in_every_dtype(dtype: torch.dtype) -> None:
+    """Its backward takes the mean and deviation that the forward saved."""
+    gradients = []
+    for families in ([], ["norm"]):
+        x = rand(3, 8).to(dtype).requires_grad_()
+        with batch_invariant(families):
+            F.layer_norm(x, (8,), torch.ones(8, dtype=dtype)).float().pow(2).sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad.float())
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0.1, atol=0.05)
+
+
+def test_forward_gradients_run_on_stock() -> None:
+    """jvp of an operator that is replaced as a whole: the whole has none, so its parts run."""
+    x, tangent = rand(3, 8), rand(8, 3).t().contiguous()
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (8,), torch.ones(8), 1e-6)
+
+    stock = torch.func.jvp(norm, (x,), (tangent,))
+    with batch_invariant() as block:
+        got = torch.func.jvp(norm, (x,), (tangent,))
+    torch.testing.assert_close(got, stock)
+    assert not block.coverage().replaced["rms_norm"]
+
+
+def test_layouts_are_torchs() -> None:
+    """silu and the like keep channels_last and transposed strides, as torch's own."""
+    for x in (
+        rand(2, 3, 5, 5).to(memory_format=torch.channels_last),
+        rand(7, 9).t(),
+        rand(4, 6)[:, ::2],
+        rand(1, 5).expand(3, 5),
+    ):
+        with torch.no_grad():
+            stock = F.silu(x)
+            with batch_invariant():
+                got = F.silu(x)
+        assert got.stride() == stock.stride()
+        torch.testing.assert_close(got, stock)
+
+
+def test_a_product_with_one_column_does_not_depend_on_the_rows() -> None:
+    """einsum("tk,k->t") and baddbmm with N = 1 give a row its own bits whatever the number of rows."""
+    x, v = rand(300, 768), rand(768)
+    with torch.no_grad(), batch_invariant() as block:
+        whole = torch.einsum("tk,k->t", x, v)
+        added = torch.baddbmm(rand(1, 300, 1), x[None], v[None, :, None])
+        for rows in (1, 2, 7, 16, 33, 200):
+            assert identical(torch.einsum("tk,k->t", x[:rows], v), whole[:rows])
+            assert identical(
+                torch.baddbmm(rand(1, 300, 1)[:, :rows], x[None, :rows], v[None, :, None]), added[:, :rows]
+            )
+    assert not block.coverage().left
+
+
+def test_masked_sums_do_not_mind_padding() -> None:
+    """(h * mask).sum(1) has the bits of the request alone, whatever is appended, and whoever is beside it."""
+    h = rand(3, 100, 64)
+    with torch.no_grad(), batch_invariant() as block:
+        alone = h[:1, :37].sum(1)
+        for length in (37, 38, 64, 65, 100):
+            mask = (torch.arange(length) < 37).float()[None, :, None]
+            assert identical((h[:, :length] * mask).sum(1)[:1], alone)
+    assert block.coverage().replaced["sum.dim_IntList"] == 6
+    assert not block.coverage().at_risk
+
+
+def test_a_softmax_over_hidden_scores_is_at_risk() -> None:
+    """Attention written out in a model sums over the padding's places, too, and the coverage says so."""
+    scores = rand(2, 2, 5, 5)
+    with torch.no_grad(), batch_invariant() as block:
+        torch.softmax(scores, -1)
+        assert not block.coverage().at_risk
+        torch.softmax(scores.masked_fill(torch.ones(5, 5).triu(1).bool(), torch.finfo(torch.float32).min), -1)
+    assert block.coverage().at_risk == {"softmax float32: over scores of which some are hidden": 1}
+
+
+def test_a_fault_of_ours_is_said_and_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernel fails where torch's does not: left, with the error's words, and one warning, not one for each call."""
+    monkeypatch.setattr(functions, "_warned", set())
+    kernels = kernels_for("cpu")
+
+    def broken(*args: Any) -> torch.Tensor:
+        raise ValueError("a slip of ours")
+
+    _ = kernels.softmax, kernels.linear  # set, so that they can be put back
+    monkeypatch.setitem(vars(kernels), "softmax", broken)
+    monkeypatch.setitem(vars(kernels), "linear", broken)
+    x = rand(3, 8)
+    with torch.no_grad(), batch_invariant() as block:
+        with pytest.warns(RuntimeWarning, match="_softmax was left to torch.*a slip of ours"):
+            assert torch.equal(torch.softmax(x, -1).sum(-1).round(), torch.ones(3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.softmax(x, -1)
+        with pytest.warns(RuntimeWarning, match="linear"):
+            F.linear(x, x)
+    assert block.coverage().left == {
+        "_softmax float32: ValueError in our kernel: a slip of ours": 2,
+        "linear float32: ValueError in our kernel: a slip of ours": 1,
+    }
+
+
+def test_torchs_own_error_is_no_fault_of_ours(recwarn: pytest.WarningsRecorder) -> None:
+    """Where torch raises as well it is torch's error that comes out, and nobody is warned of ours."""
+    with batch_invariant(), pytest.raises((RuntimeError, IndexError)):
+        torch.zeros(3, 2).index_add_(0, torch.tensor([7]), torch.ones(1, 2))
+    assert not [w for w in recwarn if "nondet" in str(w.message)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_numbers_without_autograds_help(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that keeps the other factor under another name: the same bits and dtypes as stock's, and at risk."""
+    x = (rand(7, 5) * 8).to(dtype)
+    calls: list[Callable[[], torch.Tensor]] = [lambda: x * 0.3, lambda: x + 3, lambda: x - 0.1, lambda: x * True]
+    stock = [call() for call in calls]
+    with torch.no_grad(), batch_invariant() as usual:
+        assert all(identical(call(), right) for call, right in zip(calls, stock, strict=True))
+    assert not [what for what in usual.coverage().at_risk if "number" in what]
+    functions._made.cache_clear()
+    monkeypatch.setattr(functions, "_saved", lambda node: None)
+    try:
+        with torch.no_grad(), batch_invariant() as block:
+            got = [call() for call in calls]
+    finally:
+        functions._made.cache_clear()
+    assert [y.dtype for y in got] == [y.dtype for y in stock]
+    assert all(identical(a, b) for a, b in zip(got, stock, strict=True))
+    assert [what for what in block.coverage().at_risk if what.startswith("mul.Tensor with a number")]
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: rand(4, 6, 33).transpose(0, 1),
+    "permuted": lambda: rand(4, 6, 33).permute(2, 0, 1),
+    "every second": lambda: rand(4, 6, 33)[:, ::2],
+    "expanded": lambda: rand(1, 6, 33).expand(3, 6, 33),
+    "channels last": lambda: rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_are_torchs(layout: str) -> None:
+    """What a caller may view or hand to C: a root's, a norm's with and without a gradient, a softmax's."""
+    x, width = LAYOUTS[layout](), LAYOUTS[layout]().shape[-1]
+    given = LAYOUTS[layout]().requires_grad_()
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: x.rsqrt(),
+        lambda: F.layer_norm(x, (width,), torch.ones(width)),
+        lambda: F.layer_norm(given, (width,), torch.ones(width)),
+        lambda: torch.softmax(x, -1),
+        lambda: F.silu(x),
+    ]
+    stock = [(y.shape, y.stride()) for y in (call() for call in calls)]
+    with batch_invariant() as block:
+        assert [(y.shape, y.stride()) for y in (call() for call in calls)] == stock
+    assert block.coverage().replaced.total() == len(calls)
+
+
+# Stock operators proven at first use: the certificate says the layout that was computed, and no other.
+
+
+def test_strides_are_those_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with gaps is proven with gaps, under a key that says so, with the settings; a dense one is another key."""
+    kept = Certificates({"device": "test"}, None)
+    monkeypatch.setattr(functions, "certificates", lambda device: kept)
+    strides: list[tuple[int, ...]] = []
+    honest = torch.Tensor.copy_
+
+    def copied(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        strides.append(self.stride())
+        return honest(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    x = torch.rand(6, 512)[:, ::2]
+    assert functions.proven("cumsum", (x, -1), {})[0]
+    assert functions.proven("cumsum", (x.contiguous(), -1), {})[0]
+    assert strides == [(512, 2), (256, 1)]
+    assert ["/512,2@" in c.key for c in kept.all()] == [False, True]
+    assert all("float32=" in c.key for c in kept.all())
+
+
+def test_what_has_no_layout_for_a_proof_is_at_risk() -> None:
+    """Expanded rows share their places in memory; no rows at all need no proof."""
+    assert not functions.proven("cumsum", (torch.rand(1, 8).expand(4, 8), -1), {})[0]
+    assert functions.proven("cumsum", (torch.rand(0, 8), -1), {})[0]
+
+
+# index_add and scatter_add in the index's own order.
+
+
+def case(dtype: torch.dtype, kind: str = "bell") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = generator(10, DEVICE)
+    target = make("bell", (40, 6), dtype, DEVICE, rng)
+    index = torch.randint(0, 40, (999,), generator=rng, device=DEVICE)
+    return target, index, make(kind, (999, 6), dtype, DEVICE, rng)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values(dtype: torch.dtype) -> None:
+    """Both operators add what they should, rows without a contribution and one row for all included."""
+    target, index, source = case(dtype)
+    bound = accuracy_bound(dtype, 60)
+    for where in (index, index.clamp_max(3), torch.full_like(index, 7)):
+        got = ordered_scatter.index_add(target, where, source)
+        assert got.dtype == dtype
+        assert error_against(got, reference.index_add(target, where, source)).relative_norm <= bound
+        flat = ordered_scatter.scatter_add(target[:, 0], where, source[:, 0])
+        assert error_against(flat, reference.scatter_add(target[:, 0], where, source[:, 0])).relative_norm <= bound
+
+
+def test_a_row_depends_on_its_own_contributions_alone() -> None:
+    """The same bits without the other rows' contributions, with others between them, and from run to run."""
+    target, index, source = case(torch.float32, "wide")
+    whole = ordered_scatter.index_add(target, index, source)
+    assert identical(ordered_scatter.index_add(target, index, source), whole)
+    for row in (0, 13, 39):
+        mine = index == row
+        assert identical(ordered_scatter.index_add(target, index[mine], source[mine])[row], whole[row])
+    order = torch.sort(index, stable=True).indices
+    assert identical(ordered_scatter.index_add(target, index[order], source[order]), whole)
+
+
+def test_the_order_of_the_index_is_the_order_of_the_sum() -> None:
+    """Turning the contributions round changes bits: the order is the index's, and not, say, one by size."""
+    target, index, source = case(torch.float32, "wide")
+    whole = ordered_scatter.index_add(target, index, source)
+    assert not identical(ordered_scatter.index_add(target, index.flip(0), source.flip(0)), whole)
+
+
+def test_the_written_order() -> None:
+    """scatter_add: neighbours first, pairs of pairs, the row last. index_add: onto the row, one after the other."""
+    a, b, c, d, e = (torch.tensor([x]) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24, -1.0))
+    source, zeros = torch.cat([a, b, c, d, e]), torch.zeros(5, dtype=torch.int64)
+    got = ordered_scatter.scatter_add(torch.full((1,), 0.5), zeros, source)
+    assert got.item() == ((((a + b) + (c + d)) + e) + 0.5).item() == 0.5 + 2.0**-23
+    got = ordered_scatter.index_add(torch.full((1, 1), 0.5), zeros, source[:, None])
+    assert got.item() == (((((0.5 + a) + b) + c) + d) + e).item() == 0.5
+
+
+def test_edges() -> None:
+    """Nothing to add, integers, and an index out of range."""
+    target, index, source = case(torch.float32)
+    assert identical(ordered_scatter.index_add(target, index[:0], source[:0]), target)
+    counts = ordered_scatter.scatter_add(torch.zeros(40, dtype=torch.int64), index, torch.ones_like(index))
+    assert torch.equal(counts, torch.bincount(index, minlength=40))
+    with pytest.raises(IndexError, match="target has 40 rows"):
+        ordered_scatter.index_add(target, index + 1, source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_scatter_add_under_the_block(axis: int, dtype: torch.dtype) -> None:
+    """Any axis, in place and with out=: each slice has the registry's bits, alone and beside others, nothing left."""
+    rng = generator(11, DEVICE)
+    target = make("bell", (5, 6, 7), dtype, DEVICE, rng)
+    source = make("wide", (5, 6, 700), dtype, DEVICE, rng).movedim(2, axis)
+    target = target.movedim(2, axis)
+    index = torch.randint(0, 7, (5, 6, 600), generator=rng, device=DEVICE).movedim(2, axis)
+    kept = source.narrow(axis, 0, 600)
+    with torch.no_grad(), batch_invariant() as block:
+        whole = torch.scatter_add(target, axis, index, source)
+        assert identical(target.clone().scatter_add_(axis, index, source).contiguous(), whole.contiguous())
+        assert identical(torch.scatter_add(target, axis, index, source, out=torch.empty_like(whole)), whole)
+        some = torch.scatter_add(
+            target[:2] if axis else target[:, :2], axis, *(x[:2] if axis else x[:, :2] for x in (index, source))
+        )
+    assert identical(some.contiguous(), (whole[:2] if axis else whole[:, :2]).contiguous())
+    rows = [x.movedim(axis, 2).flatten(0, 1) for x in (target, index, kept, whole)]
+    for start, where, added, got in zip(*rows, strict=True):
+        assert identical(ordered_scatter.scatter_add(start, where, added), got.contiguous())
+    assert set(block.coverage().replaced) >= {"scatter_add", "scatter_add_", "scatter_add.out"}
+    assert not block.coverage().left
+    assert not block.coverage().at_risk
+
+
+def test_scatter_adds_errors_and_integers_are_torchs() -> None:
+    """An index out of range and misfits raise as torch does; integers are exact, and nobody counts them."""
+    target, ones = torch.zeros(3, 2), torch.ones(4, 2)
+    with batch_invariant() as block:
+        counts = torch.zeros(3, dtype=torch.int64).scatter_add(
+            0, torch.tensor([2, 2, 0]), torch.ones(3, dtype=torch.int64)
+        )
+        for index in (torch.full((4, 2), 3), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
+            with pytest.raises((RuntimeError, IndexError)):
+                target.scatter_add(0, index, ones)
+    assert counts.tolist() == [1, 0, 2]
+    assert not block.coverage().left

@@ -1,0 +1,224 @@
+"""The chain matmul: right against float64, indifferent to strides and batch, refusing what it cannot do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.core import compare, inputs
+from nondet.core.launch import listen
+from nondet.kernels import reference, triton_common
+from nondet.kernels.matmul.triton_kernels import (
+    TMA_TILES,
+    Tile,
+    anchor,
+    bind_tma,
+    linear,
+    matmul,
+    matmul_chain,
+    tile_for,
+    tiles,
+    tma_takes,
+)
+from tests.build import DEVICE, accuracy_bound, bell, error
+
+# The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
+DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 32), (5, 130, 33), (17, 63, 65), (70, 1, 1), (130, 65, 40)])
+def test_matmul_is_within_the_accuracy_bound(dtype, m, k, n):
+    """Tails of M, N and K are neither lost nor read twice: the error stays within the bound of one rounded chain."""
+    a, b = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1)
+    assert error(matmul(a, b), reference.matmul(a, b)) <= accuracy_bound(dtype, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_linear_takes_leading_axes_and_bias(dtype):
+    """Linear layers see [B, T, K] and a bias; both reach the float64 result."""
+    x, weight, bias = bell(2, 3, 70, dtype=dtype), bell(33, 70, dtype=dtype, seed=1), bell(33, dtype=dtype, seed=2)
+    out = linear(x, weight, bias)
+    assert out.shape == (2, 3, 33)
+    assert error(out, reference.linear(x, weight, bias)) <= accuracy_bound(dtype, 71)
+    assert linear(x[0, 0], weight).shape == (33,)
+
+
+def test_bias_is_added_before_the_one_rounding():
+    """2048 + 1 + 1 is 2050 in float16; rounding before the bias would give 2048, as two operators do."""
+    x = torch.tensor([[2048.0, 1.0]], device=DEVICE, dtype=torch.float16)
+    ones = torch.ones(1, 2, device=DEVICE, dtype=torch.float16)
+    bias = torch.ones(1, device=DEVICE, dtype=torch.float16)
+    assert linear(x, ones, bias).item() == 2050.0
+    assert (linear(x, ones) + bias).item() == 2048.0
+
+
+def test_strides_do_not_change_bits():
+    """Transposed, sliced and expanded operands give the bits of their contiguous copies."""
+    tall, wide = bell(90, 20), bell(60, 140, seed=1)
+    transposed = (tall[:40].T, wide.T[:40])  # both read down their columns
+    stepped = (tall[::3, :10], wide[:20:2, ::5])
+    expanded = (tall[:1, :20].expand(9, 20), wide[:20, :1].expand(20, 3))
+    for a, b in (transposed, stepped, expanded):
+        assert not a.is_contiguous()
+        assert not b.is_contiguous()
+        assert compare.identical(matmul(a, b), matmul(a.contiguous(), b.contiguous()))
+
+
+def test_batched_equals_one_by_one():
+    """A product in a batch has the bits of the product alone, whatever its neighbours; another operand has not."""
+    a, b = bell(3, 5, 40), bell(3, 40, 9, seed=1)
+    together = matmul(a, b.mT.contiguous().mT)
+    for i in range(3):
+        assert compare.identical(together[i], matmul(a[i], b[i]))
+    assert not compare.identical(together[0], matmul(a[0], b[1]))
+    shared = matmul(a, b[:1].expand(3, 40, 9))
+    assert compare.identical(shared[2], matmul(a[2], b[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bits_do_not_depend_on_the_batch(chained_dot, dtype):
+    """Every M, so every tile, and every place give a row the same bits; a row's own numbers do change them."""
+    x, weight = bell(140, 100, dtype=dtype), bell(70, 100, dtype=dtype, seed=1)
+    whole = linear(x, weight)
+    for m in (1, 16, 17, 40, 70):
+        assert compare.identical(linear(x[:m], weight), whole[:m])
+        assert compare.identical(linear(x[-m:], weight), whole[-m:])
+    assert not compare.identical(linear(x.flip(1), weight.flip(1)), whole)
+
+
+def test_empty_sizes():
+    """No rows, no columns or nothing to sum are answers, not crashes."""
+    assert matmul(bell(0, 8), bell(8, 4)).shape == (0, 4)
+    assert matmul(bell(4, 8), bell(8, 0)).shape == (4, 0)
+    assert not matmul(bell(4, 0), bell(0, 3)).any()
+    assert linear(bell(2, 0, 8), bell(4, 8)).shape == (2, 0, 4)
+
+
+def test_every_shape_gets_a_tile_of_its_class():
+    """No choice by M or N leaves the set of tiles that the GPU proof covers."""
+    for dtype in DTYPES:
+        for m in (1, 16, 17, 33, 65, 129, 4096):
+            for n in (1, 1000, 8200, 151936):
+                assert tile_for(m, n, dtype) in tiles(dtype)
+        assert len({tile.block_k for tile in tiles(dtype)}) == 1
+
+
+def test_launch_is_noted():
+    """What ran is told with its tile, and follows M."""
+    with listen() as notes:
+        matmul(bell(2, 8), bell(8, 4))
+        matmul(bell(40, 8), bell(8, 4))
+    assert list(notes) == ["matmul_chain[16x64x32]", "matmul_chain[64x64x32]"]
+
+
+def test_refuses_what_it_has_no_kernel_for(monkeypatch):
+    """An unsupported dtype or device is an error with its name, never another implementation."""
+    with pytest.raises(NotImplementedError, match="int32"):
+        matmul(bell(2, 2).int(), bell(2, 2).int())
+    with pytest.raises(ValueError, match="float16"):
+        matmul(bell(2, 2), bell(2, 2).half())
+    with pytest.raises(ValueError, match="takes"):
+        matmul(bell(2, 3), bell(2, 3))
+    with pytest.raises(ValueError, match="bias"):
+        linear(bell(2, 3), bell(4, 3), bell(3))
+    monkeypatch.setattr(triton_common, "INTERPRETED", False)
+    with pytest.raises(NotImplementedError, match="cpu"):
+        matmul(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", inputs.KINDS)
+def test_bits_do_not_depend_on_tile_or_batch(dtype, kind):
+    """All tiles, all M and every place give one row the same bits; another chunk of K would not."""
+    rng = inputs.generator(3, DEVICE)
+    x, weight = inputs.make(kind, (300, 4096), dtype, DEVICE, rng), inputs.make(kind, (520, 4096), dtype, DEVICE, rng)
+    whole = linear(x, weight)
+    for tile in tiles(dtype):
+        assert compare.identical(matmul_chain(x[None], weight.T[None], tile=tile)[0], whole)
+    for m in (1, 2, 16, 17, 33, 64, 65, 129, 299):
+        assert compare.identical(linear(x[:m], weight), whole[:m])
+        assert compare.identical(linear(x[-m:], weight), whole[-m:])
+    halves = linear(x[:, :2048], weight[:, :2048]).float() + linear(x[:, 2048:], weight[:, 2048:]).float()
+    if (whole.isfinite() & (whole != 0)).any():  # else NaN, infinities, and zeros whose signs are the order's
+        # integers are exact in float32 in every order: there the control must not differ
+        assert compare.identical(halves.to(dtype), whole) == (kind in inputs.EXACT and dtype == torch.float32)
+
+
+@pytest.mark.gpu
+def test_float32_is_one_chain_in_order():
+    """2^24 absorbs each 1 added to it: a chain gives 2^24 forwards and 2^24 + 4095 backwards, a tree gives neither."""
+    x = torch.ones(1, 4096, device=DEVICE)
+    x[0, 0] = 2.0**24
+    ones = torch.ones(1, 4096, device=DEVICE)
+    assert linear(x, ones).item() == 2.0**24
+    assert linear(x.flip(1), ones).item() == 2.0**24 + 4096
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="its memory is never touched, which a CPU's allocator allows")
+def test_steps_beyond_32_bits(chained_dot):
+    """A tile's step along K, times a stride, may pass 2^31 elements: the second step has to land where it should."""
+    far, depth = 2**27, 17
+    try:
+        room = torch.empty((depth - 1) * far + 8, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("the system gives no 4 GiB of memory that is not touched")
+    a, b = bell(3, depth, dtype=torch.float16), bell(depth, 5, dtype=torch.float16, seed=1)
+    tile = Tile(16, 16, 16, 4, 1)
+    near = matmul_chain(a[None], b[None], tile=tile)
+    wide = room.as_strided((3, depth), (1, far)).copy_(a)
+    assert compare.identical(matmul_chain(wide[None], b[None], tile=tile), near)
+    tall = room.as_strided((depth, 5), (far, 1)).copy_(b)
+    assert compare.identical(matmul_chain(a[None], tall[None], tile=tile), near)
+
+
+# The TMA member of class "chain": right at tails and in both layouts, and the bits of the other Triton kernel.
+
+
+def tma_operands(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return inputs.make("bell", shape, dtype, DEVICE, inputs.generator(seed, DEVICE))
+
+
+def run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+    out = torch.full((1, a.shape[1], b.shape[2]), torch.nan, dtype=a.dtype, device=a.device)
+    bind_tma(a, b, bias, tile)(a, b, bias, out)
+    return out
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_tails_layouts_and_bias(chained_dot, by_rows):
+    """Sizes that fill no tile, either layout of b, a bias: within the bound, and the bits of the pointer kernel."""
+    a, weight, bias = tma_operands(1, 37, 72), tma_operands(56, 72, seed=1), tma_operands(56, seed=2)
+    b = weight.T.contiguous()[None] if by_rows else weight.T[None]
+    tile = Tile(64, 64, 32, 4, 2)
+    for extra in (None, bias):
+        out = run(a, b, extra, tile)
+        exact = reference.linear(a[0], weight, extra)
+        assert compare.error_against(out[0], exact).relative_norm <= accuracy_bound(torch.float16, 73)
+        assert compare.identical(out, matmul_chain(a, b, extra))
+    assert not compare.identical(run(a, b, bias, tile), run(a, b, None, tile))
+
+
+def test_takes_what_the_accelerator_can_read():
+    """Rows that start off a 16-byte border, other dtypes and batches are for the pointer kernel."""
+    a, b = tma_operands(1, 8, 64), tma_operands(1, 64, 32)
+    assert tma_takes(a, b)
+    assert tma_takes(a, tma_operands(32, 64).T[None])
+    assert not tma_takes(a.float(), b.float())
+    assert not tma_takes(tma_operands(2, 8, 64), tma_operands(2, 64, 32))
+    assert not tma_takes(tma_operands(1, 8, 65)[:, :, :64], b)
+    assert not tma_takes(tma_operands(1, 8, 72)[:, :, 1:65], b)
+    assert not tma_takes(a[:, :0], b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_tile_has_the_bits_of_the_class(dtype):
+    """Also at sizes that fill no tile."""
+    a, weight = tma_operands(1, 300, 1032, dtype=dtype), tma_operands(520, 1032, seed=1, dtype=dtype)
+    for b in (weight.T[None], weight.T.contiguous()[None]):
+        wanted = matmul_chain(a, b, tile=anchor(dtype))
+        assert TMA_TILES
+        for tile in TMA_TILES:
+            assert compare.identical(run(a, b, None, tile), wanted)

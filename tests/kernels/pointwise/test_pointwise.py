@@ -1,0 +1,157 @@
+"""Elementwise operators on a CPU: an element's bits don't depend on how many elements there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nondet.core.compare import identical
+from nondet.kernels.dispatch import transformers as hf_rotary
+from nondet.kernels.dispatch.block import batch_invariant, on_call
+from nondet.kernels.pointwise.cpu import in_vectors, rotary, vectors_only
+from nondet.kernels.pointwise.cuda import rotary as cuda_rotary
+from tests.build import DEVICE
+
+CASES = [
+    (torch.nn.functional.silu, torch.float32),
+    (torch.sigmoid, torch.float32),
+    (torch.nn.functional.gelu, torch.float32),
+    (torch.rsqrt, torch.bfloat16),
+    (torch.exp2, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("operator", "dtype"), CASES)
+def test_every_element_takes_the_same_formula(
+    operator: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Slices of every length and start have the bits of a long stretch: those of stock torch's vector body."""
+    x = (torch.rand(40_000, generator=torch.Generator().manual_seed(1)) * 8.0 + 0.1).to(dtype)
+    body = operator(x[:16_384])
+    assert identical(vectors_only(operator, x)[:16_384], body)
+    for start in (0, 1, 5):
+        for n in (1, 3, 63, 64, 65, 1000):
+            assert identical(vectors_only(operator, x[start : start + n]), body[start : start + n])
+    assert identical(vectors_only(operator, x[:15_000].view(100, 150).t()), body[:15_000].view(100, 150).t())
+
+
+def test_stock_takes_two() -> None:
+    """At least one of these operators ends a loop by another formula on this CPU, or the test above shows nothing."""
+    x = torch.rand(1 << 14, generator=torch.Generator().manual_seed(2)) * 8.0 + 0.1
+    # these inputs show another formula, on any CPU
+    assert any(not identical(operator(x.double()).float(), operator(x)) for operator, _ in CASES)
+    for operator, dtype in CASES:
+        body = operator(x.to(dtype))
+        rest = torch.cat([operator(piece) for piece in x.to(dtype).split(7)])
+        if not identical(rest, body):
+            return
+    pytest.skip("torch's vector loops and their scalar rest agree on this CPU, for all operators tried")
+
+
+def test_where_no_element_is_left_over() -> None:
+    """A call goes through as it is only where every thread's share is whole registers."""
+    assert in_vectors(32768 + 64)
+    torch.set_num_threads(2)
+    assert in_vectors(64)
+    assert not in_vectors(65)
+    assert in_vectors(1 << 16)
+    assert not in_vectors(32768 + 64)  # two shares of 16,416
+
+
+# The rotary embedding on a CPU called past what watches its operators: stock's bits and strides.
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 4.0 - 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_it_has_stocks_bits(dtype: torch.dtype) -> None:
+    """As the engine lays queries and keys out, under a block and beside it; hooks see the operators."""
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    q, k = (rand(1, 9, heads, 64).to(dtype).transpose(1, 2) for heads in (6, 3))
+    cos, sin = rand(1, 9, 64).to(dtype), rand(1, 9, 64).flip(0, 1, 2).to(dtype)
+    seen: list[str] = []
+    with torch.no_grad():
+        stock = qwen3.apply_rotary_pos_emb(q, k, cos, sin)
+        alone = rotary(q, k, cos, sin)
+        with batch_invariant() as block:
+            ours = qwen3.apply_rotary_pos_emb(q, k, cos, sin)
+            assert not block.coverage().counts()
+            with on_call(lambda call: seen.append(call.name)):
+                qwen3.apply_rotary_pos_emb(q, k, cos, sin)
+    assert "aten::mul.Tensor" in seen
+    assert alone is not None
+    for theirs, found, other in zip(stock, ours, alone, strict=True):
+        assert found.stride() == theirs.stride()
+        assert identical(found.contiguous(), theirs.contiguous())
+        assert identical(other.contiguous(), theirs.contiguous())
+    turned = rotary(q, k, sin, cos)
+    assert turned is not None
+    assert not identical(turned[0].contiguous(), stock[0].contiguous())
+
+
+def test_mixed_dtypes_are_left() -> None:
+    """torch's own promotion, and its rounding, then."""
+    q, cos = rand(1, 2, 3, 64), rand(1, 3, 64)
+    assert rotary(q, q, cos.half(), cos.half()) is None
+
+
+# The rotary embedding in one launch: stock's bits, and only where its text is known.
+
+DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "tokens", "heads_q", "heads_k", "dim"), [(1, 9, 6, 3, 64), (2, 1, 4, 4, 128)])
+def test_one_launch_has_stocks_bits(
+    batch: int, tokens: int, heads_q: int, heads_k: int, dim: int, dtype: torch.dtype
+) -> None:
+    """Products rounded, then their sum, for queries and keys as the engine and as generate lay them out."""
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    q = rand(batch, tokens, heads_q, dim).to(DEVICE, dtype).transpose(1, 2)
+    k = rand(batch, tokens, heads_k, dim).to(DEVICE, dtype).transpose(1, 2)
+    angles = rand(1, tokens, dim).to(DEVICE)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    got, stock = cuda_rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin)
+    assert got is not None
+    for ours, theirs in zip(got, stock, strict=True):
+        assert [s for s, n in zip(ours.stride(), ours.shape, strict=True) if n > 1] == [
+            s for s, n in zip(theirs.stride(), theirs.shape, strict=True) if n > 1
+        ]
+        assert identical(ours.contiguous(), theirs.contiguous())
+    other = cuda_rotary(q, k, sin, cos)
+    assert other is not None
+    assert not identical(other[0].contiguous(), stock[0].contiguous())
+
+
+def test_what_it_does_not_take_is_left() -> None:
+    """Mixed dtypes and head dims that are no power of two."""
+    q, cos = rand(1, 2, 3, 64).to(DEVICE), rand(1, 3, 64).to(DEVICE)
+    assert cuda_rotary(q, q, cos.half(), cos.half()) is None
+    odd = rand(1, 2, 3, 96).to(DEVICE)
+    assert cuda_rotary(odd, odd, odd[:, 0], odd[:, 0]) is None
+
+
+def test_known_functions_are_recognized_by_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3's and Gemma 3's are Llama's; one that rotates otherwise is not, and what is patched comes back."""
+    from transformers.models.gemma3 import modeling_gemma3 as gemma3
+    from transformers.models.glm import modeling_glm as glm
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    assert hf_rotary.rotates(qwen3, qwen3.apply_rotary_pos_emb)
+    assert hf_rotary.rotates(gemma3, gemma3.apply_rotary_pos_emb)
+    assert not hf_rotary.rotates(glm, glm.apply_rotary_pos_emb)
+    original = qwen3.apply_rotary_pos_emb
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    hf_rotary.install(hf_rotary.REPLACEMENTS)
+    try:
+        assert qwen3.apply_rotary_pos_emb is not original
+        assert hf_rotary.installed(glm, "apply_rotary_pos_emb") == (None, None)
+    finally:
+        hf_rotary.uninstall()
+    assert qwen3.apply_rotary_pos_emb is original

@@ -1,0 +1,257 @@
+"""Checking a function from Python: the faults that probes find, and inputs that would fake one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.core.inputs import generator, make
+from nondet.core.records import Axis, Run
+from nondet.core.runfile import read_run
+from nondet.errors import UnknownNameError, UserError
+from nondet.probes.functions import check, check_operator, name_of
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import exit_code, judge
+from tests.probes import toys
+
+WIDTH = 96
+
+
+def rows_of(size: int) -> torch.Tensor:
+    return make("wide", (32, WIDTH), torch.float32, "cpu", generator(7, "cpu"))[:size]
+
+
+def finding(run: Run) -> Finding:
+    [verdict] = judge(run)
+    return verdict.finding
+
+
+@pytest.mark.parametrize(
+    ("toy", "expected"),
+    [
+        ("linear_sound", Finding.CLEAN),
+        ("linear_in_order", Finding.CLEAN),
+        ("linear_splits_by_m", Finding.BATCH),
+        ("linear_tail_rows", Finding.BATCH),
+        ("linear_zeros", Finding.WRONG),
+        ("linear_unsteady", Finding.RUN_TO_RUN),
+    ],
+)
+def test_a_function_in_an_operators_place_is_asked_what_its_probe_asks(toy: str, expected: Finding) -> None:
+    """The verdict that `nondet probe --impl` would give: hard inputs, every place, run to run, the oracle."""
+    toys.forget()
+    questions = ("batch_size", "position", "run")
+    run = check_operator(getattr(toys, toy), "linear", m=24, k=64, n=8, inputs=("order", "bell"), varied=questions)
+    assert finding(run) == expected
+    assert run.header.command == "check"
+    assert {row.varied for row in run.rows} == set(questions)
+    assert run.rows[0].impl == name_of(getattr(toys, toy)) == f"tests.probes.toys:{toy}"
+
+
+def test_an_operator_that_no_probe_asks_about_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close name is suggested; questions that choose nothing are refused, and never pass."""
+    with pytest.raises(UnknownNameError, match="linear"):
+        check_operator(toys.linear_sound, "linaer")
+    with pytest.raises(UserError, match="no question"):
+        check_operator(toys.linear_sound, "linear", varied=("nothing",))
+
+
+def by_rows(x: torch.Tensor) -> torch.Tensor:
+    """Faulty from 8 rows on."""
+    return toys.sum_by_rows(x)
+
+
+def test_any_callable_is_compared_over_its_batch_sizes() -> None:
+    """Classes, the border between them and the bits at the first mismatch are in one row."""
+    faulty = check(by_rows, rows_of, [1, 2, 7, 8, 9, 20])
+    [row] = faulty.rows
+    assert finding(faulty) == Finding.BATCH
+    assert (row.values, row.labels) == ([1, 2, 7, 8, 9, 20], [0, 0, 0, 1, 1, 1])
+    assert (row.varied, row.axis, row.dtype, row.shape["M"]) == ("batch_size", Axis.BATCH, "float32", 20)
+    assert row.difference is not None
+    assert row.difference.first_bits is not None
+    first, other = (by_rows(rows_of(size))[:1] for size in (1, 8))
+    assert row.difference.first_bits == [f"0x{x.view(torch.int32).item() & 0xFFFFFFFF:08x}" for x in (first, other)]
+    assert finding(check(toys.sum_sound, rows_of, [1, 2, 7, 8, 9, 20])) == Finding.CLEAN
+
+
+def test_a_number_among_the_inputs_is_no_batch() -> None:
+    """A tensor of no axes, a scale say, has no rows to begin with: it has to be the same in every batch."""
+    scale = torch.tensor(2.0)
+    assert finding(check(torch.mul, lambda size: (torch.ones(size, 4), scale), over=(1, 3))) == Finding.CLEAN
+    with pytest.raises(UserError, match="should be equal"):
+        check(torch.mul, lambda size: (torch.ones(size, 4), scale + size), over=(1, 3))
+
+
+def test_noise_from_run_to_run_is_no_batch_dependence() -> None:
+    """The same batch size asked again gives other bits."""
+    noise = iter(range(10**6))
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1) * (1 + 2.0**-20 * (next(noise) % 3))
+
+    assert finding(check(noisy, rows_of, [1, 2, 8])) == Finding.RUN_TO_RUN
+
+
+def test_inputs_that_are_other_requests_are_refused() -> None:
+    """Else numbers drawn anew for each batch would be called batch dependence."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def anew(size: int) -> torch.Tensor:
+        return torch.rand(size, WIDTH, generator=drawn)
+
+    def by_size(size: int) -> torch.Tensor:
+        return torch.rand(size, WIDTH, generator=torch.Generator().manual_seed(size))
+
+    def other_weight(size: int) -> dict[str, Any]:
+        return {"x": rows_of(size), "weight": torch.full((WIDTH,), float(size))}
+
+    with pytest.raises(UserError, match="called again"):
+        check(toys.sum_sound, anew, [1, 2])
+    with pytest.raises(UserError, match="first 2 rows"):
+        check(toys.sum_sound, by_size, [2, 4])
+    with pytest.raises(UserError, match="argument weight"):
+        check(toys.rms_norm_sound, other_weight, [1, 2])
+    with pytest.raises(UserError, match="compares nothing"):
+        check(toys.sum_sound, rows_of, [4])
+    with pytest.raises(UserError, match="no batch size"):
+        check(toys.sum_sound, rows_of, ["a", "b"])
+    with pytest.raises(UserError, match=r"over=\[2, 2\] holds one size"):
+        check(toys.sum_sound, rows_of, [2, 2])
+
+
+def test_a_weight_as_long_as_a_batch_is_not_taken_for_one() -> None:
+    """[4, K] in a batch of 4: the same weight in every batch, and no row of it belongs to a request."""
+    weight = rows_of(4)
+    run = check(
+        lambda x, w: torch.stack([w.double() @ r.double() for r in x]), lambda M: (rows_of(M), weight), [4, 2, 8]
+    )
+    assert finding(run) == Finding.CLEAN
+
+
+def test_select_says_what_is_compared() -> None:
+    """A request at the end of its batch is treated otherwise; the leading rows alone do not show it, and say so."""
+
+    def last(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([rows_of(size)[1:], rows_of(1)]), rows_of(5)
+
+    sizes = [8, 9, 16]
+    run = check(toys.linear_tail_rows, last, sizes, varied="position", select=lambda out, _: out[-1:])
+    assert (run.rows[0].labels, finding(run)) == ([0, 1, 0], Finding.BATCH)
+    head = check(toys.linear_tail_rows, lambda size: (rows_of(size), rows_of(5)), sizes)
+    assert (head.rows[0].extra["rows"], finding(head)) == (8, Finding.CLEAN)
+
+
+def test_wrong_is_wrong_however_identical() -> None:
+    """The oracle's shape, its size, inputs written to, fewer rows than requests."""
+
+    def oracle(x: torch.Tensor) -> torch.Tensor:
+        return x.double().sum(-1)
+
+    sizes = [1, 2, 4]
+    assert finding(check(lambda x: x.sum(-1) * 0, rows_of, sizes, oracle=oracle, allowed=1e-3)) == Finding.WRONG
+    assert finding(check(toys.sum_sound, rows_of, sizes, oracle=oracle, allowed=1e-3)) == Finding.CLEAN
+    assert finding(check(lambda x: x.mul_(1.0).add_(1).sum(-1), rows_of, sizes)) == Finding.WRONG
+    assert finding(check(lambda x: x.sum(-1) * torch.nan, rows_of, sizes, oracle=oracle)) == Finding.WRONG
+    assert finding(check(lambda x: x[:3].sum(-1), rows_of, sizes)) == Finding.WRONG
+    assert finding(check(lambda x: x.sum(-1, keepdim=True), rows_of, sizes, oracle=oracle)) == Finding.WRONG
+
+
+def test_nothing_and_nan_are_wrong_though_they_agree_with_themselves() -> None:
+    """Empty results of any kind, and results without a number in them; a single infinity is only told."""
+    sizes = [1, 2, 4]
+    for run in (
+        check(lambda x: x[:0], rows_of, sizes),
+        check(lambda x: x[:, :0], rows_of, sizes),
+        check(toys.sum_sound, rows_of, sizes, select=lambda out, _: out[:0]),
+    ):
+        assert finding(run) == Finding.WRONG
+        assert run.rows[0].reason == "it gave nothing: an empty result compares nothing"
+    nan = check(lambda x: x * torch.nan, rows_of, sizes)
+    assert finding(nan) == Finding.WRONG
+    assert nan.rows[0].reason == f"all {WIDTH} elements are NaN or infinite, which agrees with itself"
+    assert exit_code(nan, "divergent")[0] == 3
+    masked = check(lambda x: torch.cat([x, x[:, :1] / 0.0], dim=1), rows_of, sizes)
+    assert (finding(masked), masked.rows[0].nonfinite) == (Finding.CLEAN, 1)
+    shared = check(lambda x: x * torch.nan, rows_of, sizes, oracle=lambda x: x.double() * torch.nan)
+    assert finding(shared) == Finding.CLEAN
+
+
+def test_a_kernel_that_fails_is_no_pass() -> None:
+    """What it raised is the row's reason, and nothing was compared."""
+    run = check(toys.failing, rows_of, [1, 2])
+    assert run.rows[0].reason == "RuntimeError: the kernel failed"
+    assert finding(run) == Finding.UNTESTED
+
+
+FORMS = """
+import torch
+
+right = torch.nn.functional.linear
+
+
+def product(a, b):
+    return a @ b
+
+
+def tutorial(a, b):
+    assert a.shape[1] == b.shape[0], "Incompatible dimensions"
+    return a @ b
+
+
+def turned(x, weight, bias=None):
+    return right(x, weight, bias).T
+
+
+def short(x, weight, bias=None):
+    if x.dtype != torch.float32:
+        raise TypeError("takes float32 as its argument")
+    return right(x, weight, bias)
+
+
+def once(x, weight, bias=None, calls=[]):
+    calls.append(x)
+    return right(x, weight, bias) + (len(calls) == 1)
+
+
+def late(x, weight, bias=None):
+    if x.shape[0] > 8:
+        raise RuntimeError("The size of tensor a must match the size of tensor b")
+    return right(x, weight, bias)
+"""
+LINEAR = ("--device", "cpu", "--k", "64", "--n", "48", "--m", "16", "--inputs", "order")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("product", "mat1 and mat2 shapes cannot be multiplied (8x64 and 48x64)"),
+        ("tutorial", "AssertionError: Incompatible dimensions"),
+        ("turned", "linear gave the shape (48, 8), not (8, 48)"),
+    ],
+)
+def test_a_function_of_another_form_stops_at_one_call(run: Any, tmp_path: Path, name: str, fault: str) -> None:
+    """What it takes, what it is called with and how to write it; no run file stays, whoever was measured before it."""
+    (tmp_path / "forms_1.py").write_text(FORMS)
+    impls = ("--impl", "stock", "--impl", f"forms_1:{name}")
+    code, _, err = run("probe", "linear", *impls, *LINEAR, "--out", "a.jsonl")
+    assert code == 2
+    line = err.splitlines()[-1]
+    assert "can't be called as linear is, with x [8, 64], weight [48, 64]: " in line
+    assert fault in line
+    assert "Write it as linear(x, weight, bias=None)" in line
+    assert not Path("a.jsonl").exists()
+
+
+@pytest.mark.parametrize(("name", "failed"), [("short", True), ("late", True), ("once", False)])
+def test_errors_of_its_own_stay_rows(run: Any, tmp_path: Path, name: str, failed: bool) -> None:
+    """A dtype that it does not support, or what it says after it has answered; and its first call is measured."""
+    (tmp_path / "forms_2.py").write_text(FORMS)
+    code, _, err = run("probe", "linear", "--impl", f"forms_2:{name}", *LINEAR, "--out", "a.jsonl")
+    assert code == 0, err
+    rows = read_run(Path("a.jsonl")).rows
+    assert {"error"} <= {r.status for r in rows} if failed else rows[0].status == "divergent"
+    assert any(r.status == "identical" for r in rows)

@@ -1,0 +1,298 @@
+"""Workers share a plan out: the same rows as one process gives, whoever dies, and nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nondet.core.records import Row, Status
+from nondet.core.runfile import open_run, read_run
+from nondet.errors import UserError
+from nondet.probes.base import Options
+from nondet.probes.jobs import (
+    Crew,
+    Order,
+    Ready,
+    SharedRun,
+    Worker,
+    _takes_several,
+    check_workers,
+    default_workers,
+    digest,
+    workers_ahead,
+)
+from nondet.probes.runner import Job, plan_jobs, run_jobs
+
+SMALL = Options(dtypes=("float32",), m=8, k=128, n=64)
+needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells what became of a process")
+
+
+def dies(x: torch.Tensor) -> torch.Tensor:
+    """A user's log_softmax that takes its process with it where the input has large values."""
+    if float(x.abs().max()) > 100:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.log_softmax(x, -1)
+
+
+def _plan(probes: list[str], impls: list[str]) -> tuple[list[Job], Order]:
+    return plan_jobs(probes, impls, SMALL), Order.of(probes, impls, SMALL, 0)
+
+
+def _timeless(rows: list[Row]) -> list[Row]:
+    return [msgspec.structs.replace(row, seconds=0.0) for row in rows]
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_two_workers_give_the_rows_of_one_process_and_go_on_with_a_run(tmp_path):
+    """Bits, classes, figures and reasons: all but the seconds, read in the plan's order, with rows of before kept."""
+    jobs, order = _plan(["pointwise", "softmax"], ["stock", "invariant"])
+    alone = list(run_jobs(jobs, 0, set()))
+    assert {row.status for row in alone} == {Status.IDENTICAL, Status.DIVERGENT}
+    writer = open_run(tmp_path / "r.jsonl", command="probe", plan={}, environment={})
+    for row in alone[3:6]:
+        writer.write(row)
+    with Crew(3) as crew, SharedRun(jobs, order, writer.done, 2, crew=crew) as shared:
+        assert len(shared.pids) == 2
+        assert not crew._workers, "whom nobody needs is ended before the first case"
+        for row in shared.rows():
+            writer.write(row)
+    writer.finish()
+    rows = read_run(tmp_path / "r.jsonl").rows
+    assert _timeless(rows) == _timeless(alone)
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    places = [line["place"] for line in lines if line["type"] == "row"]
+    assert places[:3] == [3, 4, 5], "rows are written as they are finished"
+    assert sorted(places) == list(range(len(jobs)))
+
+
+def test_a_worker_that_dies_is_a_row_with_its_reason_and_the_others_are_measured():
+    """Its other cases go to a process that takes its place."""
+    jobs, order = _plan(["log-softmax"], ["stock", "tests.probes.test_jobs:dies"])
+    with SharedRun(jobs, order, set(), 2) as shared:
+        rows = {row.key: row for row in shared.rows()}
+    assert rows.keys() == {job.key for job in jobs}
+    failed = [row for row in rows.values() if row.status == Status.ERROR]
+    assert {row.reason for row in failed} == {
+        "the process that measured it was killed by SIGKILL; it ran beside other processes, --jobs 1 measures it alone"
+    }
+    assert {row.impl for row in failed} == {"tests.probes.test_jobs:dies"}
+    assert {row.impl for row in rows.values() if row.measured} == {"stock", "tests.probes.test_jobs:dies"}
+
+
+# as on a GPU, where workers are copies of a process that has loaded torch
+COPIES = """
+import sys
+from nondet.probes import jobs as crew
+crew.workers_ahead = lambda *_: 2
+from nondet.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@needs_proc
+@pytest.mark.parametrize(("number", "copies"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGINT, True)])
+def test_no_worker_outlives_its_parent(tmp_path, number, copies):
+    """Killed outright, or by Ctrl-C, which the terminal sends to all: it says how to go on, and nobody else a word."""
+    out = tmp_path / "r.jsonl"
+    argv = [sys.executable, *(["-c", COPIES] if copies else ["-m", "nondet.cli"])]
+    argv += ["probe", "matmul", "attention", "--dtype", "float32", "--jobs", "2", "--device", "cpu", "--out", str(out)]
+    parent = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert _wait(lambda: out.exists() and out.read_bytes().count(b"\n") > 1, 60), "no row"
+        children = _children(parent.pid)
+        assert len(children) >= 2
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (parent.pid, *children)]
+        assert commands.count(commands[0]) == (3 if copies else 1)
+        if number == signal.SIGKILL:
+            parent.kill()
+        else:
+            os.killpg(parent.pid, number)
+        _, err = parent.communicate(timeout=30)
+        assert _wait(lambda: all(map(_gone, children)), 20)
+    finally:
+        parent.kill()
+        parent.wait()
+    if number == signal.SIGINT:
+        assert parent.returncode == 130
+        assert err.startswith("loading torch ...\nnondet: stopped; ")
+        assert "Traceback" not in err
+
+
+def _shared(monkeypatch: pytest.MonkeyPatch, probes: list[str]) -> tuple[SharedRun, list[list[int]]]:
+    """One whose workers are no processes, and what they are given."""
+    given: list[list[int]] = []
+    jobs, order = _plan(probes, ["stock"])
+    shared = SharedRun(jobs, order, set(), 2)
+
+    def start() -> None:
+        process = SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0)
+        pipe = SimpleNamespace(close=lambda: None, send=given.append)
+        shared._workers.append(Worker(process, pipe))
+
+    monkeypatch.setattr(shared, "_start", start)
+    return shared, given
+
+
+def _hear(shared: SharedRun, worker: Any, word: Any) -> Iterator[Row]:
+    worker.pipe.recv = lambda: word
+    return shared._heard(worker)
+
+
+def test_a_worker_with_other_switches_measures_nothing(monkeypatch):
+    """Its rows would not be this process's: which switches, and that one process measures, is said."""
+    shared, given = _shared(monkeypatch, ["float-sum"])
+    said: list[str] = []
+    shared._say = said.append
+    with shared:
+        for worker in list(shared._workers):
+            other = shared._deciding | {"float32_matmul_precision": "high"}
+            assert list(_hear(shared, worker, Ready(digest(shared._jobs), other))) == []
+        rows = list(shared.rows())
+    assert given == []
+    assert len(rows) == len(shared._jobs)
+    assert said == ["nondet: measured by one process: workers would not have its settings (float32_matmul_precision)."]
+
+
+def test_memory_that_neighbours_took_is_no_finding(monkeypatch):
+    """What ran out of memory beside others is measured again alone, and that is its row."""
+    shared, given = _shared(monkeypatch, ["float-sum"])
+    ready = Ready(digest(shared._jobs), shared._deciding)
+    with shared:
+        first, second = shared._workers
+        list(_hear(shared, first, ready))
+        lost = given[0][0]
+        head = shared._jobs[lost].head
+        row = msgspec.structs.replace(head, status=Status.ERROR, reason="OutOfMemoryError: CUDA out of memory.")
+        assert list(_hear(shared, first, row)) == []
+        other = msgspec.structs.replace(row, reason="RuntimeError: another")
+        list(_hear(shared, second, ready))
+        assert list(_hear(shared, second, other)) == [other]
+        shared.close()
+        rows = {row.key: row for row in shared.rows()}
+    assert rows[head.key].status != Status.ERROR
+
+
+def test_a_worker_stays_with_its_probe_and_collectives_with_one_worker(monkeypatch):
+    """Cases of a probe and dtype share kernels; two groups of ranks at once would wait for the same devices."""
+    shared, given = _shared(monkeypatch, ["softmax", "pointwise", "all-reduce"])
+    jobs = shared._jobs
+    ready = Ready(digest(jobs), shared._deciding)
+    with shared:
+        first, second = shared._workers
+        for worker in (first, second):
+            list(_hear(shared, worker, ready))
+        groups = [{jobs[place].probe.name for place in places} for places in given]
+        assert len(given[0]) == sum(job.probe.name == "all-reduce" for job in jobs)
+        assert groups[:2] == [{"all-reduce"}, {"softmax"}]
+        while second.left:
+            place = second.left[0]
+            list(_hear(shared, second, jobs[place].head))
+    assert {jobs[place].probe.name for place in given[2]} == {"softmax"}
+    assert sorted(place for places in given for place in places) == list(range(len(jobs)))
+
+
+@pytest.mark.parametrize(("modes", "several"), [([0, 0], True), ([0, 3], False), ([], True), (None, True)])
+def test_a_gpu_that_takes_one_process_gets_one(monkeypatch, modes, several):
+    """A cluster's card may be set to "exclusive process": a second context is refused there, whoever asks for it."""
+
+    def put(at: Any, value: int) -> int:
+        at._obj.value = value
+        return 0
+
+    driver = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlShutdown=lambda: 0,
+        nvmlDeviceGetCount_v2=lambda count: put(count, len(modes)),
+        nvmlDeviceGetHandleByIndex_v2=lambda place, handle: put(handle, place.value + 1),
+        nvmlDeviceGetComputeMode=lambda handle, mode: put(mode, modes[handle.value - 1]),
+    )
+
+    def load(_: str) -> Any:
+        if modes is None:
+            raise OSError("no driver")
+        return driver
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert _takes_several.__wrapped__() is several
+    monkeypatch.setattr("nondet.probes.jobs._takes_several", lambda: several)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    monkeypatch.setattr("nondet.probes.jobs._most", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert workers_ahead(["all"], "auto", [], None) == (8 if several else 0)
+    assert several or default_workers("cuda", ["stock"], 700) == 1
+
+
+def test_how_many_workers(monkeypatch, tmp_path):
+    """On a CPU one; on CUDA by cores, memory and what there is to do; never for a function of the user's.
+
+    Where no certificate of a GPU is kept, most of a run is compiling: there are more then.
+    """
+    monkeypatch.setattr("nondet.probes.jobs._takes_several", lambda: True)
+    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
+    kept = tmp_path / "certificates" / "nvidia-h200-12ab.jsonl"
+    kept.parent.mkdir()
+    kept.touch()
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr("nondet.probes.jobs._QUOTA", quota)
+    assert default_workers("cpu", ["stock"], 1000) == 1
+    card = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    assert default_workers("cuda", ["stock", "invariant"], 700) == 8
+    assert default_workers("cuda", ["stock"], 59) == 2
+    assert default_workers("cuda", ["stock", "mine:softmax"], 700) == 1
+    for text, count in (("max 100000", 8), ("400000 100000", 2), ("50000 100000", 1), ("", 8)):
+        quota.write_text(text)
+        assert default_workers("cuda", ["stock"], 700) == count
+    card.total_memory = 24 * 2**30
+    assert default_workers("cuda", ["stock"], 700) == 3
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert workers_ahead(["all"], "auto", [], None) == 8
+    kept.rename(kept.with_name("intel-xeon-12ab.jsonl"))
+    assert workers_ahead(["all"], "auto", [], None) == 12
+    quota.write_text("400000 100000")
+    assert workers_ahead(["all"], "auto", [], None) == 3
+    card.total_memory = 80 * 2**30
+    quota.write_text("")
+    assert default_workers("cuda", ["stock"], 700) == 10
+    assert workers_ahead(["all"], "cuda", ["stock"], 3) == 3
+    assert workers_ahead(["all"], "cpu", [], None) == 0
+    assert workers_ahead(["all"], "auto", [], 1) == 0
+    assert workers_ahead(["matmul"], "auto", [], None) == 0
+    assert workers_ahead(["all"], "auto", ["mine:softmax"], None) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert workers_ahead(["all"], "auto", [], None) == 0
+    for count in (0, -1, 1000):
+        with pytest.raises(UserError, match="--jobs"):
+            check_workers(count)

@@ -1,0 +1,440 @@
+"""The runner measures everything it can, says why it could not where it couldn't, and never calls nothing identical."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.core import registry
+from nondet.core.launch import note
+from nondet.core.measure import Trial, VariantProfile, between_marks
+from nondet.core.records import Culprit, Header, Run
+from nondet.core.runfile import open_run
+from nondet.errors import UnknownNameError, UserError
+from nondet.probes import attention as packed
+from nondet.probes.base import Case, Options
+from nondet.probes.runner import met_in, plan_jobs, run_jobs
+
+TOYS = "tests.probes.toys"
+
+
+class Toy:
+    """A probe whose variants are whatever the test says.
+
+    Two cases under two implementations; `prepared` counts how often inputs were made.
+    """
+
+    name = "toy"
+    results: tuple[Any, ...] = ()
+    many = False
+    oracle: torch.Tensor | None = None
+    prepared = 0
+
+    def cases(self, options: Options) -> Iterator[Case]:
+        """Two of them."""
+        for name in ("first", "second"):
+            yield Case(name, "toy", {"N": 2}, "float32", "run", impls=("stock", "other"))
+
+    def prepare(self, case: Case, device: str, seed: int) -> Any:
+        """Counted."""
+        Toy.prepared += 1
+        return case.name
+
+    def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
+        """One a result."""
+        for i, result in enumerate(self.results):
+            yield Trial(i, self._computer(result), many=self.many)
+
+    @staticmethod
+    def _computer(result: Any) -> Callable[[], torch.Tensor]:
+        def compute() -> torch.Tensor:
+            if isinstance(result, BaseException):
+                raise result
+            note("toy[1x1]")
+            return torch.as_tensor(result)
+
+        return compute
+
+    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
+        """What the test says."""
+        return self.oracle
+
+    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+        """The number of classes."""
+        return {"classes": len(results)}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A way to run the toy probe over given results: rows of its two cases under two implementations."""
+    monkeypatch.setitem(registry.PROBES, "toy", (f"{__name__}:Toy", "a toy"))
+    monkeypatch.setattr(Toy, "prepared", 0)
+
+    def run(*results: Any, done: frozenset[Any] = frozenset(), **attributes: Any) -> list[Any]:
+        monkeypatch.setattr(registry, "load_object", lambda target: Toy)
+        monkeypatch.setattr(Toy, "results", results)
+        for name, value in attributes.items():
+            monkeypatch.setattr(Toy, name, value)
+        return list(run_jobs(plan_jobs(["toy"], ["stock"], Options()), 0, set(done)))
+
+    return run
+
+
+def test_rows_say_what_happened(toy):
+    """Values, labels and sizes belong together, the sizes sum to the trials, and launchers' notes are kept."""
+    row = toy([1.0, 2.0], [1.0, 3.0], [1.0, 2.0])[0]
+    assert row.status == "divergent"
+    assert (row.values, row.labels, row.class_sizes) == ([0, 1, 2], [0, 1, 0], [2, 1])
+    assert (row.trials, row.distinct) == (3, 2)
+    assert (row.difference.max_abs, row.difference.first_mismatch) == (1.0, [1])
+    assert row.ran == ["toy[1x1]"]
+    assert row.extra == {"classes": 2}
+    assert row.key == ("row", "toy", "first", "float32", "cpu", "stock")
+    assert row.seconds > 0
+
+
+def test_equal_results_are_identical(toy):
+    """What agrees in every bit is not flagged."""
+    row = toy([1.0, 2.0], [1.0, 2.0])[0]
+    assert (row.status, row.distinct, row.difference.mismatched) == ("identical", 1, 0)
+
+
+def test_inputs_are_made_once_a_case(toy):
+    """Implementations of one case share its inputs, so that they answer the same question."""
+    assert len(toy([1.0], [1.0])) == 4
+    assert Toy.prepared == 2
+
+
+@pytest.mark.parametrize("results", [(), ([1.0],)])
+def test_one_variant_is_not_identical_to_anything(toy, results):
+    """With nothing to compare there is no verdict: the row is skipped and says so."""
+    row = toy(*results)[0]
+    assert (row.status, row.trials) == ("skipped", 0)
+    assert "nothing to compare" in row.reason
+
+
+def test_errors_against_the_oracle(toy):
+    """The first variant's error and the worst class's are told apart; a class of NaN is worse than any number."""
+    oracle = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    row = toy([1.0, 2.0], [1.0, 3.0], oracle=oracle)[0]
+    assert (row.error.max_abs, row.worst_error.max_abs) == (0.0, 1.0)
+    row = toy([1.0, 2.0], [1.0, 30.0], [1.0, float("nan")], oracle=oracle)[0]
+    assert row.worst_error.relative_norm is None
+
+
+def test_nothing_but_nan_is_noted(toy):
+    """NaN equals NaN, so a kernel that gives nothing else is called identical, with a note for the reader."""
+    row = toy([float("nan"), 1.0], [float("nan"), 1.0])[0]
+    assert row.status == "identical"
+    assert row.reason == "1 of 2 elements of the first variant are NaN or infinite"
+
+
+def test_many_results_of_one_variant(toy):
+    """Each of them is a trial; a number names the first and the others count on."""
+    row = toy([[1.0], [1.0], [2.0]], many=True)[0]
+    assert (row.values, row.labels, row.trials) == ([0, 1, 2], [0, 0, 1], 3)
+
+
+def test_more_variants_than_anyone_reads_are_counted_not_listed(toy):
+    """Ten thousand labels tell nothing: the sizes of the classes stay."""
+    row = toy([[float(i % 3)] for i in range(5000)], many=True)[0]
+    assert (row.values, row.labels, row.kernels) == ([], [], [])
+    assert row.trials == sum(row.class_sizes) == 5000
+
+
+def test_a_failing_case_becomes_a_row_and_the_next_one_runs(toy):
+    """Whatever a kernel raises, its first line is kept and the run goes on."""
+    rows = toy([1.0], RuntimeError("the kernel failed\nwith a long story"))
+    assert [row.status for row in rows] == ["error"] * 4
+    assert rows[0].reason == "RuntimeError: the kernel failed"
+    assert (rows[0].trials, rows[0].values, rows[0].difference) == (0, [], None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UserError("no", "do that"), NotImplementedError("no"), RuntimeError("No available kernel. Aborting execution.")],
+)
+def test_what_is_not_available_is_skipped(toy, error):
+    """A dtype or device that an implementation lacks is no failure of the tool's."""
+    row = toy([1.0], error)[0]
+    assert row.status == "skipped"
+    assert row.reason == str(error)
+
+
+def test_results_that_do_not_compare_are_an_error(toy):
+    """Variants of two shapes are a bug of the implementation, not a divergence."""
+    row = toy([1.0, 2.0], [1.0])[0]
+    assert row.status == "error"
+    assert "not comparable" in row.reason
+
+
+def test_interrupting_ends_the_run(toy):
+    """Ctrl-C is not a failed case."""
+    with pytest.raises(KeyboardInterrupt):
+        toy([1.0], KeyboardInterrupt())
+
+
+def test_finished_rows_are_not_measured_again(toy):
+    """A resumed run does what is left: the keys of rows and of jobs are the same."""
+    done = frozenset(toy([1.0], [1.0])[i].key for i in (0, 3))
+    left = toy([1.0], [1.0], done=done)
+    assert [(row.case, row.impl) for row in left] == [("first", "other"), ("second", "stock")]
+
+
+def test_rows_of_one_plan_have_different_keys():
+    """Asking twice for one implementation, or for a backend that stock stands for, measures it once."""
+    jobs = plan_jobs(["attention"], ["stock", "stock", "stock-math"], Options(dtypes=("float32",)))
+    assert len({job.key for job in jobs}) == len(jobs)
+    assert {job.impl for job in jobs} == {"stock", "stock-flash", "stock-math"}
+
+
+def test_implementations_that_do_not_exist_stop_the_plan():
+    """An unknown name, or a function that can't be imported, is said before anything is measured."""
+    with pytest.raises(UnknownNameError, match="invariant"):
+        plan_jobs(["matmul"], ["invarient"], Options())
+    with pytest.raises(UserError, match="nowhere"):
+        plan_jobs(["matmul"], ["nowhere:mm"], Options())
+    with pytest.raises(UserError, match="nothing to measure"):
+        plan_jobs(["attention"], ["stock-cudnn"], Options())
+
+
+def test_a_user_s_kernel_that_fails_or_is_not_for_this_dtype():
+    """Through the whole chain: a user's function that raises gives error rows, one that declines gives skipped ones."""
+    small = Options(m=4, k=8, n=8, dtypes=("float32",), inputs=("bell",), runs=2)
+    for toy_name, status in (("failing", "error"), ("not_here", "skipped")):
+        rows = list(run_jobs(plan_jobs(["matmul"], [f"{TOYS}:{toy_name}"], small), 0, set()))
+        assert {row.status for row in rows} == {status}
+        assert all(row.reason for row in rows)
+
+
+def test_kernels_are_those_between_their_marks():
+    """A variant has the kernels between its two marks, each once, in order; comparisons and fills are not its."""
+    mark = "vectorized_elementwise_kernel<nextafter_kernel_cuda>"
+    launched = [
+        *("setup", mark, "Memset (Device)", "gemm_splitK", "splitKreduce", "gemm_splitK", mark),
+        *("compare", mark, mark, "compare", mark, "triton_kernel", mark),
+    ]
+    assert between_marks(launched) == [["gemm_splitK", "splitKreduce"], [], ["triton_kernel"]]
+
+
+def test_many_results_of_one_variant_share_its_kernels():
+    """They were computed by one call, marked once."""
+
+    def event(start: int, name: str) -> Any:
+        return SimpleNamespace(
+            start_ns=lambda: start, name=lambda: name, device_type=lambda: torch.autograd.DeviceType.CUDA
+        )
+
+    names = ["nextafter", "one", "nextafter", "nextafter", "two", "nextafter"]
+    events = [event(i, name) for i, name in enumerate(names)]
+    results = SimpleNamespace(events=lambda: list(reversed(events)))
+    profile = VariantProfile(SimpleNamespace(kineto_results=results))
+    for index in (0, 1):
+        profile.variant(index)
+    assert profile.kernels(4) == [["one"], ["two"], ["two"], ["two"]]
+
+
+@pytest.mark.gpu
+def test_a_gpu_names_its_kernels():
+    """On a GPU each variant of a stock product comes with the names of the kernels that it launched."""
+    options = Options(device="cuda", m=3, k=4096, n=4096, dtypes=("bfloat16",), inputs=("bell",), runs=2)
+    rows = list(run_jobs(plan_jobs(["matmul"], ["stock"], options), 0, set()))
+    assert rows
+    for row in rows:
+        assert len(row.kernels) == len(row.values), row.case
+        assert all(row.kernel_sets), row.case
+        assert not any("nextafter" in name for names in row.kernel_sets for name in names)
+
+
+def unsteady_sum(x: torch.Tensor) -> torch.Tensor:
+    """A sum that comes out otherwise every time, whatever the batch."""
+    unsteady_sum.calls = getattr(unsteady_sum, "calls", 0) + 1  # type: ignore[attr-defined]
+    return x.sum(-1) + unsteady_sum.calls  # type: ignore[attr-defined]
+
+
+def test_replays_tell_run_to_run_from_batch():
+    """What changes from run to run is found out by computing a variant twice; a steady kernel replays to equal bits."""
+    options = Options(device="cpu", m=4, k=64, dtypes=("float32",), inputs=("bell",))
+    for impl, parted in (("tests.probes.test_runner:unsteady_sum", True), ("stock", False)):
+        rows = [r for r in run_jobs(plan_jobs(["reduction"], [impl], options), 0, set()) if r.operator == "sum"]
+        assert rows
+        for row in rows:
+            assert row.replays >= min(2, len(set(row.values))) or row.varied == "position" or row.axis == "run", (
+                row.case
+            )
+            assert row.replays > 0 or row.axis == "run", row.case
+            assert (row.replays_parted > 0) == parted, row.case
+
+
+def test_a_user_s_function_is_judged_as_one_operator():
+    """Plain, as the probe's first, which the row says; with a name, as that one; one that no probe has is refused."""
+    small = Options(m=4, k=8, dtypes=("float32",), inputs=("bell",))
+    plain = plan_jobs(["reduction"], [f"{TOYS}:sum_sound"], small)
+    assert {job.case.operator for job in plain} == {"sum"}
+    row = next(iter(run_jobs(plain, 0, set())))
+    assert row.extra["judged_as"].startswith("sum, the first operator of reduction")
+    named = plan_jobs(["reduction"], [f"mean={TOYS}:mean_sound"], small)
+    assert {(job.case.operator, job.impl) for job in named} == {("mean", f"mean={TOYS}:mean_sound")}
+    assert not any(job.note for job in named)
+    with pytest.raises(UserError, match="softmax"):
+        plan_jobs(["reduction"], [f"softmax={TOYS}:softmax_sound"], small)
+    with pytest.raises(UserError, match="nowhere"):
+        plan_jobs(["reduction"], ["mean=nowhere:mm"], small)
+
+
+# `nondet probe --from-trace`: the guilty operator's probe at the shapes of the trace, or one line why not.
+
+
+def culprit(call: str, *shapes: dict[str, list[int]], position: int = 19) -> Culprit:
+    return Culprit(
+        number=1, replaced=[], position=position, token=-1, layer="0", module="model.layers.0.m", call=call,
+        occurrence=0, requests=[], shapes=list(shapes), axes={}, digests={}, differences={}, kernels=[], replays=[],
+        family="", sentence="",
+    )  # fmt: skip
+
+
+def run_of(*culprits: Culprit) -> Run:
+    header = Header(
+        format="nondet-run", schema=3, command="trace", plan={"dtype": "float32"}, environment={}, started=""
+    )
+    return Run(header=header, culprits=list(culprits))
+
+
+def attention(rows: int, keys: int) -> dict[str, list[int]]:
+    return {"0": [1, 4, rows, 16], "1": [1, 2, keys, 16], "2": [1, 2, keys, 16], "out": [1, 4, rows, 16]}
+
+
+LINEAR = ({"0": [1, 1, 64], "1": [48, 64], "out": [1, 1, 48]}, {"0": [1, 37, 64], "1": [48, 64], "out": [1, 37, 48]})
+
+
+def test_a_linear_layer_is_asked_at_its_rows_and_sizes() -> None:
+    """Both arms' numbers of rows are among the sizes, and the layer is the one that was met."""
+    met = met_in(run_of(culprit("linear", *LINEAR)))
+    assert (met.probe, met.k, met.n, met.dtype) == ("matmul", 64, 48, "float32")
+    jobs = plan_jobs(["matmul"], ["stock"], met.options(Options(device="cpu", m=8)))
+    swept = [
+        j.case for j in jobs if j.case.varied == "batch_size" and not j.case.data["layout"] and j.case.inputs == "bell"
+    ]
+    assert {j.case.dtype for j in jobs} == {"float32"}
+    assert all({1, 37} <= set(case.data["values"]) for case in swept)
+    assert {(case.shape["K"], case.shape["N"]) for case in swept} == {(64, 48)}
+
+
+def test_packed_attention_is_asked_as_it_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row and its keys among others' come out as alone under an operator that goes by them alone, and not under
+    one whose blocks begin at the first key of the call."""
+    met = met_in(run_of(culprit("scaled_dot_product_attention", attention(4, 20), attention(9, 77))))
+    assert met.config == {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    options = met.options(Options(device="cpu"))
+    job = next(j for j in plan_jobs(["attention"], ["stock"], options) if j.case.varied == "load")
+    rows = {}
+    for name, operator in {"sound": _one_row_in_double, "blocks": _blocks_of_the_call}.items():
+        monkeypatch.setattr("nondet.kernels.stock.attention", operator)
+        rows[name] = next(run_jobs([job], 0, set()))
+    assert rows["sound"].values == ["alone, 20 keys", *(f"9 rows, 77 keys, its own from key {s}" for s in (0, 28, 57))]
+    assert rows["sound"].status == "identical"
+    assert rows["blocks"].status == "divergent"
+
+
+def _one_row_in_double(q: Any, k: Any, v: Any, *, mask: Any = None, **_: Any) -> torch.Tensor:
+    """Each visible key in its own order, in float64: what others have adds exact zeros."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1).double() for x in (k, v))
+    out = torch.zeros_like(q, dtype=torch.float64)
+    for row in range(q.shape[2]):
+        seen = [i for i in range(k.shape[2]) if mask is None or mask[0, 0, row, i] == 0]
+        scores = torch.stack([(q[:, :, row].double() * k[:, :, i]).sum(-1) for i in seen], -1)
+        weights = torch.softmax(scores / q.shape[-1] ** 0.5, -1)
+        for place, i in enumerate(seen):
+            out[:, :, row] += weights[:, :, place, None] * v[:, :, i]
+    return out.to(q.dtype)
+
+
+def _blocks_of_the_call(q: Any, k: Any, v: Any, *, mask: Any = None, **more: Any) -> torch.Tensor:
+    """As the other, but rounded on its way by how many keys the call has."""
+    return _one_row_in_double(q, k, v, mask=mask) * (1 + 2.0**-22 * (k.shape[2] % 2))
+
+
+def test_trials_of_too_few_keys_are_not_asked() -> None:
+    """A packing that can't hold the row's own keys was not met as such."""
+    tensor = torch.zeros(1, 1, 4, 8)
+    trials = packed.packed_trials(_one_row_in_double, tensor, tensor, tensor, 4, [(2, 3)])
+    assert [trial.value for trial in trials] == ["alone, 4 keys"]
+
+
+def _product_in_parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Sound for one product of any rows; among several, K is summed in two parts."""
+    if a.dim() == 2 or len(a) == 1:
+        return (a.double() @ b.double()).to(a.dtype)
+    half = a.shape[-1] // 2
+    return a[..., :half] @ b[..., :half, :] + a[..., half:] @ b[..., half:, :]
+
+
+def _product_alone(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a.double() @ b.double()).to(a.dtype)
+
+
+def test_products_in_a_batch_are_asked_as_they_were_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both arms' rows and numbers of products; what minds the others in the call parts, and what does not, does not."""
+    shapes = {"0": [4, 3, 32], "1": [4, 32, 8]}, {"0": [12, 3, 32], "1": [12, 32, 8]}
+    met = met_in(run_of(culprit("bmm", *shapes)))
+    assert (met.probe, met.k, met.n, met.shapes) == ("matmul", 32, 8, ((3, 4), (3, 12)))
+    jobs = plan_jobs(["matmul"], ["stock"], met.options(Options(device="cpu", inputs=("order",))))
+    assert [job.case.data["batched"] for job in jobs] == [[(3, 1), (3, 4), (3, 12)]]
+    for operator, status in ((_product_alone, "identical"), (_product_in_parts, "divergent")):
+        monkeypatch.setattr("nondet.kernels.stock.matmul", operator)
+        assert next(run_jobs(jobs, 0, set())).status == status
+    apart = {"0": [4, 3, 32], "1": [4, 32, 8]}, {"0": [12, 3, 48], "1": [12, 48, 8]}
+    with pytest.raises(UserError, match="no probe asks `bmm`"):  # its depth follows the batch: weights over keys
+        met_in(run_of(culprit("bmm", *apart)))
+
+
+def test_a_pointwise_call_is_asked_at_its_numbers_of_elements() -> None:
+    """One operator of the probe's, whole and in pieces of the smaller call's size."""
+    met = met_in(run_of(culprit("silu", {"0": [1, 1, 96]}, {"0": [1, 5, 96]})))
+    cases = [j.case for j in plan_jobs(["pointwise"], ["stock"], met.options(Options(device="cpu")))]
+    assert {case.operator for case in cases} == {"silu"}
+    assert {case.shape["n"] for case in cases} == {480}
+    assert all(96 in case.data["pieces"] for case in cases)
+
+
+def test_grouped_products_are_asked_at_their_experts() -> None:
+    """Experts, depth and width of the weight that was met, and both numbers of rows."""
+    met = met_in(run_of(culprit("_grouped_mm", *({"0": [r, 64], "1": [6, 64, 40]} for r in (2, 74)))))
+    options = met.options(Options(device="cpu", m=8, inputs=("order",)))
+    swept = [j.case for j in plan_jobs([met.probe], ["stock"], options) if j.case.varied == "batch_size"]
+    assert [(c.shape["E"], c.shape["K"], c.shape["N"]) for c in swept] == [(6, 64, 40)]
+    assert {2, 74} <= set(swept[0].data["values"])
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (run_of(), "it holds no trace"),
+        (run_of(culprit("")), "named no operator"),
+        (run_of(culprit("Tensor.add", {"0": [1, 1, 8]}, {"0": [1, 3, 8]})), "no probe asks `Tensor.add`"),
+        (run_of(culprit("linear", {"0": [8]}, {"0": [8]})), "no probe asks `linear`"),
+    ],
+)
+def test_a_run_without_a_culprit_is_refused_in_one_line(run: Run, reason: str) -> None:
+    """Nothing is asked of an operator that nobody named."""
+    with pytest.raises(UserError, match=reason) as refused:
+        met_in(run)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_command_refuses_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the command line: exit 2, one line; also where shapes are given twice."""
+    from nondet.cli import main
+
+    path = tmp_path / "run.jsonl"
+    open_run(path, command="trace", plan={}, environment={}).finish()
+    assert main(["probe", "--from-trace", str(path)]) == 2
+    assert "no guilty operator" in capsys.readouterr().err
+    assert main(["probe", "matmul", "--from-trace", str(path)]) == 2
+    assert main(["probe"]) == 2

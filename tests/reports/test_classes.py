@@ -1,0 +1,192 @@
+"""Class maps: text and pictures say exactly which values fell into which class."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from nondet.reports.classes import (
+    WIDTH,
+    axis_name,
+    classes,
+    kind_of,
+    letter,
+    map_figures,
+    map_text,
+    segments,
+    short_kernel,
+    size_bar,
+)
+from tests.build import REDUCE, h200_sweep, row
+
+
+@pytest.mark.parametrize(("label", "text"), [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")])
+def test_letters_go_on_after_z(label: int, text: str) -> None:
+    """A row may have hundreds of classes, each with a letter of its own."""
+    assert letter(label) == text
+
+
+def test_segments_split_at_classes_and_at_kernels() -> None:
+    """A boundary is drawn where bits change and where kernels change, apart from each other."""
+    found = segments(row([0, 0, 1, 1], kernels=[["a"], ["b"], ["b"], ["b"]]))
+    assert [(s.label, s.first, s.last, s.kernels) for s in found] == [(0, 1, 1, 0), (0, 2, 2, 1), (1, 3, 4, 1)]
+
+
+def test_text_names_values_classes_and_causes() -> None:
+    """The compact form of an engineer's note: M 1-3: A | 4-64: B (kernel)."""
+    kernels = [["gemv"]] * 3 + [["nvjet_splitK", REDUCE]] * 61
+    text = map_text(row([0] * 3 + [1] * 61, kernels=kernels))
+    assert text == "M 1-3: A (gemv) | 4-64: B (nvjet_splitK + splitKreduce_kernel)"
+
+
+def test_text_of_one_class_names_no_cause() -> None:
+    """Where nothing parts there is nothing to explain."""
+    assert map_text(row([0] * 64, kernels=[["k"]] * 64)) == "M 1-64: A"
+
+
+def test_text_of_names_repeats_and_unlisted_values() -> None:
+    """Names are joined by an ellipsis, repeated calls give sizes, unlisted values too."""
+    assert map_text(row([0, 0, 1], values=["prefill", "chunk", "decode"], varied="query_chunk")) == (
+        "query chunk prefill … chunk: A | decode: B"
+    )
+    assert map_text(row([0, 0, 1], values=[256, 100, 33], varied="query_chunk")) == "query chunk 256 … 100: A | 33: B"
+    assert map_text(row([0, 1, 0], varied="run")) == "2 classes, the largest 2 of 3"
+    assert map_text(row([], class_sizes=[7, 3], trials=10, distinct=2)) == "2 classes, the largest 7 of 10"
+    assert map_text(row([], class_sizes=[10], trials=10, distinct=1)) == "all 10: A"
+    assert map_text(row([], class_sizes=[], trials=0, distinct=0)) == ""
+
+
+def test_text_stays_short() -> None:
+    """A map that flickers is cut, and says how much is missing."""
+    text = map_text(row([i % 2 for i in range(100)]))
+    assert text.endswith("| … 92 more")
+
+
+def test_classes_list_every_value_once() -> None:
+    """Ranges of a class join across a change of kernel, and its count is that of its trials."""
+    first, second = classes(row([0, 0, 1, 0], kernels=[["a"], ["b"], ["b"], ["a"]]))
+    assert (first.ranges, first.count, first.kernels) == ("1-2, 4", 3, ((1, ("a",)), (2, ("b",))))
+    assert (second.ranges, second.count, second.kernels) == ("3", 1, ((2, ("b",)),))
+
+
+def test_axis_names() -> None:
+    """The rows of a product are M; whatever else varied has its own name."""
+    assert axis_name(row()) == "M"
+    assert axis_name(row(operator="attention")) == "batch size"
+    assert axis_name(row(varied="query_chunk")) == "query chunk"
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (REDUCE, "splitKreduce_kernel"),
+        ("nvjet_tst_64x8_coopB_splitK_TNT", "nvjet_tst_64x8_coopB_splitK_TNT"),
+        ("void at::native::(anonymous namespace)::f<4, float>(int)", "f"),
+        (
+            "void vectorized_elementwise_kernel<4, silu(at::T&)::{lambda(float)#1}, Array<char*, 2ul> >(int)",
+            "vectorized_elementwise_kernel",
+        ),
+        ("_matmul_chain_kernel", "_matmul_chain_kernel"),
+        ("<>", "<>"),
+        ("a<b<c>>::d<e>", "d"),
+        ("k" * 100, "k" * 55 + "…"),
+        ("\x1b[31mred", "␛[31mred"),
+    ],
+)
+def test_kernel_names_lose_what_hides_them(name: str, short: str) -> None:
+    """Template arguments of hundreds of characters don't hide which kernel it was; nothing acts on a terminal."""
+    assert short_kernel(name) == short
+
+
+def cells(lane: dict[str, Any]) -> list[tuple[float, float]]:
+    paths = "".join(cell["path"] for cell in lane["cells"])
+    return [(float(a), float(b)) for a, b in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)V", paths)]
+
+
+def test_every_value_is_painted_in_its_own_lane() -> None:
+    """The picture's lanes cover the axis exactly once: no value is lost and none is in two classes."""
+    labels = [0, 0, 1, 2, 1, 0, 0, 2]
+    (figure,) = map_figures([row(labels)])
+    painted = sorted(span for lane in figure["panels"][0]["lanes"] for span in cells(lane))
+    assert painted[0][0] == 0.0
+    assert painted[-1][1] == WIDTH
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(painted))
+    assert [len(cells(lane)) for lane in figure["panels"][0]["lanes"]] == [2, 2, 2]
+
+
+def test_long_sweeps_get_a_log_axis_and_short_ones_equal_cells() -> None:
+    """Over 4,096 values what happens at M = 8 is still visible; over 8, each has the same width."""
+    labels = [1 if m == 8 else 0 for m in range(1, 4097)]
+    (figure,) = map_figures([row([1 - x for x in labels] if labels[0] else labels)])
+    ((left, right),) = cells(figure["panels"][0]["lanes"][1])
+    assert right - left > 10
+    assert "log2" in figure["scale"]
+    assert [t.text for t in figure["ticks"] if t.border] == ["8"]
+    assert {"1", "64", "4096"} <= {t.text for t in figure["ticks"]}
+    (short,) = map_figures([row([0, 1, 0, 0])])
+    assert cells(short["panels"][0]["lanes"][1]) == [(250.0, 500.0)]
+
+
+def test_stock_and_invariant_share_an_axis_only_if_they_tried_the_same() -> None:
+    """Panels beside each other can be compared value by value."""
+    (shared,) = map_figures(h200_sweep())
+    assert [p["impl"] for p in shared["panels"]] == ["stock", "invariant"]
+    assert [len(p["lanes"]) for p in shared["panels"]] == [4, 1]
+    assert len(map_figures([row([0, 1]), row([0, 0, 0], impl="invariant")])) == 2
+
+
+def test_the_strip_follows_the_kernels() -> None:
+    """The strip under the lanes changes where kernels change, and covers the axis."""
+    (figure,) = map_figures([row([0, 0, 1, 1], kernels=[["a"], ["b"], ["b"], ["a"]])])
+    assert [(round(x), round(w), n) for x, w, n in figure["panels"][0]["strip"]] == [
+        (0, 250, 1),
+        (250, 500, 2),
+        (750, 250, 1),
+    ]
+
+
+def test_many_classes_still_fit() -> None:
+    """50 classes are thin lanes; hundreds are a bar of sizes, whose rest is one piece."""
+    (figure,) = map_figures([row(list(range(50)))])
+    assert len(figure["panels"][0]["lanes"]) == 50
+    assert figure["panels"][0]["height"] <= 300
+    crowded = row(list(range(300)))
+    assert map_figures([crowded]) == []
+    bar = size_bar(crowded)
+    assert bar[-1][2] == -1
+    assert sum(width for _, width, _ in bar) == pytest.approx(WIDTH)
+
+
+def test_ticks_do_not_collide() -> None:
+    """Axis labels keep their distance on any sweep."""
+    for values in (list(range(1, 34)), list(range(1, 1000)), [1, 2, 3, 4, 5, 6, 7, 8, 1000], ["prefill", "decode"]):
+        (figure,) = map_figures([row([0] * len(values), values=values)])
+        places = [t.x for t in figure["ticks"]]
+        assert all(b - a >= 40 for a, b in itertools.pairwise(places))
+    (unnamed,) = map_figures([row([0] * 20, values=[f"a long name {i}" for i in range(20)])])
+    assert unnamed["ticks"] == []
+
+
+def kinds_in(figure: dict[str, Any]) -> list[str]:
+    return [cell["kind"] for lane in figure["panels"][0]["lanes"] for cell in lane["cells"]]
+
+
+def test_cells_are_what_kernels_are() -> None:
+    """A split, a matrix-vector kernel and a tile are three kinds by their names; what nobody saw is none of them."""
+    names = [["nvjet_sm90_tst_64x8_splitK_TNT", REDUCE], ["gemvNSP_kernel"], ["nvjet_sm90_tst_64x8_TNT"]]
+    (figure,) = map_figures([row([0, 1, 2], kernels=names)])
+    assert kinds_in(figure) == ["split", "gemv", "tile"]
+    words = [cell["words"] for lane in figure["panels"][0]["lanes"] for cell in lane["cells"]]
+    assert words[0] == "M 1: class A, split, nvjet_sm90_tst_64x8_splitK_TNT + splitKreduce_kernel"
+    (unseen,) = map_figures([row([0, 1])])
+    assert kinds_in(unseen) == ["unseen", "unseen"]
+    # flash's splitkv kernel serves unsplit calls as well: only the kernel that adds the parts shows a split
+    assert kind_of(["flash_fwd_splitkv_kernel"]).key == "tile"
+    assert kind_of(["flash_fwd_splitkv_kernel", "flash_fwd_splitkv_combine_kernel"]).key == "split"
+    assert kind_of(["decode_kernel"]).key == kind_of(["attend_kernel"]).key == "tile"  # nondet's own, in one pass
+    assert (
+        kind_of(["decode_kernel", "merge_all_kernel"]).key == kind_of(["attend_kernel", "merge_kernel"]).key == "split"
+    )

@@ -1,0 +1,459 @@
+"""The chain from the token to the cure, and what is to be run next: what a report holds, and what it lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nondet.core.records import AxisValue, Run, Step, Tape, TraceVerdict
+from nondet.core.registry import PROBES
+from nondet.kernels.dispatch.operators import FAMILIES
+from nondet.reports.axes import AxesTable, AxisCell, AxisLine
+from nondet.reports.content import Report, build, headline
+from nondet.reports.first_screen import PROBE_OF, chain, first_screen
+from nondet.reports.first_screen import Step as Link
+from nondet.reports.traces import story, story_headline
+from nondet.verdict.rows import judge_rows
+from nondet.verdict.samples import AxisTally, ValueTally
+from tests.build import bench_run, failed, h200_sweep, header, row, run_of, sampled, six_rounds, stock_parts
+from tests.diagnose.test_verdict import PARTED, traced
+from tests.diagnose.test_verdict import run_of as diagnosis
+
+
+def steps_of(report: Report) -> dict[str, Link]:
+    return {step.label: step for step in chain(report)}
+
+
+def said(*runs: Run) -> dict[str, tuple[str, str]]:
+    """Label -> (what is known, the command that would tell)."""
+    return {label: (step.text, step.command) for label, step in steps_of(build(list(runs))).items()}
+
+
+def next_of(*runs: Run) -> str:
+    screen = first_screen(build(list(runs)))
+    assert screen is not None
+    return f"{screen.command}  {screen.why}"
+
+
+def test_families_and_their_probes_are_there() -> None:
+    """Every family that a probe is named for is one of batch_invariant()'s, and every probe is one."""
+    assert set(PROBE_OF) == {"attention", "matmul", "norm", "softmax", "moe"}
+    assert set(PROBE_OF) <= set(FAMILIES)
+    assert set(PROBE_OF.values()) <= set(PROBES)
+
+
+def test_the_chain_of_operators_asked_alone() -> None:
+    """What parts is named with its kernels; what is missing has its command; a cell's mean is the cost."""
+    told = said(run_of(*h200_sweep()))
+    assert told["token"] == ("no completions here", "nondet sample")
+    assert told["operator"] == ("not traced; asked alone, stock parts in linear", "nondet trace")
+    text, command = told["kernel"]
+    assert text.startswith("linear asked alone, row 0 of M rows, K=12288 N=4096, bell: 4 classes of bits, by ")
+    assert "splitK" in text
+    assert command == ""
+    text, command = told["cure"]
+    assert text.startswith("invariant: no divergence observed in 208 trials")
+    assert text.endswith("; cost: not measured")
+    assert command == "nondet bench engine"
+    text, command = said(run_of(*h200_sweep()), bench_run())["cure"]
+    assert "speed against the best stock: " in text
+    assert command == ""
+
+
+def test_the_chain_where_nothing_parted() -> None:
+    """No command is offered for an operator or a kernel that there is no reason to look for."""
+    told = said(run_of(row([0, 0])))
+    assert told["operator"] == ("none of those probed parted alone", "")
+    assert told["kernel"] == ("nothing parted, so there is none to name", "")
+    assert told["cure"] == ("the invariant implementation was not run here", "nondet sample --impl both")
+
+
+def test_the_chain_of_completions(tmp_path: Path) -> None:
+    """The token with its ways on; the trace of the run's own model and prompt; what the cure left, and its ratio."""
+    run = six_rounds(sampled(tmp_path))
+    told = said(run)
+    text, command = told["token"]
+    assert text.startswith("stock parts at token 5: of 60 completions 54 go on with")
+    assert text.endswith("; top-1 − top-2 logit there 0.0625")
+    assert command == ""
+    assert told["operator"] == ("not traced yet", "nondet trace")
+    assert told["kernel"] == ("not probed yet", "nondet probe matmul attention")
+    text, command = told["cure"]
+    assert text.startswith("invariant: 1 distinct completion of 60")
+    assert "(at 95%" not in text
+    assert text.endswith("; speed ratio 0.65 against stock (0.65 to 0.65, 6 rounds)")
+    assert command == ""
+    run.header.plan["model"] = {"name": "my model"}
+    assert said(run)["operator"][1] == "nondet trace --prompt 'The following exceptions' --model 'my model'"
+
+
+def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
+    """What removed every divergence is the operator, and its own probe is what tells the kernel."""
+    run = sampled(
+        tmp_path, impls=("stock", "invariant:attention"),
+        variants=lambda impl, i: (((4, 1),), 0) if impl == "stock" and i % 9 == 0 else ((), 0),
+    )  # fmt: skip
+    told = said(run)
+    text = "attention: replacing it alone removed every divergence seen, in 60 completions"
+    assert told["operator"] == (text, "")
+    assert told["kernel"] == ("not probed yet", "nondet probe attention")
+    parted = [row([0, 1], probe=probe, operator=name) for probe, name in (("matmul", "linear"), ("attention", "attn"))]
+    assert said(run, run_of(*parted))["kernel"][0].startswith("attn asked alone")
+
+
+def test_the_chain_of_a_trace() -> None:
+    """The call and its place, without the kernels, which are the next line; the replacement that removes it."""
+    run = run_of(**traced("batch-dependent"))
+    culprit = msgspec.structs.replace(
+        run.culprits[0], token=7, kernels=[["cudnn_a", "cudnn_a"], ["cutlass_b"]],
+        sentence="position 1, `linear` of m: 3 of 64 outputs differ; cudnn_a at 1 rows against cutlass_b at 9 rows",
+    )  # fmt: skip
+    run.culprits[:] = [msgspec.structs.replace(culprit, number=2, call="later"), culprit]
+    told = said(run)
+    assert told["token"] == ("the traced difference reaches the logits of token 7", "")
+    text = "in the pair traced, ahead of token 7: position 1, `linear` of m: 3 of 64 outputs differ"
+    assert told["operator"] == (text, "")
+    assert told["kernel"] == ("cudnn_a against cutlass_b", "")
+    assert told["cure"] == ("replacing matmul removes the divergence; cost: not measured", "nondet bench engine")
+    run.culprits[:] = [msgspec.structs.replace(culprit, call="", kernels=[])]
+    assert said(run)["operator"][1] == "nondet trace"
+
+
+def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
+    """A report of a run whose stock has, on each axis, (name, held, first place, traces at one value)."""
+    report = build([run_of(row([0, 0]))])
+    told = []
+    for name, held, first, count in lines:
+        record = AxisValue(axis=name, proof="", value="b", arm=f"{name}=b", held=held, impl="stock", proven=True)
+        traces = {str(i): 1 for i in range(count)}
+        value = ValueTally(record, count, traces, traces, count - 1, 0, count)
+        tally = AxisTally(name, held, (value,), (), "", count, count, count, count)
+        told.append(AxisLine(name, "", ["stock"], [], {"stock": AxisCell(tally, first)}, ""))
+    return replace(report, runs=(replace(report.runs[0], axes=AxesTable(("stock",), tuple(told), 9, "", 0)),))
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (
+            [("chunk", True, 9, 2), ("page", True, 4, 3), ("threads", True, None, 1)],
+            "the traces of stock follow 2 of 3 axes varied alone, first in the bits of token 4",
+        ),
+        ([("chunk", True, None, 2)], "the traces of stock follow 1 of 1 axis varied alone"),
+        (
+            [("chunk", False, 6, 2), ("page", False, None, 1)],
+            "stock has 2 traces at one value of chunk, first in the bits of token 6",
+        ),
+        ([("page", False, None, 3)], "stock has 3 traces at one value of page"),
+    ],
+)
+def test_the_chain_of_what_was_varied(lines: list[tuple[str, bool, int | None, int]], text: str) -> None:
+    """Axes that hold still count, and the first place of all; where none is held, the one with most traces."""
+    assert steps_of(varied(*lines))["token"].text == text
+
+
+def test_causes_beyond_three_are_counted(endpoints: Report) -> None:
+    """A server's comparisons that parted, three of them told; those that came alike are left out."""
+    assert steps_of(endpoints)["cause"].text == "s0: bits; s1: bits; s2: bits; and 1 more"
+
+
+@pytest.fixture
+def endpoints() -> Report:
+    """A report of one server run with five comparisons; chain looks at nothing else of it."""
+    report = build([run_of(row([0, 0]))])
+    seen = ("s0", "s1", "s2", "s3")
+
+    class Endpoint:
+        parted = tuple(f"{text}: bits" for text in seen)
+
+    return replace(report, runs=(replace(report.runs[0], endpoint=Endpoint()),))  # type: ignore[arg-type] # only that
+
+
+NAMED = traced("batch-dependent", ("repeat", "identical"))
+
+
+def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
+    """Run-to-run is no fault of the call that a trace found between batches, each arm of which came again equal."""
+    innocent = diagnosis(PARTED | {"run": "no"}, **NAMED)
+    assert story_headline(story(innocent)) == "run-to-run nondeterministic"
+    told = said(innocent)
+    assert "not named" in told["operator"][0]
+    assert "linear" not in told["operator"][0]
+    assert told["operator"][1] == "nondet trace"
+    assert told["kernel"][1] == "nondet probe matmul attention"
+    why = story(innocent).answers["Why"]
+    assert why.startswith("No operator could be named: each arm came again equal")
+    for guilty in (
+        diagnosis(PARTED | {"run": "no"}, **traced("run-to-run")),
+        diagnosis(PARTED | {"run": "no"}, **traced("batch-dependent", ("repeat", "divergent"))),
+    ):
+        assert (
+            story_headline(story(guilty)) == "run-to-run nondeterministic: the first guilty operator is `linear` of m"
+        )
+        assert said(guilty)["operator"] == ("in the pair traced: it parts", "")
+    batch = story_headline(story(diagnosis(PARTED, **NAMED)))
+    assert batch == "batch-dependent: the first guilty operator is `linear` of m"
+
+
+@pytest.mark.parametrize("cost", ["skipped", "unknown"])
+def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path: Path, cost: str) -> None:
+    """The rounds of a diagnosis are no timed rounds: without its cost step there is no ratio anywhere."""
+    run = sampled(tmp_path)
+    run.steps.extend(diagnosis(PARTED | {"cure": "yes", "cost": cost}).steps)
+    report = build([run])
+    text, command = said(run)["cure"]
+    assert text == "batch_invariant() left no divergence: what cure found; cost: not measured"
+    assert command == "nondet bench engine"
+    assert [s.speed for s in report.runs[0].samples] == [None]
+    figures = {"stock_tokens_per_second": 200.0, "invariant_tokens_per_second": 100.0}
+    run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
+    assert said(run)["cure"][0].endswith("; cost: not measured")
+    figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
+    run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
+    assert said(run)["cure"][0].endswith("; speed ratio 0.50 against stock (0.45 to 0.55, 2 rounds)")
+
+
+def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
+    """After divergence under batch_invariant() the next line asks what diverges there, and offers no wrapping."""
+    refuted = diagnosis(PARTED | {"cure": "no"}, **NAMED)
+    text, command = said(refuted)["cure"]
+    assert "batch_invariant() is no cure here" in text
+    assert "cost" not in text
+    assert command == ""
+    wrapping = "then wrap the model in nondet.batch_invariant()"
+    operators, run = run_of(*h200_sweep()), six_rounds(sampled(tmp_path))
+    assert next_of(operators, run, diagnosis(PARTED, **NAMED)).endswith(wrapping)
+    assert (
+        next_of(operators, run, refuted)
+        == "nondet trace --impl invariant  names the operator that diverges under it, too"
+    )
+    parting = sampled(tmp_path, variants=lambda _, number: stock_parts("stock", number), name="parting.jsonl")
+    assert next_of(operators, parting, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
+    worse = run_of(*h200_sweep(), row([0, 1], impl="invariant", case="another"))
+    assert (
+        next_of(worse, diagnosis(PARTED, **NAMED))
+        == "nondet sample  shows whether completions change, and from which token on"
+    )
+    assert next_of(worse, run, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "unknown"])
+def test_a_cure_that_was_not_seen_is_asked_for(outcome: str) -> None:
+    """A pair's replacement is no cure of the load: the load under the cure comes before its cost."""
+    run = diagnosis(PARTED | {"cure": outcome}, **NAMED)
+    run.steps.append(Step(name="operator", outcome="yes", sentence="named", facts={"families": "matmul"}))
+    text, command = said(run)["cure"]
+    assert text.startswith("Replacing matmul by the invariant implementation removes the divergence of the pair traced")
+    assert command == "nondet sample --impl both"
+
+
+def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
+    """The run's own command again and the first error, until something was found; never the next question."""
+    run = run_of(*(failed(case=f"c{i}", reason=f"ValueError: broken {i}") for i in range(52)))
+    said_next = next_of(run)
+    assert said_next.startswith("nondet probe all  again, once the first of 52 failures is mended: matmul: c0, ")
+    assert said_next.endswith("ValueError: broken 0")
+    assert "free memory" in next_of(run_of(failed(), row([0, 0])))
+    assert (
+        next_of(run_of(failed(), row([0, 1])))
+        == "nondet sample  shows whether completions change, and from which token on"
+    )
+    requests = sampled(tmp_path, n=0, failures=3)
+    requests.header.environment["argv"] = ["/bin/nondet", "sample", "--out", "r.jsonl", "--prompt", "a b"]
+    assert next_of(requests) == (
+        "nondet sample --out r.jsonl --prompt 'a b' --force  again, once the first of 6 failures is mended: "
+        "3 requests (stock): RuntimeError: the engine stopped"
+    )
+    requests.header.environment["argv"] = ["my_script.py", "--fast"]
+    assert next_of(requests).startswith("nondet sample  again")
+
+
+def test_a_trace_without_a_call_is_known_not_to_have_one() -> None:
+    """Neither is anything said of a run that holds only a verdict, but that it was not traced to a call."""
+    more: dict[str, Any] = {
+        "trace_verdicts": [TraceVerdict(finding="unknown", culprits=[], families=None, sentences=[])]
+    }
+    run = Run(header=header("trace"), complete=True, **more)
+    assert said(run)["operator"] == ("not traced yet", "nondet trace")
+
+
+def by(command: str, run: Run, *argv: str, **plan: Any) -> Run:
+    """The run as that command line would have made it."""
+    environment = {**run.header.environment, "argv": ["nondet", command, *argv]}
+    run.header = msgspec.structs.replace(run.header, command=command, environment=environment)
+    run.header.plan.update(plan)
+    return run
+
+
+MINE = {"impl": "mymodule:batchy", "shape": {"M": 256, "K": 256, "N": 64}, "device": "cpu"}
+DEMONSTRATION = {"probe": "float-sum", "operator": "float_sum", "varied": "order", "impl": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (by("probe", run_of(row([0, 1])), "matmul", "--threads", "1"), "nondet sample --threads 1  shows whether"),
+        (by("probe", run_of(row([0, 0]), row([0, 0], impl="invariant"))), "nondet sample  shows whether"),
+        (
+            by("probe", run_of(row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)), "float-sum"),
+            "nondet probe all  tests the library's own operators; these cases only demonstrate a cause",
+        ),
+        (
+            by("probe", run_of(row([0, 1], inputs="order", **MINE), row([0, 0], case="other", **MINE))),
+            "nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 --k 256 --n 64 --m 256 --inputs order  "
+            "repeats the case in which it diverges",
+        ),
+        (
+            by("probe", run_of(row([0, 0], status="wrong", reason="zeros", **MINE), row([0, 1], case="other", **MINE))),
+            "nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 --k 256 --n 64 --m 256 --inputs bell  "
+            "repeats the case in which it is wrong",
+        ),
+        (
+            by("probe", run_of(row([0, 0], **MINE)), "linear", "--impl", "mymodule:batchy", "--dtype=float32"),
+            "nondet probe matmul --impl linear=mymodule:batchy --full --dtype=float32  tests it at batch sizes up to",
+        ),
+        (
+            by("probe", run_of(row([0, 0], **MINE)), full=True),
+            "nondet report runs/probe.jsonl --out report.html  shows every case with its batch sizes",
+        ),
+        (
+            by("certify", run_of(row([0, 1], **MINE))),
+            "nondet report runs/probe.jsonl --out report.html  shows at which sizes",
+        ),
+        (
+            by("bench", run_of(row([0, 0], impl="invariant"), row([0, 1])), "--device", "cpu", "--m", "16"),
+            "nondet sample --impl both --device cpu  ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_next_after_operators(run: Run, said: str) -> None:
+    """The question that stays open, with the options of this run that it takes."""
+    assert next_of(run).startswith(said)
+
+
+def test_what_is_next_after_a_trace() -> None:
+    """The named operator by itself at the shapes met, and what replaces it; without a name the completions."""
+    run = by("trace", run_of(**traced("batch-dependent")))
+    run.source = "runs/my trace.jsonl"
+    run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="matmul")]
+    assert next_of(run) == (
+        "nondet probe --from-trace 'runs/my trace.jsonl'  tests that operator by itself, at these shapes; "
+        "nondet.batch_invariant(['matmul']) replaces it"
+    )
+    run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="convolution")]
+    assert next_of(run).startswith("with nondet.batch_invariant(['matmul']): ...  in Python: replaces what diverged")
+    run.culprits.clear()
+    run.trace_verdicts[:] = [msgspec.structs.replace(run.trace_verdicts[0], families=None, finding="unknown")]
+    by("trace", run, "--model", "my model", "--load", "heavy", model={"name": "my model"})
+    assert next_of(run).startswith("nondet sample --impl both --model 'my model'  shows whether completions change")
+
+
+NO_TAPE: dict[str, Any] = {
+    "requests": [], "prompts": [], "load": {}, "seed": 0, "eos": [], "engine": {}, "weights": "", "steps": [],
+}  # fmt: skip
+
+
+def test_what_is_next_after_completions(tmp_path: Path) -> None:
+    """Two recorded completions that differ are traced; what agreed is asked for more often, of the same model."""
+    run = by("sample", sampled(tmp_path), "--model", "my model", "--n", "60", "--threads=2", model={"name": "my model"})
+    prompt = "nondet trace --prompt 'The following exceptions' --model 'my model' --threads=2"
+    assert next_of(run) == f"{prompt}  names the operator that diverges first"
+    run.tapes.extend(Tape(impl=r.impl, round=0, **NO_TAPE) for r in run.rounds)
+    command, _, first, _, second = next_of(run).partition("  ")[0].removeprefix("nondet trace --run ").split()[0:5]
+    traces = {c.request: (c.trace, c.tokens_digest) for c in run.completions if c.impl == "stock"}
+    assert command.endswith("sample.jsonl")
+    assert all(a != b for a, b in zip(traces[first], traces[second], strict=True))
+    run.header.plan["sampling"] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seeds": 1}
+    assert "--run" not in next_of(run)
+    clean = six_rounds(sampled(tmp_path, variants=lambda impl, number: ((), 0), name="clean.jsonl"))
+    assert next_of(by("sample", clean, "--model", "m", "--n", "60", model={"name": "m"})) == (
+        "nondet sample --n 10000 --load heavy --model m  compares more completions, under a heavier load"
+    )
+
+
+def test_what_is_next_after_a_diagnosis() -> None:
+    """Its own model and prompt, whatever is missing: the operator, the cure, its cost; then the kernels' proof."""
+    typed = ("--model", "m", "--prompt", "p q", "--within", "90", "--dtype", "float16")
+    for steps, more, said in (
+        (PARTED, {}, "nondet trace --model m --prompt 'p q' --dtype float16  names the operator"),
+        (
+            PARTED | {"cure": "skipped"},
+            NAMED,
+            "nondet sample --impl both --model m --prompt 'p q' --dtype float16  shows",
+        ),
+        (PARTED | {"cure": "yes"}, NAMED, "nondet bench engine --models m --dtype float16  measures what"),
+    ):
+        run = by("diagnose", diagnosis(steps, **more), *typed, model={"name": "m"})
+        run.culprits[:] = [msgspec.structs.replace(c, kernels=[["a"], ["b"]]) for c in run.culprits]
+        assert next_of(run).startswith(said), said
+
+
+# The one sentence over a run: the finding, and nothing that buries it.
+
+
+def test_backends_stay_out_of_the_headline_unless_they_add_to_it():
+    """A backend of stock is named there only where it finds what stock's own verdict does not."""
+    stock = row([0, 1], operator="attention")
+    agreeing = row([0, 1], impl="stock-flash", operator="attention")
+    clean = row([0, 0], impl="stock-math", operator="attention")
+    verdicts = judge_rows([stock, agreeing, clean])
+    said = headline(run_of(stock, agreeing, clean), verdicts)
+    assert said.startswith("stock: batch-dependent")
+    assert "stock-flash" not in said
+    assert "stock-math" not in said
+    quiet = row([0, 0], operator="attention")
+    assert "stock-flash: batch-dependent" in headline(run_of(quiet, agreeing), judge_rows([quiet, agreeing]))
+
+
+def test_the_headline_counts_cases_and_leaves_the_operators_to_the_verdicts():
+    """The list of operators would bury the finding."""
+    rows = [row([0, 1], operator="attention"), row([0, 1]), row([0, 0], case="another")]
+    verdict = judge_rows(rows)[0]
+    assert "(attention 1 of 1, linear 1 of 2)" in verdict.text or "(linear 1 of 2, attention 1 of 1)" in verdict.text
+    assert headline(run_of(*rows), [verdict]) == "stock: batch-dependent in 2 of 3 cases"
+
+
+def test_many_that_agree_are_counted_and_whoever_parts_is_named():
+    """Forty members of a class make one sentence, and the one that parts is in it."""
+    rows = [row([0, 0], impl=f"tile-{i}") for i in range(8)]
+    agreeing = judge_rows(rows)
+    assert "tile-7: no divergence observed" in headline(run_of(*rows), agreeing)
+    rows += [row([0, 1], impl="tile-8"), row([0, 0], impl="invariant")]
+    said = headline(run_of(*rows), judge_rows(rows))
+    assert "tile-8: batch-dependent" in said
+    assert "invariant: no divergence observed" in said
+    assert said.endswith("; 8 others: no divergence observed")
+
+
+def test_a_run_without_a_verdict_says_that_nothing_was_compared() -> None:
+    """It was measured, and still holds no comparison: neither a finding nor "nothing was measured"."""
+    assert headline(run_of(row([0, 0])), []) == "nothing was compared"
+    assert headline(run_of(row([0, 0]), complete=False), []) == "incomplete run, so far: nothing was compared"
+
+
+def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
+    """A trace is offered where logits part under a draw of their own, and says that it is greedy; margins are not."""
+    for impls, command in (
+        (("stock",), "nondet sample --impl stock-seeded --temperature 0.8"),
+        (("stock", "stock-seeded"), ""),
+        (("stock-seeded",), "nondet trace"),
+        (("invariant",), ""),
+    ):
+        parts = (
+            stock_parts if len(impls) == 2 else lambda impl, number: stock_parts(impl.removesuffix("-seeded"), number)
+        )
+        run = sampled(tmp_path, impls=impls, name=f"{len(impls)}{impls[0]}.jsonl", variants=parts)
+        greedy = build([run])
+        run.header.plan["sampling"] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seeds": 1}
+        drawn = build([run])
+        [operator] = [step for step in chain(drawn) if step.label == "operator"]
+        assert operator.command == command
+        assert ("greedy" in operator.text) == (command == "nondet trace")
+        for report, margins in ((greedy, True), (drawn, False)):
+            branches = [b for s in report.runs[0].samples[0].summaries for f in s.forks for b in f.branches]
+            assert [b.margin_min is not None for b in branches] == [margins] * len(branches)
+            assert bool(branches) == ("invariant" not in impls)

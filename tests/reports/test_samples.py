@@ -1,0 +1,112 @@
+"""Curves, trees and branches: the geometry says what the counts say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nondet.core.statistics import round_interval
+from nondet.reports.samples import branch_views, curve_figure, tree_figure
+from nondet.reports.text import token
+from nondet.sampling.analysis import SampleSummary
+from tests.build import sampled, summaries_of
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> SampleSummary:
+    """52, 6, 1 and 1 of 60: parting at tokens 5 and 17, the last two from one another at 30."""
+    return summaries_of(sampled(tmp_path_factory.mktemp("runs"), impls=("stock",)))[0]
+
+
+def test_the_curve_steps_down_where_completions_part(stock: SampleSummary) -> None:
+    """100% for 5 tokens, 90% until the 17th, 86.7% to the end; n and the foot of the axis are stated."""
+    figure = curve_figure([stock])
+    assert figure is not None
+    (curve,) = figure["curves"]
+    points = [tuple(map(float, p.split())) for p in re.findall(r"[\d.]+ [\d.]+", curve["line"])]
+    share = [1 - (1 - figure["low"]) * y / 100 for _, y in points]
+    assert [round(x / 1000 * figure["length"]) for x, _ in points] == [0, 6, 6, 18, 18, 40, 40]
+    assert share == pytest.approx([1, 1, 0.9, 0.9, 52 / 60, 52 / 60, 52 / 60], abs=1e-3)
+    assert (figure["low"], figure["length"], curve["n"]) == (0.8, 40, 60)
+    assert figure["ticks"][-1].text == "40"
+
+
+def test_the_band_is_that_of_rounds(stock: SampleSummary) -> None:
+    """One round has none; of several it is the interval over their shares, cut where the axis begins."""
+    figure, held = curve_figure([stock]), {1: (5,) * 2 + (40,) * 18, 2: (17,) + (40,) * 19, 3: (40,) * 20}
+    assert figure is not None
+    assert figure["curves"][0]["band"] == ""
+    figure = curve_figure([replace(stock, held_rounds=held, confidence=0.975)])
+    assert figure is not None
+    heights = [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", figure["curves"][0]["band"])]
+    low, high = round_interval([18, 19, 20], [20] * 3, 0.975)
+    assert low < figure["low"] < high
+    assert heights[4] == pytest.approx(100 * (1 - high) / (1 - figure["low"]), abs=0.01)
+    assert max(heights) == 100.0
+
+
+def test_nothing_to_draw_draws_nothing(stock: SampleSummary) -> None:
+    """An empty curve, and a tree of one completion, are left out rather than drawn empty."""
+    assert curve_figure([replace(stock, survival=())]) is None
+    assert curve_figure([]) is None
+    assert tree_figure(replace(stock, completions=stock.completions[:1])) is None
+    assert curve_figure([replace(stock, survival=(1.0, 1.0))]) is not None
+
+
+def test_the_tree_has_a_row_for_each_completion(stock: SampleSummary) -> None:
+    """Leaves carry the counts, letters and forks; the lines join at the positions where branches part."""
+    figure = tree_figure(stock)
+    assert figure is not None
+    assert [(leaf["letter"], leaf["count"], leaf["parts_at"]) for leaf in figure["leaves"]] == [
+        ("A", 52, None), ("C", 1, 17), ("D", 1, 17), ("B", 6, 5),
+    ]  # fmt: skip
+    verticals = sorted(float(p.split()[0][1:]) for p, _, _ in figure["lines"] if "V" in p)
+    assert verticals == [125.0, 425.0, 750.0]  # tokens 5, 17 and 30 of 40
+    assert figure["hidden"] == (0, 0)
+
+
+def test_a_crowd_of_branches_is_cut_and_counted(tmp_path: Path) -> None:
+    """A tree shows 40 branches, and says how many more there are."""
+
+    def each(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
+        return (((number % 30, number // 30),) if number else ()), 0
+
+    (summary,) = summaries_of(sampled(tmp_path, impls=("stock",), n=90, variants=each))
+    assert summary.distinct_completions > 50
+    figure = tree_figure(summary)
+    assert figure is not None
+    assert len(figure["leaves"]) == 40
+    assert figure["hidden"][0] == summary.distinct_completions - 40
+    assert figure["hidden"][1] + sum(leaf["count"] for leaf in figure["leaves"]) == 90
+
+
+def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
+    """Before the mark texts are equal, at the mark they differ, and before + mark + after is the text again."""
+    commonest, *others = branch_views(stock)
+    assert (commonest["token"], commonest["parts_at"]) == (" an", 5)
+    for view, completion in zip(others, stock.completions[1:], strict=True):
+        top = stock.completions[0]
+        at = completion.parts_at
+        assert at is not None
+        assert view["token"] == completion.pieces[at] != top.pieces[at]
+        assert completion.pieces[:at] == top.pieces[:at]
+        whole = (view["before"] + view["token"] + view["after"]).removeprefix("…").removesuffix("…")
+        assert whole in completion.text
+
+
+def test_a_branch_that_ends_early_says_so(stock: SampleSummary) -> None:
+    """Where one completion stops and the other goes on, the end is what differs."""
+    short = replace(stock.completions[1], pieces=stock.completions[0].pieces[:9], parts_at=9)
+    view = branch_views(replace(stock, completions=(stock.completions[0], short)))[1]
+    assert view["ends"]
+    assert (view["token"], view["after"]) == ("", "")
+
+
+def test_tokens_without_a_text_are_told_apart() -> None:
+    """By their ids: two of them must not look like one."""
+    assert [token("", 4), token("\ufffd", 5), token(" a\n", 6), token("", -1)] == [
+        "<token 4>", "<token 5>", "“ a⏎”", "(the end)",
+    ]  # fmt: skip

@@ -1,0 +1,278 @@
+"""Tapes: a round comes again bit for bit, and the smallest company in which a request still parts is the smallest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nondet.core.compare import weights_digest
+from nondet.core.records import Completion, Run, Status
+from nondet.core.runfile import open_run, read_run
+from nondet.core.traces import Trace, read_traces
+from nondet.errors import UserError
+from nondet.sampling import engine
+from nondet.sampling.collect import collect, describe
+from nondet.sampling.engine import run_session
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import ENGINES, Outcome, Pace, Request, Session, build_plan, make_engine, parse_load
+from nondet.sampling.replay import (
+    Player,
+    check_weights,
+    first_other_step,
+    load_of,
+    minimal,
+    repeat_row,
+    requests_of,
+    rounds_to_settle,
+    select_completions,
+    tape_of,
+)
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
+from tests.sampling import test_collect
+from tests.sampling.test_collect import sample
+
+LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Trace]]:
+    """Two rounds of a float32 model, whose products depend on M on every CPU."""
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("tape") / "run.jsonl"
+    load = parse_load(LOAD)
+    prompt = tiny_float32.encode("The following exceptions are raised when")
+    plan = build_plan(
+        load, n=12, seed=3, prompt=prompt, max_new_tokens=12, context=256, encode=tiny_float32.encode_plain
+    )
+    described = describe(
+        tiny_float32, plan, prompt="p", prompt_tokens=len(prompt), max_new_tokens=12, seed=3, impls=["stock"]
+    )
+    writer = open_run(path, command="sample", plan=described, environment={})
+    collect(tiny_float32, plan, ["stock"], writer, repeat=False)
+    writer.finish()
+    return read_run(path), read_traces(path)[0]
+
+
+def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player:
+    return Player(make_engine("transformers", loaded.model), tape_of(recorded, completion))
+
+
+def test_divergent_completions_come_again_bit_for_bit(
+    recorded: tuple[Run, dict[str, Trace]], tiny_float32: LoadedModel
+) -> None:
+    """From the tape alone: tokens and logprob bits of every rarer completion, and every step as it ran."""
+    run, traces = recorded
+    rare = select_completions(run, ["divergent"], None)
+    assert len(rare) >= 4, "the load does not part enough requests to test anything"
+    for number in (0, 1):
+        mine = [c for c in rare if c.round == number]
+        for replayed in player(run, mine[0], tiny_float32).as_recorded(mine, traces):
+            assert replayed.same, replayed.sentence
+            assert "every step as on the tape" in replayed.sentence
+
+
+def test_a_tape_holds_the_plan_and_the_schedule(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
+    """Requests, prompts and limits come back as they were, and another schedule is seen at its first step."""
+    run, _ = recorded
+    tape = run.tapes[1]
+    load = parse_load(LOAD)
+    assert load_of(tape) == load
+    requests = requests_of(tape)
+    assert len(requests) == 12
+    assert tape.engine["engine"] == "transformers"
+    session = run_session(tiny.model, requests, load)
+    assert first_other_step(tape, requests, session.packs) is None  # other weights, same batches
+    late = [Request(r.id, r.target, r.prompt, r.max_new_tokens, r.arrival_step + 1) for r in requests]
+    assert first_other_step(tape, late, run_session(tiny.model, late, load).packs) == min(session.packs)
+
+
+def test_other_weights_are_refused(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
+    """One line that says which digest."""
+    run, _ = recorded
+    tape = run.tapes[0]
+    with pytest.raises(UserError, match=f"have digest .*, those of .* had {tape.weights}"):
+        check_weights(tape, tiny, weights_digest(tiny.model), "run.jsonl")
+
+
+def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]]) -> None:
+    """A request or an implementation that is not there, and a run without tapes."""
+    run, _ = recorded
+    with pytest.raises(UserError, match="no request 't999999'"):
+        select_completions(run, ["t999999"], None)
+    with pytest.raises(UserError, match="no completions under --impl invariant"):
+        select_completions(run, ["t000000"], "invariant")
+    bare = Run(header=run.header, completions=run.completions, source="old.jsonl")
+    with pytest.raises(UserError, match=r"old.jsonl has no tape of stock, round 0"):
+        tape_of(bare, run.completions[0])
+
+
+def test_divergent_is_of_its_own_prompt_and_arm(recorded: tuple[Run, dict[str, Trace]]) -> None:
+    """Three prompts that each agree with themselves hold nothing divergent; one odd completion of one of them is."""
+    run, _ = recorded
+
+    def prompts(*traces: str) -> Run:
+        completions = [
+            msgspec.structs.replace(run.completions[0], request=f"t{i}", prompt=i % 3, arm=f"{i % 2}", trace=trace)
+            for i, trace in enumerate(traces)
+        ]
+        return Run(header=run.header, completions=completions)
+
+    same = [f"{i % 3} {i % 2}" for i in range(18)]
+    assert select_completions(prompts(*same), ["divergent"], None) == []
+    odd = [*same[:-1], "odd"]
+    assert [c.request for c in select_completions(prompts(*odd), ["divergent"], None)] == ["t17"]
+
+
+def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(
+    recorded: tuple[Run, dict[str, Trace]], tiny_float32: LoadedModel
+) -> None:
+    """Checked here again, member by member, in sessions of their own."""
+    run, traces = recorded
+    (completion,) = select_completions(run, ["divergent"], None)[:1]
+    playing = player(run, completion, tiny_float32)
+    alone = playing.alone(completion, traces)
+    assert not alone.same
+    shrunk = playing.shrunk(completion, traces)
+    assert 1 <= len(shrunk.company) < 11
+    assert "none of them can be left out" in shrunk.sentence
+
+    def digest(company: Sequence[str]) -> object:
+        session = playing.play([*company, completion.request])
+        outcome = next(o for o in session.outcomes if o.request.id == completion.request)
+        return outcome.token_ids, outcome.logprobs
+
+    by_tokens = alone.first_token is not None
+    solo, still = digest([]), digest(shrunk.company)
+    assert (solo[0] != still[0]) if by_tokens else (solo != still)  # type: ignore[index] # a pair
+    for member in shrunk.company:
+        less = digest([x for x in shrunk.company if x != member])
+        assert (solo[0] == less[0]) if by_tokens else (solo == less)  # type: ignore[index] # a pair
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_delta_debugging_ends_at_a_minimum(seed: int) -> None:
+    """For conditions that are not monotonous either: what remains still holds, and holds without no single member."""
+    rng = random.Random(seed)  # noqa: S311 - test data
+    needed = set(rng.sample(range(30), rng.randint(1, 5)))
+    spoilers = set(rng.sample(sorted(set(range(30)) - needed), 2))
+
+    def still(items: Sequence[int]) -> bool:
+        return needed <= set(items) and (not spoilers & set(items) or spoilers <= set(items))
+
+    kept = minimal(list(range(30)), still)
+    assert still(kept)
+    assert not any(still([x for x in kept if x != left]) for left in kept)
+
+
+def test_forced_tokens_are_fed_and_the_session_can_be_cut(tiny: LoadedModel) -> None:
+    """A request that is fed what it would have chosen anyway is unchanged; fed others, its logprobs follow them."""
+    prompt = tuple(tiny.encode("The following"))
+    requests = [Request("a", True, prompt, 6, 0), Request("b", False, prompt[::-1], 30, 0)]
+    load = parse_load("light,sharing=off")
+    free = run_session(tiny.model, requests, load).outcomes[0]
+    same = run_session(tiny.model, requests, load, forced={"a": free.token_ids}, until="a")
+    assert (same.outcomes[0].token_ids, same.outcomes[0].logprobs) == (free.token_ids, free.logprobs)
+    assert same.outcomes[1].finish == "cut"
+    others = [t + 1 for t in free.token_ids]
+    fed = run_session(tiny.model, requests, load, forced={"a": others}).outcomes[0]
+    assert fed.token_ids[:-1] == others[:-1]
+    assert fed.logprobs[:4] == free.logprobs[:4]
+    assert fed.logprobs[4:] != free.logprobs[4:]
+
+
+def test_engines_are_a_table(tiny: LoadedModel) -> None:
+    """Another engine is a line; what each gives is said by itself."""
+    for name in ENGINES:
+        assert "token ids" in make_engine(name, tiny.model).describe()["gives"]
+    with pytest.raises(UserError, match="unknown engine 'vllm'"):
+        make_engine("vllm", tiny.model)
+
+
+def test_paths_are_not_in_tapes(recorded: tuple[Run, dict[str, Trace]]) -> None:
+    """A tape may be handed on: it names no file of this machine."""
+    run, _ = recorded
+    assert str(Path.home()) not in str(run.tapes[0].engine)
+
+
+# Which rounds are run again, so that a prompt's divergence can be told from noise.
+
+
+def completions(*rounds: dict[int, str]) -> list[Completion]:
+    """Round by round: prompt -> one trace name for each of its completions there."""
+    return [
+        Completion(
+            impl="stock", request=f"{number}-{prompt}-{i}", round=number, prompt=prompt, tokens_digest="", trace=name,
+            n_tokens=1, finish="length", arrival_step=0, schedule=[], batch_min=1, batch_max=1,
+        )
+        for number, members in enumerate(rounds)
+        for prompt, names in members.items()
+        for i, name in enumerate(names)
+    ]  # fmt: skip
+
+
+def test_rounds_are_chosen_by_what_they_settle() -> None:
+    """None where the first round shows it or nothing parts; else what settles most; two where it takes two."""
+    assert rounds_to_settle(completions({0: "ab"}, {0: "cd"}), 3) == []
+    assert rounds_to_settle(completions({0: "aa", 1: "xx"}, {0: "a", 1: "x"}), 3) == []
+    parted = completions({0: "a", 1: "x", 2: "p"}, {0: "b", 1: "x"}, {0: "b", 1: "y", 2: "p"})
+    assert rounds_to_settle(parted, 3) == [2]
+    assert rounds_to_settle(parted, 0) == []
+    later = completions({0: "a"}, {1: "x"}, {1: "y"})
+    assert rounds_to_settle(later, 3) == [1, 2]
+    assert len(rounds_to_settle(completions({9: "a"}, *({i: "ab"} for i in range(8))), 3)) == 3
+
+
+def test_a_prompt_that_parts_between_rounds_is_settled(
+    tiny_float32: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One completion a round: the first alone can't tell, further rounds run again do, and noise there is seen."""
+    monkeypatch.setattr(test_collect, "LOAD", "others=3,targets=1,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4")
+    open_ = sample(tiny_float32, tmp_path / "open.jsonl", n=4)
+    assert [v.finding for v in judge(open_)] == [Finding.UNATTRIBUTED]
+    settled = sample(tiny_float32, tmp_path / "settled.jsonl", n=4, settle=3)
+    assert [v.finding for v in judge(settled)] == [Finding.BATCH]
+    (_, *further) = settled.rows
+    assert [r.extra["round"] for r in further] == rounds_to_settle(open_.completions, 3) != []
+    assert sample(tiny_float32, tmp_path / "settled.jsonl", n=4, settle=3, resume=True).rows == settled.rows
+    calls = 0
+
+    def unsteady(*args: Any, **named: Any) -> Session:
+        nonlocal calls
+        calls += 1
+        session = run_session(*args, **named)
+        if calls <= 6:  # a warm-up, four rounds and the first again
+            return session
+        outcomes = [replace(o, logprobs=bytes([calls]) + o.logprobs[1:]) for o in session.outcomes]
+        return replace(session, outcomes=outcomes)
+
+    monkeypatch.setattr(engine, "run_session", unsteady)
+    noisy = sample(tiny_float32, tmp_path / "noisy.jsonl", n=4, settle=3)
+    assert [v.finding for v in judge(noisy)] == [Finding.RUN_TO_RUN]
+
+
+def test_steps_before_a_capture_are_held_against_their_like(tiny_float32: LoadedModel) -> None:
+    """What a graph gave against what ran without one is no run to run: no answer, whether it parts or not."""
+
+    def session(captured: tuple[bool, ...], logprobs: bytes) -> Session:
+        outcome = Outcome(Request("t0", True, (1,), 1, 0), [5], logprobs, b"", [], "length", [[0, 1, 1]], 1, 1)
+        pace = [Pace(0.1, 1, step) for step in captured]
+        return Session(outcomes=[outcome], steps=2, tokens=1, seconds=0.2, fatal="", pace=pace)
+
+    once = session((True, False), bytes(4))
+    for captured, logprobs, status in (
+        ((True, False), bytes(4), Status.IDENTICAL),
+        ((True, False), bytes([0, 0, 0, 1]), Status.DIVERGENT),
+        ((False, True), bytes(4), Status.ERROR),
+        ((False, False), bytes([0, 0, 0, 1]), Status.ERROR),
+    ):
+        made = repeat_row(tiny_float32, "stock", once, session(captured, logprobs), 0.0)
+        assert made.status == status
+        assert ("captured in other steps" in made.reason) == (status == Status.ERROR)

@@ -1,0 +1,129 @@
+"""scripts/tune.py: which shapes it measures, what it refuses, and what it keeps of an older table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from nondet.cli import main
+from nondet.errors import UserError
+from nondet.kernels.matmul import cublaslt
+from nondet.kernels.matmul.cuda import Row, Table, write
+from scripts.tune import kept_rows, measure, shapes_of, tune
+
+
+def test_the_command_names_its_place(capsys: pytest.CaptureFixture[str]):
+    """One line and exit code 2, whatever options come with it."""
+    assert main(["tune", "--preset", "qwen3-8b"]) == 2
+    error = capsys.readouterr().err
+    assert "scripts/tune.py" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_shapes_come_from_the_command_line_and_from_models():
+    """Each shape once, K by N, in the order asked for."""
+    assert shapes_of(["64x32", "8x16", "64x32"], None, None) == [(64, 32), (8, 16)]
+    assert (4096, 24576) in shapes_of(None, "qwen3-8b", None)
+    assert shapes_of(["64x32"], "qwen3-8b", None)[0] == (64, 32)
+
+
+@pytest.mark.parametrize("text", ["64", "64*32", "0x8", "-4x8", "64x"])
+def test_a_shape_that_is_none_is_refused(text):
+    """With the form that is expected."""
+    with pytest.raises(UserError, match="4096x6144"):
+        shapes_of([text], None, None)
+
+
+def test_nothing_to_tune_is_refused():
+    """Rather than measure for hours what nobody asked for."""
+    with pytest.raises(UserError, match="--preset"):
+        shapes_of(None, None, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
+def test_without_a_gpu_it_says_so():
+    """One line, not a traceback; and bad options are told first."""
+    with pytest.raises(UserError, match="CUDA"):
+        tune(["64x32"])
+    with pytest.raises(UserError, match="float8"):
+        tune(["64x32"], dtype=["float8"])
+    for m in (0, 2**31 + 1):
+        with pytest.raises(UserError, match=f"--m {m}"):
+            tune(["64x32"], m=[8, m])
+
+
+def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tuning a second model must not lose the first; another library's rows are void."""
+    monkeypatch.setattr(cublaslt, "version", lambda: 5)
+    old = Row("bfloat16", 64, 32, 1, "cublaslt:1", 1.0, "16x32x128w4s7", 1.0, 1.0)
+    other = old._replace(n=48)
+    write(tmp_path / "t.json", Table("g", "t", "t", 5, [old, other]))
+    assert kept_rows(tmp_path / "t.json", [old._replace(m=7)]) == [other]
+    monkeypatch.setattr(cublaslt, "version", lambda: 6)
+    assert kept_rows(tmp_path / "t.json", [old]) == []
+    assert kept_rows(tmp_path / "absent.json", [old]) == []
+
+
+@pytest.mark.gpu
+def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A small table, made for real: every row's members have the class's bits, and times are positive."""
+    from nondet.core.certificates import certificates
+    from nondet.kernels.matmul.cuda import member
+
+    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
+    device = torch.device("cuda", torch.cuda.current_device())
+    measured = list(measure([(512, 256)], [1, 200], torch.bfloat16, device))
+    assert len(measured) == 2
+    for (m, k, n), row in measured:
+        assert isinstance(row, Row)
+        assert min(row.choice_us, row.triton_us, row.stock_us) > 0
+        assert not row.triton.startswith("cublaslt")
+        x = torch.empty(1, m, k, dtype=torch.bfloat16, device=device)
+        weight = torch.empty(n, k, dtype=torch.bfloat16, device=device).T[None]
+        for name in (row.choice, row.triton):
+            found = member(name, x, weight, alignment=256)
+            assert found is not None
+            assert found.is_anchor or certificates().standing(found.name, found.key)
+
+
+# What can be said of the scripts that start servers without starting one.
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def script(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", f"scripts/serve_{name}.sh", *options],
+        cwd=ROOT,
+        env={**os.environ, "NONDET_SERVERS": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("name", ["vllm", "llamacpp", "transformers"])
+def test_asking_and_ending_start_nothing(name: str, tmp_path: Path) -> None:
+    """Without a server, --url fails and --stop has nothing to do; neither sets an environment up."""
+    assert script(name, tmp_path, "--url").returncode == 1
+    assert script(name, tmp_path, "--stop").returncode == 0
+    assert script(name, tmp_path, "--sotp").returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_took_an_old_number_is_not_ended(tmp_path: Path) -> None:
+    """The number in the file is of a process that lives and is not ours: it began at another time."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            (tmp_path / "vllm.pid").write_text(f"{other.pid} 1\n", encoding="ascii")
+            assert script("vllm", tmp_path, "--url").returncode == 1
+            assert script("vllm", tmp_path, "--stop").returncode == 0
+            assert other.poll() is None
+        finally:
+            other.kill()
+    assert not (tmp_path / "vllm.pid").exists()

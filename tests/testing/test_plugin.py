@@ -1,0 +1,180 @@
+"""The assertions of a test suite: what fails, what passes, and whether the message is one to act on."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nondet.core.runfile import read_run
+from nondet.errors import UserError
+from nondet.testing import assert_batch_invariant, assert_same_bits
+from nondet.testing.assertions import keep_runs_in
+from nondet.testing.plugin import Endpoint, Engine, assert_open
+from tests.endpoint.honest import serving
+from tests.probes import toys
+from tests.verdict.test_gate import loads
+
+# One layer and two kinds of input: enough for every line of a message, at a tenth of a second each.
+SMALL = {"operator": "linear", "m": 24, "k": 64, "n": 8, "inputs": ("order",), "varied": {"batch_size", "position"}}
+
+
+def message(error: pytest.ExceptionInfo[AssertionError]) -> str:
+    return str(error.value)
+
+
+def test_a_sound_kernel_passes_and_gives_its_run() -> None:
+    """Nothing is said of it but what was compared."""
+    run = assert_batch_invariant(toys.linear_sound, **SMALL)
+    assert {row.status for row in run.rows} == {"identical"}
+
+
+def test_a_faulty_kernel_is_told_its_m_its_classes_and_its_first_mismatch() -> None:
+    """And how far apart they are, in which dtype, with both values in hex, and the command that goes on."""
+    with pytest.raises(AssertionError) as error:
+        assert_batch_invariant(toys.linear_splits_by_m, **SMALL)
+    text = message(error)
+    assert text.startswith("tests.probes.toys:linear_splits_by_m: batch-dependent in")
+    for part in (
+        "M=24 N=8 K=64",
+        "class A, 15 of 24: M 1-15",
+        "class B, 9 of 24: M 16-24",
+        "borders at M 15|16",
+        "first mismatch in row 0, column 0: ",
+        " at M=1, ",
+        " at M=16",
+        "(0x",
+        "of the row's scale",
+        "ULP",
+        "float32",
+        "repeated, each the same, bit for bit",
+        "nondet probe matmul --impl linear=tests.probes.toys:linear_splits_by_m --dtype float32 --k 64 --n 8",
+    ):
+        assert part in text, text
+    assert len(text.splitlines()) < 40
+
+
+def test_noise_is_told_from_batch_dependence() -> None:
+    """Whoever reads it looks for a race, not for a tile that follows from M."""
+    toys.forget()
+    with pytest.raises(AssertionError, match="came out otherwise") as error:
+        assert_batch_invariant(toys.linear_unsteady, **SMALL)
+    assert "run-to-run nondeterministic" in message(error)
+
+
+def test_identical_and_wrong_fails_as_wrong() -> None:
+    """Zeros are the same zeros at every M."""
+    with pytest.raises(AssertionError, match="wrong in 7 of 8 cases") as error:
+        assert_batch_invariant(toys.linear_zeros, **SMALL | {"inputs": ("bell",)})
+    assert "off by more than any rounding explains" in message(error)
+
+
+@pytest.mark.parametrize("broken", [toys.failing, toys.not_here])
+def test_a_kernel_that_was_never_compared_fails(broken: object) -> None:
+    """It raises, or says that it is not for this: a gate must not open on that."""
+    with pytest.raises(AssertionError, match="can't be answered"):
+        assert_batch_invariant(broken, **SMALL)  # type: ignore[arg-type] # functions, whatever mypy infers of the list
+
+
+def test_any_callable_over_its_batch_sizes() -> None:
+    """The generic form: the border is where the function changes its mind."""
+    x = torch.rand(32, 1000, generator=torch.Generator().manual_seed(0))
+    sizes = [1, 2, 7, 8, 9]
+    assert_batch_invariant(toys.sum_sound, make_inputs=lambda size: x[:size], over=sizes)
+    with pytest.raises(AssertionError, match=r"borders at batch size 7\|8"):
+        assert_batch_invariant(toys.sum_by_rows, make_inputs=lambda size: x[:size], over=sizes)
+    with pytest.raises(UserError, match="one of two things"):
+        assert_batch_invariant(toys.sum_sound, make_inputs=lambda size: x[:size])
+    with pytest.raises(UserError, match="belong to make_inputs"):
+        assert_batch_invariant(toys.linear_sound, "linear", allowed=0.1)
+
+
+def test_runs_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
+    """One file an assertion, which every report reads."""
+    keep_runs_in(tmp_path)
+    try:
+        assert_batch_invariant(toys.linear_sound, **SMALL)
+        with pytest.raises(AssertionError, match="run file: "):
+            assert_batch_invariant(toys.linear_zeros, **SMALL)
+    finally:
+        keep_runs_in(None)
+    kept = [read_run(path) for path in sorted(tmp_path.iterdir())]
+    assert sorted({row.status for run in kept for row in run.rows}) == ["identical", "wrong"]
+
+
+SAME = [
+    (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, -float("nan")])),
+    (np.float32(1.5), np.float32(1.5)),
+    ({"a": [torch.ones(2), (3, 4.0)]}, {"a": [torch.ones(2), (3, 4.0)]}),
+    (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
+    ([1.0, 2.0], np.array([1.0, 2.0])),
+]
+OTHER = [
+    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002]), r"at \[1\]: left 2.0 \(0x40000000\).*0x40000001"),
+    (torch.tensor([0.0]), torch.tensor([-0.0]), "sign of zeros"),
+    (torch.tensor([1.0]), torch.tensor([float("nan")]), "not finite"),
+    (torch.ones(2), torch.ones(3), r"\(2,\) torch.float32"),
+    (torch.ones(2), torch.ones(2).double(), "torch.float64"),
+    ({"a": 1.0}, {"b": 1.0}, "keys differ"),
+    ([torch.ones(1)], [torch.ones(1), torch.ones(1)], "1 results against 2"),
+    ([torch.ones(1), torch.ones(1)], [torch.ones(1), torch.zeros(1)], r"^\[1\]: "),
+    ("text", "text", "nothing to compare bit by bit"),
+    (torch.tensor([1, 2]), torch.tensor([1, 3]), "int64"),
+    (torch.ones(1, dtype=torch.bfloat16), torch.full((1,), 1.0078125, dtype=torch.bfloat16), r"1\.0078125 \(0x3f81\)"),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), SAME)
+def test_equal_bits_pass(a: object, b: object) -> None:
+    """NaN equals NaN, through nests, arrays and numbers."""
+    assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), OTHER)
+def test_other_bits_fail_and_are_shown(a: object, b: object, expected: str) -> None:
+    """No tolerance; structure, shape and dtype count; what can't be compared is no pass."""
+    with pytest.raises(AssertionError, match=expected):
+        assert_same_bits(a, b)
+
+
+# The fixtures, as a test suite has them: an engine and a server, each asked as a gate would.
+
+pytest_plugins = ("pytester",)
+SMALL_PLAN = {"max_tokens": 5, "load": "others=4,targets=3,prompt=4-8,tokens=4-8", "rate": 0.7}
+
+
+def test_a_run_that_a_gate_would_not_open_on_fails() -> None:
+    """On divergence, and on too few loads; enough of them pass."""
+    assert_open(loads(30))
+    with pytest.raises(AssertionError, match=r"^gate shut"):
+        assert_open(loads(30, parted=[7]))
+    with pytest.raises(AssertionError, match=r"^gate not enough was compared"):
+        assert_open(loads(5))
+
+
+def test_an_engine_is_asked_in_process(tmp_path: Path) -> None:
+    """The embedded model; three loads of one see no tenth, so that the gate is never open, whatever they show."""
+    asked = {"n": 3, "load": "others=1,targets=1,prompt=4-8,tokens=4-8,spread=8", "max_tokens": 3, "impl": "stock"}
+    with pytest.raises(AssertionError, match=r"^gate (shut|not enough was compared: stock: 2 loads)"):
+        Engine(tmp_path).assert_batch_invariant(**asked)
+    assert len(read_run(tmp_path / "engine-0.jsonl").completions) == 3
+
+
+def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
+    """An honest one passes, one that depends on its batch fails at once."""
+    with serving("vllm", token_s=0.001) as server:
+        Endpoint(server.url, None, tmp_path).assert_batch_invariant("The following", **SMALL_PLAN)
+    with serving("vllm", token_s=0.001, batch_noise=1e-6) as server, pytest.raises(AssertionError, match=r"^gate shut"):
+        Endpoint(server.url, None, tmp_path / "b").assert_batch_invariant("The following", **SMALL_PLAN)
+
+
+def test_without_a_server_its_test_is_skipped(pytester: pytest.Pytester) -> None:
+    """With the reason; the option's name is in it."""
+    pytester.makepyfile("def test_server(nondet_endpoint): assert False\ndef test_engine(nondet_engine): pass")
+    installed = any(e.name == "nondet" for e in entry_points(group="pytest11"))  # then pytest has it already
+    result = pytester.runpytest_inprocess(*(() if installed else ("-p", "nondet.testing.plugin")), "-rs")
+    result.assert_outcomes(skipped=1, passed=1)
+    result.stdout.fnmatch_lines(["*needs a server: --nondet-endpoint URL*"])
