@@ -21,6 +21,7 @@ from nondet.cli import application, main
 from nondet.core.registry import PROBES
 from nondet.core.runfile import read_run
 from nondet.reports.probes import probe_sections
+from nondet.verdict.findings import sort_impls
 from tests.words import prose, words_out
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,7 +143,10 @@ def probed() -> dict[str, list[tuple[str, str, str]]]:
     counts: dict[str, list[tuple[str, str, str]]] = {}
     for run in runs:
         for section in probe_sections(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
-            counts[f"{section.name} in {run}"] = _counts(section.summary)
+            rows = [row for case in section.cases for row in case.measured]
+            impls = sort_impls(row.impl for row in rows)
+            parted = {impl: [row.parted for row in rows if row.impl == impl] for impl in impls}
+            counts[f"{section.name} in {run}"] = [(i, str(sum(p)), str(len(p))) for i, p in parted.items()]
     return counts
 
 
