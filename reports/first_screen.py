@@ -796,7 +796,7 @@ def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, st
 def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str]:
     """The run's own command again, and what has to be mended before: the first failure of `count`."""
     header = section.run.header
-    words = [str(word) for word in header.environment.get("argv") or []][1:]
+    words = figures.typed_words(header)
     if words[:1] != [header.command]:  # a script's own, of a run that no command line began
         words = [header.command]
     if {"--out", "-o"} & {*words} and "--force" not in words:

@@ -154,9 +154,15 @@ def _plain(value: Any) -> str:
 _FLAGS = ("--trust-remote-code", "--cuda-graphs", "--no-cuda-graphs", "--allow-plain-http", "--insecure", "--no-stream")
 
 
+def typed_words(header: Header) -> list[str]:
+    """The run's command line after the program's name; none where the run file, which is anyone's, has no such list."""
+    argv = header.environment.get("argv")
+    return [str(word) for word in argv][1:] if isinstance(argv, list) else []
+
+
 def own_options(header: Header, names: Collection[str]) -> list[str]:
     """Of the run's own command line the options of these names, with their values."""
-    typed = iter([str(word) for word in header.environment.get("argv") or []][1:])
+    typed = iter(typed_words(header))
     kept = []
     for word in typed if next(typed, "") == header.command else ():  # else a script's own
         name, equals, _ = word.partition("=")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nondet.core.compare import shared_length
 from nondet.core.records import ContractAnswer
 from nondet.core.statistics import percent
 from nondet.endpoint.arms import Answer, Ask, Client, KnownBy, Tokens
 from nondet.endpoint.traffic import says_running
 from nondet.errors import one_line
+from nondet.sampling.analysis import shared_length
 
 QUESTIONS: dict[str, str] = {
     "listed": "the model is one that the server lists",
@@ -155,7 +155,8 @@ class Contract:
             yield self._answer("repeatable-bits", "unknown", "the second one failed")
             return
         first, second = _tokens(once, known_by), _tokens(again, known_by)
-        at, same = shared_length(first, second), first == second
+        at = shared_length(np.array(first, np.int32), np.array(second, np.int32))
+        same = first == second
         hits = [a.cached_tokens for a in (once, again)]
         cached = "" if hits[0] == hits[1] else f"; cached tokens {hits[0]} and {hits[1]}"
         unit = "token" if known_by != KnownBy.TEXT else "character"

@@ -100,7 +100,7 @@ def _toy(
     return Planted(probe, target, frozenset(finding), shown, options, asked)
 
 
-_TOYS, _HERE = "probes.toys", "faults.linear"
+_TOYS, _HERE = "probes.toys", "faults.implementations"
 PLANTED: tuple[Planted, ...] = (
     _linear(_TOYS, "linear_splits_by_m", {BATCH}, "batch_size"),
     _linear(_TOYS, "linear_stream_k", {BATCH}, "position"),
