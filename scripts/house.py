@@ -36,7 +36,7 @@ BUDGET = {
     "nondet": 1700,
     "probes": 3640,
     "ranks": 590,
-    "reports": 5340,
+    "reports": 5350,
     "sampling": 6190,
     "services": 2440,
     "testing": 590,
