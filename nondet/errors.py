@@ -78,6 +78,8 @@ def printable(text: str) -> str:
     pictures; C1 controls, bidirectional overrides, other format characters, line separators, lone surrogates and
     noncharacters (no XML parser takes U+FFFE) become U+FFFD.
     """
+    if text.isprintable():  # nearly all of it: none of these characters is
+        return text
     out = []
     for char in text:
         code = ord(char)

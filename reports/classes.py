@@ -4,6 +4,7 @@ maps.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -196,6 +197,7 @@ def map_text(row: Row, most: int = 8) -> str:
     return f"{axis_name(row)} {' | '.join(words)}{rest}"
 
 
+@functools.cache
 def short_kernel(name: str, limit: int = 56) -> str:
     """A kernel's name without return type, namespaces, template and call arguments: hundreds of characters."""
     plain = one_line(name, 4000)

@@ -8,6 +8,7 @@ nothing else.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -252,6 +253,7 @@ def _hue(impl: str, index: int = 0) -> int:
     return {Role.STOCK: 0, Role.BACKEND: 0, Role.INVARIANT: 1}.get(role, 2 + index % 2)
 
 
+@functools.cache  # with its compiled templates
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),

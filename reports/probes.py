@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from nondet.core.records import Axis, Row
@@ -85,7 +86,7 @@ class ProbeSection:
         """Whether it shows a cause on purpose, and is no finding about a library."""
         return all(c.head.demonstration for c in self.cases)
 
-    @property
+    @cached_property
     def families(self) -> tuple[CaseFamily, ...]:
         """The cases that were measured, those of one question on several inputs together; those that parted first."""
         grouped: dict[tuple[str, str, str, str], list[CaseGroup]] = {}

@@ -68,7 +68,9 @@ class Comparison:
     @property
     def ratio(self) -> float | None:
         """Best stock's median over this one's; None where one of them was not timed."""
-        return None if self.baseline is None or not self.draws.size else self.baseline.median_us / self.timed.median_us
+        if self.baseline is None or not _measured(self.timed):
+            return None
+        return self.baseline.median_us / self.timed.median_us
 
     @cached_property
     def interval(self) -> tuple[float, float]:

@@ -1014,6 +1014,7 @@ _ULP_MOST = 2**64
 STEPS_MOST = 2**22  # engine steps of one round, idle ones between arrivals counted: ten times what a plan can ask for
 _STEPS_MOST_OF_ALL = 2**26
 _STATUSES = frozenset(v for k, v in vars(Status).items() if k.isupper() and isinstance(v, str))
+_KNOWN_AXES, _KNOWN_ROLES = frozenset(Axis), frozenset(Role)
 # Entries of a row's extra that verdicts and reports count with.
 _COUNTED = {"elements", "requests", "requests_parted", "round", "seconds_again", "tokens_per_second_again"}
 
@@ -1037,19 +1038,20 @@ def _tree(field: str, root: Any) -> None:
     pending: list[tuple[Any, int]] = [(root, 0)]
     while pending:
         value, depth = pending.pop()
-        if isinstance(value, dict | list):
+        if isinstance(value, (dict, list)):
             _need(depth < _DEPTH_MOST, field, f"nested more than {_DEPTH_MOST} deep")
             pending += [(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, float):
-            _need(math.isfinite(value), field, f"{value} is no figure")
+            if not math.isfinite(value):  # a sentence a number is what reading a run would wait for
+                raise ContradictionError(f"{field}: {value} is no figure")
         elif isinstance(value, int):
             _need(abs(value) <= _ULP_MOST, field, "a number of more digits than any of ours")
 
 
 def _row(row: Row) -> None:
     _need(row.status in _STATUSES - {Status.TIMED}, "status", f"{row.status[:40]!r} is unknown")
-    _need(row.axis in set(Axis), "axis", f"{row.axis[:40]!r} is unknown")
-    _need(row.role in set(Role), "role", f"{row.role[:40]!r} is unknown")
+    _need(row.axis in _KNOWN_AXES, "axis", f"{row.axis[:40]!r} is unknown")
+    _need(row.role in _KNOWN_ROLES, "role", f"{row.role[:40]!r} is unknown")
     for name, size in row.shape.items():
         _need(abs(size) <= NUMBER_MOST, f"shape.{name[:40]}", "too large a number")
     _count("replays_parted", row.replays_parted, most=row.replays)

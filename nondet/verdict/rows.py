@@ -20,6 +20,8 @@ from nondet.core.records import Axis, Row, Status
 from nondet.verdict.findings import Finding, Verdict, sort_impls
 from nondet.verdict.wording import Reason, reason
 
+_AXES = frozenset(Axis)
+
 
 def axis_of(row: Row) -> Axis:
     """The kind of what varied, as it counts for the verdict.
@@ -27,7 +29,7 @@ def axis_of(row: Row) -> Axis:
     Other orders of reduction may give other bits, so parting there is no fault; but it is one where the order can't
     matter (every partial sum is exact), and where the implementation claims that how the work is split doesn't.
     """
-    axis = Axis(row.axis) if row.axis in set(Axis) else Axis.OTHER
+    axis = Axis(row.axis) if row.axis in _AXES else Axis.OTHER
     if axis == Axis.ORDER and (row.claims_invariance or (row.parted and row.exact)):
         return Axis.OTHER
     return axis
