@@ -14,7 +14,6 @@ one is a `nondet.errors.UserError` with the command's own words. Importing this 
 from __future__ import annotations
 
 import html
-import inspect
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import fields
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
-from nondet.errors import UnknownNameError, UserError, one_line
+from nondet.errors import UnknownNameError, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -250,14 +249,7 @@ def check(
     """
     from nondet.probes.functions import check as measure
 
-    values = list(over)
-    if values:
-        _check_call(make_inputs, (values[0],), {}, "make_inputs", "a value of over")
-        inputs = make_inputs(values[0])
-        keywords = inputs if isinstance(inputs, Mapping) else {}
-        arguments = () if keywords else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        _check_call(fn, arguments, keywords, "fn", "what make_inputs gives")
-    run = measure(fn, make_inputs, values, varied=varied, select=select, oracle=oracle, allowed=allowed, name=name)
+    run = measure(fn, make_inputs, over, varied=varied, select=select, oracle=oracle, allowed=allowed, name=name)
     return _kept(run, out, force=force)
 
 
@@ -350,22 +342,3 @@ def _scratch() -> Path:
 
 def _listed(value: str | Sequence[str] | None) -> list[str] | None:
     return [value] if isinstance(value, str) else list(value) if value is not None else None
-
-
-def _check_call(
-    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any], name: str, given: str
-) -> None:
-    """Refuse a function that can't be called so, before each call of it fails."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin that does not tell
-        return
-    try:
-        signature.bind(*arguments, **keywords)
-    except TypeError as error:
-        count = f"{len(arguments)} positional" if not keywords else f"the keywords {', '.join(map(str, keywords))}"
-        takes = ", ".join(signature.parameters)
-        raise UserError(
-            f"{name} takes ({takes}), and {given} is {count}: {error}",
-            "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs).",
-        ) from None

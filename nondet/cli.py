@@ -195,8 +195,12 @@ def _run(argv: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(message())  # noqa: T201 - the help that was asked for by giving nothing
             return 2
-        where = getattr(getattr(error, "ctx", None), "command_path", "nondet")
-        return _fail(f"{message().rstrip('.')}. See `{where} --help`.")
+        context: Any = getattr(error, "ctx", None)
+        where, text = getattr(context, "command_path", "nondet"), message().rstrip(".")
+        if text.startswith("Missing argument"):
+            wanted = [p.metavar for p in context.command.params if p.param_type_name == "argument"]
+            text += f". Usage: {where} {' '.join(wanted)}"
+        return _fail(f"{text}. See `{where} --help`.")
     return code if isinstance(code, int) else 0
 
 

@@ -8,6 +8,7 @@ batches of several sizes, row by row. What a result is compared by, when it is c
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import UTC, datetime
@@ -247,7 +248,7 @@ def check_operator(
 
     Raises:
         UserError: an unknown operator, or sizes that make no sense for it; none of its cases was chosen; `fn` takes
-            other arguments than the operator.
+            other arguments than the operator, or at its first call no operands of these shapes.
     """
     from nondet.probes.base import Options
     from nondet.probes.runner import Job, run_jobs
@@ -287,7 +288,7 @@ def check_operator(
         "full": full,
         "seed": seed,
     }
-    return _run(list(run_jobs(jobs, seed, set())), plan, seed)
+    return _run(list(run_jobs(jobs, seed, set(), {name})), plan, seed)
 
 
 def check(
@@ -322,11 +323,16 @@ def check(
         name: What the function is called in the row.
 
     Raises:
-        UserError: fewer than two values, or inputs that are not the same requests.
+        UserError: fewer than two values, inputs that are not the same requests, or that `fn` can't be called with.
     """
     started = time.perf_counter()
     values = checked_values(over, sizes=select is None)
     label = name or name_of(fn)
+    _check_call(make_inputs, (values[0],), {}, "make_inputs", "a value of over")
+    given = make_inputs(values[0])
+    keywords = given if isinstance(given, Mapping) else {}
+    arguments = () if keywords else tuple(given) if isinstance(given, tuple | list) else (given,)
+    _check_call(fn, arguments, keywords, "fn", "what make_inputs gives")
     subject = Subject(fn, make_inputs, values, select)
     head = Row(
         probe="check",
@@ -352,6 +358,25 @@ def check(
     row = msgspec.structs.replace(row, dtype=subject.dtype, device=subject.device, shape=subject.shape)
     plan = {"impls": [label], "varied": varied, "over": list(values), "allowed": allowed}
     return _run([row], plan, None)
+
+
+def _check_call(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any], name: str, given: str
+) -> None:
+    """Refuse a function that can't be called so, before each call of it fails."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        count = f"{len(arguments)} positional" if not keywords else f"the keywords {', '.join(map(str, keywords))}"
+        takes = ", ".join(signature.parameters)
+        raise UserError(
+            f"{name} takes ({takes}), and {given} is {count}: {error}",
+            "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs).",
+        ) from None
 
 
 def _measured(

@@ -33,7 +33,7 @@ from nondet.core.processes import (
 )
 from nondet.core.records import Row, Status
 from nondet.core.registry import operators
-from nondet.errors import UserError
+from nondet.errors import MisfitError, UserError
 
 if TYPE_CHECKING:
     from nondet.probes.base import Options
@@ -266,6 +266,9 @@ def serve(pipe: Any) -> None:
         _measure(pipe)
     except (EOFError, BrokenPipeError):
         os._exit(0)
+    except MisfitError as error:
+        pipe.send(error)
+        os._exit(0)
     except BaseException as error:  # noqa: BLE001 - a context that is lost, or whatever it is: the parent is told
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
         pipe.send(Stopped(f"{type(error).__name__}: {line}"))
@@ -306,9 +309,11 @@ def _measure(pipe: Any) -> None:
         torch.cuda.set_device(order.gpu)
     jobs = plan_jobs(order.probes, order.impls, order.options)
     pipe.send(Ready(digest(jobs), deciding()))
+    firsts = first_places(jobs)
     while True:
         places = pipe.recv()
-        for row in run_jobs([jobs[place] for place in places], order.seed, set()):
+        untried = {jobs[place].impl for place in firsts.intersection(places)}
+        for row in run_jobs([jobs[place] for place in places], order.seed, set(), untried):
             pipe.send(row)
 
 
@@ -370,9 +375,7 @@ class SharedRun:
         self._units = _units(jobs, self._todo)
         self._count = max(1, min(count, len(self._units)))
         self._digest, self._deciding = digest(jobs), deciding()
-        # whose first case is measured here: a worker's first may be any
-        mine = {job.impl for job in jobs if ":" in job.impl} if self._count == 1 else set()
-        self._untried = mine - {key[-1] for key in done}
+        self._firsts = first_places(jobs)
         self._again: list[int] = []
         self._alone = ""
         self._workers: list[Worker] = []
@@ -423,8 +426,9 @@ class SharedRun:
         if rest or self._again:
             self._crew.close()  # what is measured alone has the device to itself
         self._units = []
-        jobs = [self._jobs[place] for place in sorted(rest + self._again)]
-        yield from run_jobs(jobs, self._order.seed, set(), self._untried)
+        places = sorted(rest + self._again)
+        untried = {self._jobs[place].impl for place in self._firsts.intersection(places)}
+        yield from run_jobs([self._jobs[place] for place in places], self._order.seed, set(), untried)
 
     def _heard(self, worker: Worker) -> Iterator[Row]:
         """What a worker said, or that it says nothing more."""
@@ -439,6 +443,8 @@ class SharedRun:
             else:
                 yield word
             self._give(worker)
+        elif isinstance(word, MisfitError):
+            raise word
         elif isinstance(word, Ready):
             self._alone = self._alone or self._difference(word)
             worker.ready = not self._alone
@@ -500,10 +506,13 @@ class SharedRun:
             return  # it is gone: the next look at its pipe says so, and what became of it
 
     def _next(self, worker: Worker) -> int:
-        """Of its own group while there is any; then of a group that is nobody's; then of the one with most left.
+        """A first case; of its own group while there is any; then of one that is nobody's; then of that with most left.
 
         Of another's group it takes the last: it is the one least like what the other compiles just now.
         """
+        first = next((i for i, unit in enumerate(self._units) if self._firsts.intersection(unit.places)), None)
+        if first is not None:
+            return first
         own = next((i for i, unit in enumerate(self._units) if unit.group == worker.group), None)
         if own is not None:
             return own
@@ -519,6 +528,11 @@ class SharedRun:
         group = max(jobs, key=weight)
         places = [i for i, unit in enumerate(self._units) if unit.group == group]
         return places[-1] if group in held else places[0]
+
+
+def first_places(jobs: Sequence[Job]) -> set[int]:
+    """Places of the first case of each user's function: it shows whether the function takes what its operator does."""
+    return set({job.impl: place for place, job in reversed([*enumerate(jobs)]) if ":" in job.impl}.values())
 
 
 def _group(job: Job) -> tuple[str, ...]:

@@ -321,7 +321,7 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
         operator = checked(case.operator, implementation.call)
         if prepared.answers is not None:
             if untried:
-                operator = fitted(case.operator, operator, f"--impl {job.impl!r}")
+                operator = fitted(case.operator, operator, job.impl if job.loaded else f"--impl {job.impl!r}")
             watch = Watch(operator, prepared.answers)
             operator = watch.call
         head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)

@@ -19,9 +19,13 @@ from nondet import cli
 from nondet.commands import help as command_help
 from nondet.core import registry
 from nondet.core.certificates import digest_of
+from nondet.core.inputs import KINDS
 from nondet.core.records import Row, Status
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
+from nondet.probes.base import COMPUTE_DTYPES
+from nondet.sampling.axes import ALL, AXES
+from nondet.services import options
 from nondet.services.probe import ProbeRequest, _as_operator, _probe_names
 from nondet.services.run import Output, Sink
 from nondet.services.sample import SampleRequest
@@ -117,7 +121,14 @@ def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
         *("probe softmax --device tpu", "sample --device tpu", "sample --dtype int8", "sample --load hevy"),
         *("sample --impl invariant:atention", "trace --load hevy", "diagnose --dtype int8", "bench linear --clock sun"),
         *("bench engine --dtype int8", "embed --model m --texts t.txt --impl fast", "certify --threads 0"),
-        *("gate run.jsonl --by day", "probe softmax --fail-on sunshine"),
+        *(
+            "gate run.jsonl --by day",
+            "probe softmax --fail-on sunshine",
+            "sample --vary chunks",
+            "sample --vary dtyp=a",
+        ),
+        *("probe linear --dtype bf17", "probe linear --inputs bel", "bench linear --dtype int8"),
+        *("certify linear --dtype floaty16", "certify linear --inputs mixed"),
     ]
     code = (
         "import sys\nfrom nondet.cli import main\n"
@@ -126,6 +137,23 @@ def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"{[2] * len(wrong)} False\n"
     assert len(done.stderr.splitlines()) == len(wrong)
+
+
+def test_words_that_options_know_without_torch_are_those_of_their_tables() -> None:
+    """A new dtype, kind of input or axis can't slip by unnoticed."""
+    assert set(options.FLOATS.names) == set(COMPUTE_DTYPES)
+    assert set(options.KINDS.names) == set(KINDS)
+    assert set(options.AXES.names) == {*AXES, ALL}
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage"), [("diff", "diff BEFORE AFTER"), ("diff a.jsonl", "diff BEFORE AFTER"), ("replay", "replay RUN")]
+)
+def test_a_missing_argument_names_them_all(run: Run, argv: str, usage: str) -> None:
+    """And the command's own help."""
+    _, _, err = run(*argv.split())
+    assert "Missing argument" in err
+    assert err.endswith(f"Usage: nondet {usage}. See `nondet {usage.split()[0]} --help`.\n")
 
 
 def test_short_names_of_dtypes_are_known() -> None:

@@ -60,6 +60,7 @@ class BenchRequest(Request):
     dtype: Annotated[
         list[str] | None,
         o.opt("bfloat16, float16 or float32. Repeatable.", shown="bfloat16 on CUDA, float32 on a CPU"),
+        o.FLOATS,
     ] = None
     m: Annotated[
         list[str] | None,

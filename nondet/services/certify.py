@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nondet.errors import UserError
+from nondet.errors import MisfitError, UserError
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, model_sizes, pick_device, source_of, user_sources
+
+if TYPE_CHECKING:
+    from nondet.certify.plan import Call, Question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +32,16 @@ class CertifyRequest(Request):
     impl: Annotated[list[str] | None, o.opt("Your own package.module:function, to test. Repeatable.")] = None
     cls: Annotated[str | None, o.opt("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)] = None
     device: o.DEVICE = "auto"
-    dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable.")] = None
+    dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable."), o.FLOATS] = None
     m: o.LARGEST_M = None
     k: o.K = None
     n: o.N = None
     preset: o.PRESET = None
     model: o.MODEL_FOLDER = None
     inputs: Annotated[
-        list[str] | None, o.opt("order, order-wide, wide, cancel, outlier, bell. Repeatable.", shown="all")
+        list[str] | None,
+        o.opt("order, order-wide, wide, cancel, outlier, bell. Repeatable.", shown="all"),
+        o.OneOf(("order", "order-wide", "wide", "cancel", "outlier", "bell"), o.KINDS.what),
     ] = None
     full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
     show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
@@ -74,6 +79,8 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
             layers=sizes.layers if sizes is not None else (),
         )
     )  # fmt: skip
+    for name in impls:
+        _try(name, planned[0].question, planned[0].members[name])
     users = {name: _user_name(name) for name in impls}
     kept = certificates(target)
     described: dict[str, Any] = {
@@ -98,6 +105,23 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
                 writer.write(row)
                 progress.update(task, advance=1)
     return output.present([f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})"])
+
+
+def _try(impl: str, question: Question, call: Call) -> None:
+    """Call a user's function once, which shows whether it takes what its operator does.
+
+    Raises:
+        MisfitError: it does not. Whatever else it raises will be its row's reason.
+    """
+    from nondet.probes.base import checked, fitted
+
+    call = fitted(question.operator, checked(question.operator, call), f"--impl {impl!r}")
+    try:
+        question.answer(question.prepare(question.kinds[0]), call, question.values[0])
+    except MisfitError:
+        raise
+    except Exception:  # noqa: S110, BLE001 - as said
+        pass
 
 
 def _user_name(impl: str) -> str:

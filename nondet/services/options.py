@@ -154,12 +154,17 @@ IMPLS = Annotated[
         shown="stock, invariant", complete=PROBE_IMPLS,
     ),
 ]  # fmt: skip
+# Closed sets that modules hold which load torch: a typing error is told before.
+_KINDS = ("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers")
+KINDS = OneOf((*_KINDS, "mixed", "tiny", "denormal", "masked", "infinite"), "unknown kind of input {value!r}")
+_STEPS = ("sharing", "chunk", "budget", "page", "scheduler", "preemption", "speculative", "routing", "graphs")
+AXES = OneOf((*_STEPS, "dtype", "attention", "threads", "ranks", "all"), "unknown axis {value!r}")
+FLOATS = OneOf(("bfloat16", "float16", "float32", "float64"), "{option} {value!r} is not one that operators compute in")
 DTYPES = Annotated[
     list[str] | None,
-    opt(
-        "bfloat16, float16, float32, ... Repeatable.", complete=choices("bfloat16", "float16", "float32", "float64")
-    ),
-]  # fmt: skip
+    opt("bfloat16, float16, float32, ... Repeatable.", complete=choices(*FLOATS.names)),
+    FLOATS,
+]
 LARGEST_M = Annotated[int | None, opt("Largest M (rows) of the sweep.")]
 K = Annotated[int | None, opt("K, the axis that is summed.")]
 N = Annotated[int | None, opt("N, the output features.")]
@@ -169,8 +174,9 @@ INPUTS = Annotated[
     list[str] | None,
     opt(
         "Kinds of input: bell, wide, cancel, outlier, order, order-wide, integers. Repeatable.",
-        complete=choices("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers"),
+        complete=choices(*_KINDS),
     ),
+    KINDS,
 ]
 PROMPT = Annotated[str | None, opt("The prompt.", shown="the embedded model's")]
 PROMPT_FILE = Annotated[Path | None, opt("Read the prompt from a UTF-8 text file.")]

@@ -171,8 +171,6 @@ def _check(options: Any) -> None:
     """Options are checked whether the probes at hand look at them or not: a typing error must not pass in silence."""
     from nondet.probes import base
 
-    base.dtypes(options, "nondet probe", ())
-    base.kinds(options, ())
     for flag, value in (("--m", options.m), ("--k", options.k), ("--n", options.n)):
         base.size(flag, value, 1)
     if base.runs(options, 2) > _RUNS_MOST:

@@ -117,8 +117,8 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
     vary: Annotated[
         str | None,
         o.opt(
-            "Change one setting of the engine at a time: sharing, chunk, budget, page, scheduler, preemption, "
-            "speculative, routing, graphs, dtype, attention, threads, ranks, or all. With your own values: chunk=8:16."
+            f"Change one setting of the engine at a time: {', '.join(o.AXES.names[:-1])}, or all. With your own "
+            "values: chunk=8:16."
         ),
     ] = None
     draft_model: Annotated[
@@ -145,6 +145,9 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             if self.max_tokens is not None:
                 e.LENGTHS.check("--max-tokens", self.max_tokens)
             return
+        for name in (part.partition("=")[0].strip() for part in (self.vary or "").split(",")):
+            if name:  # an empty part has its own words
+                o.AXES.check("--vary", name)
         alone = [field.name for field in fields(e.EndpointOptions) if field.name != "endpoint"]
         self.refuse(alone, "{} without --endpoint", "Name the server: --endpoint URL.")
         world, load = self.world, self.engine_load

@@ -10,9 +10,11 @@ import torch
 
 from nondet.core.inputs import generator, make
 from nondet.core.records import Axis, Run
+from nondet.core.registry import load_object
 from nondet.core.runfile import read_run
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import MisfitError, UnknownNameError, UserError
 from nondet.probes.functions import check, check_operator, name_of
+from nondet.testing import assert_batch_invariant
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
 from tests.probes import toys
@@ -226,24 +228,43 @@ LINEAR = ("--device", "cpu", "--k", "64", "--n", "48", "--m", "16", "--inputs", 
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    ("name", "fault", "jobs"),
     [
-        ("product", "mat1 and mat2 shapes cannot be multiplied (8x64 and 48x64)"),
-        ("tutorial", "AssertionError: Incompatible dimensions"),
-        ("turned", "linear gave the shape (48, 8), not (8, 48)"),
+        ("product", "mat1 and mat2 shapes cannot be multiplied (8x64 and 48x64)", "1"),
+        ("product", "mat1 and mat2 shapes cannot be multiplied (8x64 and 48x64)", "2"),
+        ("tutorial", "AssertionError: Incompatible dimensions", "1"),
+        ("turned", "linear gave the shape (48, 8), not (8, 48)", "1"),
     ],
 )
-def test_a_function_of_another_form_stops_at_one_call(run: Any, tmp_path: Path, name: str, fault: str) -> None:
+def test_a_function_of_another_form_stops_at_one_call(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: str, jobs: str
+) -> None:
     """What it takes, what it is called with and how to write it; no run file stays, whoever was measured before it."""
     (tmp_path / "forms_1.py").write_text(FORMS)
+    monkeypatch.syspath_prepend(tmp_path)
     impls = ("--impl", "stock", "--impl", f"forms_1:{name}")
-    code, _, err = run("probe", "linear", *impls, *LINEAR, "--out", "a.jsonl")
+    code, _, err = run("probe", "linear", *impls, *LINEAR, "--jobs", jobs, "--out", "a.jsonl")
     assert code == 2
     line = err.splitlines()[-1]
     assert "can't be called as linear is, with x [8, 64], weight [48, 64]: " in line
     assert fault in line
     assert "Write it as linear(x, weight, bias=None)" in line
     assert not Path("a.jsonl").exists()
+
+
+def test_a_function_of_another_form_stops_every_caller(run: Any, tmp_path: Path) -> None:
+    """`certify`, `check_operator` and the assertion of a test suite say the same line, and leave no file."""
+    (tmp_path / "forms_3.py").write_text(FORMS)
+    name = "forms_3:product"
+    code, _, err = run("certify", "linear", "--class", "cpu-tiles", "--impl", name, *LINEAR, "--out", "a.jsonl")
+    assert (code, Path("a.jsonl").exists()) == (2, False)
+    assert f"nondet: --impl '{name}' takes (a, b), and can't be called as linear is, with x [1, 64]" in err
+    product = load_object(name)
+    for caller in (check_operator, assert_batch_invariant):
+        with pytest.raises(MisfitError, match=r"^forms_3:product takes \(a, b\), and can't be called as linear is"):
+            caller(product, "linear", m=8, k=64, n=48, inputs=["order"])
+    with pytest.raises(UserError, match=r"fn takes \(a, b\), and what make_inputs gives is 1 positional"):
+        assert_batch_invariant(product, make_inputs=lambda m: torch.ones(m, 8), over=[1, 2])
 
 
 @pytest.mark.parametrize(("name", "failed"), [("short", True), ("late", True), ("once", False)])
