@@ -31,6 +31,7 @@ from nondet.kernels.dispatch.state import guarded
 try:
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core as opinfo
 except ImportError as error:  # it needs expecttest, which our dev extras have: where CI lacks it this has to fail
     if os.environ.get("CI"):
         raise
@@ -180,7 +181,8 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Certificates({}, None)
     monkeypatch.setattr(dispatch_certified, "certificates", lambda device: kept)
     monkeypatch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
-    monkeypatch.setattr(common_utils, "extract_test_fn", lambda: None)
+    for module in (common_utils, opinfo):  # each calls it by its own name
+        monkeypatch.setattr(module, "extract_test_fn", lambda: None)
 
 
 def sweep(names: set[str] | None = None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> dict[str, Found]:
