@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 2560,
+    "bench": 2270,
     "certify": 1060,
     "commands": 950,
-    "core": 6430,
-    "diagnose": 1140,
+    "core": 6410,
+    "diagnose": 1110,
     "embedded": 10,
     "endpoint": 3300,
     "export": 520,
@@ -37,7 +37,7 @@ BUDGET = {
     "probes": 3670,
     "ranks": 590,
     "reports": 5350,
-    "sampling": 6190,
+    "sampling": 6390,
     "services": 2480,
     "testing": 590,
     "trace": 2400,

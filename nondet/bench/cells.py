@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from nondet.bench.work import ITEM_BYTES, Work, timed_operators, work_of
+from nondet.bench.work import ITEM_BYTES, Work, bench_of, timed_operators, work_of
 from nondet.core.inputs import generator, make
-from nondet.core.operator import Bench, BenchSizes, Operand, Operator, tile_borders
+from nondet.core.operator import BenchSizes, Operand, tile_borders
 from nondet.core.records import Cell, Limit, Record, Row, Status, Timed
 from nondet.core.registry import load_object, operators
 from nondet.errors import UnknownNameError, UserError
@@ -303,12 +303,6 @@ def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Li
 MOST, MOST_SIZES = 2**24, 10_000
 
 
-def _bench(operator: Operator) -> Bench:
-    if operator.bench is None:
-        raise AssertionError(f"{operator.name} is not timed")
-    return operator.bench
-
-
 @dataclass(frozen=True)
 class BenchCase:
     """One cell, without an implementation. Attributes as in `nondet.core.records.Cell`."""
@@ -364,7 +358,7 @@ class BenchCase:
     @property
     def company(self) -> str:
         """As `Bench.company` of the operator."""
-        return _bench(operators()[self.operator]).company
+        return bench_of(self.operator).company
 
     def resized(self, size: int) -> BenchCase:
         """The same with another size on the axis."""
@@ -419,7 +413,7 @@ def bench_names() -> dict[str, str]:
     """Names on the command line -> operators that are timed; aliases stand behind the operators' own names."""
     timed = timed_operators()
     names = {name: operator.name for name, operator in timed.items()}
-    return names | {alias: operator.name for operator in timed.values() for alias in _bench(operator).aliases}
+    return names | {alias: operator.name for operator in timed.values() for alias in bench_of(operator.name).aliases}
 
 
 def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tuple[str, ...] | None) -> list[BenchCase]:
@@ -440,7 +434,7 @@ def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tup
     for option, size in (("k", sizes.k), ("n", sizes.n)):
         if size is not None and not 1 <= size <= MOST:
             raise UserError(f"--{option} {size} makes no sense", f"Give a size from 1 to {MOST:,}.")
-    options = {option for name in chosen for option in _bench(operators()[name]).options}
+    options = {option for name in chosen for option in bench_of(name).options}
     if sizes.n is not None and "n" not in options:
         raise UserError(f"--n {sizes.n} is a product's, and {', '.join(wanted)} has none", "Leave it out.")
     if sizes.jigsaw and "jigsaw" not in options:
@@ -448,7 +442,7 @@ def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tup
     cases = []
     for dtype in dtypes or (("bfloat16",) if device == "cuda" else ("float32",)):
         for operator in (operators()[name] for name in chosen):
-            bench, axis = _bench(operator), operator.operands[0].axes[0]
+            bench, axis = bench_of(operator.name), operator.operands[0].axes[0]
             for cell in bench.cells(sizes, device):
                 group = sizes_text({key: cell.shape[key] for key in bench.group})
                 cases.append(BenchCase(cell.section, operator.name, group, axis, cell.shape, dtype))

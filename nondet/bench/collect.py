@@ -48,12 +48,6 @@ Rows = tuple[torch.Tensor, ...]  # rows of inputs, or one row of each output, as
 Variant = tuple[Value, Callable[[], Rows]]
 
 
-def variants_of(group: Sequence[BenchCase], call: Call, device: str, seed: int) -> Iterator[Variant]:
-    """The variants: named computations of row 0, each with company of another size, on the same inputs."""
-    variants = _query_variants if group[0].company == "queries" else _row_variants
-    return variants(group, call, device, generator(seed, device))
-
-
 def _row_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torch.Generator) -> Iterator[Variant]:
     """Row 0 of the first M rows of one input. A single row is always among them: there is nothing to compare else."""
     rows = sorted({1, *(case.shape["M"] for case in group)})
@@ -106,7 +100,8 @@ def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
 def bits_row(group: Sequence[BenchCase], impl: str, call: Call, device: str, seed: int) -> Row:
     """Compute all variants, those that need it twice, and describe their classes. Raises what the kernel raises."""
     started = time.perf_counter()
-    trials = [Trial(value, compute) for value, compute in variants_of(group, call, device, seed)]
+    variants = _query_variants if group[0].company == "queries" else _row_variants
+    trials = [Trial(value, compute) for value, compute in variants(group, call, device, generator(seed, device))]
 
     def joined(rows: Rows) -> torch.Tensor:  # they come as views: what joins them must not be among the kernels
         return torch.cat([x.flatten() for x in rows])

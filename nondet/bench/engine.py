@@ -3,217 +3,50 @@ turn."""
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import os
 import random
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from nondet.bench.cells import BenchCase, Key, in_turn, keys_of, sizes_text, timed_of, whole_groups
-from nondet.core.launch import first_uses, listen
 from nondet.core.measure import row_of
-from nondet.core.processes import interrupts_later
 from nondet.core.records import Record, Row, Status, Timed
-from nondet.core.traces import trace_digest
 from nondet.errors import UserError, reason_of
 from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, shared_group
-from nondet.sampling.engine import engine_of, set_wake_event
-from nondet.sampling.implementations import RANK_FREE, STOCK_FLASH, STOCK_NO_CUDNN, implementation
+from nondet.sampling.implementations import RANK_FREE, STOCK_FLASH, STOCK_NO_CUDNN
 from nondet.sampling.model import (
     EMBEDDED,
     LoadedModel,
     check_dtype,
-    check_memory,
     embedded_folder,
-    is_published,
     is_random,
     load_model,
     local_folder,
     offline,
     random_config,
-    random_model,
     read_config,
-    read_tokenizer,
     weight_names,
 )
-from nondet.sampling.plan import Load, Request
-from nondet.sampling.ranks import check_heads, check_loader, cut, failures_told, load
-from nondet.sampling.schedule import SessionLog
-
-# An engine that stays up, for timing: the same requests are served wave after wave, each from idle to idle.
-#
-# Its CUDA graphs are captured in the first wave, with the implementation that is on, and replayed in all that follow.
-# Several stand beside each other on one model, and one of them is busy at a time. Nothing is watched: no hook runs, no
-# margin is kept. Pages are not shared, so a wave finds nothing of the one before.
-#
-# Between waves the engine's thread is held (see `Gate`): idle, it looks for requests ten times a second else, and over
-# ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, and ends with
-# nothing under way: no thread computes while another engine is busy, nor while the implementation changes.
-
-_POLL_S = 0.5
-
-
-@dataclass(frozen=True)
-class Wave:
-    """What one wave was.
-
-    Attributes:
-        seconds: From its first step's beginning to its last request's end, first uses left out.
-        steps, tokens: Engine steps, and tokens generated in them.
-        digests: The trace of each request, in the plan's order.
-        packs: Who was in each step, at which positions: equal in waves of equal batches.
-        captured: CUDA graphs captured in it.
-        first_use_seconds: What was proven or compiled in it.
-        attention: As the engine has set it.
-        ran: Launches and replacements in it, with counts; over ranks the first rank's.
-    """
-
-    seconds: float
-    steps: int
-    tokens: int
-    digests: tuple[str, ...]
-    packs: tuple[tuple[tuple[int, int, int], ...], ...] = field(repr=False)
-    captured: int
-    first_use_seconds: float
-    attention: str = ""
-    ran: Counter[str] = field(default_factory=Counter)
-
-
-class Gate:
-    """Stands in the place of the event that the engine's idle thread waits for, and holds it until it is let on."""
-
-    def __init__(self) -> None:
-        self._let_on, self._holds = threading.Event(), threading.Event()
-        self.filling = False  # what is added meanwhile wakes nobody
-
-    def set(self) -> None:
-        """Let the thread on: from outside, or by the engine when there is something to do."""
-        if not self.filling:
-            self._let_on.set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """The engine's thread comes here when it is idle, whatever time limit it has in mind."""
-        self._holds.set()
-        self._let_on.wait()
-        self._holds.clear()
-        self._let_on.clear()
-        return True
-
-    def clear(self) -> None:
-        """`wait` has done so: what was set since is not to be lost."""
-
-    def holds(self, timeout: float) -> bool:
-        """Whether the thread is held by now, or within so many seconds."""
-        return self._holds.wait(timeout)
-
-
-class StandingEngine(ExitStack):
-    """An engine over these requests. Use it in a `with` statement, and waves of several one after the other.
-
-    Args:
-        model: A causal LM of transformers, on its device.
-        requests: Of each wave; all come at once.
-        load: Without sharing.
-    """
-
-    def __init__(self, model: Any, requests: Sequence[Request], load: Load) -> None:
-        super().__init__()
-        self.requests = list(requests)
-        self._model, self._load = model, load
-        self._log, self._gate = SessionLog({}), Gate()
-        self._waves = 0
-        self._manager: Any = None
-        self._attention = ""
-
-    def __enter__(self) -> StandingEngine:
-        self._manager = self.enter_context(engine_of(self._model, self.requests, self._load, self._log, watched=False))
-        set_wake_event(self._manager, self._gate)
-        return self
-
-    def wave(self) -> Wave:
-        """Serve every request once more.
-
-        Raises:
-            UserError: the engine died, or did not serve a request to its end.
-        """
-        log, manager = self._log, self._manager
-        own = [replace(r, id=f"w{self._waves}-{r.id}") for r in self.requests]
-        self._waves += 1
-        begun, graphs = log.steps, self._graphs()
-        with first_uses() as uses:
-            self._gate.filling = True  # all of them are waiting before any is served: equal waves are equal batches
-            try:
-                for r in own:
-                    log.arrivals[r.id] = 0
-                    manager.add_request(list(r.prompt), request_id=r.id, max_new_tokens=r.max_new_tokens)
-            finally:
-                self._gate.filling = False
-            if manager.is_running():
-                self._gate.set()
-            else:
-                with interrupts_later():
-                    manager.start()
-                self._attention = str(self._model.config._attn_implementation).removeprefix("paged|")
-            results = self._collected(len(own))
-            while not self._gate.holds(_POLL_S):  # until the engine's thread has nothing under way
-                self._check_alive()
-        first = log.marks[begun]
-        lost = uses.within(first, log.ended)
-        place = {r.id: i for i, r in enumerate(own)}
-        packs = (log.packs[step] for step in sorted(log.packs)[begun:])
-        return Wave(
-            seconds=log.ended - first - lost,
-            steps=log.steps - begun,
-            tokens=sum(len(names) for names in log.rows[begun:]),
-            digests=tuple(_digest(results[r.id], r) for r in own),
-            packs=tuple(tuple((place[s.request], s.first, s.rows) for s in pack) for pack in packs),
-            captured=self._graphs() - graphs,
-            first_use_seconds=lost,
-            attention=self._attention,
-        )
-
-    def _collected(self, count: int) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        while len(results) < count:
-            result = self._manager.get_result(timeout=_POLL_S)
-            if result is not None and result.is_finished():
-                results[result.request_id] = result
-            elif result is None:
-                self._check_alive()
-        return results
-
-    def _check_alive(self) -> None:
-        if not self._manager.is_running():
-            error = self._manager.background_thread_status.fatal_error
-            raise UserError(f"the engine stopped in step {self._log.steps}: {reason_of(error)}", "Use less load.")
-
-    def _graphs(self) -> int:
-        """CUDA graphs that the engine holds."""
-        processor = getattr(self._manager, "batch_processor", None)
-        graphs = getattr(getattr(processor, "inputs_and_outputs", None), "graphs", None)
-        return len(getattr(graphs, "_storage", ()))
-
-
-def _digest(result: Any, request: Request) -> str:
-    """The digest of a request's trace; a `UserError` where it has none."""
-    if result.error is not None:
-        raise UserError(f"{request.id}: {reason_of(result.error)}", "Use less load.")
-    tokens = list(result.generated_tokens)
-    if len(tokens) != request.max_new_tokens or len(result.logprobs) != len(tokens):
-        raise UserError(f"{request.id} ended after {len(tokens)} of {request.max_new_tokens} tokens", "Use less load.")
-    return trace_digest(tokens, np.asarray(result.logprobs, dtype="<f4").tobytes(), None)
-
+from nondet.sampling.plan import Load, Request, Session, Span
+from nondet.sampling.ranks import (
+    IN_RANK,
+    LOAD_LIMIT_S,
+    Played,
+    Serve,
+    check_heads,
+    check_loader,
+    check_refused,
+    give_back,
+    warm_engines,
+)
+from nondet.sampling.replay import digest_of
 
 OPERATOR = "engine"
 
@@ -344,23 +177,6 @@ def head_of(group: Sequence[EngineCase], impl: str, device: str) -> Row:
 # to call with an implementation's name, which serves one wave of it.
 
 
-Serve = Callable[[str], Wave]
-
-
-@contextmanager
-def standing(model: Any, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Serve]:
-    """An engine for each implementation, and what serves a wave of one of them, the implementation in place."""
-    with ExitStack() as stack:
-        engines = {impl: stack.enter_context(StandingEngine(model, requests, load)) for impl in impls}
-
-        def serve(impl: str) -> Wave:
-            with torch.no_grad(), implementation(impl, model) as coverage, listen() as launched:
-                once = engines[impl].wave()
-                return replace(once, ran=coverage() + Counter(launched))
-
-        yield serve
-
-
 class Here:
     """A model in this process."""
 
@@ -368,138 +184,41 @@ class Here:
         self.vocabulary: int = loaded.identity["vocabulary"]
         self._model: Any = loaded.model
 
-    def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> AbstractContextManager[Serve]:
-        """See `standing`."""
-        return standing(self._model, requests, load, impls)
+    @contextmanager
+    def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Serve]:
+        """See `warm_engines`."""
+        with warm_engines(self._model, requests, load, impls) as serve:
+            yield lambda impl: merged([serve(impl)])
 
     def close(self) -> None:
         """Let go of it."""
         self._model = None
 
 
-# In a rank: standing engines over a model that is cut by its own tensor-parallel plan.
-#
-# The caller asks all ranks for one wave after the other. Every rank serves the same requests; the engine's first rank
-# hands them on, and the steps of all go together, for each begins with an exchange over the ranks.
+def merged(parts: Sequence[Played]) -> Played:
+    """What all ranks say of one wave, as one: the slowest one's seconds, everything else the first one's.
 
-_model: Any = None
-_stack = ExitStack()
-_serve: Serve | None = None
-
-
-def open_model(source: str, dtype: str, device: str, threads: int) -> tuple[int, str]:
-    """Have this rank's share of the model, in the place of an earlier one.
-
-    Args:
-        source: A folder, or random weights: each rank draws all of them on its own device, from one seed, and keeps
-            its share.
-        threads: Of this rank on a CPU, as in `nondet.sampling.ranks.open_model`.
-
-    Returns:
-        The whole model's vocabulary, and a digest of weights that were drawn here, before they were cut; "" where they
-        came from a folder.
-
-    Raises:
-        UserError: random weights that do not fit.
-        ValueError: heads or widths that the ranks don't divide, as transformers says it.
+    An engine that refused, and ranks that met other batches or came to other answers, are a `UserError`.
     """
-    global _model
-    import torch.distributed as dist
-
-    let_go()
-    torch.set_num_threads(threads)
-    place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    digest = ""
-    if is_random(source):
-        vocabulary = read_tokenizer(str(embedded_folder()), embedded_folder(), {}).get_vocab()
-        config = random_config(source, max(vocabulary.values()) + 1)
-        made_on = str(place) if is_published(source) else "cpu"
-        check_memory(source, config, torch_dtype, "cpu" if made_on == "cpu" else device)
-        whole = random_model(config, torch_dtype, made_on)
-        digest = _digest_of_weights(whole)
-        _model = cut(whole)
-        del whole
-        _give_back()
-    else:
-        _model = load(source, place, dtype=torch_dtype)
-    if _model.device.type != device:
-        raise ValueError(f"transformers left the model on {_model.device.type}")
-    return int(_model.config.get_text_config().vocab_size), digest
-
-
-def _digest_of_weights(model: Any) -> str:
-    """Of the sums of each parameter's bits, as integers."""
-    sums = []
-    for _, parameter in sorted(model.named_parameters()):
-        view = parameter.detach().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
-        sums.append(int(view.sum(dtype=torch.int64)))
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
-
-
-def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None:
-    """Set an engine up for each implementation; those that stood before are ended."""
-    global _serve
-    leave()
-    _stack.enter_context(failures_told())
-    _serve = _stack.enter_context(standing(_model, requests, load, impls))
-
-
-def wave(impl: str) -> Wave | tuple[str, str]:
-    """One wave of the implementation's engine, or what the engine refused, and what to try."""
-    assert _serve is not None  # noqa: S101 - the parent asks for waves of what stands
-    try:
-        return _serve(impl)
-    except UserError as error:  # what all ranks refuse alike; of anything else the group's parent is told at once
-        return error.what, error.hint
-
-
-def leave() -> None:
-    """End the engines."""
-    global _serve
-    _serve = None  # it holds the model
-    _stack.close()
-
-
-def let_go() -> None:
-    """End the engines and hold no model any more."""
-    global _model
-    leave()
-    if _model is not None:
-        _model = None
-        _give_back()
-
-
-def _give_back() -> None:
-    """Memory that nothing needs, to the device: a model is held by cycles, and the next one may need its room."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def merged(told: Sequence[Wave | tuple[str, str]]) -> Wave:
-    """What all ranks say of one wave, as one wave: the slowest one's seconds, everything else the first one's.
-
-    Raises:
-        UserError: an engine refused, or the ranks met other batches or came to other answers.
-    """
-    refusal = next((what for what in told if not isinstance(what, Wave)), None)
-    if refusal is not None:
-        raise UserError(*refusal)
-    waves = [wave for wave in told if isinstance(wave, Wave)]
-    if len({w.packs for w in waves}) > 1:
-        raise UserError(f"{len(waves)} ranks met different batches in one wave")
-    answers = len({w.digests for w in waves})
+    check_refused(parts)
+    sessions = [session_of(part) for part in parts]
+    if any(session.packs != sessions[0].packs for session in sessions):
+        raise UserError(f"{len(parts)} ranks met different batches in one wave")
+    answers = len({part.digest for part in parts})
     if answers > 1:
-        raise UserError(f"{len(waves)} ranks came to {answers} different answers in one wave")
-    return replace(
-        waves[0],
-        **{name: max(getattr(w, name) for w in waves) for name in ("seconds", "captured", "first_use_seconds")},
-    )
+        raise UserError(f"{len(parts)} ranks came to {answers} different answers in one wave")
+    most = {name: max(getattr(s, name) for s in sessions) for name in ("seconds", "first_use_seconds")}
+    figures = sessions[0].figures | {"captured": max(s.figures["captured"] for s in sessions)}
+    return replace(parts[0], session=replace(sessions[0], **most, figures=figures))
 
 
-_RANK = "nondet.bench.engine"
-_OPEN_LIMIT_S, _WAVE_LIMIT_S, _LEAVE_LIMIT_S = 600.0, 600.0, 60.0
+def session_of(wave: Played) -> Session:
+    """Of a wave that was not refused."""
+    assert wave.session is not None  # noqa: S101 - every rank gives one wherever it refuses nothing
+    return wave.session
+
+
+_WAVE_LIMIT_S, _LEAVE_LIMIT_S = 600.0, 60.0
 
 
 class OverRanks:
@@ -539,19 +258,15 @@ class OverRanks:
 
     @contextmanager
     def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Serve]:
-        """See `standing`.
-
-        Raises:
-            RankError: a rank failed, died or hung, there or in a wave.
-        """
+        """See `warm_engines`. Raises RankError: a rank failed, died or hung, there or in a wave."""
         if self._group is None or not self._group.alive:
             self._start()
         group = self._group
         assert group is not None  # noqa: S101 - it was started
-        group.ask(f"{_RANK}:stand", list(requests), load, list(impls), limit_s=limit_or(_WAVE_LIMIT_S))
+        group.ask(f"{IN_RANK}:stand", list(requests), load, list(impls), limit_s=limit_or(_WAVE_LIMIT_S))
 
-        def serve(impl: str) -> Wave:
-            return merged(group.ask(f"{_RANK}:wave", impl, limit_s=limit_or(_WAVE_LIMIT_S)))
+        def serve(impl: str) -> Played:
+            return merged(group.ask(f"{IN_RANK}:wave", impl, limit_s=limit_or(_WAVE_LIMIT_S)))
 
         try:
             yield serve
@@ -567,20 +282,20 @@ class OverRanks:
         """Ranks that hold the model; returns its vocabulary."""
         self._group = group = shared_group(self._world, self._device, self._environment, _WAVE_LIMIT_S)
         try:
-            opened = set(group.ask(f"{_RANK}:open_model", *self._question, limit_s=limit_or(_OPEN_LIMIT_S)))
-            if len(opened) > 1:
+            shares = group.ask(f"{IN_RANK}:open_model", *self._question, limit_s=limit_or(LOAD_LIMIT_S))
+            if len({share.digest for share in shares}) > 1:
                 raise RankError("the ranks drew different weights from one seed")
         except BaseException:
             group.close()
             raise
-        return int(opened.pop()[0])
+        return int(shares[0].vocabulary)
 
 
 def _ask_in_peace(group: RankGroup | None, what: str) -> None:
     """Have the ranks leave off, where there are any; what was measured stands, and the next load gets new ones."""
     if group is not None and group.alive:
         with suppress(RankError):
-            group.ask(f"{_RANK}:{what}", limit_s=_LEAVE_LIMIT_S)
+            group.ask(f"{IN_RANK}:{what}", limit_s=_LEAVE_LIMIT_S)
 
 
 def open_bench_model(source: str, dtype: str, device: str, world: int, *, graphs: bool) -> Here | OverRanks:
@@ -658,7 +373,7 @@ class _Book:
     digests: list[tuple[str, ...]] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
     head: list[str] = field(default_factory=list)
-    packs: tuple[Any, ...] = ()
+    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     captured: int = 0
     steps: int = 0
     tokens: int = 0
@@ -714,7 +429,7 @@ def _measured(group: Sequence[EngineCase], impls: Sequence[str], device: str, se
     if model is not None:
         model.close()
     del model
-    _give_back()
+    give_back()
     for impl in impls:
         yield _bits(group, head_of(group, impl, device), [book[impl] for book in books])
 
@@ -742,8 +457,10 @@ def _once(case: EngineCase, serve: Serve, impl: str, book: _Book, *, timed: bool
     """One wave, or another one in its place where something was proven, compiled or captured after all."""
     try:
         for _ in range(_TRIES if timed else 1):
-            wave = serve(impl)
-            if not (wave.first_use_seconds or wave.captured or wave.packs != (book.packs or wave.packs)):
+            played = serve(impl)
+            wave = session_of(played)
+            unlike = wave.first_use_seconds or wave.figures["captured"] or wave.packs != (book.packs or wave.packs)
+            if not unlike:
                 break
     except RankError:
         raise
@@ -751,16 +468,18 @@ def _once(case: EngineCase, serve: Serve, impl: str, book: _Book, *, timed: bool
         book.failure = reason_of(error)
         return
     if not timed:
-        book.packs, book.captured = wave.packs, book.captured + wave.captured
-        book.ran = book.ran or sorted(wave.ran, key=lambda name: (-wave.ran[name], name))
-    elif wave.first_use_seconds or wave.captured or wave.packs != book.packs:
+        book.packs, book.captured = wave.packs, book.captured + wave.figures["captured"]
+        ran = played.coverage + played.ran
+        book.ran = book.ran or sorted(ran, key=lambda name: (-ran[name], name))
+    elif unlike:
         book.failure = f"{_TRIES} runs in a row proved something, captured a graph or met other batches"
     else:
         book.steps, book.tokens = wave.steps, wave.tokens
         book.samples.append(1e6 * wave.seconds / wave.steps)
-        book.digests.append(wave.digests)
+        book.digests.append(tuple(map(digest_of, wave.outcomes)))
+        attention = next(name.removeprefix("ran ") for name in wave.figures if name.startswith("ran attention "))
         graphs = f"CUDA graphs, {book.captured} captured" if case.graphs else "no CUDA graphs"
-        book.head = [f"attention {wave.attention}", graphs]
+        book.head = [attention, graphs]
 
 
 def _bits(group: Sequence[EngineCase], head: Row, books: Sequence[_Book]) -> Row:

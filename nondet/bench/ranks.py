@@ -193,11 +193,7 @@ def plan_ranks(
     n: int | None = None,
     k: int | None = None,
 ) -> list[RanksCase]:
-    """Every cell, in the order of the run.
-
-    Raises:
-        UnknownNameError: a dtype that is not timed.
-    """
+    """Every cell, in the order of the run. Raises UnknownNameError: a dtype that is not timed."""
     cases = []
     for dtype in dtypes:
         if dtype not in ITEM_BYTES:

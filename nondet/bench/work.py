@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nondet.core.operator import Operator
+from nondet.core.operator import Bench, Operator
 from nondet.core.registry import operators
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -35,16 +35,17 @@ def timed_operators() -> dict[str, Operator]:
     return {name.replace("_", "-"): operator for name, operator in operators().items() if operator.bench is not None}
 
 
-def work_of(operator: str, shape: Mapping[str, int], dtype: str) -> Work:
-    """The work of one call of a declared operator at `shape`.
-
-    Raises:
-        ValueError: an operator that is not timed.
-    """
+def bench_of(operator: str) -> Bench:
+    """What of a declared operator is timed. Raises ValueError: nothing says what it must move and compute."""
     bench = operators()[operator].bench
     if bench is None:
         raise ValueError(f"{operator} is not timed: nothing says what it must move and compute")
-    elements, flops = bench.work(shape)
+    return bench
+
+
+def work_of(operator: str, shape: Mapping[str, int], dtype: str) -> Work:
+    """The work of one call of a declared operator at `shape`; as `bench_of`."""
+    elements, flops = bench_of(operator).work(shape)
     return Work(elements * ITEM_BYTES[dtype], flops)
 
 

@@ -64,6 +64,8 @@ _ISA = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx_vnni|avx512\w*|amx_\w+|asimd\
 _HARMLESS = {"argv", "seed", "os", "python", "gpu_memory_bytes"}  # the plan holds the seed, and a digest of the texts
 _HARMLESS_VARIABLES = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY"}  # which of the GPUs, how threads wait
 
+_REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
 _NAME = r"(?:token(?!s)|secret|passwo?r?d|passwd|api[-_]?key|access[-_]?key|private[-_]?key|authorization|credential)"
 _SECRET_OPTION = re.compile(rf"(?i)^-.*{_NAME}")
 # NAME_TOKEN=..., as in `env` or a load string; Authorization: ...
@@ -101,12 +103,7 @@ def deciding() -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "allow_tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
         "allow_tf32_cudnn": torch.backends.cudnn.allow_tf32,
-        "allow_bf16_reduced_precision_reduction": _flag(
-            lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-        ),
-        "allow_fp16_reduced_precision_reduction": _flag(
-            lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-        ),
+        **{name: _flag(functools.partial(getattr, torch.backends.cuda.matmul, name)) for name in _REDUCTIONS},
         "preferred_blas": _flag(lambda: str(torch.backends.cuda.preferred_blas_library())),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -164,17 +161,11 @@ def safe_argv(argv: list[str]) -> list[str]:
         else:
             option, found, url = word.partition("=") if word.startswith("-") else ("", "", word)
             url = without_path(url) if url.lower().startswith(("http://", "https://")) else url
-            out.append(without_secrets(option + found + url))
+            shown = _PASSWORD.sub(rf"\1{_HIDDEN}@", option + found + url)
+            out.append(_TOKENS.sub(_HIDDEN, _SECRET_VALUE.sub(rf"\1{_HIDDEN}", shown)))
     if out:
         out[0] = Path(out[0]).name  # where it is installed says nothing, and may name a person
     return out
-
-
-def without_secrets(text: str) -> str:
-    """The text with tokens of the usual shapes, passwords in addresses and NAME_TOKEN=... replaced."""
-    text = _PASSWORD.sub(rf"\1{_HIDDEN}@", text)
-    text = _SECRET_VALUE.sub(rf"\1{_HIDDEN}", text)
-    return _TOKENS.sub(_HIDDEN, text)
 
 
 def _gpu() -> dict[str, Any]:

@@ -52,10 +52,6 @@ class VariantProfile:
         _under_way = self
         return nullcontext() if self._mark is None else _between(self._mark)
 
-    def add_elsewhere(self, names: Sequence[str]) -> None:
-        """See `launched_elsewhere`."""
-        self._elsewhere.setdefault(self._marked[-1], list(names))
-
     def kernels(self, variants: int) -> list[list[str]]:
         """Distinct kernel names of each variant, in launch order; [] where nothing was profiled."""
         if self._elsewhere:
@@ -84,7 +80,7 @@ _under_way: VariantProfile | None = None
 def launched_elsewhere(names: Sequence[str]) -> None:
     """Say what the variant that is being computed launched in other processes, whose kernels no profiler here sees."""
     if names and _under_way is not None:
-        _under_way.add_elsewhere(names)
+        _under_way._elsewhere.setdefault(_under_way._marked[-1], list(names))
 
 
 @contextmanager
@@ -274,12 +270,9 @@ def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> list[Value]:
 def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, watch: Watch | None) -> tuple[int, int]:
     """Compute some variants again: (how many, how many came out otherwise than the first time, or than a moment ago).
 
-    Without this a kernel that is nondeterministic from run to run would be taken for one that depends on the batch. A
-    class that noise made does not come again when its variant is asked again; so the first and the last variant of each
-    class are asked, the smallest classes first, beside the first and the last of the sweep.
-
-    Args:
-        starts: Where the results of each trial begin in the book's labels, and the number of labels.
+    A class that noise made does not come again when its variant is asked again; so the first and the last variant of
+    each class are asked, the smallest classes first, beside the first and the last of the sweep. `starts` is where the
+    results of each trial begin in the book's labels, and the number of labels.
     """
     owner = [i for i, (start, stop) in enumerate(itertools.pairwise(starts)) for _ in range(start, stop)]
     members: dict[int, list[int]] = {}

@@ -97,11 +97,7 @@ def operators() -> dict[str, Operator]:
 
 
 def load_probe(name: str) -> Any:
-    """The probe of that name.
-
-    Raises:
-        UnknownNameError: no such probe; a close name is suggested.
-    """
+    """The probe of that name. Raises UnknownNameError: no such probe; a close name is suggested."""
     if name not in PROBES:
         raise UnknownNameError("probe", name, [*PROBES, "all"])
     target, _ = PROBES[name]

@@ -597,11 +597,7 @@ def _check_same(path: Path, theirs: Header, ours: Header) -> None:
 
 
 def write_run(path: Path, run: Run, *, force: bool = False) -> None:
-    """Write a run that was measured in memory, whole.
-
-    Raises:
-        UserError: as `open_run` and `RunWriter.write` say.
-    """
+    """Write a run that was measured in memory, whole. Raises UserError: as `open_run` and `RunWriter.write` say."""
     header = run.header
     writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=force)
     try:

@@ -177,7 +177,7 @@ def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
     return f"{NAME} {best:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
 
 
-# What about the company matters: batch size, ragged lengths, chunks of a prefill, shared prefixes, each varied alone.
+# What about the batch matters: its size, ragged lengths, chunks of a prefill, shared prefixes, each varied alone.
 #
 # Every trial is an engine session of its own in which one thing is not as it is for the request alone; all completions
 # of the prompt in it are compared with the reference, token by token and logprob bit by bit. Who else is there is said
@@ -191,36 +191,30 @@ _CHUNKS = (1, 7, 16, 32)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One session, by the requests that run in it."""
-
-    value: str
-    load: Load
-    requests: tuple[Request, ...]
-
-    @property
-    def targets(self) -> list[str]:
-        """Ids of the requests that are compared."""
-        return [r.id for r in self.requests if r.target]
-
-
-@dataclass(frozen=True)
-class CompanyAxis:
-    """One thing about the company that is varied.
+class RequestAxis:
+    """One thing about the other requests that is varied.
 
     Attributes:
         reference: The session that the others are compared with.
+        trials: A session for each value, by its name; every request under study in it is compared.
         shares: Whether a trial counts only if the engine took keys from the cache.
     """
 
     name: str
     held: str
-    reference: Trial
-    trials: tuple[Trial, ...]
+    reference: Arm
+    trials: tuple[Arm, ...]
     shares: bool = False
 
+    def arms(self, value: str) -> tuple[Arm, Arm]:
+        """The reference and one trial as the arms of a trace."""
+        trial = next(t for t in self.trials if t.name == value)
+        return replace(self.reference, name="alone"), replace(trial, name=f"{self.name}: {value}")
 
-def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], context: int) -> list[CompanyAxis]:
+
+def make_axes(
+    load: Load, prompt: Sequence[int], completion: Sequence[int], context: int, seed: int = 0
+) -> list[RequestAxis]:
     """The axes for a prompt.
 
     Args:
@@ -232,86 +226,67 @@ def make_axes(load: Load, prompt: Sequence[int], completion: Sequence[int], cont
     long = long_prompt(prompt, completion, context)
     new, new_long = (max(1, min(_NEW, len(completion), context - len(p))) for p in (prompt, long))
     lengths = [n for n in _LENGTHS if n + new <= context]
-    wide = replace(
-        load,
-        budget=max(_BATCHES) * len(prompt) + max([len(long), *lengths]) + max(_BATCHES),
-        requests=max(_BATCHES),
-        sharing=False,
-        graphs=False,
-    )
+    budget = max(_BATCHES) * len(prompt) + max([len(long), *lengths]) + max(_BATCHES)
+    wide = replace(load, budget=budget, requests=max(_BATCHES), sharing=False, graphs=False)
 
-    def request(name: str, tokens: Sequence[int], count: int, arrival: int = 0) -> Request:
-        return Request(name, name.startswith("t"), tuple(tokens), count, arrival)
+    def trial(name: str, *requests: Request, **limit: str) -> Arm:
+        """With a limit of the engine's at another value, as `nondet sample --vary` sets it."""
+        own = wide
+        for axis, value in limit.items():
+            own = AXES[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
+        return Arm(name, "t0", requests, own, seed)
 
-    def at(axis: str, value: str) -> Load:
-        return AXES[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
-
-    one, long_one = request("t0", prompt, new), request("t0", long, new_long)
-    batches = tuple(
-        Trial(f"{size} requests", wide, tuple(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES
-    )
-    ragged = tuple(
-        Trial(
+    one, long_one = Request("t0", True, prompt, new, 0), Request("t0", True, long, new_long, 0)
+    batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
+    ragged = [
+        trial(
             f"{length} tokens, {'at once' if arrival == 0 else f'{arrival} steps later'}",
-            wide,
-            (one, request("b0", tuple(islice(cycle([*long[1:], long[0]]), length)), new, arrival)),
+            one,
+            Request("b0", False, tuple(islice(cycle([*long[1:], long[0]]), length)), new, arrival),
         )
         for arrival in _ARRIVALS
         for length in lengths
-    )
-    chunks = tuple(
-        Trial(f"chunks of {size}", at("budget", str(size)), (long_one,)) for size in _CHUNKS if size < len(long)
-    )
+    ]
+    chunks = [trial(f"chunks of {size}", long_one, budget=str(size)) for size in _CHUNKS if size < len(long)]
     half = max(load.page, len(long) // 2)
     donors = {"the whole prompt": long, "its first half": (*long[:half], *reversed(long[half:]))}
     # the donor is through by then: nobody else is in any step of the request. Its second token is there for the engine,
     # which keeps only pages of a request that has decoded
     later = replace(long_one, arrival_step=2 * len(long) + 8)
-    donated = {value: (request("b0", donor, 2), later) for value, donor in donors.items()}
-    shared = tuple(Trial(value, at("sharing", "on"), requests) for value, requests in donated.items())
-    alone, whole = Trial("alone", wide, (one,)), Trial("in one piece", wide, (long_one,))
-    off = Trial("nothing shared", wide, shared[0].requests)
+    donated = {value: (Request("b0", False, donor, 2, 0), later) for value, donor in donors.items()}
+    shared = [trial(value, *requests, sharing="on") for value, requests in donated.items()]
+    off = trial("nothing shared", *shared[0].requests)
+    alone, whole = trial("alone", one), trial("in one piece", long_one)
     tokens = f"a prompt of {len(long)} tokens"
+    same = "everybody has the same prompt and begins at once, no chunks, no sharing"
+    other = "one other request, its prompt of another length, no chunks or sharing"
+    donor = f"nobody else in its steps, {tokens}, no chunks; an earlier request had"
     return [
-        CompanyAxis(
-            "batch size", "everybody has the same prompt and begins at once, no chunks, no sharing", alone, batches
-        ),
-        CompanyAxis(
-            "ragged company", "one other request, its prompt of another length, no chunks or sharing", alone, ragged
-        ),
-        CompanyAxis("chunked prefill", f"nobody else, {tokens}, no sharing", whole, chunks),
-        CompanyAxis(
-            "prefix sharing",
-            f"nobody else in its steps, {tokens}, no chunks; an earlier request had",
-            off,
-            shared,
-            shares=True,
-        ),
+        RequestAxis("batch size", same, alone, tuple(batches)),
+        RequestAxis("ragged company", other, alone, tuple(ragged)),
+        RequestAxis("chunked prefill", f"nobody else, {tokens}, no sharing", whole, tuple(chunks)),
+        RequestAxis("prefix sharing", donor, off, tuple(shared), shares=True),
     ]
 
 
-def try_axis(engine: Engine, axis: CompanyAxis, impl: str, seed: int) -> AxisTried:
+def try_axis(engine: Engine, axis: RequestAxis, impl: str) -> AxisTried:
     """Run the reference and every trial.
 
     Raises:
         EngineStoppedError: the engine died, or a request failed in it.
         UserError: the engine refuses the sizes.
     """
-
-    def play(trial: Trial) -> tuple[Session, list[Outcome]]:
-        session = _session(engine, trial.requests, trial.load, seed, f"{trial.value}: ")
-        by_id = {o.request.id: o for o in session.outcomes}
-        return session, [by_id[name] for name in trial.targets]
-
-    reference = play(axis.reference)[1][0]
+    reference = _session(engine, axis.reference)
+    target = next(o for o in reference.outcomes if o.request.target)
     differences: dict[str, list[tuple[int | None, int | None]]] = {}
     unmet = []
     for trial in axis.trials:
-        session, outcomes = play(trial)
+        session = _session(engine, trial)
         if axis.shares and not AXES["sharing"].proof("on", Counter(session.figures), Counter()).holds:
-            unmet.append(trial.value)
+            unmet.append(trial.name)
         else:
-            differences[trial.value] = [first_difference(reference, outcome) for outcome in outcomes]
+            outcomes = [o for o in session.outcomes if o.request.target]
+            differences[trial.name] = [first_difference(target, outcome) for outcome in outcomes]
     seen = [pair for pairs in differences.values() for pair in pairs]
     places = [place for _, place in seen if place is not None]
     note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
@@ -331,22 +306,13 @@ def try_axis(engine: Engine, axis: CompanyAxis, impl: str, seed: int) -> AxisTri
     )
 
 
-def arms_of_axis(axis: CompanyAxis, value: str, seed: int) -> tuple[Arm, Arm]:
-    """The reference and one trial as the arms of a trace."""
-    trial = next(t for t in axis.trials if t.value == value)
-    a, b = axis.reference, trial
-    return (
-        Arm("alone", a.targets[0], a.requests, a.load, seed),
-        Arm(f"{axis.name}: {value}", b.targets[0], b.requests, b.load, seed),
-    )
-
-
-def _session(engine: Engine, requests: Sequence[Request], load: Load, seed: int, what: str = "") -> Session:
+def _session(engine: Engine, arm: Arm) -> Session:
     """A session that went through."""
-    session = engine.run(requests, load, seed=seed)
+    session = engine.run(arm.requests, arm.load, seed=arm.seed)
     failed = [f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error"]
     if session.fatal or failed:
-        raise EngineStoppedError(what + (session.fatal or failed[0]))
+        where = f"{arm.name}: " if arm.name else ""
+        raise EngineStoppedError(where + (session.fatal or failed[0]))
     return session
 
 
@@ -361,7 +327,7 @@ WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
 _AXIS_TRIALS = 24
 _TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
-_TRACE_LEAST = 5.0  # sessions of either arm until the first culprit has a name, about
+_TRACE_LEAST = 5.0  # sessions of either arm to a first culprit: once freely, three times under control, once to name it
 _CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, where nothing is known of it yet
 _AXIS_SHARE = 0.6  # of the prompt alone: half its tokens, some trials with more requests
 
@@ -415,11 +381,6 @@ class Effort:
         return trials * _AXIS_SHARE * self.alone_s
 
     @property
-    def naming_s(self) -> float:
-        """What a trace takes at least: either arm freely, three times under control, and once to name a culprit."""
-        return _TRACE_LEAST * (self.round_s + self.alone_s)
-
-    @property
     def cure_s(self) -> float:
         """The rounds and the axes once more, under the cure."""
         return ((self.rounds + 1) * self.round_s + self._axes_s / 2) * _CURE_SLOWNESS  # some axes part
@@ -468,7 +429,7 @@ def effort_of(run: Run, planned: int) -> Effort:
     return Effort(**counts, round_s=figures["round_s"], alone_s=figures["alone_s"])
 
 
-def thinned(axes: Sequence[CompanyAxis], every: int) -> list[CompanyAxis]:
+def thinned(axes: Sequence[RequestAxis], every: int) -> list[RequestAxis]:
     """The axes with every so manieth trial, and the last: the extremes are where kernels change."""
     return [
         axis if axis.shares else replace(axis, trials=(*axis.trials[:-1][::every], *axis.trials[-1:])) for axis in axes
@@ -541,7 +502,7 @@ class Diagnoser:
         least_s = effort.least_cure.cure_s
         parts = {
             "axes": ("one value of an axis", effort.axis_s(1), 0.0),
-            "operator": ("a trace", effort.naming_s, least_s),
+            "operator": ("a trace", _TRACE_LEAST * (effort.round_s + effort.alone_s), least_s),
             "margin": ("a round", effort.round_s, 0.0),
             "cure": ("the load under the cure", least_s, 0.0),
             "cost": ("timing rounds", effort.cost_s, 0.0),
@@ -585,7 +546,7 @@ class Diagnoser:
                 if less:
                     late.append(less)
                     continue
-                record = try_axis(self.engine, axis, STOCK, self.seed)
+                record = try_axis(self.engine, axis, STOCK)
                 self._write(record)
             differ = f"{record.traces} of {record.tried} traces, {record.tokens} of {record.tried} completions"
             counts.append(f"{axis.name}: {differ if record.tried else 'not met'}")
@@ -634,7 +595,7 @@ class Diagnoser:
             parted = {a.axis for a in so_far.axes if a.impl == STOCK and a.traces}
             for axis in axes:
                 if axis.name in parted and ("axis", INVARIANT, axis.name) not in self.writer.done:
-                    self._write(try_axis(self.engine, axis, INVARIANT, self.seed))
+                    self._write(try_axis(self.engine, axis, INVARIANT))
         if less:
             less = f"{plural(effort.rounds, 'round')} and fewer values of each axis were asked of the cure: {less}"
         run = self._so_far()
@@ -657,15 +618,15 @@ class Diagnoser:
         return next(r for r in self.plan.rounds[0] if r.target)
 
     @cached_property
-    def _all_axes(self) -> list[CompanyAxis]:
+    def _all_axes(self) -> list[RequestAxis]:
         alone = self._known(None).outcomes[0]
         context = self.loaded.context or 2**31
-        return make_axes(self.plan.load, self._target.prompt, alone.token_ids, context)
+        return make_axes(self.plan.load, self._target.prompt, alone.token_ids, context, self.seed)
 
     def _effort(self, so_far: Run) -> Effort:
         return effort_of(so_far, len(self.plan.rounds))
 
-    def _asked_axes(self, so_far: Run) -> list[CompanyAxis]:
+    def _asked_axes(self, so_far: Run) -> list[RequestAxis]:
         return thinned(self._all_axes, self._effort(so_far).every)
 
     def _known(self, number: int | None) -> Session:
@@ -678,7 +639,7 @@ class Diagnoser:
         return self._session([replace(self._target, arrival_step=0)])
 
     def _session(self, requests: Sequence[Request]) -> Session:
-        return _session(self.engine, requests, self.plan.load, self.seed)
+        return _session(self.engine, self._arm("", requests))
 
     def _collect(self, impl: str, rounds: tuple[tuple[Request, ...], ...]) -> None:
         collect(self.loaded, Plan(self.plan.load, rounds), [impl], self.writer, seed=self.seed, threads=self.threads)
@@ -690,13 +651,14 @@ class Diagnoser:
         if rounds or unsteady:
             requests = self.plan.rounds[rounds[0] if rounds else 0]
             target = next(r for r in requests if r.target)
-            load = self.plan.load
-            return (
-                Arm("alone", target.id, (target,), load, self.seed),
-                Arm("in company", target.id, requests, load, self.seed),
-            )
+            return self._arm("alone", [target]), self._arm("in company", requests)
         parted = next(a for a in so_far.axes if a.impl == STOCK and a.traces)
-        return arms_of_axis(next(a for a in self._all_axes if a.name == parted.axis), parted.parted[0], self.seed)
+        return next(a for a in self._all_axes if a.name == parted.axis).arms(parted.parted[0])
+
+    def _arm(self, name: str, requests: Sequence[Request]) -> Arm:
+        """Of the plan's load, with its first target under study."""
+        target = next(r for r in requests if r.target)
+        return Arm(name, target.id, tuple(requests), self.plan.load, self.seed)
 
     def _so_far(self) -> Run:
         return read_run(self.writer.path, allow_truncated=True)

@@ -117,10 +117,6 @@ class Watcher:
         """Loads so far in which a request under study is known to have had company, of all servers."""
         return self._loads.total()
 
-    def _requests(self, impl: str) -> int:
-        """As `nondet.verdict.served.proven_tries` counts them: those alone may all have been one prompt's."""
-        return sum(count for (name, _), count in self._tries.items() if name == impl)
-
     def enough(self, ended: Round, completions: Sequence[Completion]) -> bool:
         """Whether nothing more needs to be asked of the round's server: the others' loads say nothing of it."""
         good: Counter[tuple[str, int]] = Counter()
@@ -135,9 +131,10 @@ class Watcher:
             alone = max(0, ended.targets - company)
             self._tries.update({who: count - alone for who, count in good.items() if count > alone})
             self._loads[ended.impl] += company > 0
-        met = sum(impl == ended.impl for impl, _ in self._tries)
-        tries = self._loads[ended.impl] if self._by == "load" else self._requests(ended.impl)
-        return self.diverged or (tries >= self._needed and met >= self._prompts)
+        # as `nondet.verdict.served.proven_tries` counts them: those alone may all have been one prompt's
+        counts = [count for (impl, _), count in self._tries.items() if impl == ended.impl]
+        tries = self._loads[ended.impl] if self._by == "load" else sum(counts)
+        return self.diverged or (tries >= self._needed and len(counts) >= self._prompts)
 
 
 Progress = Callable[[str, str, int], None]

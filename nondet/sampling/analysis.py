@@ -484,13 +484,6 @@ def shared_length(one: Ids, other: Ids) -> int:
     return at if length and differ[at] else length
 
 
-def in_order(texts: Sequence[Ids]) -> list[int]:
-    """Indices of the texts, sorted by their tokens; a text stands before those that go on from it."""
-    # ids are below 2^31, so that bytes compare as the numbers do
-    keys = [text.astype(">u4").tobytes() for text in texts]
-    return sorted(range(len(texts)), key=keys.__getitem__)
-
-
 def spans_of(texts: Sequence[Ids]) -> Span | None:
     """The root of the tree of distinct texts that are in order; None of no texts.
 
@@ -603,7 +596,9 @@ class Grower:
         margins: bool = True,
     ) -> None:
         self.groups, self.pieces, self.prompt = groups, pieces, prompt
-        order = in_order([g.ids for g in groups])
+        # by their tokens, a text before those that go on from it: ids are below 2^31, so bytes compare as they do
+        keys = [g.ids.astype(">u4").tobytes() for g in groups]
+        order = sorted(range(len(groups)), key=keys.__getitem__)
         self.ranks = np.array(order, dtype=np.int64)
         ordered = [groups[rank] for rank in order]
         self.spans = spans_of([g.ids for g in ordered])

@@ -56,7 +56,6 @@ def describe(
     max_new_tokens: int,
     seed: int,
     impls: Sequence[str],
-    eos: Sequence[int] = (),
     prompts: Sequence[dict[str, Any]] = (),
     sampling: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def describe(
         "load": asdict(plan.load),
         "load_digest": plan.digest,  # covers the background prompts, which come from the running Python's documentation
         "seed": seed,
-        "eos": list(eos),
+        "eos": [],  # no token ends a completion: all are equally long
         **({"sampling": sampling} if sampling else {}),
     }
 
@@ -90,7 +89,6 @@ def collect(
     writer: RunWriter,
     *,
     seed: int = 0,
-    eos: Sequence[int] = (),
     threads: int | None = None,
     repeat: bool = True,
     settle: int = 0,
@@ -101,7 +99,6 @@ def collect(
     """Run whatever the run file does not hold yet.
 
     Args:
-        eos: Token ids that end a completion; () makes all completions equally long.
         repeat: After an implementation's rounds, run its first one again and compare every bit: whether the same call
             gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
         settle: How many further rounds may be run again, where a prompt parted and the first round alone can't tell
@@ -127,7 +124,7 @@ def collect(
         for impl in impls:
             with under(impl) as counted:
                 common = (writer, traces, impl, loaded, plan, seed, counted)
-                _Rounds(*common, engine, eos, weights, settle, progress, preparing).run(repeat)
+                _Rounds(*common, engine, weights, settle, progress, preparing).run(repeat)
 
 
 @dataclass
@@ -215,7 +212,6 @@ class _Rounds(_Sessions):
     """The plan's rounds under one implementation, and some of them once more."""
 
     engine: Engine
-    eos: Sequence[int]
     weights: str
     settle: int
     progress: Progress | None
@@ -260,9 +256,7 @@ class _Rounds(_Sessions):
     def _session(
         self, requests: Sequence[Request], on_token_count: Callable[[Request, int], None] | None = None
     ) -> Session:
-        return self.engine.run(
-            self._drawn(requests), self.plan.load, seed=self.seed, eos=self.eos, on_token_count=on_token_count
-        )
+        return self.engine.run(self._drawn(requests), self.plan.load, seed=self.seed, on_token_count=on_token_count)
 
     def _drawn(self, requests: Sequence[Request]) -> list[Request]:
         """As this implementation draws."""
@@ -279,7 +273,7 @@ class _Rounds(_Sessions):
 
     def tapes(self, session: Session, number: int) -> list[Tape]:
         """The round's."""
-        named: dict[str, Any] = {"impl": self.impl, "round": number, "seed": self.seed, "eos": list(self.eos)}
+        named: dict[str, Any] = {"impl": self.impl, "round": number, "seed": self.seed, "eos": []}
         named |= {"engine": self.engine.describe(), "weights": self.weights}
         return [make_tape(self._drawn(self.plan.rounds[number]), self.plan.load, session.packs, **named)]
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from math import ceil
 from typing import Any, NamedTuple
@@ -244,28 +245,13 @@ def stop_now(manager: Any) -> None:
     """Stop the engine's thread and wait for it. Told and woken first: idle, it looks up but every tenth of a second."""
     status = manager.background_thread_status
     status.request_stop(status.HARD_STOP, manager.distributed_helper.global_rank)
-    wake(manager)
+    if name := _wake_name(manager):
+        getattr(manager, name).set()
     manager.stop(block=True, hard_stop=True)
 
 
-def wake(manager: Any) -> None:
-    """Have the engine's idle thread look at what there is to do."""
-    if name := _wake_name(manager):
-        getattr(manager, name).set()
-
-
-def set_wake_event(manager: Any, event: Any) -> None:
-    """Have the engine's idle thread wait for this event in the place of its own, before it starts.
-
-    An engine that has none is a `UserError`.
-    """
-    name = _wake_name(manager)
-    if not name:
-        raise UserError("the engine of this transformers can't be held between runs", "Use 5.17 to 5.23.")
-    setattr(manager, name, event)
-
-
 def _wake_name(manager: Any) -> str:
+    """Of the event that the engine's idle thread waits for; "" where it has none."""
     return next((name for name in ("_wake_up_loop", "_has_new_requests") if hasattr(manager, name)), "")  # 5.23, 5.17
 
 
@@ -555,7 +541,7 @@ def run_session(
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
-        engine_of(
+        _engine_of(
             model, requests, load, log, seed=seed, eos=eos, setting=setting, speculation=speculation, drawing=drawing
         ) as manager,
         watching,
@@ -564,19 +550,11 @@ def run_session(
             manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
         with interrupts_later():
             manager.start()
-        attention = str(model.config._attn_implementation).removeprefix("paged|")  # as the engine has set it by now
-        while len(found) < len(requests) and not log.cut():
-            result = manager.get_result(timeout=wait)
-            if result is None:
-                if manager.is_running():
-                    continue
-                result = manager.get_result()  # what came between the last look and the thread's end
-                if result is None:
-                    break
-            if result.is_finished():
-                found[result.request_id] = result
-                if on_token_count is not None:
-                    on_token_count(by_id[result.request_id], len(result.generated_tokens))
+        attention = _attention(model)
+        for result in _finished(manager, len(requests), log.cut, wait):
+            found[result.request_id] = result
+            if on_token_count is not None:
+                on_token_count(by_id[result.request_id], len(result.generated_tokens))
         error = manager.background_thread_status.fatal_error
         if isinstance(error, MemoryError) and log.steps == 0:
             raise UserError(
@@ -595,7 +573,10 @@ def run_session(
     dtype = str(model.dtype).removeprefix("torch.")
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
     tops = log.tops()
-    outcomes = [_outcome(r, found.get(r.id), log, tops.get(r.id, []), eos, fatal, cut) for r in requests]
+    outcomes = [
+        _outcome(r, found.get(r.id), log, log.entries.get(r.id, []), tops.get(r.id, []), eos, fatal, cut)
+        for r in requests
+    ]
     if drawing is not None:
         outcomes = [drawn_outcome(o, drawing.drawn.get(o.request.id, [])) for o in outcomes]
     return Session(
@@ -611,6 +592,147 @@ def run_session(
         admitted=log.admitted,
         pace=log.pace(),
     )
+
+
+def _finished(
+    manager: Any, count: int, over: Callable[[], bool] = lambda: False, wait: float = _POLL_SECONDS
+) -> Iterator[Any]:
+    """So many results of requests, as they finish; fewer where it is over, or the engine's thread has ended."""
+    while count and not over():
+        result = manager.get_result(timeout=wait)
+        if result is None:
+            if manager.is_running():
+                continue
+            result = manager.get_result()  # what came between the last look and the thread's end
+            if result is None:
+                return
+        if result.is_finished():
+            count -= 1
+            yield result
+
+
+# An engine that stays up, for timing: the same requests are served wave after wave, each from idle to idle.
+#
+# Its CUDA graphs are captured in the first wave, with the implementation that is on, and replayed in all that follow.
+# Several stand beside each other on one model, and one of them is busy at a time. Nothing is watched: no hook runs, no
+# margin is kept. Pages are not shared, so a wave finds nothing of the one before.
+#
+# Between waves the engine's thread is held (see `Gate`): idle, it looks for requests ten times a second else, and over
+# ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, and ends with
+# nothing under way: no thread computes while another engine is busy, nor while the implementation changes.
+
+
+class Gate:
+    """Stands in the place of the event that the engine's idle thread waits for, and holds it until it is let on."""
+
+    def __init__(self) -> None:
+        self._let_on, self._holds = threading.Event(), threading.Event()
+        self.filling = False  # what is added meanwhile wakes nobody
+
+    def set(self) -> None:
+        """Let the thread on: from outside, or by the engine when there is something to do."""
+        if not self.filling:
+            self._let_on.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """The engine's thread comes here when it is idle, whatever time limit it has in mind."""
+        self._holds.set()
+        self._let_on.wait()
+        self._holds.clear()
+        self._let_on.clear()
+        return True
+
+    def clear(self) -> None:
+        """`wait` has done so: what was set since is not to be lost."""
+
+    def holds(self, timeout: float) -> bool:
+        """Whether the thread is held by now, or within so many seconds."""
+        return self._holds.wait(timeout)
+
+
+class WarmEngine(ExitStack):
+    """An engine over these requests. Use it in a `with` statement, and waves of several one after the other.
+
+    Args:
+        model: A causal LM of transformers, on its device.
+        requests: Of each wave; all come at once.
+        load: Without sharing.
+    """
+
+    def __init__(self, model: Any, requests: Sequence[Request], load: Load) -> None:
+        super().__init__()
+        self.requests = list(requests)
+        self._model, self._load = model, load
+        self._log, self._gate = SessionLog({}), Gate()
+        self._waves = 0
+        self._manager: Any = None
+        self._attention = ""
+
+    def __enter__(self) -> WarmEngine:
+        self._manager = self.enter_context(_engine_of(self._model, self.requests, self._load, self._log, watched=False))
+        if not (name := _wake_name(self._manager)):
+            raise UserError("the engine of this transformers can't be held between runs", "Use 5.17 to 5.23.")
+        setattr(self._manager, name, self._gate)
+        return self
+
+    def serve(self) -> Session:
+        """Serve every request once more: one wave. Steps count from 0 in `packs`, equal in waves of equal batches.
+
+        Its figures are "captured", the CUDA graphs captured in it, and "ran attention X", as the engine has set it. A
+        `UserError` where the engine died, or did not serve a request to its end.
+        """
+        log, manager = self._log, self._manager
+        own = {f"w{self._waves}-{r.id}": r for r in self.requests}
+        self._waves += 1
+        begun, graphs = log.steps, self._graphs()
+        with first_uses() as uses:
+            self._gate.filling = True  # all of them are waiting before any is served: equal waves are equal batches
+            try:
+                for name, r in own.items():
+                    log.arrivals[name] = 0
+                    manager.add_request(list(r.prompt), request_id=name, max_new_tokens=r.max_new_tokens)
+            finally:
+                self._gate.filling = False
+            if manager.is_running():
+                self._gate.set()
+            else:
+                with interrupts_later():
+                    manager.start()
+                self._attention = _attention(self._model)
+            results = {result.request_id: result for result in _finished(manager, len(own))}
+            while manager.is_running() and not self._gate.holds(_POLL_SECONDS):
+                pass  # until the engine's thread has nothing under way
+        if not manager.is_running():
+            error = manager.background_thread_status.fatal_error
+            raise UserError(f"the engine stopped in step {log.steps}: {reason_of(error)}", "Use less load.")
+        outcomes = [
+            _outcome(r, results[name], log, log.entries.get(name, []), [], (), "", False) for name, r in own.items()
+        ]
+        if failed := next((o for o in outcomes if o.reason), None):
+            raise UserError(f"{failed.request.id}: {failed.reason}", "Use less load.")
+        packs = [log.packs[step] for step in sorted(log.packs)[begun:]]
+        first = log.marks[begun]
+        lost = uses.within(first, log.ended)
+        return Session(
+            outcomes=outcomes,
+            steps=log.steps - begun,
+            tokens=sum(len(o.token_ids) for o in outcomes),
+            seconds=log.ended - first - lost,
+            packs={i: tuple(s._replace(request=own[s.request].id) for s in pack) for i, pack in enumerate(packs)},
+            figures={"captured": self._graphs() - graphs, f"ran attention {self._attention}": 1},
+            first_use_seconds=lost,
+        )
+
+    def _graphs(self) -> int:
+        """CUDA graphs that the engine holds."""
+        processor = getattr(self._manager, "batch_processor", None)
+        graphs = getattr(getattr(processor, "inputs_and_outputs", None), "graphs", None)
+        return len(getattr(graphs, "_storage", ()))
+
+
+def _attention(model: Any) -> str:
+    """As the engine has set it, once it has started."""
+    return str(model.config._attn_implementation).removeprefix("paged|")
 
 
 _Above: Any = object  # transformers' FIFOScheduler, in the class that a session makes of both: it is loaded late
@@ -677,7 +799,7 @@ class Arrivals(_Above):
 
 
 @contextmanager
-def engine_of(
+def _engine_of(
     model: Any,
     requests: Sequence[Request],
     load: Load,
@@ -755,12 +877,12 @@ def _outcome(
     request: Request,
     result: Any,
     log: SessionLog,
+    entries: list[tuple[int, int]],
     tops: list[tuple[float, float, int, int]],
     eos: Sequence[int],
     fatal: str,
     cut: bool,
 ) -> Outcome:
-    entries = log.entries.get(request.id, [])
     sizes = [log.batch[step] for step, _ in entries]
     tokens = list(result.generated_tokens) if result is not None else []
     logprobs = np.asarray(result.logprobs if result is not None else [], dtype="<f4")

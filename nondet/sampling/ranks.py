@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,21 @@ import torch.distributed as dist
 from nondet.core.launch import listen, note
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import RankError, RankGroup, check_ranks, fail_now, limit_or
-from nondet.sampling.engine import TransformersEngine, run_session
+from nondet.sampling.engine import TransformersEngine, WarmEngine, run_session
 from nondet.sampling.implementations import RANK_FREE, implementation
+from nondet.sampling.model import (
+    EMBEDDED,
+    LoadedModel,
+    check_memory,
+    embedded_folder,
+    is_published,
+    is_random,
+    quiet,
+    random_config,
+    random_model,
+    read_tokenizer,
+)
 from nondet.sampling.plan import Load, Outcome, Request, Session
-
-if TYPE_CHECKING:
-    from nondet.sampling.model import LoadedModel
-
 
 # In a rank: a model of transformers, cut by its own tensor-parallel plan, and the continuous-batching engine over it.
 # Every rank runs the same requests in the same order, and the collectives keep them in step. What comes back is rank
@@ -36,14 +45,12 @@ RANK_WAYS = ("stock", "stock-no-cudnn", "stock-flash", "invariant", RANK_FREE)
 _model: Any = None
 
 
-def load(
-    folder: str, device: torch.device, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
-) -> Any:
+def load(folder: str, device: torch.device, *, dtype: torch.dtype | str = "auto") -> Any:
     """The model on this rank: cut by its plan over all ranks, or whole where there is one."""
     from transformers import AutoModelForCausalLM
 
     world = dist.get_world_size() if dist.is_initialized() else 1
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True}
     if world == 1:
         return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=_by_plan(), **options).eval()
@@ -89,15 +96,29 @@ def cut(whole: Any) -> Any:
     return type(whole).from_pretrained(None, distributed_config=_by_plan(), **options).eval()
 
 
+class Share(NamedTuple):
+    """What a rank says of the model that it has a part of.
+
+    Attributes:
+        parameters: That it holds.
+        vocabulary: Of the whole model.
+        digest: Of weights that were drawn here, before they were cut; "" where they came from a folder.
+    """
+
+    parameters: int
+    vocabulary: int
+    digest: str
+
+
 @dataclass(frozen=True)
 class Played:
-    """What one rank has to say of a session.
+    """What one rank, or one process, has to say of a session.
 
     Attributes:
         digest: SHA-256 (first 16 hex digits) over ids, logprob bits and schedules of all requests.
-        session: Rank 0's; None of the others.
+        session: Of a session that is no wave of a warm engine, rank 0's; None of the others.
         coverage, ran: What the dispatcher says, as `Coverage.counts`, and what launchers noted.
-        refusal: What the engine refuses, and what to try; empty where it does not.
+        refusal: What the engine refuses, and what to try; None where it does not.
     """
 
     digest: str = ""
@@ -107,26 +128,64 @@ class Played:
     refusal: tuple[str, str] | None = None
 
 
-def open_model(folder: str, dtype: str, device: str, threads: int, trust_remote_code: bool = False) -> int:
-    """Load this rank's share; returns how many parameters that is.
+def open_model(source: str, dtype: str, device: str, threads: int) -> Share:
+    """Have this rank's share of the model, in the place of an earlier one.
+
+    Heads or widths that the ranks don't divide are a `ValueError` of transformers, random weights that don't fit a
+    `UserError`.
 
     Args:
+        source: A folder, or random weights: each rank draws all of them on its own device, from one seed, and keeps
+            its share.
         threads: Of this rank on a CPU. The caller's own number: bits follow it, so that ranks can only be held against
             one process at the same.
     """
     global _model
+    let_go()
     torch.set_num_threads(threads)
     place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
-    _model = load(folder, place, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
-    return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in _model.parameters())
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    digest = ""
+    if is_random(source):
+        vocabulary = read_tokenizer(str(embedded_folder()), embedded_folder(), {}).get_vocab()
+        config = random_config(source, max(vocabulary.values()) + 1)
+        made_on = str(place) if is_published(source) else "cpu"
+        check_memory(source, config, torch_dtype, "cpu" if made_on == "cpu" else device)
+        whole = random_model(config, torch_dtype, made_on)
+        digest = _digest_of_weights(whole)
+        _model = cut(whole)
+        del whole
+        give_back()
+    else:
+        _model = load(source, place, dtype=torch_dtype)
+    if _model.device.type != device:
+        raise ValueError(f"transformers left the model on {_model.device.type}")
+    parameters = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in _model.parameters())
+    return Share(parameters, int(_model.config.get_text_config().vocab_size), digest)
+
+
+def _digest_of_weights(model: Any) -> str:
+    """Of the sums of each parameter's bits, as integers."""
+    sums = []
+    for _, parameter in sorted(model.named_parameters()):
+        view = parameter.detach().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
+        sums.append(int(view.sum(dtype=torch.int64)))
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 
 def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, Any]) -> Played:
     """One session of the engine on this rank, under `impl`; `options` as of `nondet.sampling.engine.run_session`."""
     model = _model if impl == RANK_FREE else None  # weights are packed where there are no ranks alone
-    with implementation(impl, model) as counted, listen() as ran, torch.no_grad(), failures_told():
+    with failures_told():
+        played = _played(impl, model, lambda: run_session(_model, requests, load, **options))
+    return played if dist.get_rank() == 0 else replace(played, session=None)
+
+
+def _played(impl: str, model: Any, session_of: Callable[[], Session]) -> Played:
+    """A session under the implementation, or what the engine refuses: what all ranks refuse alike."""
+    with implementation(impl, model) as counted, listen() as ran, torch.no_grad():
         try:
-            session = run_session(_model, requests, load, **options)
+            session = session_of()
         except UserError as error:
             return Played(refusal=(error.what, error.hint))
         coverage = Counter(counted())
@@ -134,7 +193,63 @@ def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, 
     for outcome in session.outcomes:
         sha.update(repr((outcome.request.id, outcome.token_ids, outcome.finish, outcome.schedule)).encode())
         sha.update(outcome.logprobs)
-    return Played(sha.hexdigest()[:16], session if dist.get_rank() == 0 else None, coverage, Counter(ran))
+    return Played(sha.hexdigest()[:16], session, coverage, Counter(ran))
+
+
+# Warm engines, one for each implementation, on a model in this process, or on each rank's share of one. The caller of
+# ranks asks all of them for one wave after the other. Every rank serves the same requests; the engine's first rank
+# hands them on, and the steps of all go together, for each begins with an exchange over the ranks.
+
+# An implementation's name -> one wave of its engine.
+Serve = Callable[[str], Played]
+
+_stack = ExitStack()
+_serve: Serve | None = None
+
+
+@contextmanager
+def warm_engines(model: Any, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Serve]:
+    """An engine for each implementation, and what serves a wave of one of them, the implementation in place."""
+    with ExitStack() as stack:
+        engines = {impl: stack.enter_context(WarmEngine(model, requests, load)) for impl in impls}
+        yield lambda impl: _played(impl, model, engines[impl].serve)
+
+
+def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None:
+    """In a rank: set an engine up for each implementation; those that stood before are ended."""
+    global _serve
+    leave()
+    _stack.enter_context(failures_told())
+    _serve = _stack.enter_context(warm_engines(_model, requests, load, impls))
+
+
+def wave(impl: str) -> Played:
+    """In a rank: one wave of the implementation's engine."""
+    assert _serve is not None  # noqa: S101 - the parent asks for waves of what stands
+    return _serve(impl)
+
+
+def leave() -> None:
+    """In a rank: end the engines."""
+    global _serve
+    _serve = None  # it holds the model
+    _stack.close()
+
+
+def let_go() -> None:
+    """In a rank: end the engines and hold no model any more."""
+    global _model
+    leave()
+    if _model is not None:
+        _model = None
+        give_back()
+
+
+def give_back() -> None:
+    """Memory that nothing needs, to the device: a model is held by cycles, and the next one may need its room."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -165,7 +280,7 @@ def failures_told() -> Iterator[None]:
 # transformers' engine over its share of the model. One request's bits can then follow the batch in one more way (the
 # order of a sum over ranks goes by the message's size) and the number of ranks in another (another cut of K).
 
-_SESSION = "nondet.sampling.ranks"
+IN_RANK = "nondet.sampling.ranks"
 LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 
@@ -183,7 +298,7 @@ class RanksEngine:
         UserError: ranks that can't be had, or a model that can't be cut over them.
     """
 
-    def __init__(self, loaded: LoadedModel, world: int, *, trust_remote_code: bool = False) -> None:
+    def __init__(self, loaded: LoadedModel, world: int) -> None:
         check_loader()
         if world != 1:
             check_ranks([world], loaded.device, torch.cuda.device_count())
@@ -195,15 +310,9 @@ class RanksEngine:
         with _folder(loaded) as folder:
             try:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
-                self.shares: list[int] = self._group.ask(
-                    f"{_SESSION}:open_model",
-                    str(folder),
-                    loaded.dtype,
-                    loaded.device,
-                    torch.get_num_threads(),
-                    trust_remote_code,
-                    limit_s=limit_or(LOAD_LIMIT_S),
-                )
+                question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
+                opened = self._group.ask(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
+                self.shares: list[int] = [share.parameters for share in opened]
             except RankError as error:
                 self.close()
                 raise UserError(
@@ -265,13 +374,11 @@ class RanksEngine:
         if self._group is None:
             raise UserError("the ranks have ended", "Start again with --resume.")
         try:
-            parts: list[Played] = self._group.ask(f"{_SESSION}:play", self.impl, list(requests), load, options)
+            parts: list[Played] = self._group.ask(f"{IN_RANK}:play", self.impl, list(requests), load, options)
         except RankError as error:
             self.close()
             return _lost(requests, str(error))
-        refusal = next((p.refusal for p in parts if p.refusal is not None), None)
-        if refusal is not None:
-            raise UserError(*refusal)
+        check_refused(parts)
         session = parts[0].session
         assert session is not None  # noqa: S101 - rank 0 gives one wherever it refuses nothing
         self._coverage += parts[0].coverage
@@ -285,6 +392,13 @@ class RanksEngine:
             for outcome in session.outcomes:
                 on_token_count(outcome.request, len(outcome.token_ids))
         return session
+
+
+def check_refused(parts: Sequence[Played]) -> None:
+    """Raise what an engine refused, as a `UserError`."""
+    for part in parts:
+        if part.refusal is not None:
+            raise UserError(*part.refusal)
 
 
 def _lost(requests: Sequence[Request], reason: str, steps: int = 0) -> Session:
@@ -310,8 +424,6 @@ def check_heads(name: str, config: Any, world: int) -> None:
 @contextmanager
 def _folder(loaded: LoadedModel) -> Iterator[Path]:
     """Where the ranks load from: the model's own folder, else its weights as the caller holds them, for a while."""
-    from nondet.sampling.model import EMBEDDED, embedded_folder, quiet
-
     if loaded.name == EMBEDDED:
         yield embedded_folder()
         return

@@ -147,9 +147,6 @@ def tape_of(run: Run, completion: Completion) -> Tape:
 
 def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
     """Refuse a tape that can't be played: a file comes from anywhere."""
-    broken = UserError(
-        f"the tape of {tape.impl}, round {tape.round}, in {source} is not whole", "Was it edited by hand? Sample again."
-    )
     ids = {r.id for r in tape.requests}
     limits = [tape.load.get(name) for name in ("budget", "requests", "page")]
     whole = (
@@ -164,7 +161,8 @@ def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
         all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in tape.steps),
     )
     if not all(whole):
-        raise broken
+        what = f"the tape of {tape.impl}, round {tape.round}, in {source} is not whole"
+        raise UserError(what, "Was it edited by hand? Sample again.")
 
 
 def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
@@ -372,11 +370,7 @@ class Player:
     sessions: int = 0
 
     def play(self, only: Iterable[str] | None = None, until: str | None = None) -> Session:
-        """The round, or some of its requests, from an empty engine.
-
-        Raises:
-            EngineStoppedError: the engine died.
-        """
+        """The round, or some of its requests, from an empty engine. Raises EngineStoppedError: the engine died."""
         self.sessions += 1
         wanted = None if only is None else set(only)
         requests = [r for r in requests_of(self.tape) if wanted is None or r.id in wanted]
@@ -401,9 +395,9 @@ class Player:
             sentence = f"{name}: trace {got} instead of {completion.trace}{where}; {steps}"
             if got == completion.trace:
                 sentence = f"{name}: {len(outcome.token_ids)} tokens and logprobs bit for bit as recorded, {steps}"
-            told: dict[str, Any] = {"how": "as recorded", "company": [r.id for r in self.tape.requests if r.id != name]}
-            told |= {"sentence": sentence, "seconds": seconds, "sessions": 1}
-            replays.append(_replayed(completion, outcome, apart, **told))
+            company = [r.id for r in self.tape.requests if r.id != name]
+            took = {"sentence": sentence, "seconds": seconds, "sessions": 1}
+            replays.append(_replayed(completion, outcome, apart, how="as recorded", company=company, **took))
         return replays
 
     def alone(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
@@ -416,13 +410,8 @@ class Player:
         else:
             what = "no token differs" if token is None else f"the first token that differs is token {token}"
             sentence = f"{completion.request} alone parts from the recorded completion at token {logprob}; {what}"
-        told: dict[str, Any] = {
-            "how": "alone",
-            "company": [],
-            "sentence": sentence,
-            "seconds": time.perf_counter() - started,
-        }
-        return _replayed(completion, outcome, apart, **told, sessions=1)
+        took = {"sentence": sentence, "seconds": time.perf_counter() - started, "sessions": 1}
+        return _replayed(completion, outcome, apart, how="alone", company=[], **took)
 
     def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
         """The smallest company found in which the request does not come out as it does alone.
@@ -466,16 +455,13 @@ class Player:
             f"({named}): logprobs from token {logprob} on, {tokens}; "
             f"{'none of them' if needed == company else 'not every one'} can be left out"
         )
-        told: dict[str, Any] = {
-            "how": "shrunk",
-            "company": company,
-            "sentence": sentence,
-            "sessions": self.sessions - before,
-        }
-        return _replayed(completion, final, (token, logprob), **told, seconds=time.perf_counter() - started)
+        took = {"sessions": self.sessions - before, "seconds": time.perf_counter() - started}
+        return _replayed(completion, final, (token, logprob), how="shrunk", company=company, sentence=sentence, **took)
 
 
-def _replayed(completion: Completion, outcome: Outcome, apart: tuple[int | None, int | None], **told: Any) -> Replayed:
+def _replayed(
+    completion: Completion, outcome: Outcome, apart: tuple[int | None, int | None], **figures: Any
+) -> Replayed:
     got = digest_of(outcome)
     return Replayed(
         impl=completion.impl,
@@ -485,7 +471,7 @@ def _replayed(completion: Completion, outcome: Outcome, apart: tuple[int | None,
         same=got == completion.trace,
         first_token=apart[0],
         first_logprob=apart[1],
-        **told,
+        **figures,
     )
 
 

@@ -20,7 +20,6 @@ from nondet.core.measure import Trial, measure
 from nondet.core.records import Row, Run
 from nondet.sampling.analysis import schedules_of
 from nondet.sampling.engine import query_step
-from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 
 # Keys that the query in question attends to; packed among the other keys of the step, as the engine packs them.
@@ -74,28 +73,24 @@ def shapes_met(run: Run, impl: str) -> Shapes:
     return Shapes(tuple(sorted(tokens)), tuple(sorted(requests)), tuple(sorted(keys)))
 
 
-def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, impl: str = "stock", seed: int = 0) -> list[Row]:
-    """Compare the model's operators at the shapes met: one row for each operator and size.
+def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, seed: int = 0) -> list[Row]:
+    """Compare the model's operators at the shapes met, under stock: one row for each operator and size.
 
     Linear layers and norms are the model's own modules, weights included, and see row 0 among M rows. Attention is
     scaled_dot_product_attention as the engine calls it under stock: one query among those of other requests, its keys
     among theirs, hidden from one another by an additive mask.
-
-    Args:
-        impl: Which implementation is put under the modules. Attention is compared under stock alone: the invariant one
-            works on the engine's cache, not on packed keys.
     """
     rows = []
-    with implementation(impl), torch.no_grad():
+    with torch.no_grad():
         for name, module, width, sizes in _modules(loaded.model, shapes):
-            data = make("bell", (max(sizes), width), _dtype(loaded), loaded.device, generator(seed, loaded.device))
+            data = make("bell", (max(sizes), width), loaded.model.dtype, loaded.device, generator(seed, loaded.device))
             operator = "linear" if isinstance(module, torch.nn.Linear) else "rms_norm"
             shape = {"M": max(sizes), "K": width}
             if isinstance(module, torch.nn.Linear):
                 shape["N"] = module.out_features
             variants = [(m, partial(_row_zero, module, data[:m])) for m in sizes]
-            rows.append(_compare(loaded, impl, name, operator, shape, "batch_size", variants))
-        if impl == "stock" and shapes.keys:
+            rows.append(_compare(loaded, name, operator, shape, "batch_size", variants))
+        if shapes.keys:
             rows.append(_attention(loaded, shapes, seed))
     return rows
 
@@ -131,7 +126,7 @@ def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
     packings = usable[::stride][:_PACKINGS] or [(1, _OWN_KEYS)]
     most_q, most_k = max(q for q, _ in packings), max(k for _, k in packings)
     rng = generator(seed, loaded.device)
-    dtype = _dtype(loaded)
+    dtype: torch.dtype = loaded.model.dtype
     query = make("bell", (1, heads, most_q, depth), dtype, loaded.device, rng)
     key = make("bell", (1, heads, most_k, depth), dtype, loaded.device, rng)
     value = make("bell", (1, heads, most_k, depth), dtype, loaded.device, rng)
@@ -151,12 +146,11 @@ def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
 
     variants = [(f"{q}x{k}", packed(q, k)) for q, k in packings]
     shape = {"Hq": heads, "D": depth, "Tk": _OWN_KEYS, "Tq": most_q, "Tk_packed": most_k}
-    return _compare(loaded, "stock", "packed attention", "attention", shape, "load", variants)
+    return _compare(loaded, "packed attention", "attention", shape, "load", variants)
 
 
 def _compare(
     loaded: LoadedModel,
-    impl: str,
     name: str,
     operator: str,
     shape: dict[str, int],
@@ -172,13 +166,8 @@ def _compare(
         device=loaded.device,
         inputs="bell",
         varied=varied,
-        impl=impl,
+        impl="stock",
         status="",
     )
     # a model's kernels are named by its own run: here only bits are asked
     return measure(head, [Trial(value, compute) for value, compute in variants], profile=False)
-
-
-def _dtype(loaded: LoadedModel) -> torch.dtype:
-    dtype: torch.dtype = loaded.model.dtype
-    return dtype

@@ -520,7 +520,7 @@ def _collect(request: SampleRequest, loaded: LoadedModel, plan: Plan, writer: Ru
         if c.impl == "stock" and c.status == "ok":
             traces.setdefault(c.prompt, set()).add(c.trace)
     if traces and all(len(seen) == 1 for seen in traces.values()):
-        for row in explain_no_divergence(loaded, shapes_met(so_far, "stock"), "stock", seed):
+        for row in explain_no_divergence(loaded, shapes_met(so_far, "stock"), seed):
             if row.key not in writer.done:
                 writer.write(row)
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from nondet.bench import engine
-from nondet.bench.engine import EngineCase, Here, OverRanks, StandingEngine, Wave, engine_impls, merged, plan_engine
+from nondet.bench.engine import EngineCase, Here, OverRanks, engine_impls, merged, plan_engine, session_of
 from nondet.bench.summary import check_runs, sections
 from nondet.cli import main
 from nondet.core.records import Cell, Record, Row, Run
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.ranks.group import RankError
-from nondet.sampling.engine import run_session
+from nondet.sampling.engine import WarmEngine, run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import load_model, random_config, random_model
+from nondet.sampling.plan import Session, Span
+from nondet.sampling.ranks import Played
 from nondet.sampling.replay import digest_of
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--models", "random:qwen3-1x128", "--requests", "2,8", "--runs", "2")
@@ -89,22 +91,26 @@ def test_a_killed_run_goes_on(written: tuple[Path, Run], tmp_path: Path) -> None
     assert [json.loads(line)["type"] for line in again] == ["header", "cell", "cell", "row", "row", "end"]
 
 
-def test_a_standing_engine_serves_equal_waves() -> None:
+def _digests(session: Session) -> list[str]:
+    return [digest_of(outcome) for outcome in session.outcomes]
+
+
+def test_a_warm_engine_serves_equal_waves() -> None:
     """Every wave meets the batches of the first and finds nothing of it in the cache: same steps, same bits."""
     loaded = load_model("random:qwen3-1x128", "float32", "cpu")
     case = plan_engine(["random:qwen3-1x128"], [5], "cpu", ["float32"], graphs=False)[0]
     requests = case.plan(loaded.identity["vocabulary"], 0)
     with (
-        StandingEngine(loaded.model, requests, case.load) as engine,
-        StandingEngine(loaded.model, requests[:2], case.load) as other,
+        WarmEngine(loaded.model, requests, case.load) as engine,
+        WarmEngine(loaded.model, requests[:2], case.load) as other,
     ):
-        first = engine.wave()
-        beside, again = other.wave(), engine.wave()
-    assert (again.packs, again.digests, again.steps, again.tokens) == (first.packs, first.digests, first.steps, 40)
+        first = engine.serve()
+        beside, again = other.serve(), engine.serve()
+    assert (again.packs, _digests(again), again.steps, again.tokens) == (first.packs, _digests(first), first.steps, 40)
     assert beside.tokens == 16
-    assert {rows for step in first.packs for _, at, rows in step if at == 0} > {1}, "prompts were prefilled"
+    assert {span.rows for step in first.packs.values() for span in step if span.first == 0} > {1}, "were prefilled"
     apart = run_session(loaded.model, requests, case.load)
-    assert [digest_of(o) for o in apart.outcomes] == list(first.digests), "a fresh engine gives the same"
+    assert _digests(apart) == _digests(first), "a fresh engine gives the same"
 
 
 @pytest.mark.gpu
@@ -114,32 +120,32 @@ def test_graphs_are_captured_in_the_first_wave() -> None:
     case = plan_engine(["embedded"], [12], "cuda", None, graphs=True)[0]
     requests = case.plan(loaded.identity["vocabulary"], 0)
     with (
-        StandingEngine(loaded.model, requests, case.load) as stock,
-        StandingEngine(loaded.model, requests, case.load) as engine,
+        WarmEngine(loaded.model, requests, case.load) as stock,
+        WarmEngine(loaded.model, requests, case.load) as engine,
     ):
         with implementation("stock-flash"):
-            assert stock.wave().captured > 0
+            assert stock.serve().figures["captured"] > 0
         with implementation("invariant"):
-            first, second = engine.wave(), engine.wave()
+            first, second = engine.serve(), engine.serve()
         with implementation("stock-flash"):
-            assert stock.wave().captured == 0
-    assert first.captured > 0
-    assert (second.captured, second.packs, second.digests) == (0, first.packs, first.digests)
+            assert stock.serve().figures["captured"] == 0
+    assert first.figures["captured"] > 0
+    assert (second.figures["captured"], second.packs, _digests(second)) == (0, first.packs, _digests(first))
     with implementation("invariant"):
         apart = run_session(loaded.model, requests, replace(case.load, graphs=False))
-    assert [digest_of(o) for o in apart.outcomes] == list(first.digests)
+    assert _digests(apart) == _digests(first)
 
 
 def test_what_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that can't be had, and a load that the engine can't serve, leave the rest alone."""
 
-    def refuses(engine: StandingEngine) -> Wave:
+    def refuses(engine: WarmEngine) -> Session:
         if len(engine.requests) > 2:
             raise UserError("the engine's cache does not fit (in a test)", "")
         return original(engine)
 
-    original = StandingEngine.wave
-    monkeypatch.setattr(StandingEngine, "wave", refuses)
+    original = WarmEngine.serve
+    monkeypatch.setattr(WarmEngine, "serve", refuses)
     path = tmp_path / "r.jsonl"
     assert bench(*SMALL, "--models", str(tmp_path / "nothing" / "there"), "--impl", "stock", "--out", str(path)) == 2
     (tmp_path / "broken").mkdir()
@@ -273,16 +279,18 @@ def test_waves_are_equal_and_rank_free_ones_are_those_of_one_process(over_two: O
     here = Here(load_model(MODEL, "bfloat16", "cpu"))
     requests = case.plan(here.vocabulary, 0)
     assert over_two.vocabulary == here.vocabulary
-    waves: dict[tuple[str, int], Wave] = {}
+    waves: dict[tuple[str, int], Session] = {}
     for ranks, model in ((2, over_two), (1, here)):
         with model.stand(requests, case.load, IMPLS[1:]) as serve:
             for impl in IMPLS[1:]:
-                waves[impl, ranks] = serve(impl)
-            again = serve("invariant")
-        assert (again.digests, again.packs) == (waves["invariant", ranks].digests, waves["invariant", ranks].packs)
-    assert len({wave.packs for wave in waves.values()}) == 1
-    assert waves["rank-free", 1].digests == waves["rank-free", 2].digests
-    assert waves["invariant", 1].digests != waves["invariant", 2].digests, "the test would prove nothing"
+                waves[impl, ranks] = session_of(serve(impl))
+            again = session_of(serve("invariant"))
+        before = waves["invariant", ranks]
+        assert (_digests(again), again.packs) == (_digests(before), before.packs)
+    assert all(wave.packs == again.packs for wave in waves.values())
+    traces = {key: _digests(wave) for key, wave in waves.items()}
+    assert traces["rank-free", 1] == traces["rank-free", 2]
+    assert traces["invariant", 1] != traces["invariant", 2], "the test would prove nothing"
 
 
 def test_a_share_is_what_transformers_loads(over_two: OverRanks, tmp_path: Path) -> None:
@@ -333,21 +341,22 @@ def test_a_dead_rank_is_an_error_of_its_load_and_the_next_asks_for_new_ranks(
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
 
 
-def _wave(seconds: float, digest: str = "a", pack: int = 0) -> Wave:
-    return Wave(seconds, 4, 8, (digest,), (((pack, 0, 1),),), int(seconds), seconds / 10, "sdpa")
+def _wave(seconds: float, digest: str = "a", pack: int = 0) -> Played:
+    packs = {0: (Span("t0", pack, 1, True),)}
+    figures = {"captured": int(seconds)}
+    return Played(digest, Session([], 4, 8, seconds, packs=packs, figures=figures, first_use_seconds=seconds / 10))
 
 
 def test_ranks_are_merged_into_one_wave() -> None:
     """The slowest one's time, graphs and proofs wherever they were; ranks that do not agree are no wave."""
-    wave = merged([_wave(1.0), _wave(2.0)])
-    assert (wave.seconds, wave.captured, wave.first_use_seconds, wave.steps) == (2.0, 2, 0.2, 4)
-    assert wave.attention == "sdpa"
+    wave = session_of(merged([_wave(1.0), _wave(2.0)]))
+    assert (wave.seconds, wave.figures["captured"], wave.first_use_seconds, wave.steps) == (2.0, 2, 0.2, 4)
     with pytest.raises(UserError, match="2 different answers"):
         merged([_wave(1.0), _wave(1.0, digest="b")])
     with pytest.raises(UserError, match="different batches"):
         merged([_wave(1.0), _wave(1.0, pack=1)])
     with pytest.raises(UserError, match="does not fit"):
-        merged([_wave(1.0), ("the cache does not fit", "")])
+        merged([_wave(1.0), Played(refusal=("the cache does not fit", ""))])
 
 
 @pytest.mark.parametrize(

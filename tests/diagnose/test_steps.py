@@ -281,7 +281,7 @@ def test_what_was_decided_is_read_back() -> None:
 def test_thinned_axes_keep_their_ends() -> None:
     """The smallest and the largest stay, and so does what shares a prefix: its two trials are two questions."""
     axes = make_axes(parse_load("default"), range(30), range(30), 512)
-    values = {axis.name: [t.value for t in axis.trials] for axis in thinned(axes, 3)}
+    values = {axis.name: [t.name for t in axis.trials] for axis in thinned(axes, 3)}
     assert values["batch size"] == ["2 requests", "8 requests", "32 requests"]
     assert len(values["prefix sharing"]) == 2
     assert values["chunked prefill"] == ["chunks of 1", "chunks of 32"]

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from nondet.bench.engine import StandingEngine, Wave
+from nondet.sampling.engine import WarmEngine
+from nondet.sampling.plan import Session
 
 
 def rank_and_sum() -> tuple[int, float]:
@@ -494,22 +495,26 @@ def products_on_gpus() -> list[str]:
 
 def _from_wave(number: int, instead: Any) -> None:
     """On rank 1, waves from this number on (counted over all engines, the first is 0) go by another function."""
-    original, waves = StandingEngine.wave, 0
+    original, waves = WarmEngine.serve, 0
 
-    def wave(engine: StandingEngine) -> Wave:
+    def serve(engine: WarmEngine) -> Session:
         nonlocal waves
         waves += 1
         return instead(original, engine) if waves > number else original(engine)
 
     if dist.get_rank() == 1:
-        StandingEngine.wave = wave  # type: ignore[method-assign] # for as long as this rank lives, or `as_it_was`
+        WarmEngine.serve = serve  # type: ignore[method-assign] # for as long as this rank lives, or `as_it_was`
 
 
 def answer_otherwise(number: int) -> None:
     """Rank 1 says that it came to other bits."""
     from dataclasses import replace
 
-    _from_wave(number, lambda original, engine: replace(original(engine), digests=("other",)))
+    def other(original: Any, engine: WarmEngine) -> Session:
+        session: Session = original(engine)
+        return replace(session, outcomes=[replace(o, logprobs=b"other") for o in session.outcomes])
+
+    _from_wave(number, other)
 
 
 def die(number: int) -> None:
@@ -517,12 +522,12 @@ def die(number: int) -> None:
     _from_wave(number, lambda original, engine: os.kill(os.getpid(), signal.SIGKILL))
 
 
-_original = StandingEngine.wave
+_original = WarmEngine.serve
 
 
 def as_it_was() -> None:
     """Undo what stands in the place of a wave."""
-    StandingEngine.wave = _original  # type: ignore[method-assign] # as above
+    WarmEngine.serve = _original  # type: ignore[method-assign] # as above
 
 
 def shares(source: str, folder: str) -> dict[str, Any]:
