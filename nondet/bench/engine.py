@@ -67,9 +67,6 @@ class EngineCase(BenchCase):
     Its shape: `requests` that come at once, as many as a step takes; the mean length of a `prompt`, each drawn between
     half and one and a half of it; `tokens` of each completion; the `budget` of query tokens that a step takes; and the
     `ranks` that the model is cut over, where it is.
-
-    Attributes:
-        graphs: Steps as CUDA graphs.
     """
 
     model: str
@@ -227,7 +224,6 @@ class OverRanks:
     The ranks stay for the next model. Where they ended, since one of them failed, they are started anew.
 
     Args:
-        source: As for `load_model`.
         graphs: Whether steps will be CUDA graphs.
 
     Raises:
@@ -359,21 +355,13 @@ _WARM_WAVES = 2
 
 @dataclass
 class _Book:
-    """What the runs of one implementation in one case gave.
+    """What the runs of one implementation in one case gave."""
 
-    Attributes:
-        samples: Microseconds a step, one figure a run.
-        digests: Trace of every request, for each run.
-        ran: Launches and replacements of the first wave: a replayed graph runs no Python.
-        head: The attention that ran, and whether graphs did.
-        packs: Who was in each step of a wave; every timed one has to have these.
-    """
-
-    samples: list[float] = field(default_factory=list)
-    digests: list[tuple[str, ...]] = field(default_factory=list)
-    ran: list[str] = field(default_factory=list)
-    head: list[str] = field(default_factory=list)
-    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    samples: list[float] = field(default_factory=list)  # microseconds a step, one figure a run
+    digests: list[tuple[str, ...]] = field(default_factory=list)  # trace of every request, for each run
+    ran: list[str] = field(default_factory=list)  # of the first wave: a replayed graph runs no Python
+    head: list[str] = field(default_factory=list)  # the attention that ran, and whether graphs did
+    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)  # every timed wave has to have these
     captured: int = 0
     steps: int = 0
     tokens: int = 0

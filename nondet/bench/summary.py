@@ -255,7 +255,6 @@ class Check:
     """What a comparison of two runs found.
 
     Attributes:
-        regressions: One line each.
         notes: What was compared, and what could not be.
     """
 

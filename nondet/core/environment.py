@@ -252,10 +252,7 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of a source checkout, with "+changes" where the tree differs; None for an installed package.
-
-    A copy without its .git (a container, a machine that the tree was sent to) may say it in NONDET_COMMIT.
-    """
+    """Of a checkout, with "+changes" where the tree differs, or what NONDET_COMMIT says of a copy without its .git."""
     root = Path(__file__).resolve().parent.parent.parent
     commit = _run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) if (root / ".git").exists() else None
     if commit is None:

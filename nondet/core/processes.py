@@ -44,11 +44,7 @@ class _Memory(ctypes.Structure):
 
 
 def free_gpu_memory(uuid: str) -> int | None:
-    """Free bytes of the GPU whose UUID torch gives; None where the library doesn't say, as for a part of a GPU.
-
-    Args:
-        uuid: With or without "GPU-".
-    """
+    """Free bytes of the GPU whose UUID torch gives; None where the library doesn't say, as for a part of a GPU."""
     handle, memory = ctypes.c_void_p(), _Memory()
     with nvml() as driver, suppress(AttributeError, UnicodeEncodeError):
         name = f"GPU-{uuid.removeprefix('GPU-')}".encode("ascii")

@@ -390,7 +390,6 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
         limited_by: "memory" or "arithmetic".
         method: "cuda graph" or "perf_counter"; of an engine's run what its steps were.
         sets: Sets of buffers that the calls of one replay walk over in turn.
-        calls: Calls in one replay.
         cold: Whether the sets together exceed the last cache, so that no call finds its inputs there.
         bus_bytes: Of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over
             the time it is the bus bandwidth. 0 elsewhere.
@@ -496,7 +495,6 @@ class EmbedPass(ImplementationRecord, frozen=True, tag="embed_pass", kw_only=Tru
 
     Attributes:
         arm: How they were put together: "alone", "sorted by 32", ...
-        batches: Forward passes.
         tokens: Tokens of the texts; computed: the same with padding.
         ran: What the dispatcher says ran: "replaced: linear" -> calls.
         reason: Why the arm could not be had; empty where it was.

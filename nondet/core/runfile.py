@@ -490,7 +490,6 @@ def open_run(
     Args:
         path: Its folder is made if it is missing.
         plan: What decides the records; must be JSON-able.
-        force: Overwrite what exists.
         resume: Go on with what exists, if its plan and everything that changes bits are the same.
 
     Raises:

@@ -115,7 +115,6 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
     Source: I. Waudby-Smith and A. Ramdas, Journal of the Royal Statistical Society B 86 (2024), 1-27.
 
     Args:
-        hits: Hits in each round.
         sizes: Trials in each round, each 1 or more.
         confidence: Of the interval over all looks together.
 

@@ -201,7 +201,6 @@ class TraceWriter:
 
     Args:
         resume: Go on with the side file that is there; without it the file is begun anew.
-        piece: Token id -> its text.
         prompts: Whole texts of prompts that the header has cut.
 
     Attributes:

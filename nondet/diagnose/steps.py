@@ -50,8 +50,6 @@ class Budget:
 
     Args:
         within_s: 0.0: as many as it takes.
-        spent_s: What went by before.
-        clock: In seconds.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class Budget:
 
         Args:
             part: What takes the time, as a noun.
-            needs_s: What it takes at least.
             keep_s: What later parts are to find left.
         """
         left = self.left - keep_s
@@ -137,9 +134,7 @@ def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, war
     """Time the round.
 
     Args:
-        play: Runs it.
         families: The smallest cure as the trace found it, "attention+matmul"; "" where there is none.
-        times: Timed rounds of each implementation.
         warm: Implementations under which this process has run the round already.
     """
     impls = ["stock", "invariant", *([f"invariant:{families}"] if families else [])]
@@ -340,7 +335,6 @@ class Effort:
         rounds: Of the plan's rounds.
         every: Every so manieth value of an axis, and the last.
         margins: Rounds in which the logits of flips are looked at.
-        times: Timed rounds of each implementation.
         round_s, alone_s: What a session in company and alone took, warm, set-up and all; 0.0 where it was not measured.
     """
 
@@ -403,8 +397,6 @@ def chosen_effort(planned: int, round_s: float, alone_s: float, spent_s: float, 
     """The most that fits, or the least there is.
 
     Args:
-        planned: Rounds of the plan.
-        spent_s: What has gone by.
         within_s: For everything; 0.0: no limit.
     """
     whole = Effort(planned, round_s=round_s, alone_s=alone_s)
@@ -449,7 +441,6 @@ class Diagnoser:
         within_s: About how long it may take; 0.0: everything is asked, however long that takes.
         bound: Whether that is held to the end, so that parts that no longer fit are left out; else it only decides,
             once, how much is asked.
-        clock: In seconds.
     """
 
     loaded: LoadedModel

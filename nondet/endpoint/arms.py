@@ -37,7 +37,6 @@ class Ask:
     Attributes:
         id: Unique within a run; never sent to the server.
         prompt: A chat endpoint gets it as one user message.
-        max_tokens: Tokens to generate.
         temperature: 0.0 is greedy.
         seed: Of the server's sampler; None sends none.
         top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format can say top_k.
@@ -61,7 +60,6 @@ class Answer:
     """What came of one request. Never an exception: a failure is an answer with a reason.
 
     Attributes:
-        ask: The id of the request.
         text: The completion, as sent; "" if it failed.
         token_ids: One for each generated token; None where the server gives no ids.
         token_bytes: UTF-8 bytes of each token; None where the server gives none.
@@ -205,7 +203,6 @@ class Planned:
         target: Under study; else it rides along.
         prompt: Index of the prompt under study; -1 for background text.
         text: Of a background request; a target's is the prompt's.
-        max_tokens: Tokens asked for.
         wait: When it is let go: seconds after the round begins, or for a long neighbour the share of a solo answer's
             time after its target was sent.
     """
@@ -408,7 +405,6 @@ class Server:
 
     Attributes:
         impl: What its completions are filed under: "server", "server-2".
-        connect: Makes its client.
         url, model: What the user named.
     """
 
@@ -424,44 +420,26 @@ class Settings:
 
     Attributes:
         prompts: The prompts under study; where tokens are drawn one for each prompt and seed.
-        seeds: Of each of them, where tokens are drawn; else empty.
+        samplings: How each of them is drawn, in nothing but the seed unlike the others; empty for greedy requests.
     """
 
     prompts: Sequence[str]
     max_tokens: int
-    temperature: float = 0.0
-    seeds: Sequence[int] = ()
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @classmethod
-    def drawn(cls, prompts: Sequence[str], max_tokens: int, samplings: Sequence[Sampling]) -> Settings:
-        """Each prompt under each seed.
-
-        Args:
-            samplings: How tokens are drawn, one for each seed; empty for greedy requests.
-        """
-        if not samplings:
-            return cls(prompts, max_tokens)
-        how, seeds = samplings[0], [s.seed for s in samplings] * len(prompts)
-        texts = [text for text in prompts for _ in samplings]
-        return cls(texts, max_tokens, how.temperature, seeds, how.top_k, how.top_p)
+    samplings: Sequence[Sampling] = ()
 
     def ask(self, planned: Planned, arm: str) -> Ask:
         """What a planned request is to the server."""
-        target = planned.prompt >= 0
-        seed = None
-        if self.seeds:  # a background request's is given by its name, so that equal plans ask for the same
-            seed = self.seeds[planned.prompt] if target else zlib.crc32(planned.id.encode()) >> 1
+        target, drawn = planned.prompt >= 0, dict[str, Any]()
+        if self.samplings:  # a background request's seed is given by its name, so that equal plans ask for the same
+            how = self.samplings[planned.prompt]
+            drawn = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
+            drawn["seed"] = how.seed if target else zlib.crc32(planned.id.encode()) >> 1
         return Ask(
             id=planned.id,
             prompt=self.prompts[planned.prompt] if target else planned.text,
             max_tokens=planned.max_tokens,
-            temperature=self.temperature,
-            seed=seed,
-            top_k=self.top_k,
-            top_p=self.top_p,
             cached=False if arm == "cold" and planned.target else None,
+            **drawn,
         )
 
 
@@ -476,10 +454,11 @@ def describe(
     Args:
         options: Further ones that decide what is sent: the protocol, whether answers stream.
     """
-    how = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
     prompts: list[dict[str, Any]] = [{"text": str(text), "tokens": 0} for text in settings.prompts]
-    for prompt, of in zip(prompts, settings.seeds, strict=False):
-        prompt["seed"] = of
+    sampling: dict[str, Any] = {}
+    for prompt, drawn in zip(prompts, settings.samplings, strict=False):
+        prompt["seed"] = drawn.seed
+        sampling = {"temperature": drawn.temperature, "top_k": drawn.top_k, "top_p": drawn.top_p}
     return {
         "prompts": prompts,
         "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **options},
@@ -488,9 +467,9 @@ def describe(
         "load": asdict(load),
         "load_digest": plan.digest,
         "max_tokens": settings.max_tokens,
-        "temperature": settings.temperature,
+        "temperature": sampling.get("temperature", 0.0),
         "request_seed": None,
-        **({"sampling": {**how, "seeds": len(set(settings.seeds))}} if settings.seeds else {}),
+        **({"sampling": {**sampling, "seeds": len({s.seed for s in settings.samplings})}} if sampling else {}),
         **_FIXED,
         "impls": [s.impl for s in servers],
         "seed": seed,

@@ -157,7 +157,6 @@ class HttpClient:
 
     Attributes:
         protocol: The format in use, a key of `FORMATS`; set on entry, like the following.
-        model: The model's name.
         server: What the server seems to be, with its version where it says one.
         evidence: How that was found out, a line each.
     """

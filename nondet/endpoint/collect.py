@@ -180,13 +180,7 @@ def collect(
 
 @dataclass
 class _Collector(RoundCollector):
-    """One server's part, and how far it has come. A completion is written when it comes: its request costs money.
-
-    Attributes:
-        kept: Round -> the completions that the file holds.
-        held: Failures of the round in which the server said nothing; of a dead server they are not written.
-        streak: Such failures since the last answer.
-    """
+    """One server's part, and how far it has come. A completion is written when it comes: its request costs money."""
 
     server: Server
     plan: ArmPlan
@@ -197,9 +191,9 @@ class _Collector(RoundCollector):
     enough: Enough | None
     seeded: bool
     done: int = 0
-    kept: defaultdict[int, list[Completion]] = field(default_factory=lambda: defaultdict(list))
-    held: list[Completion] = field(default_factory=list)
-    streak: int = 0
+    kept: defaultdict[int, list[Completion]] = field(default_factory=lambda: defaultdict(list))  # by round, on disk
+    held: list[Completion] = field(default_factory=list)  # failures of the round without a word: written if it lives
+    streak: int = 0  # of such failures since the last answer
     solo_seconds: list[float] = field(default_factory=list)
 
     async def run(self) -> None:

@@ -62,7 +62,6 @@ class Contract:
     Attributes:
         impl: What its completions are filed under.
         listed: The models that the server lists.
-        number: Requests that were made.
     """
 
     client: Client

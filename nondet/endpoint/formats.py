@@ -35,13 +35,11 @@ class Parts:
     """What the documents of one answer have said so far; a stream adds to it piece by piece.
 
     Attributes:
-        text: Pieces of the completion.
         ids, bytes: Of the tokens; None where the server gives none.
         chosen: The token at each position, with its logprob; empty without logprobs.
         top: The alternatives at each position, in no order; empty without them.
         finish: As the server said it; "" until it did.
         prompt_tokens, cached_tokens, completion_tokens, fingerprint, model: As in `Answer`.
-        notes: What was odd.
         ids_of_logprobs: Whether the ids came with the logprobs, and so leave out what those leave out.
         streamed: Whether it came as a stream.
         ended: Whether the server marked the end of the answer.

@@ -85,7 +85,6 @@ def wait_before_retry(failure: AttemptError, times: int, request: str, limits: L
 
     Args:
         times: How often this kind has already been tried again.
-        request: The request's id.
     """
     if times >= RETRIED.get(failure.kind, 0):
         return None
@@ -517,9 +516,7 @@ class Transport:
     """Connections to one origin.
 
     Args:
-        address: Where.
         key: Sent to this origin only.
-        limits: Of each exchange.
         verify: False takes any certificate; a path is a file of certificates to trust instead of the usual ones (a
             `UserError` where it can't be read).
     """
@@ -583,7 +580,6 @@ class Transport:
 
         Args:
             path: Behind the address's prefix.
-            times: Filled in.
             within_s: Seconds for all of it; None takes the limits' `total_s`.
         """
         times = times if times is not None else Times()

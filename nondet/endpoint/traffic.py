@@ -85,7 +85,6 @@ class Played:
         polled: What the server said at each poll that said anything: (when, running, waiting or None).
         streams: (first token, last byte, target) of answers that streamed.
         unstreamed: (sent, last byte) of targets that did not.
-        before, after: The server's counters.
     """
 
     began: float

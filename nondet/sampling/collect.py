@@ -129,25 +129,17 @@ def collect(
 
 @dataclass
 class _Sessions(RoundCollector):
-    """Plays rounds of one implementation and writes each when it is over, unless it is on disk.
-
-    Attributes:
-        counted: What the dispatcher says so far, as `implementation` gives it.
-    """
+    """Plays rounds of one implementation and writes each when it is over, unless it is on disk."""
 
     loaded: LoadedModel
     plan: Plan
     seed: int
-    counted: Callable[[], Counter[str]]
+    counted: Callable[[], Counter[str]]  # what the dispatcher says so far, as `implementation` gives it
 
     def collect(self, number: int, play: Callable[[], Session], arm: str = "") -> Session:
         """Play a round and write it: its traces first, then its completions, and last its `Round`.
 
-        Args:
-            arm: Of a run along axes: its completions are known by it, and its round by what the session did.
-
-        Raises:
-            EngineStoppedError: the engine died.
+        `arm` is that of a run along axes: completions are known by it, and the round by what the session did.
         """
         before = self.counted()
         with listen() as launched:
@@ -376,10 +368,7 @@ class _Arms(_Sessions):
     models: _Models
 
     def base(self, arms: Sequence[Arm]) -> None:
-        """The first round twice, before everything else.
-
-        Of a run that was stopped once more, where arms are to come: they are held against what another process wrote.
-        """
+        """The first round twice; of a run that was stopped, once more against what another process wrote of it."""
         base, first = arms[0], self.plan.rounds[0]
         if repeat_key(self.loaded, self.impl) not in self.writer.done:
             started = time.perf_counter()

@@ -929,7 +929,6 @@ def warm_up(
 
     Args:
         model: Whose layers are called; None: they are in other processes.
-        play: Plays requests in a session.
         progress: Told of the calls of layers and of the round, one call more: whenever it compiles or proves something.
     """
     if device == "cuda":

@@ -543,13 +543,9 @@ _COLUMN = "prompt"
 
 
 class PromptLine(str):
-    """A prompt that knows where it stands, for messages.
+    """A prompt that knows where it stands, for messages."""
 
-    Attributes:
-        place: "prompts.txt, line 3".
-    """
-
-    place: str
+    place: str  # "prompts.txt, line 3"
 
     def __new__(cls, text: str, place: str) -> PromptLine:
         """A string like any other, with its place beside it."""

@@ -132,18 +132,12 @@ _QUANTUM_ROUTING = 128  # tokens of credit that a client gets on each replica at
 
 @dataclass
 class _Replicas:
-    """What was sent where.
-
-    Attributes:
-        prompts: Distinct prompts of each replica, whose prefixes it holds.
-        load: Tokens sent to each: prompt tokens that it has no prefix of, and the completion's.
-        credit: (client, replica) -> tokens left.
-    """
+    """What was sent where."""
 
     count: int
-    prompts: list[list[tuple[int, ...]]] = field(init=False)
-    load: list[int] = field(init=False)
-    credit: Counter[tuple[str, int]] = field(default_factory=Counter)
+    prompts: list[list[tuple[int, ...]]] = field(init=False)  # distinct ones of each, whose prefixes it holds
+    load: list[int] = field(init=False)  # tokens: of prompts those that it has no prefix of, and of completions
+    credit: Counter[tuple[str, int]] = field(default_factory=Counter)  # (client, replica) -> tokens left
 
     def __post_init__(self) -> None:
         self.prompts, self.load = [[] for _ in range(self.count)], [0] * self.count
@@ -351,7 +345,6 @@ class SessionLog:
     """The steps of one session.
 
     Attributes:
-        arrivals: Request id -> arrival step.
         clock: The current engine step. It jumps over steps in which nobody has arrived.
         entries: Request id -> [step, query tokens] of each step that it took part in.
         batch: Step -> query tokens of the whole batch.

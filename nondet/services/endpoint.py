@@ -99,11 +99,11 @@ def ask(
         arms, load, prompts=len(prompts) * max(1, len(samplings)), max_tokens=length, seed=request.seed,
         texts=background_text() if {"loaded", "chunked"} & arms.keys() else (),
     )  # fmt: skip
-    settings = Settings.drawn(prompts, length, samplings)
+    settings = Settings([text for text in prompts for _ in samplings or [None]], length, [*samplings] * len(prompts))
     header = describe(
         servers, plan, settings, load, seed=request.seed, protocol=request.protocol, stream=request.stream
     )
-    reach(servers, cuts=settings.top_k > 0)
+    reach(servers, cuts=any(s.top_k for s in samplings))
     if not output.sink.quiet:
         each = f" of each of {len(servers)} servers" if len(servers) > 1 else ""
         output.sink.say(f"{'at most ' if watcher is not None else ''}{plan.sentence}{each}")
