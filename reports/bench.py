@@ -300,7 +300,9 @@ def bench_figure(section: Section) -> dict[str, Any] | None:
 
 def _panel(title: str, sizes: Sequence[int], shares: Points, ratios: Points) -> dict[str, Any]:
     first, span = math.log2(sizes[0]), math.log2(sizes[-1] / sizes[0]) or 1.0
-    top = max([1.0, *(share for points in shares.values() for _, share in points)]) * 1.04
+    drawn_shares = [share for points in shares.values() for _, share in points]
+    top = max([1.0, *drawn_shares]) * 1.04
+    foot = max((x for x in (0.0, 0.25, 0.5, 0.75, 0.9) if x < min(drawn_shares, default=0.0)), default=0.0)
     # tenths around all ratios and 1, never tighter than 0.8 to 1.2
     drawn = [0.8, 1.2, *(ratio for points in ratios.values() for _, ratio in points)]
     low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
@@ -311,25 +313,25 @@ def _panel(title: str, sizes: Sequence[int], shares: Points, ratios: Points) -> 
     def height(value: float, bottom: float, ceiling: float) -> float:
         return 100.0 - 100.0 * (min(max(value, bottom), ceiling) - bottom) / (ceiling - bottom)
 
-    def lines(points_of: Points, bottom: float, ceiling: float) -> list[dict[str, Any]]:
-        return [
-            {
-                "index": list(shares).index(impl),
-                "path": "M" + " ".join(f"{place(size):.1f} {height(v, bottom, ceiling):.2f}" for size, v in points),
-            }
-            for impl, points in points_of.items()
-            if len(points) > 1
-        ]
+    def lines(points_of: Points, bottom: float, ceiling: float, words: str) -> list[dict[str, Any]]:
+        made = []
+        for impl, points in points_of.items():
+            spots = [
+                (f"{place(size):.1f} {height(v, bottom, ceiling):.2f}", size, words.format(v)) for size, v in points
+            ]
+            path = "M" + " ".join(spot for spot, _, _ in spots)
+            made.append({"index": list(shares).index(impl), "path": path, "spots": spots})
+        return [line for line in made if len(line["spots"]) > 1]
 
     # powers of two, about seven of them
     powers = range(math.ceil(math.log2(sizes[0])), math.floor(math.log2(sizes[-1])) + 1)
     return {
         "title": title,
-        "lines": lines(shares, 0.0, top),
-        "ratios": lines(ratios, low, high),
+        "lines": lines(shares, foot, top, "{:.0%} of the limit"),
+        "ratios": lines(ratios, low, high, "{:.2f} times the best stock"),
         "ticks": [Tick(place(2**e), f"{2**e:,}") for e in powers[:: max(1, -(-len(powers) // 7))]],
-        "limit": height(1.0, 0.0, top),
-        "levels": [(f"{share:.0%}", height(share, 0.0, top)) for share in (0.0, 0.5, 1.0)],
+        "limit": height(1.0, foot, top),
+        "levels": [(f"{share:.3g}%", height(share / 100, foot, top)) for share in (foot * 100, foot * 50 + 50, 100)],
         "at_one": height(1.0, low, high),
         "ratio_levels": [(f"{x:.4g}", height(x, low, high)) for x in (low, 1.0, high)],
     }

@@ -95,14 +95,14 @@ class ClassInfo:
 
     Attributes:
         ranges: Its values as text: "1-3, 8-15"; empty where values are not listed.
-        kernels: Sets of kernels that gave it, each with its number in the row (from 1, by first appearance).
+        kernels: Sets of kernels that gave it, by first appearance.
     """
 
     label: int
     letter: str
     count: int
     ranges: str
-    kernels: tuple[tuple[int, tuple[str, ...]], ...]
+    kernels: tuple[tuple[str, ...], ...]
 
 
 def letter(label: int) -> str:
@@ -145,7 +145,7 @@ def classes(row: Row, most_ranges: int = 12) -> list[ClassInfo]:
     out = []
     for label, count in enumerate(row.class_sizes):
         mine = [s for s in runs if s.label == label]
-        used = tuple((i + 1, sets[i]) for i in dict.fromkeys(s.kernels for s in mine) if i >= 0)
+        used = tuple(sets[i] for i in dict.fromkeys(s.kernels for s in mine) if i >= 0)
         out.append(ClassInfo(label, letter(label), count, _ranges(_merge(mine), most_ranges), used))
     return out
 
@@ -215,8 +215,8 @@ def short_kernel(name: str, limit: int = 56) -> str:
 # doesn't.
 
 WIDTH = 1000.0
-_ORDINAL_MOST = 96  # so many values still get a cell each that the eye can tell apart
 _LANES_MOST = 64
+_NAMED_MOST = 16  # lanes beside which kernels have room
 _BAR_MOST = 24
 # Cells of a lane that are told one by one; beyond them a lane is one shape a kind of kernel.
 _CELLS_MOST = 120
@@ -238,8 +238,8 @@ class Tick(NamedTuple):
 def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What the page's macro draws: rows with listed values, together where they tried the same, over one axis.
 
-    Of each implementation lanes of cells, a lane a class, and under them a strip of kernel sets as (x, width, number
-    from 1). Rows of too many classes are left to `size_bar`.
+    Of each implementation a lane a class, with the kernels that gave it. Rows of too many classes are left to
+    `size_bar`.
     """
     groups: dict[tuple[Value, ...], list[Row]] = {}
     for row in rows:
@@ -247,77 +247,84 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
             groups.setdefault(tuple(row.values), []).append(row)
     figures = []
     for values, group in groups.items():
-        edges, scale = _edges(values)
+        marks, scale = _marks(values, group[0].varied)
         borders = {b.start for row in group for a, b in itertools.pairwise(segments(row)) if a.label != b.label}
-        panels = [_panel(row, edges) for row in group]
-        ticks = _value_ticks(values, edges, borders)
-        figures.append({"panels": panels, "ticks": ticks, "scale": scale})
+        panels = [{"row": row, "lanes": _lanes(row, marks)} for row in group]
+        figures.append({"panels": panels, "ticks": _value_ticks(values, marks, borders), "scale": scale})
     return figures
 
 
-def _edges(values: Sequence[Value]) -> tuple[list[float], str]:
-    """Left edges of all cells and the right edge of the last, in thousandths."""
+def _marks(values: Sequence[Value], varied: str) -> tuple[list[tuple[float, float]], str]:
+    """Left and right edge of each value's mark, in thousandths, and what the axis is besides a list of values.
+
+    On a log axis a mark stands for its value alone: what was not tried is left empty.
+    """
     count = len(values)
     numbers = [v for v in values if isinstance(v, int)]
     rising = len(numbers) == count and all(a < b for a, b in itertools.pairwise(numbers))
-    if count <= _ORDINAL_MOST or not rising or numbers[0] < 1:
-        return [WIDTH * i / count for i in range(count + 1)], "every value tried has the same width"
-    places = [math.log2(v) for v in numbers] + [math.log2(2 * numbers[-1] - numbers[-2])]
-    span = places[-1] - places[0]
-    return [WIDTH * (p - places[0]) / span for p in places], "log2 axis; a cell reaches to the next value tried"
+    if varied == "run" or not rising or numbers[0] < 1 or numbers[-1] < 4 * numbers[0]:
+        gap = min(4.0, WIDTH / count / 8)
+        return [(WIDTH * i / count + gap, WIDTH * (i + 1) / count - gap) for i in range(count)], ""
+    places = [math.log2(v / numbers[0]) for v in numbers]
+    least = min(b - a for a, b in itertools.pairwise(places)) / places[-1]
+    half = min(20.0, max(4.0, 0.4 * WIDTH * least))
+    middles = [half + (WIDTH - 2 * half) * p / places[-1] for p in places]
+    return [(x - half, x + half) for x in middles], "log2 scale"
 
 
-def _panel(row: Row, edges: Sequence[float]) -> dict[str, Any]:
-    height = 16.0 if row.distinct <= 6 else 11.0 if row.distinct <= 16 else 6.0 if row.distinct <= 32 else 4.0
-    runs = segments(row)
-    lanes = []
-    for i, label in enumerate(sorted({s.label for s in runs})):
-        cells = _cells(row, label, edges, i * height, height)
-        lanes.append({"letter": letter(label), "y": i * height, "height": height, "cells": cells})
-    strip = []
-    if row.kernels:
-        for number, members in itertools.groupby(runs, lambda s: s.kernels + 1):
-            mine = list(members)
-            left = edges[mine[0].start]
-            strip.append((left, edges[mine[-1].stop] - left, number))
-    return {"impl": one_line(row.impl, 80), "lanes": lanes, "height": len(lanes) * height, "strip": strip}
+def _lanes(row: Row, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
+    height = 16.0 if row.distinct <= _NAMED_MOST else 6.0 if row.distinct <= 32 else 4.0
+    return [
+        {
+            "label": c.label,
+            "height": height,
+            "kernels": _kernels_text(c.kernels),
+            "cells": _cells(row, c.label, marks, height),
+        }
+        for c in classes(row)
+    ]
 
 
-def _cells(row: Row, label: int, edges: Sequence[float], y: float, height: float) -> list[dict[str, str]]:
-    """Neighbouring values of one class and one kind of kernel: a shape, and what it is in words.
+def _kernels_text(used: Sequence[tuple[str, ...]]) -> str:
+    """The kernels of the first set, of each kind one, and how many other sets there are."""
+    if not used:
+        return ""
+    ranked = sorted(dict.fromkeys(used[0]), key=lambda name: kind_of([name]).key == "other")
+    names = " + ".join(dict.fromkeys(short_kernel(name, 36) for name in ranked[:2])) or "no kernel"
+    return names + (f", {len(used) - 1} more" if len(used) > 1 else "")
+
+
+def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]], height: float) -> list[dict[str, str]]:
+    """Neighbouring values of one class and one set of kernels: a shape, and what it is in words.
 
     Where they are too many to be told one by one, one shape for each kind of kernel.
     """
     mine = [s for s in segments(row) if s.label == label]
     sets = kernel_sets(row)
-    shapes: dict[str, tuple[Kind, str, list[tuple[float, float]]]] = {}
+    shapes: dict[str, tuple[str, list[tuple[float, float]]]] = {}
     for i, s in enumerate(mine):
         kind = kind_of(sets[s.kernels] if s.kernels >= 0 else ())
         if len(mine) > _CELLS_MOST:
-            place, words = kind.key, f"class {letter(label)}, {kind.name}"
+            place, words = kind.key, f"class {letter(s.label)}, {kind.name}"
         else:
-            place, words = str(i), f"{axis_name(row)} {value_range(s.first, s.last)}: class {letter(label)}"
+            place, words = str(i), f"{axis_name(row)} {value_range(s.first, s.last)}: class {letter(s.label)}"
             if s.kernels >= 0:
                 names = " + ".join(dict.fromkeys(short_kernel(k, 40) for k in sets[s.kernels][:2])) or "no kernel"
                 words += f", {kind.name}, {names}"
-        _extend(shapes.setdefault(place, (kind, one_line(words, 160), []))[2], edges[s.start], edges[s.stop])
-    return [{"kind": k.key, "path": _path(parts, y, height), "words": words} for k, words, parts in shapes.values()]
+        parts = shapes.setdefault(place, (one_line(words, 160), []))[1]
+        for left, right in marks[s.start : s.stop]:
+            if parts and left - parts[-1][1] < 0.5:  # no gap would show
+                parts[-1] = (parts[-1][0], right)
+            else:
+                parts.append((left, right))
+    return [{"path": _path(parts, height), "words": words} for words, parts in shapes.values()]
 
 
-def _extend(cells: list[tuple[float, float]], left: float, right: float) -> None:
-    """Add a cell, at least a thousandth wide; join it to the last one if no gap would show."""
-    right = max(right, left + 1.0)
-    if cells and left - cells[-1][1] < 0.5:
-        cells[-1] = (cells[-1][0], max(right, cells[-1][1]))
-    else:
-        cells.append((left, right))
+def _path(cells: Sequence[tuple[float, float]], height: float) -> str:
+    return "".join(f"M{left:.1f} 1H{right:.1f}V{height - 1:g}H{left:.1f}Z" for left, right in cells)
 
 
-def _path(cells: Sequence[tuple[float, float]], y: float, height: float) -> str:
-    return "".join(f"M{left:.1f} {y + 1:g}H{right:.1f}V{y + height - 1:g}H{left:.1f}Z" for left, right in cells)
-
-
-def _value_ticks(values: Sequence[Value], edges: Sequence[float], borders: Collection[int]) -> list[Tick]:
+def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], borders: Collection[int]) -> list[Tick]:
     """The ends and the borders of classes where they fit, then round numbers; none on top of another, on a phone."""
     ticks: list[Tick] = []
     if any(isinstance(v, str) for v in values) and sum(len(str(v)) for v in values) > 60:
@@ -327,20 +334,20 @@ def _value_ticks(values: Sequence[Value], edges: Sequence[float], borders: Colle
         return all(abs(x - t.x) >= 15 * (len(text) + len(t.text)) + 20 for t in ticks)  # half widths, on a phone
 
     last = len(values) - 1
-    for i in dict.fromkeys([*sorted(borders), 0, last, *_round_places(values, edges)]):
+    for i in dict.fromkeys([*sorted(borders), 0, last, *_round_places(values, marks)]):
         text = one_line(str(values[i]), 24)
-        x = (edges[i] + edges[i + 1]) / 2
+        x = sum(marks[i]) / 2
         if fits(x, text):
             ticks.append(Tick(x, text, i in borders))
     return sorted(ticks, key=lambda t: t.x)
 
 
-def _round_places(values: Sequence[Value], edges: Sequence[float]) -> list[int]:
+def _round_places(values: Sequence[Value], marks: Sequence[tuple[float, float]]) -> list[int]:
     """Where a reader looks for a number."""
     count = len(values)
     if count <= 12 or any(isinstance(v, str) for v in values):
         return list(range(count))
-    if edges[1] - edges[0] > 1.5 * (edges[-1] - edges[-2]):  # logarithmic
+    if marks[1][0] - marks[0][0] > 1.5 * (marks[-1][0] - marks[-2][0]):  # logarithmic
         return [i for i, v in enumerate(values) if isinstance(v, int) and v & (v - 1) == 0]
     return list(range(0, count, -(-count // 8)))
 

@@ -387,9 +387,8 @@ def _head(report: Report, section: RunSection) -> list[Block]:
     made: list[Block] = [
         Heading((Bit(section.title), ": ", end), level=2, only="m"),
         Heading(Bit(section.title), level=2, only="p"),
-        Paragraph(f"{section.name} · {section.facts}", "soft", "bv"),
-        Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "m"),
-        Paragraph(machine or "No environment was recorded.", "soft", "bvm"),
+        Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "bvm", 1),
+        Paragraph(machine or "No environment was recorded.", "soft", "bvm", 1),
     ]
     if not run.complete:
         made.append(Paragraph(INCOMPLETE, "warn"))

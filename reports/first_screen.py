@@ -25,8 +25,8 @@ from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, Table, grid
 from nondet.reports.probes import CaseFamily, CaseGroup
-from nondet.reports.samples import CURVE_TITLE, SampleSection, curve_figure
-from nondet.reports.traces import Story, embed_steps
+from nondet.reports.samples import SampleSection, tree_of
+from nondet.reports.traces import Story, embed_steps, pair_of
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Finding, Verdict, plural, successful
 from nondet.verdict.rows import axis_of
@@ -440,7 +440,7 @@ class FirstScreen:
     Attributes:
         affected: "yes", "none observed", or "not known".
         pill: The same in more detail: what changes.
-        picture: A class map, or curves of agreement.
+        picture: A class map, a tree of branches, or a pair of calls.
         table: Of a bench alone, in place of chain and picture.
     """
 
@@ -514,7 +514,13 @@ def _affected(report: Report) -> tuple[str, Pill, str]:
         affected = "none observed" if told.finding == Finding.CLEAN else "yes"
         if told.finding in (UNKNOWN, NOT_GREEDY, Finding.WRONG):
             affected = "not known"
-        return affected, _diagnosed(told), one_line(told.answers.get("Whether", told.finding), 400)
+        text = told.answers.get("Whether", told.finding)
+        batch = next((s.figures for s in told.steps if s.name == "batch" and s.outcome == "yes"), {})
+        if told.finding == Finding.BATCH and {"n", "tokens", "traces"} <= batch.keys():  # the intervals are in its step
+            n, tokens, traces = (f"{batch[key]:,.0f}" for key in ("n", "tokens", "traces"))
+            text = f"{told.finding}: of {n} completions {tokens} have other tokens than the same prompt solo, {traces} "
+            text += "other logprobs"
+        return affected, _diagnosed(told), one_line(text, 400)
     traced = [v for r in report.runs for v in r.run.trace_verdicts]
     largest_first = sorted(report.runs, key=lambda r: -len(r.run.completions))
     verdicts = [(r, v) for r in largest_first for v in r.verdicts]
@@ -809,7 +815,7 @@ def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str
 
 
 def _picture(report: Report) -> Figure | None:
-    """The class map of what is guilty, or the clearest; else curves of agreement."""
+    """The class map of what is guilty, or the clearest; else the tree of branches, else the pair of calls traced."""
     probe = PROBE_OF.get(guilty_family(report), "")
     rows = [r for r in parted_rows(report) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     rows = [r for r in rows if r.probe == probe] or rows
@@ -820,4 +826,7 @@ def _picture(report: Report) -> Figure | None:
         rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
         shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
         return Figure("family", CaseFamily((shown,)), "fig-answer")
-    return Figure("curve", curve_figure(sample.main), "fig-answer", CURVE_TITLE) if sample else None
+    forked = next((s for s in sample.main if s.first_fork), None) if sample else None
+    if forked is not None:
+        return tree_of(forked, "fig-answer")
+    return next((pair_of(c, r.run, "fig-answer") for r in report.runs for c in culprits_of(r) if c.call), None)

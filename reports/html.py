@@ -253,6 +253,11 @@ def _hue(impl: str, index: int = 0) -> int:
     return {Role.STOCK: 0, Role.BACKEND: 0, Role.INVARIANT: 1}.get(role, 2 + index % 2)
 
 
+def tint(label: int, row: Row | None = None) -> str:
+    """The colour of a class: its own; of a row's only one that of its implementation."""
+    return f"c{label % 8}" if row is None or row.distinct > 1 else f"r{_hue(row.impl)}"
+
+
 @functools.cache  # with its compiled templates
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -268,7 +273,7 @@ def _environment() -> jinja2.Environment:
         document.bits, document.contents, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, classes.size_bar, figures.counted,
         figures.extras, figures.run_rate, figures.sentence, figures.shape_text, figures.token,
-        figures.visible, plural,
+        figures.visible, plural, tint,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in named})
     environment.filters.update(hue=_hue, coded=_coded, shown=lambda blocks: document.shown(blocks, document.PAGE))

@@ -47,13 +47,11 @@ from nondet.sampling.analysis import (
 from nondet.verdict.findings import plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.samples import repeated, replays
 
-CURVE_TITLE = "Agreement with the commonest completion, over position"
 # Prompts of one run that are told one by one, with their forks and branches; of more, those that part most.
 SAMPLES_MOST = 24
 # Distinct completions on a page, the commonest ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
-_NODES_MOST = 24
 _SURVIVAL_POINTS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 5
@@ -271,7 +269,7 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     for i, sample in enumerate(told.shown, 1):
         place, title = f"sample-{number}-{i}", f"Completions of {sample.name}" if several else "Completions"
         made += [] if told.served else _brief(sample, several)
-        made += [Heading(title, place, title.lower()), Code(sample.prompt_text), Figure("facts", sample)]
+        made += [Heading(title, place, title.lower()), Code(sample.prompt_text)]
         made += [block for j, s in enumerate(sample.main, 1) for block in _branches(s, f"{place}-tree-{j}")]
         if sample.speed is not None:
             ratio = ratio_text(sample.speed)
@@ -322,7 +320,7 @@ def _parting(sample: SampleSection, place: str) -> list[Block]:
     made += [block for s in sample.main for block in _fork(s)]
     figure = curve_figure(sample.main)
     if figure:
-        made.append(Figure("curve", figure, f"{place}-curve", CURVE_TITLE))
+        made.append(Figure("curve", figure, f"{place}-curve", "Agreement with the commonest completion, over position"))
     made += _survival(sample.main)
     rest: list[Block] = []
     for i, s in enumerate((s for s in sample.summaries if s not in sample.main), 1):
@@ -485,13 +483,15 @@ def _branches(s: SampleSummary, place: str) -> list[Block]:
     if len(views) > _BRANCHES_MOST:
         texts.append(Paragraph(f"… and {len(views) - _BRANCHES_MOST} rarer ones."))
     title = f"{plural(len(views), 'branch', 'branches')} of `{s.impl}`, the first different token in ⟦ ⟧"
-    tree = tree_figure(s)
     return [
-        *([Figure("tree", (s, tree), place, f"Tree of branches: {s.impl}")] if tree else []),
-        Details("Tree of branches", [Items(_tree_lines(s))], only="v"),
-        Figure("branches", (s, views), "", f"Branches side by side: {s.impl}"),
+        tree_of(s, place),
         Details(title, texts, only="vm"),
     ]
+
+
+def tree_of(s: SampleSummary, place: str) -> Figure:
+    """The tree of branches, with the branches side by side below it."""
+    return Figure("tree", (s, tree_figure(s), branch_views(s)), place, f"Where completions of {s.impl} differ")
 
 
 def _marked(view: Mapping[str, Any]) -> str:
@@ -499,18 +499,6 @@ def _marked(view: Mapping[str, Any]) -> str:
         return f"{view['before']}⟦ends here⟧"
     marked = f"⟦{text.visible(view['token'])}⟧" if view["token"] else ""
     return f"{view['before']}{marked}{view['after']}"
-
-
-def _tree_lines(s: SampleSummary) -> list[Inline]:
-    """Tokens shared and their count at each node, the children of one deeper. A loop: trees may be deep."""
-    lines: list[Inline] = []
-    pending = [(s.tree, 0)]
-    while pending and len(lines) < _NODES_MOST:
-        node, depth = pending.pop()
-        span = f"tokens {node.start}-{node.start + node.length - 1}" if node.length else f"ends at {node.start}"
-        lines.append((f"{'· ' * depth}{node.count} of {s.n}, {span} ", Bit(one_line(node.text, 36), "soft")))
-        pending += [(child, depth + 1) for child in reversed(node.children)]
-    return lines + ([f"… {len(pending)} more"] if pending else [])
 
 
 def sparkline(shares: Sequence[float], width: int) -> str:
@@ -526,14 +514,14 @@ def sparkline(shares: Sequence[float], width: int) -> str:
 # the page's macros draw, by name. Places are in thousandths of the plot's width, as in `classes`.
 
 _LEAVES_MOST = 40
-_BEFORE, _AFTER = 160, 360  # characters around the place where a branch parts
+_BEFORE, _AFTER = 120, 160  # characters around the place where a branch parts
 
 
 def curve_figure(summaries: Sequence[SampleSummary]) -> dict[str, Any] | None:
     """The agreement curves of one prompt, in one chart; None where there is nothing to draw.
 
-    Of each curve a stepped line, and the band of its pointwise interval or ""; `low` is the share at the foot of the
-    vertical axis, `levels` are (share, height) of its grid lines.
+    Of each curve a stepped line, its stretches in words, and the band of its pointwise interval or ""; `low` is the
+    share at the foot of the vertical axis, `levels` are (text, height) of its grid lines.
     """
     drawn = [s for s in summaries if len(s.survival) > 1 and s.n > 0]
     if not drawn:
@@ -548,7 +536,7 @@ def curve_figure(summaries: Sequence[SampleSummary]) -> dict[str, Any] | None:
         "ticks": _ticks(length, step),
         "low": low,
         "length": length,
-        "levels": [(low + (1 - low) * i / 4, 100.0 - 25.0 * i) for i in range(5)],
+        "levels": [(f"{(low + (1 - low) * i / 4) * 100:.4g}%", 100.0 - 25.0 * i) for i in range(5)],
     }
 
 
@@ -562,10 +550,12 @@ def _curve(summary: SampleSummary, length: int, low: float) -> dict[str, Any]:
 
     shares = summary.survival
     corners = [0, *(i for i in range(1, len(shares)) if shares[i] != shares[i - 1]), len(shares) - 1]
-    line, top, bottom = [], [], []
+    line, top, bottom, stretches = [], [], [], []
     for begin, end in itertools.pairwise(corners):
         left, right = WIDTH * begin / length, WIDTH * end / length
         under, over = summary.band(begin)
+        words = f"{summary.impl}, token {begin}-{end}: {percent(shares[begin])} agree"
+        stretches.append((f"M{left:.1f} {height(shares[begin])}H{right:.1f}", words))
         line.append(f"{left:.1f} {height(shares[begin])} {right:.1f} {height(shares[begin])}")
         top.append(f"{left:.1f} {height(over)} {right:.1f} {height(over)}")
         bottom.append(f"{right:.1f} {height(under)} {left:.1f} {height(under)}")
@@ -573,18 +563,16 @@ def _curve(summary: SampleSummary, length: int, low: float) -> dict[str, Any]:
     # a server's arms together are no sample of one thing, and a single round none of rounds: a line, and no band
     bare = summary.agree.method == COUNTS or not summary.held_rounds
     band = "" if bare else "M" + " ".join(top + bottom[::-1]) + "Z"
-    return {"impl": summary.impl, "n": summary.n, "line": "M" + " ".join(line), "band": band}
+    return {"impl": summary.impl, "n": summary.n, "line": "M" + " ".join(line), "band": band, "stretches": stretches}
 
 
-def tree_figure(summary: SampleSummary) -> dict[str, Any] | None:
-    """The tree of the commonest distinct completions, drawn sideways; None where there is only one.
+def tree_figure(summary: SampleSummary) -> dict[str, Any]:
+    """The tree of the commonest distinct completions, of several, drawn sideways.
 
     Rows of equal height, the completions' own figures as its leaves; `lines` are (path, width in pixels, label of the
     commonest completion below it), `hidden` the distinct completions left out and the requests that gave them.
     """
     shown, rest = summary.completions[:_LEAVES_MOST], summary.completions[_LEAVES_MOST:]
-    if len(shown) < 2:
-        return None
     length = max(len(c.token_ids) for c in shown) or 1
     order: list[DistinctCompletion] = []
     lines: list[tuple[str, float, int]] = []
@@ -626,8 +614,11 @@ def _shared(group: Sequence[DistinctCompletion]) -> int:
 
 
 def branch_views(summary: SampleSummary) -> list[dict[str, Any]]:
-    """Every distinct completion, the commonest first, with the first different token apart."""
-    first = summary.first_fork.index if summary.first_fork is not None else None
+    """Every distinct completion, the commonest first, with the first different token apart.
+
+    Of the commonest that is where the second leaves it, which stands beside it.
+    """
+    first = next((c.parts_at for c in summary.completions[1:2]), None)
     return [_view(i, c, first if c.parts_at is None else c.parts_at) for i, c in enumerate(summary.completions)]
 
 

@@ -59,15 +59,11 @@ def renderables(parts: Iterable[Block], console: Console, form: str) -> Iterator
             yield inline(block.text, "strong")
         elif isinstance(block, Paragraph):
             line = inline(block.text, block.style)
-            if form == BRIEF:
-                line.truncate(block.room * console.width, overflow="ellipsis")
-            yield line
+            yield _fitted(line, console, block.room) if form == BRIEF else line
         elif isinstance(block, Items):
             for item, notes in block.noted():
                 line = inline(item)
-                if form == BRIEF:
-                    line.truncate(3 * console.width, overflow="ellipsis")
-                yield Padding(line, (0, 0, 0, 2))
+                yield Padding(_fitted(line, console, 3, 2) if form == BRIEF else line, (0, 0, 0, 2))
                 yield from (Padding(inline(Bit(note), "soft"), (0, 0, 0, 4)) for note in notes)
         elif isinstance(block, Table):
             for part in _table(block, console.width):
@@ -83,6 +79,18 @@ def renderables(parts: Iterable[Block], console: Console, form: str) -> Iterator
                 yield Text()
             yield inline(block.title, "strong")
             yield from renderables(block.blocks, console, form)
+
+
+def _fitted(line: Text, console: Console, room: int, left: int = 0) -> Text:
+    """As many lines as there is room for, the last cut between words."""
+    lines = line.wrap(console, console.width - left)
+    if len(lines) <= room:
+        return line
+    last = lines[room - 1]
+    border = last.plain.rfind(" ", 0, console.width - left - 1)
+    if last.cell_len > console.width - left - 2:
+        last.right_crop(len(last) - max(border, 1))
+    return Text("\n").join([*lines[: room - 1], last.append(" …")])
 
 
 def _table(block: Table, width: int) -> Iterator[RenderableType]:
@@ -120,6 +128,7 @@ def _table(block: Table, width: int) -> Iterator[RenderableType]:
 
 
 LINES_MOST = 25
+DIAGNOSIS_MOST = 20  # its steps have told the evidence
 
 
 def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
@@ -143,7 +152,8 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
             console.print(part)
         console.print()
     elif not quiet:
-        room = LINES_MOST - sum(_height(text, console) for text in tail) - 1
+        most = DIAGNOSIS_MOST if any(section.story for section in report.runs) else LINES_MOST
+        room = most - sum(_height(text, console) for text in tail) - 1
         body = list(_body(report, screen, console))
         if sum(_height(part, console) for part in body) > room:
             room -= 1

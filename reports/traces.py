@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
 
 from nondet.core.records import Culprit, EmbedPass, Neighbours, Role, Run, Step, role_of
 from nondet.diagnose.verdict import QUESTIONS, batch_step, blamed, conclude
-from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Items, Paragraph, grid
+from nondet.reports.document import (
+    BRIEF,
+    MARKDOWN,
+    PAGE,
+    VERBOSE,
+    Bit,
+    Block,
+    Details,
+    Figure,
+    Heading,
+    Items,
+    Paragraph,
+    grid,
+)
 from nondet.reports.text import counted, ulp_text
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
@@ -18,11 +31,16 @@ from nondet.verdict.findings import Finding, Verdict, plural
 
 
 class Told(NamedTuple):
-    """A title, sentences, and what belongs in a fold: lines of detail."""
+    """A title, sentences, lines of detail in a fold, and what a page shows in place of the first sentence, if anything.
+
+    `known` of the sentences stand on a page's first screen.
+    """
 
     title: str
     lines: Sequence[str]
     details: Sequence[str] = ()
+    figure: Figure | None = None
+    known: int = 0
 
 
 def trace_headline(run: Run) -> str:
@@ -49,16 +67,20 @@ def traced(run: Run) -> list[Told]:
     """The verdict of a trace, its controls, culprits with their replays, substitutions; what was played again; for each
     implementation an encoder's arms."""
     told = []
-    if run.trace_verdicts:
+    if run.trace_verdicts and not run.steps:  # a diagnosis says it in its steps
         verdict = run.trace_verdicts[-1]
-        told.append(Told("Verdict", [*verdict.sentences, *filter(None, [verdict.repro])]))
+        known = 1 + bool(verdict.families) if run.culprits else 0
+        told.append(Told("Verdict", verdict.sentences, known=known))
     if run.controls:
         marks = {True: "holds", False: "FAILS", None: "noted"}
         told.append(Told("Controls", [f"{c.name} ({marks[c.passed]}): {c.sentence}" for c in run.controls]))
+    repro = [v.repro for v in run.trace_verdicts[-1:] if v.repro]
     for culprit in run.culprits:
         title = f"Guilty operator {culprit.number}" if culprit.call else f"Place {culprit.number}, no operator named"
-        lines = [culprit.sentence, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
-        told.append(Told(title, lines, _details(culprit)))
+        lines = [culprit.sentence, *repro, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
+        repro = []
+        pair = pair_of(culprit, run) if culprit.call else None
+        told.append(Told(title, lines, _details(culprit), pair, known=int(culprit.number == 1)))
     if run.substitutions:
         risky = [s for s in run.substitutions if s.at_risk]
         left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
@@ -66,6 +88,22 @@ def traced(run: Run) -> list[Told]:
     if run.replayed:
         told.append(Told("Played again", [r.sentence for r in run.replayed]))
     return told + _encoded(run)
+
+
+def pair_of(culprit: Culprit, run: Run, place: str = "") -> Figure:
+    """The call in both arms, at its sizes, by its kernels."""
+    captured = next((list(c.figures) for c in run.controls if c.name == "capture" and len(c.figures) == 2), None)
+    named = {"alone": "solo", "in company": "with concurrent requests"}
+    arms = []
+    for i, name in enumerate(captured or ("first arm", "second arm")):
+        shapes, kernels = (of[i] if i < len(of) else [] for of in (culprit.shapes, culprit.kernels))
+        counted_axes: dict[str, int] = {}
+        for where, roles in culprit.axes.items():
+            counted_axes |= {role: size for role, size in zip(roles, dict(shapes).get(where, ()), strict=False) if role}
+        sizes = [plural(size, {"tokens": "row", "keys": "key"}.get(role, role)) for role, size in counted_axes.items()]
+        arms.append((named.get(name, name), ", ".join(sizes), kernels))
+    title = f"`{culprit.call}` of {culprit.module}, by arm"
+    return Figure("pair", (culprit, arms), place, title)
 
 
 def _details(culprit: Culprit) -> list[str]:
@@ -109,7 +147,9 @@ class Story:
 
 def story(run: Run) -> Story:
     """The story of a run of `nondet diagnose`. A run that was stopped tells as far as it came."""
-    steps = [msgspec.structs.replace(s, sentence=_batch_again(run, s)) if s.name == "batch" else s for s in run.steps]
+    cost = diagnosed_cost(run)
+    again = {"batch": lambda s: _batch_again(run, s), "cost": lambda s: cost.rstrip(".") or s.sentence}
+    steps = [msgspec.structs.replace(s, sentence=again.get(s.name, lambda s: s.sentence)(s)) for s in run.steps]
     anew = conclude(run)
     verdict = run.diagnoses[-1] if run.diagnoses else anew
     if verdict.whether == anew.whether:
@@ -120,7 +160,7 @@ def story(run: Run) -> Story:
         "Where": verdict.where,
         "Why": verdict.why,
         "Cure": verdict.cure,
-        "Cost": diagnosed_cost(run) or verdict.cost,
+        "Cost": cost or verdict.cost,
     }
     return Story(run, verdict.finding, {k: v for k, v in answers.items() if v}, steps, verdict.limits)
 
@@ -165,23 +205,19 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
             "parted at": ("", lambda a: ", ".join(a.parted) or "nowhere"),
         },
     )
-    brief = [
-        f"varied alone: {axis}, {impl}: {traces} traces differ; parted at: {where}"
-        for axis, impl, _, traces, _, where in axes.rows
-    ]
     answers = [((Bit(f"{label}. ", "strong"), text), 2 + 2 * (label == "Why")) for label, text in told.answers.items()]
     made: list[Block] = [
         *(Paragraph(answer, only=BRIEF, room=room) for answer, room in answers),
-        *(Paragraph(line, only=BRIEF, room=1) for line in brief),
-        Heading("The verdict", f"story-{number}", "diagnosis"),
-        Items([answer for answer, _ in answers]),
+        Heading("Answers", only=VERBOSE + MARKDOWN),
+        Items([answer for answer, _ in answers], only=VERBOSE + MARKDOWN),  # a page has them in its steps
     ]
     for title, table, place, said in (
-        ("Step by step", steps, "steps", plural(len(steps.rows), "step")),
+        ("Step by step", steps, "story", plural(len(steps.rows), "step")),
         ("One thing varied at a time", axes, "axes", "against the request alone"),
     ):
         if table.rows:
-            made.append(Details(title, [table], f"{place}-{number}", said, fold=True, opened=opened))
+            toc = "diagnosis" if table is steps else ""
+            made.append(Details(title, [table], f"{place}-{number}", said, toc, fold=True, opened=opened))
     return [*made, *([Details("What this does not say", [Items(told.limits)])] if told.limits else [])]
 
 
@@ -189,10 +225,13 @@ def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block
     """A part each."""
     made: list[Block] = []
     for i, told in enumerate(parts, 1):
-        fold: list[Block] = [Details("details", [Items(told.details)])] if told.details else []
-        brief: list[Block] = [Paragraph(told.title, "strong", BRIEF, 1), Items(told.lines[:3], only=BRIEF)]
         place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
-        made += [*brief, Details(told.title, [Items(told.lines), *fold], place, "", toc, opened=opened)]
+        new = told.lines[told.known if opened else 0 :]  # of a lone run the first screen has the others
+        within: list[Block] = [Items(told.lines, only=VERBOSE + MARKDOWN), *([Items(new, only=PAGE)] if new else [])]
+        within += [replace(told.figure, id=f"{place}-pair")] if told.figure else []
+        within += [Details("details", [Items(told.details)])] if told.details else []
+        made += [Paragraph(told.title, "strong", BRIEF, 1), Items(told.lines[:3], only=BRIEF)]
+        made.append(Details(told.title, within, place, "", toc, opened=opened))
     return made
 
 

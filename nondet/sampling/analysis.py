@@ -150,20 +150,17 @@ def diagnosed_cost(run: Run) -> str:
     timed = _timed(run)
     if speed is None or not timed:
         return ""
-    note = f"This is no cost: {HOST_NOTE}. " if speed.host_bound else ""  # first: what follows may be cut
-    if speed.interval is None:  # the step's own words have what its figures have not: the ratio in single rounds
-        said = next(s.sentence for s in run.steps if s.name == "cost")
-        return f"{note}{said[:1].upper()}{said[1:]}."
-    low, high = speed.interval
-    parts = [
-        f"{low:.2f} to {high:.2f} in {speed.rounds} rounds",
-        f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm",
-    ]
+    rates = [f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"]
     for name, rate in timed.items():
-        family = name.removeprefix("invariant:").removesuffix(_RATE)
         if name.startswith("invariant:") and name.endswith(_RATE):
-            parts.append(f"{one_line(family, 60)} alone {float(rate) / speed.stock:.2f}")
-    return f"{note}{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join(parts)})."
+            family = name.removeprefix("invariant:").removesuffix(_RATE)
+            rates.append(f"with {one_line(family, 60)} alone {float(rate):,.0f}")
+    if speed.interval is None or speed.host_bound:
+        why = HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS
+        return f"Not measured: {why} ({'; '.join(rates)})."
+    low, high = speed.interval
+    span = f"{low:.2f} to {high:.2f} in {speed.rounds} rounds"
+    return f"{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join([span, *rates])})."
 
 
 def _timed(run: Run) -> Mapping[str, Any]:

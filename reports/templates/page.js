@@ -3,6 +3,11 @@
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
   for (const part of all(".js")) part.hidden = false;
 
+  // on a phone the answer and its picture are open, and what they rest on is folded
+  const contents = document.querySelector(".toc > details");
+  if (contents && matchMedia("(max-width: 63.99rem)").matches) contents.open = false;
+  if (matchMedia("(max-width: 34rem)").matches) for (const part of all("details.part")) part.open = false;
+
   // a link into a fold opens it
   const reveal = () => {
     const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
@@ -12,8 +17,6 @@
   };
   addEventListener("hashchange", reveal);
   reveal();
-  const contents = document.querySelector(".toc > details");
-  if (contents && matchMedia("(max-width: 63.99rem)").matches) contents.open = false;
 
   const save = (name, type, text) => {
     const link = document.createElement("a");
@@ -59,7 +62,7 @@
   }
 
   // a map tells its cells: on hover, and by the arrow keys
-  for (const map of all("svg.map")) {
+  for (const map of all(".map")) {
     const cells = all("path", map);
     const out = () => map.closest("figure, .tab").querySelector(".readout");
     let at = -1;
@@ -105,7 +108,7 @@
       for (const [name, value] of [["x", place.x - box.x], ["y", place.y - box.y], ["width", place.width], ["height", place.height]]) copy.setAttribute(name, value);
       root.append(copy);
     }
-    for (const part of all("h2, h4, h5, .impl-name, .legend li, figcaption", figure)) {
+    for (const part of all("h2, h4, h5, .impl-name, .legend li, .lane, .axis-title, figcaption", figure)) {
       const place = part.getBoundingClientRect();
       if (!place.width) continue;
       const style = getComputedStyle(part);

@@ -49,17 +49,15 @@ def test_the_band_is_that_of_rounds(stock: SampleSummary) -> None:
 
 
 def test_nothing_to_draw_draws_nothing(stock: SampleSummary) -> None:
-    """An empty curve, and a tree of one completion, are left out rather than drawn empty."""
+    """An empty curve is left out rather than drawn empty."""
     assert curve_figure([replace(stock, survival=())]) is None
     assert curve_figure([]) is None
-    assert tree_figure(replace(stock, completions=stock.completions[:1])) is None
     assert curve_figure([replace(stock, survival=(1.0, 1.0))]) is not None
 
 
 def test_the_tree_has_a_row_for_each_completion(stock: SampleSummary) -> None:
     """Leaves carry the counts, letters and forks; the lines join at the positions where branches part."""
     figure = tree_figure(stock)
-    assert figure is not None
     assert [(leaf["letter"], leaf["count"], leaf["parts_at"]) for leaf in figure["leaves"]] == [
         ("A", 52, None), ("C", 1, 17), ("D", 1, 17), ("B", 6, 5),
     ]  # fmt: skip
@@ -77,7 +75,6 @@ def test_a_crowd_of_branches_is_cut_and_counted(tmp_path: Path) -> None:
     (summary,) = summaries_of(sampled(tmp_path, impls=("stock",), n=90, variants=each))
     assert summary.distinct_completions > 50
     figure = tree_figure(summary)
-    assert figure is not None
     assert len(figure["leaves"]) == 40
     assert figure["hidden"][0] == summary.distinct_completions - 40
     assert figure["hidden"][1] + sum(leaf["count"] for leaf in figure["leaves"]) == 90
