@@ -13,20 +13,7 @@ import numpy as np
 from nondet.core.records import Role, Run, role_of
 from nondet.core.traces import Trace
 from nondet.errors import one_line
-from nondet.reports.document import (
-    BRIEF,
-    Bit,
-    Block,
-    Code,
-    Details,
-    Figure,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-    grid,
-)
+from nondet.reports.document import Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table, grid
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, tally_axes
 
@@ -249,4 +236,4 @@ def brief_blocks(table: AxesTable) -> list[Block]:
     head = ["varied", "values", *(name for impl in impls for name in (one_line(impl, 14), "moved", "first"))]
     legend = f"traces: distinct over all values (at one value); {table.n:,} completions a value"
     legend += "; ?: unproven, not counted" if any(line.unproven for line in table.lines) else ""
-    return [Table(head, rows, clipped=True, only=BRIEF), Paragraph(legend, only=BRIEF)]
+    return [Table(head, rows, clipped=True, only="b"), Paragraph(legend, only="b")]

@@ -10,20 +10,7 @@ from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, 
 from nondet.core.records import Cell, Limit, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import WIDTH, Tick, short_kernel
-from nondet.reports.document import (
-    BRIEF,
-    MARKDOWN,
-    PAGE,
-    WHOLE,
-    Bit,
-    Block,
-    Details,
-    Figure,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-)
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table
 from nondet.verdict.findings import plural
 
 # Sizes that are mostly those of one model.
@@ -66,7 +53,7 @@ def cell_label(cell: Cell, section: Section) -> str:
 def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
     """How it was timed, then each section: what it comes to, the plot, a row for each cell."""
     limits = _limits_text(told)
-    made: list[Block] = [Paragraph(limits, "soft", BRIEF + WHOLE)] if limits else []
+    made: list[Block] = [Paragraph(limits, "soft", "bvmp")] if limits else []
     made.append(Paragraph(_method_text([cell for section in told.sections for cell in section.cells]), "soft"))
     for i, bench in enumerate(told.sections, 1):
         place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
@@ -82,11 +69,10 @@ def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
         parts.append(Details(title, [cell_table(bench)], opened=len(bench.cells) <= 12))
         if any(c.within_noise for c in _listed(bench)):
             parts.append(Paragraph("~ within noise: the interval of the ratio holds 1.", "soft"))
-        means = (f"; {one_line(s.impl, 60)} {s.mean:.2f} times the speed of the best stock" for s in bench.summaries)
         for s in bench.summaries:
             count = f"{s.slow} of {plural(len(s.compared), 'cell')} below {SLOW}"
             made.append(Paragraph(f"{bench.name}, {s.impl}: {_worst_text(s, bench)}; {count}", only=BRIEF))
-        made.append(Details(label, parts, place, cells + "".join(means), label, opened=opened))
+        made.append(Details(label, parts, place, cells, label, opened=opened))
     return made
 
 
@@ -103,7 +89,7 @@ def speed_table(listed: Sequence[Section]) -> Table | None:
                 f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, bench)}", alike.get(s.impl, "not compared"),
             ))  # fmt: skip
     head = ("operator", "implementation", "speedup (95%)", "worst", "one class of bits in")
-    return Table(head, rows, ("", "", "num", "wide", "nowrap"), only=MARKDOWN + PAGE) if rows else None
+    return Table(head, rows, ("", "", "num", "wide", "nowrap"), only="mp") if rows else None
 
 
 def _listed(section: Section) -> Iterator[Comparison]:
@@ -314,7 +300,7 @@ def _panel(title: str, sizes: Sequence[int], shares: Points, ratios: Points) -> 
         return 100.0 - 100.0 * (min(max(value, bottom), ceiling) - bottom) / (ceiling - bottom)
 
     def lines(points_of: Points, bottom: float, ceiling: float, words: str) -> list[dict[str, Any]]:
-        made = []
+        made: list[dict[str, Any]] = []
         for impl, points in points_of.items():
             spots = [
                 (f"{place(size):.1f} {height(v, bottom, ceiling):.2f}", size, words.format(v)) for size, v in points

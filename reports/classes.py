@@ -138,27 +138,22 @@ def segments(row: Row) -> list[Segment]:
     return runs
 
 
+def _stretches(row: Row) -> list[list[Segment]]:
+    """Segments of one class that stand together, and differ in kernels alone."""
+    return [list(run) for _, run in itertools.groupby(segments(row), lambda s: s.label)]
+
+
 def classes(row: Row, most_ranges: int = 12) -> list[ClassInfo]:
     """Every class with its size, its values and its kernels."""
-    sets = kernel_sets(row)
-    runs = segments(row)
+    sets, stretches = kernel_sets(row), _stretches(row)
     out = []
     for label, count in enumerate(row.class_sizes):
-        mine = [s for s in runs if s.label == label]
-        used = tuple(sets[i] for i in dict.fromkeys(s.kernels for s in mine) if i >= 0)
-        out.append(ClassInfo(label, letter(label), count, _ranges(_merge(mine), most_ranges), used))
+        mine = [run for run in stretches if run[0].label == label]
+        used = tuple(sets[i] for i in dict.fromkeys(s.kernels for run in mine for s in run) if i >= 0)
+        ranges = ", ".join(value_range(run[0].first, run[-1].last) for run in mine[:most_ranges])
+        ranges += f" and {len(mine) - most_ranges} more ranges" if len(mine) > most_ranges else ""
+        out.append(ClassInfo(label, letter(label), count, ranges, used))
     return out
-
-
-def _merge(runs: Sequence[Segment]) -> list[tuple[Value, Value]]:
-    """Join neighbours that differ in kernels alone."""
-    merged: list[tuple[int, Value, Value]] = []
-    for s in runs:
-        if merged and merged[-1][0] == s.start:
-            merged[-1] = (s.stop, merged[-1][1], s.last)
-        else:
-            merged.append((s.stop, s.first, s.last))
-    return [(first, last) for _, first, last in merged]
 
 
 def value_range(first: Value, last: Value) -> str:
@@ -167,11 +162,6 @@ def value_range(first: Value, last: Value) -> str:
         return one_line(str(first), 60)
     join = "-" if isinstance(first, int) and isinstance(last, int) and 0 <= first < last else " … "
     return f"{one_line(str(first), 60)}{join}{one_line(str(last), 60)}"
-
-
-def _ranges(runs: Sequence[tuple[Value, Value]], most: int) -> str:
-    text = ", ".join(value_range(first, last) for first, last in runs[:most])
-    return text + (f" and {len(runs) - most} more ranges" if len(runs) > most else "")
 
 
 def map_text(row: Row, most: int = 8) -> str:
@@ -184,7 +174,7 @@ def map_text(row: Row, most: int = 8) -> str:
     if not row.labels:
         return f"all {row.trials}: A" if row.class_sizes else ""
     sets = kernel_sets(row)
-    parts = [list(run) for _, run in itertools.groupby(segments(row), lambda s: s.label)]
+    parts = _stretches(row)
     words, named = [], set()
     for run in parts[:most]:
         label, kernels = run[0].label, run[0].kernels
@@ -248,7 +238,7 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     figures = []
     for values, group in groups.items():
         marks, scale = _marks(values, group[0].varied)
-        borders = {b.start for row in group for a, b in itertools.pairwise(segments(row)) if a.label != b.label}
+        borders = {run[0].start for row in group for run in _stretches(row)[1:]}
         panels = [{"row": row, "lanes": _lanes(row, marks)} for row in group]
         figures.append({"panels": panels, "ticks": _value_ticks(values, marks, borders), "scale": scale})
     return figures

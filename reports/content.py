@@ -399,12 +399,7 @@ def _head(report: Report, section: RunSection) -> list[Block]:
         title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
         verdicts = _verdicts(section)
         made += [verdicts, Details(title, [replace(verdicts, only="p")], only="p")]
-    return made + _covered(run, "mp")
-
-
-def _covered(run: Run, only: str) -> list[Block]:
-    """A sentence for each implementation that has a coverage."""
-    return [Paragraph(f"Coverage of {line}.", "soft", only) for line in coverage_text(run)]
+    return made
 
 
 def _verdicts(section: RunSection, only: str = "m") -> Items:
@@ -431,11 +426,9 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
             "operator": ("wide", lambda row: Bit(row[2])),
             "calls": ("num", lambda row: counted(row[3])),
         }
-        said = "which operators were replaced, which stayed stock, which are at risk"
-        blocks: list[Block] = [grid(coverage[:80], columns)]
-        if len(coverage) > 80:
-            blocks.append(Paragraph(f"and {len(coverage) - 80} more.", "soft"))
-        made.append(Details("Coverage", blocks, f"coverage-{number}", said, "coverage", fold=True, only="mp"))
+        said = "; ".join(coverage_text(run)) or "which operators were replaced"
+        place, table = f"coverage-{number}", grid(coverage, columns)
+        made.append(Details("Coverage", [table], place, said, "coverage", fold=True, only="mp"))
     if section.problems:
         title = section.counts or plural(len(section.problems), "note")
         table = grid(
@@ -452,7 +445,7 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
         made += [Paragraph(title, "strong", BRIEF), Items(few, only=BRIEF)]
         place, opened = f"problems-{number}", not report.folded
         made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened))
-    made += _covered(run, "bv")
+    made += [Paragraph(f"Coverage of {line}.", "soft", "bvm") for line in coverage_text(run)]
     names = sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels})
     if names:
         listed = Items([Bit(name, "code") for name in names])

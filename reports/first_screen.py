@@ -530,7 +530,8 @@ def _affected(report: Report) -> tuple[str, Pill, str]:
     if not subjects and not traced:
         if not verdicts:
             return "", Pill.NOTHING, ""
-        return "not known", Pill.NO_STOCK, f"no stock implementation was measured here. {_headline(report, verdicts)}"
+        told_of = one_line(verdicts[0][0].headline, 300)
+        return "not known", Pill.NO_STOCK, f"no stock implementation was measured here. {told_of}"
     for r in report.runs:
         for verdict in r.run.trace_verdicts:
             if verdict.finding not in (Finding.CLEAN.value, "unknown") and not any(v.is_fault for _, v in subjects):
@@ -597,10 +598,6 @@ def _traced(run: Run) -> Pill:
     if parting.get("first_token", -1) >= 0 or beside.get("tokens", 0):
         return Pill.OUTPUT
     return Pill.LOGPROBS if parting.get("first_logprob", -1) >= 0 and beside else Pill.MODEL
-
-
-def _headline(report: Report, verdicts: Sequence[tuple[RunSection, Verdict]]) -> str:
-    return one_line(next((r.headline for r, _ in verdicts), report.title), 300)
 
 
 def _said(verdicts: Sequence[Verdict]) -> str:
@@ -721,10 +718,6 @@ def _encoded(e: _Ended, command: str) -> str:
     return shlex.join([*shlex.split(command), *figures.own_options(e.run.run.header, _EMBED)])
 
 
-def _more(e: _Ended) -> str:
-    return e.again("sample", "--n", "10000", "--load", "heavy")
-
-
 # Each finding by its command -> what to run next, and what that shows: the first line that holds. Failures come first.
 _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]], ...] = (
     (
@@ -780,7 +773,10 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
     ),
     (
         lambda e: stock_summaries(e.report),
-        lambda e: (_more(e), "compares more completions, under a heavier load"),
+        lambda e: (
+            e.again("sample", "--n", "10000", "--load", "heavy"),
+            "compares more completions, under a heavier load",
+        ),
     ),
     (lambda e: True, lambda e: (e.again("sample"), _WHY["token"])),
 )  # fmt: skip
@@ -815,18 +811,15 @@ def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str
 
 
 def _picture(report: Report) -> Figure | None:
-    """The class map of what is guilty, or the clearest; else the tree of branches, else the pair of calls traced."""
-    probe = PROBE_OF.get(guilty_family(report), "")
+    """The tree of branches; where no completion diverged the pair of calls that a trace named, else a class map."""
+    forked = (s for r in report.runs for p in r.samples for s in p.main if s.first_fork)
+    named = (pair_of(c, r.run, "fig-answer") for r in report.runs for c in culprits_of(r) if c.call)
+    drawn = next((tree_of(s, "fig-answer") for s in forked), None) or next(named, None)
     rows = [r for r in parted_rows(report) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
-    rows = [r for r in rows if r.probe == probe] or rows
-    sample = next((p for r in report.runs for p in r.samples if any(s.first_fork for s in p.main)), None)
-    if rows and (sample is None or len(report.runs) > 1):
-        chosen = clearest(rows)
-        cases = (case for r in report.runs for p in r.probes for case in p.cases)
-        rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
-        shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
-        return Figure("family", CaseFamily((shown,)), "fig-answer")
-    forked = next((s for s in sample.main if s.first_fork), None) if sample else None
-    if forked is not None:
-        return tree_of(forked, "fig-answer")
-    return next((pair_of(c, r.run, "fig-answer") for r in report.runs for c in culprits_of(r) if c.call), None)
+    if drawn is not None or not rows:
+        return drawn
+    chosen = clearest(rows)
+    cases = (case for r in report.runs for p in r.probes for case in p.cases)
+    rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
+    shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
+    return Figure("family", CaseFamily((shown,)), "fig-answer")

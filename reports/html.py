@@ -201,23 +201,14 @@ def render(runs: list[Run]) -> str:
 
 def render_report(report: Report) -> str:
     """The page of what was gathered already."""
-    style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
-    script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
-    page = (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            report=report,
-            style=Markup(style),  # noqa: S704 - our own file
-            script=Markup(script),  # noqa: S704 - our own file
-            style_hash=Markup(_hash(style)),  # noqa: S704 - base64
-            script_hash=Markup(_hash(script)),  # noqa: S704 - base64
-            screen=first_screen(report),
-            parts=[run_blocks(report, number) for number in range(1, len(report.runs) + 1)],
-            speeds=speed_blocks(report),
-            data_place=_DATA,
-            cut_place=_CUT,
-        )
+    page = render_page(
+        "report.html.j2",
+        report=report,
+        screen=first_screen(report),
+        parts=[run_blocks(report, number) for number in range(1, len(report.runs) + 1)],
+        speeds=speed_blocks(report),
+        data_place=_DATA,
+        cut_place=_CUT,
     )
     # the last of each is the template's own: nothing of a run comes after them
     page, _, script_end = page.rpartition(_DATA)
@@ -227,10 +218,11 @@ def render_report(report: Report) -> str:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A page of its own, with the style of all and without a script."""
-    style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
-    marked = {"style": Markup(style), "style_hash": Markup(_hash(style))}  # noqa: S704 - our own file, and base64
-    return _environment().get_template(template).render(**marked, **values)
+    """A page of a template, with the style of all; the script is there for one that asks for it."""
+    for name, file in (("style", "style.css"), ("script", "page.js")):
+        text = (_TEMPLATES / file).read_text(encoding="utf-8")
+        values |= {name: Markup(text), f"{name}_hash": Markup(_hash(text))}  # noqa: S704 - our own file, and base64
+    return _environment().get_template(template).render(**values)
 
 
 def _hash(text: str) -> str:

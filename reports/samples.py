@@ -14,7 +14,6 @@ from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import WIDTH, Tick, letter
 from nondet.reports.document import (
-    BRIEF,
     Bit,
     Block,
     Cells,
@@ -52,6 +51,7 @@ SAMPLES_MOST = 24
 # Distinct completions on a page, the commonest ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
+_NODES_MOST = 24
 _SURVIVAL_POINTS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 5
@@ -174,7 +174,7 @@ def _overall(told: Samples, number: int) -> list[Block]:
     first, second = (next((o for o in parts if role_of(o.impl) == role), None) for role in (Role.STOCK, Role.INVARIANT))
     against = _comparison(first, second) if first and second else []
     return [
-        *(Paragraph(line, only=BRIEF, room=1) for line in briefs),
+        *(Paragraph(line, only="b", room=1) for line in briefs),
         Heading(f"All {plural(total, unit)}", f"overall-{number}"),
         _measures(parts, rows),
         *([Items(against)] if against else []),
@@ -290,9 +290,9 @@ def _brief(sample: SampleSection, several: bool) -> list[Block]:
         line = f"{sample.name}, " if several else ""
         line += f"{s.impl}: {text.counted(s.distinct_completions)} distinct of {text.counted(s.n)}, "
         line += plural(s.distinct_traces, "logprob trace") + (f", {s.tokens_per_second:,.0f} tokens/s" if main else "")
-        made.append(Paragraph(line, only=BRIEF, room=1))
+        made.append(Paragraph(line, only="b", room=1))
         if main and len(s.survival) > 1 and s.distinct_completions > 1:
-            made.append(Items([Bit(f"agreement by token {sparkline(s.survival, 40)}", "soft")], only=BRIEF))
+            made.append(Items([Bit(f"agreement by token {sparkline(s.survival, 40)}", "soft")], only="b"))
     return made
 
 
@@ -485,6 +485,7 @@ def _branches(s: SampleSummary, place: str) -> list[Block]:
     title = f"{plural(len(views), 'branch', 'branches')} of `{s.impl}`, the first different token in ⟦ ⟧"
     return [
         tree_of(s, place),
+        Details("Tree of branches", [Items(_tree_lines(s))], only="v"),
         Details(title, texts, only="vm"),
     ]
 
@@ -499,6 +500,18 @@ def _marked(view: Mapping[str, Any]) -> str:
         return f"{view['before']}⟦ends here⟧"
     marked = f"⟦{text.visible(view['token'])}⟧" if view["token"] else ""
     return f"{view['before']}{marked}{view['after']}"
+
+
+def _tree_lines(s: SampleSummary) -> list[Inline]:
+    """Tokens shared and their count at each node, the children of one deeper. A loop: trees may be deep."""
+    lines: list[Inline] = []
+    pending = [(s.tree, 0)]
+    while pending and len(lines) < _NODES_MOST:
+        node, depth = pending.pop()
+        span = f"tokens {node.start}-{node.start + node.length - 1}" if node.length else f"ends at {node.start}"
+        lines.append((f"{'· ' * depth}{node.count} of {s.n}, {span} ", Bit(one_line(node.text, 36), "soft")))
+        pending += [(child, depth + 1) for child in reversed(node.children)]
+    return lines + ([f"… {len(pending)} more"] if pending else [])
 
 
 def sparkline(shares: Sequence[float], width: int) -> str:

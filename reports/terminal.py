@@ -86,11 +86,14 @@ def _fitted(line: Text, console: Console, room: int, left: int = 0) -> Text:
     lines = line.wrap(console, console.width - left)
     if len(lines) <= room:
         return line
-    last = lines[room - 1]
-    border = last.plain.rfind(" ", 0, console.width - left - 1)
-    if last.cell_len > console.width - left - 2:
-        last.right_crop(len(last) - max(border, 1))
-    return Text("\n").join([*lines[: room - 1], last.append(" …")])
+    *kept, last = lines[:room]
+    last.rstrip()
+    while last.cell_len > console.width - left - 2 and " " in last.plain:
+        last.right_crop(len(last) - last.plain.rindex(" "))
+    if " " not in last.plain and kept:  # the first piece of a name that is longer than a line
+        *kept, last = kept
+    last.truncate(console.width - left - 2)
+    return Text("\n").join([*kept, last.append(" …")])
 
 
 def _table(block: Table, width: int) -> Iterator[RenderableType]:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
 
 from nondet.core.records import Culprit, EmbedPass, Neighbours, Role, Run, Step, role_of
 from nondet.diagnose.verdict import QUESTIONS, batch_step, blamed, conclude
-from nondet.reports.document import (
-    BRIEF,
-    MARKDOWN,
-    PAGE,
-    VERBOSE,
-    Bit,
-    Block,
-    Details,
-    Figure,
-    Heading,
-    Items,
-    Paragraph,
-    grid,
-)
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, grid
 from nondet.reports.text import counted, ulp_text
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
@@ -90,18 +78,18 @@ def traced(run: Run) -> list[Told]:
     return told + _encoded(run)
 
 
+_ROWS = {"tokens": "row", "keys": "key"}
+
+
 def pair_of(culprit: Culprit, run: Run, place: str = "") -> Figure:
     """The call in both arms, at its sizes, by its kernels."""
     captured = next((list(c.figures) for c in run.controls if c.name == "capture" and len(c.figures) == 2), None)
     named = {"alone": "solo", "in company": "with concurrent requests"}
     arms = []
-    for i, name in enumerate(captured or ("first arm", "second arm")):
-        shapes, kernels = (of[i] if i < len(of) else [] for of in (culprit.shapes, culprit.kernels))
-        counted_axes: dict[str, int] = {}
-        for where, roles in culprit.axes.items():
-            counted_axes |= {role: size for role, size in zip(roles, dict(shapes).get(where, ()), strict=False) if role}
-        sizes = [plural(size, {"tokens": "row", "keys": "key"}.get(role, role)) for role, size in counted_axes.items()]
-        arms.append((named.get(name, name), ", ".join(sizes), kernels))
+    for name, shapes, kernels in zip_longest(captured or ("first arm", "second arm"), culprit.shapes, culprit.kernels):
+        roles = ((role, where, i) for where, of in culprit.axes.items() for i, role in enumerate(of) if role)
+        sizes = {_ROWS.get(role, role): shapes[where][i] for role, where, i in roles if where in (shapes or {})}
+        arms.append((named.get(name, name), ", ".join(plural(n, role) for role, n in sizes.items()), kernels or []))
     title = f"`{culprit.call}` of {culprit.module}, by arm"
     return Figure("pair", (culprit, arms), place, title)
 
@@ -208,8 +196,8 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     answers = [((Bit(f"{label}. ", "strong"), text), 2 + 2 * (label == "Why")) for label, text in told.answers.items()]
     made: list[Block] = [
         *(Paragraph(answer, only=BRIEF, room=room) for answer, room in answers),
-        Heading("Answers", only=VERBOSE + MARKDOWN),
-        Items([answer for answer, _ in answers], only=VERBOSE + MARKDOWN),  # a page has them in its steps
+        Heading("Answers", only="vm"),
+        Items([answer for answer, _ in answers], only="vm"),  # a page has them in its steps
     ]
     for title, table, place, said in (
         ("Step by step", steps, "story", plural(len(steps.rows), "step")),
@@ -227,7 +215,7 @@ def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block
     for i, told in enumerate(parts, 1):
         place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
         new = told.lines[told.known if opened else 0 :]  # of a lone run the first screen has the others
-        within: list[Block] = [Items(told.lines, only=VERBOSE + MARKDOWN), *([Items(new, only=PAGE)] if new else [])]
+        within: list[Block] = [Items(told.lines, only="vm"), *([Items(new, only="p")] if new else [])]
         within += [replace(told.figure, id=f"{place}-pair")] if told.figure else []
         within += [Details("details", [Items(told.details)])] if told.details else []
         made += [Paragraph(told.title, "strong", BRIEF, 1), Items(told.lines[:3], only=BRIEF)]
@@ -269,9 +257,8 @@ def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
     command = "nondet embed --impl stock --impl invariant:matmul --impl invariant:attention --impl invariant:norm"
     steps: list[tuple[str, str, bool, str]] = []
     if stock:
-        worst, felt = max(stock, key=lambda n: n.parted), max(stock, key=lambda n: (n.top1_changed, n.topk_changed))
+        worst = max(stock, key=lambda n: (n.parted, n.top1_changed, n.topk_changed))
         steps.append(("vectors", _line(worst), True, ""))
-        steps.append(("felt", _felt(felt), True, ""))
         if worst.parted:
             cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
             text = f"replacing {', '.join(cures)} alone removed it" if cures else "which operator is not known"
@@ -281,13 +268,6 @@ def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
     else:
         steps.append(("cure", "the invariant implementation was not run here", False, "nondet embed --impl both"))
     return tuple(steps)
-
-
-def _felt(n: Neighbours) -> str:
-    return (
-        f"nearest neighbour changed for at most {counted(n.top1_changed)} of {plural(n.texts, 'text')}, the set of "
-        f"{n.k} nearest for {counted(n.topk_changed)} ({n.arm}, {n.pooling})"
-    )
 
 
 def _encoded(run: Run) -> list[Told]:

@@ -85,7 +85,7 @@ def test_a_block_is_of_its_formats_alone() -> None:
     assert printed(blocks) == ""
     assert list(as_markdown(blocks)) == []
     assert "for pages" in page(blocks)
-    assert printed(blocks, BRIEF).count("x") == 59
+    assert printed(blocks, BRIEF).count("x") == 58
 
 
 def test_a_table_too_wide_for_a_terminal_is_sentences() -> None:
