@@ -27,7 +27,7 @@ from nondet.reports import text as figures
 from nondet.reports.content import Report, RunSection, build, run_blocks, speed_blocks
 from nondet.reports.first_screen import first_screen
 from nondet.reports.samples import COMPLETIONS_MOST
-from nondet.sampling.analysis import Overall, SampleSummary, TreeNode, coverage_rows
+from nondet.sampling.analysis import PromptSet, SampleSummary, TreeNode, coverage_rows
 from nondet.verdict.findings import plural
 
 _JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
@@ -165,7 +165,7 @@ def _row_data(row: Row, names: dict[str, int]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value not in ("", None, [], {})}
 
 
-def _overall_data(o: Overall) -> dict[str, Any]:
+def _overall_data(o: PromptSet) -> dict[str, Any]:
     """The figures over all prompts, without the prompts' own."""
     data: dict[str, Any] = msgspec.to_builtins(replace(o, summaries={}))
     del data["summaries"]

@@ -34,12 +34,12 @@ from nondet.sampling.analysis import (
     DistinctCompletion,
     Fork,
     Interval,
-    Overall,
+    PromptSet,
     SampleSummary,
     SpeedRatio,
     compared,
     guilty,
-    overall,
+    prompt_sets,
     ratio_text,
     speed_ratio_of,
 )
@@ -111,7 +111,7 @@ class Samples:
     """
 
     prompts: tuple[SampleSection, ...]
-    overall: tuple[Overall, ...]
+    overall: tuple[PromptSet, ...]
     served: bool
 
     @property
@@ -143,7 +143,7 @@ def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) ->
     if served or len(prompts) < 2:  # arms of a server are no sample of one thing: their bounds are told beside them
         return Samples(prompts, (), served)
     rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
-    return Samples(prompts, tuple(overall(by_impl, rounds, subject_unit(plan))), served)
+    return Samples(prompts, tuple(prompt_sets(by_impl, rounds, subject_unit(plan))), served)
 
 
 def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
@@ -162,7 +162,7 @@ def _overall(told: Samples, number: int) -> list[Block]:
         f"{o.parted_tokens:,}; {plural(o.n, 'completion')} in {plural(o.rounds, 'round')}"
         for o in parts
     )
-    rows: dict[str, Callable[[Overall], str]] = {
+    rows: dict[str, Callable[[PromptSet], str]] = {
         f"{unit}s": lambda o: text.counted(o.prompts),
         "completions (failed), rounds": lambda o: f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
         f"{unit}s whose logprob traces part": _traces_text,
@@ -193,7 +193,7 @@ def _share(value: float | None) -> str:
     return "–" if value is None else percent(value)
 
 
-def _traces_text(o: Overall) -> str:
+def _traces_text(o: PromptSet) -> str:
     counts = f"{o.parted_traces:,} of {o.prompts:,}"
     if o.bound_completions is not None:
         rounds = "" if o.bound_rounds is None else f"below {percent(o.bound_rounds, 'up')} of rounds, "
@@ -204,7 +204,7 @@ def _traces_text(o: Overall) -> str:
     return f"{counts} (95% {percent_range(o.share_low, o.share_high)} of {o.unit}s drawn like these, under such loads)"
 
 
-def _curve_text(o: Overall) -> str:
+def _curve_text(o: PromptSet) -> str:
     """ "100% at token 0, 88.0% (80.1% to 93.0%) from token 17"; steps evenly chosen."""
     steps = list(o.curve)
     if len(steps) < 2:
@@ -219,7 +219,7 @@ def _step_text(s: SurvivalStep) -> str:
     return f"{percent(s.survival)} from token {s.time} on ({span})"
 
 
-def _comparison(first: Overall, second: Overall) -> list[str]:
+def _comparison(first: PromptSet, second: PromptSet) -> list[str]:
     """Stock against invariant: one sentence for each question."""
     c = compared(first, second)
     if c.prompts < 2:
@@ -238,7 +238,7 @@ def _p(p: float) -> str:
     return "1" if p >= 1.0 else f"{p:.2g}" if p >= 1e-300 else "below 1e-300"
 
 
-def _prompts(parts: Sequence[Overall]) -> list[Block]:
+def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
     """A row for each prompt: those that part most come first, then by number."""
     by_prompt: dict[int, list[SampleSummary]] = {}
     for prompt, s in (entry for o in parts for entry in o.summaries.items()):

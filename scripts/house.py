@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 2260,
+    "bench": 2250,
     "certify": 1060,
     "commands": 950,
     "core": 6400,
     "diagnose": 1100,
     "embedded": 10,
-    "endpoint": 3270,
+    "endpoint": 3250,
     "export": 520,
     "kernels": 15720,
     "nondet": 1680,

@@ -247,11 +247,6 @@ class OverRanks:
         except RankError as error:
             raise UserError(f"{source} could not be put on {world} ranks: {error}", "Use fewer --ranks.") from error
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, by rank; empty once they have ended."""
-        return self._group.pids if self._group is not None else []
-
     @contextmanager
     def stand(self, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Serve]:
         """See `warm_engines`. Raises RankError: a rank failed, died or hung, there or in a wave."""

@@ -147,7 +147,7 @@ RIVALS: dict[str, Rival] = {
 }
 
 
-def found_rivals() -> dict[str, str]:
+def installed_rivals() -> dict[str, str]:
     """Installed rivals with their versions ("unknown" where the package does not tell). Imports none of them."""
     found = {}
     for name, rival in RIVALS.items():

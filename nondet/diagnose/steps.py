@@ -530,7 +530,7 @@ class Diagnoser:
 
     def _axes(self, so_far: Run) -> Step:
         counts, late = [], []
-        for axis in self._asked_axes(so_far):
+        for axis in self._thinned_axes(so_far):
             record = next((a for a in so_far.axes if (a.impl, a.axis) == (STOCK, axis.name)), None)
             if record is None:
                 less = self._budget.lacks(axis.name, self._effort(so_far).axis_s(len(axis.trials)))
@@ -580,7 +580,8 @@ class Diagnoser:
         effort = effort.least_cure if less else effort
         self._collect(INVARIANT, self.plan.rounds[: 1 if again else effort.rounds])
         self._warm |= {STOCK, INVARIANT}
-        axes = thinned(self._asked_axes(so_far), effort.every) if less else self._asked_axes(so_far)  # made under stock
+        axes = self._thinned_axes(so_far)  # made under stock
+        axes = thinned(axes, effort.every) if less else axes
         with implementation(INVARIANT):
             alone = self._alone().outcomes[0]
             parted = {a.axis for a in so_far.axes if a.impl == STOCK and a.traces}
@@ -617,7 +618,7 @@ class Diagnoser:
     def _effort(self, so_far: Run) -> Effort:
         return effort_of(so_far, len(self.plan.rounds))
 
-    def _asked_axes(self, so_far: Run) -> list[RequestAxis]:
+    def _thinned_axes(self, so_far: Run) -> list[RequestAxis]:
         return thinned(self._all_axes, self._effort(so_far).every)
 
     def _known(self, number: int | None) -> Session:

@@ -158,7 +158,6 @@ class HttpClient:
     Attributes:
         protocol: The format in use, a key of `FORMATS`; set on entry, like the following.
         server: What the server seems to be, with its version where it says one.
-        evidence: How that was found out, a line each.
     """
 
     def __init__(self, transport: Transport, *, model: str | None, protocol: str, stream: bool) -> None:
@@ -172,7 +171,6 @@ class HttpClient:
         self.protocol = protocol
         self.model = model or ""
         self.server = ""
-        self.evidence: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"
@@ -290,11 +288,8 @@ class HttpClient:
             if failure.kind in ("http-401", "http-403"):
                 hint = "Put the key into NONDET_API_KEY, or name its variable with --key-env."
                 raise UserError(f"the server at {self.url} refuses: {reason}", hint) from None
-            listed, owners, self.evidence = [], [], (f"/v1/models: {self._transport.reason(failure.reason, 80)}",)
-        else:
-            owners = [self._transport.key.reason(model.owned_by or "", 40) for model in listed]
-            owner = f", owned by {owners[0]}" if any(owners[:1]) else ""
-            self.evidence = (f"/v1/models lists {len(listed)}{owner}",)
+            listed = []
+        owners = [self._transport.key.reason(model.owned_by or "", 40) for model in listed]
         self.server = await self._known_page([_OWNERS[owner] for owner in owners if owner in _OWNERS])
         name = self.server.partition(" ")[0]
         if self.protocol == "auto":
@@ -313,25 +308,19 @@ class HttpClient:
                 version = self._transport.key.reason(read(page.get(version_key) or "", str), 40)
             except AttemptError:
                 continue
-            whole = f"{server} {version}".rstrip()
-            self.evidence += (f"{path} is there: {whole}",)
-            return whole
-        self.evidence += (f"the models' owner names {named[0]}" if named else "no page that a known server has",)
+            return f"{server} {version}".rstrip()
         return named[0] if named else ""
 
     async def _openai(self, owners: list[str]) -> str:
         """Chat, or whether a server has /v1/completions: an empty request is refused there, but not as unknown."""
         if _OPENAI & set(owners):
-            self.evidence += ("the models' owner is OpenAI, whose models chat",)
             return "openai-chat"
         try:
             async with self._transport.exchange("POST", "/v1/completions", {}, within_s=self._limits.page_s):
                 pass
         except AttemptError as failure:
             if failure.kind in ("http-404", "http-405", "http-501"):
-                self.evidence += (f"/v1/completions is not there (HTTP {failure.kind[5:]})",)
                 return "openai-chat"
-        self.evidence += ("/v1/completions is there",)
         return "openai"
 
     def _one_of(self, listed: list[str], strict: bool) -> str:

@@ -41,7 +41,7 @@ _CHANCE = 0.001
 
 
 @dataclass(frozen=True)
-class Checked:
+class ContractResult:
     """What the contract's first answer tells of the server, and the answers to all questions.
 
     Attributes:
@@ -71,16 +71,16 @@ class Contract:
     listed: list[str]
     number: int = 0
 
-    async def check(self, known: Collection[str] = ()) -> Checked:
+    async def check(self, known: Collection[str] = ()) -> ContractResult:
         """Ask all questions; where all have an answer already, only two requests go out."""
         met = all(q in known for q in QUESTIONS)
         once = await self.ask()
         if not once.ok:
-            return Checked(once, KnownBy.TEXT, False, ())
+            return ContractResult(once, KnownBy.TEXT, False, ())
         again = await self.ask()
         known_by = max(once.known_by, again.known_by if again.ok else once.known_by, key=list(KnownBy).index)
         if met:
-            return Checked(once, known_by, bool(once.logprobs), ())
+            return ContractResult(once, known_by, bool(once.logprobs), ())
         answers = [
             self._listed(),
             self._known(once, known_by),
@@ -98,7 +98,7 @@ class Contract:
             ),
             self._cache_counted(again),
         ]
-        return Checked(once, known_by, bool(once.logprobs), tuple(answers))
+        return ContractResult(once, known_by, bool(once.logprobs), tuple(answers))
 
     async def ask(self, temperature: float = 0.0, seed: int | None = None, max_tokens: int = _TOKENS) -> Answer:
         """One short request."""

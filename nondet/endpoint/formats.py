@@ -355,7 +355,7 @@ class Completions(Format):
             temperature=ask.temperature,
             top_p=ask.top_p if ask.temperature else None,  # defaults may come from the model's own configuration
             seed=ask.seed,
-            **self._asked(ask),
+            **self._prompt_fields(ask),
         )
 
     def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
@@ -378,7 +378,7 @@ class Completions(Format):
         parts.finish = choice.finish_reason or parts.finish
         self._take_choice(choice, parts, streamed)
 
-    def _asked(self, ask: Ask) -> dict[str, Any]:
+    def _prompt_fields(self, ask: Ask) -> dict[str, Any]:
         return {"prompt": ask.prompt, "logprobs": ask.top_logprobs or None}
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
@@ -399,7 +399,7 @@ class Chat(Completions):
 
     path = "/v1/chat/completions"
 
-    def _asked(self, ask: Ask) -> dict[str, Any]:
+    def _prompt_fields(self, ask: Ask) -> dict[str, Any]:
         logprobs = {"logprobs": True, "top_logprobs": ask.top_logprobs} if ask.top_logprobs else {}
         return {"messages": [{"role": "user", "content": ask.prompt}], **logprobs}
 

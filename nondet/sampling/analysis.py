@@ -808,7 +808,7 @@ def guilty(summaries: Sequence[SampleSummary]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Overall:
+class PromptSet:
     """The prompts of one implementation.
 
     Attributes:
@@ -869,7 +869,7 @@ class Comparison:
     log_rank: LogRank
 
 
-def overall(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[Overall]:
+def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
     """One for each implementation, in the order of the summaries.
 
     Args:
@@ -879,10 +879,10 @@ def overall(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit:
     by_impl: dict[str, dict[int, SampleSummary]] = {}
     for s in summaries:
         by_impl.setdefault(s.impl, {})[s.prompt] = s
-    return [_overall(impl, members, rounds.get(impl, 0), unit) for impl, members in by_impl.items()]
+    return [_prompt_set(impl, members, rounds.get(impl, 0), unit) for impl, members in by_impl.items()]
 
 
-def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> Overall:
+def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> PromptSet:
     parted = sum(s.distinct_traces > 1 for s in members.values())
     n = sum(s.n for s in members.values())
     comparisons = sum(max(0, s.n - 1) for s in members.values())  # a prompt's first is what its others are held against
@@ -899,7 +899,7 @@ def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit:
     for s in members.values():
         held.update({number: len(lengths) for number, lengths in s.held_rounds.items()})
     effect = n * max(held.values()) / held.total() if held else math.inf
-    return Overall(
+    return PromptSet(
         impl=impl,
         parted_traces=parted,
         parted_tokens=sum(s.distinct_completions > 1 for s in members.values()),
@@ -919,7 +919,7 @@ def _overall(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit:
     )
 
 
-def compared(first: Overall, second: Overall) -> Comparison:
+def compared(first: PromptSet, second: PromptSet) -> Comparison:
     """The first against the second, on the prompts that both have."""
     both = [(first.summaries[p], second.summaries[p]) for p in first.summaries if p in second.summaries]
     only_first = sum(a.distinct_completions > 1 >= b.distinct_completions for a, b in both)

@@ -176,7 +176,7 @@ def _digest_of_weights(model: Any) -> str:
 def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, Any]) -> Played:
     """One session of the engine on this rank, under `impl`; `options` as of `nondet.sampling.engine.run_session`."""
     model = _model if impl == RANK_FREE else None  # weights are packed where there are no ranks alone
-    with failures_told():
+    with report_failures():
         played = _played(impl, model, lambda: run_session(_model, requests, load, **options))
     return played if dist.get_rank() == 0 else replace(played, session=None)
 
@@ -219,7 +219,7 @@ def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None
     """In a rank: set an engine up for each implementation; those that stood before are ended."""
     global _serve
     leave()
-    _stack.enter_context(failures_told())
+    _stack.enter_context(report_failures())
     _serve = _stack.enter_context(warm_engines(_model, requests, load, impls))
 
 
@@ -253,7 +253,7 @@ def give_back() -> None:
 
 
 @contextmanager
-def failures_told() -> Iterator[None]:
+def report_failures() -> Iterator[None]:
     """Tell of what ends the engine's thread before the engine looks for the other ranks.
 
     It waits for them to end their step first, and a step that waits for this rank never ends.

@@ -227,7 +227,7 @@ def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([first.values, second.values], -1), torch.cat([first.indices, second.indices], -1)
 
 
-def logits_asked_for(kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
+def requested_logits(kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
     """[rows, vocabulary]: a model without logits_to_keep gives a row for every query token."""
     logits: torch.Tensor = output.logits[0]
     wanted = kwargs["logits_indices"]
@@ -275,7 +275,7 @@ class TopRing:
 
     def hook(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook of the model; see `write`."""
-        self.write(logits_asked_for(kwargs, output))
+        self.write(requested_logits(kwargs, output))
 
 
 # Whether the engine serves a model: every layer has to keep its keys in the paged cache, once a step.
@@ -435,7 +435,7 @@ class SessionLog:
     def record_logits(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: keep the two largest logits of each row. Reads only, so no bit of the model's changes."""
         # one row for each request of the batch; those past the requests that get a token are filler
-        self.keep_tops(logits_asked_for(kwargs, output)[: len(self.rows[-1])])
+        self.keep_tops(requested_logits(kwargs, output)[: len(self.rows[-1])])
 
     def keep_tops(self, logits: torch.Tensor) -> None:
         """Keep the two largest of each row of the step, [rows, vocabulary], in the order of `rows`."""

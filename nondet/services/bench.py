@@ -260,7 +260,7 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     from nondet.bench.cells import parse_sizes, plan_cases, stopwatch_for
     from nondet.bench.collect import collect, implementations_of, planned_keys
     from nondet.bench.ranks import collect_ranks, ranks_keys
-    from nondet.bench.rivals import found_rivals
+    from nondet.bench.rivals import installed_rivals
     from nondet.core.operator import BenchSizes
 
     target = pick_device(request.device, request.threads or torch.get_num_threads())
@@ -269,7 +269,7 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     ranks_cases = _over_ranks(over_ranks, request.ranks, target, request.dtype, sizes)
     alone = [name for name in operators if name not in RANK_OPERATORS]
     cases = plan_cases(alone, sizes, target, tuple(request.dtype) if request.dtype else None) if alone else []
-    rivals = found_rivals()
+    rivals = installed_rivals()
     wanted = request.impl or ["stock", "invariant", *rivals]
     rank_impls = request.impl or ["stock", "invariant", "rank-free"]
     impls = {

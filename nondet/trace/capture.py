@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from nondet.core.compare import row_hashes
 from nondet.errors import UserError
 from nondet.sampling.plan import Span, StepLog
-from nondet.sampling.schedule import logits_asked_for
+from nondet.sampling.schedule import requested_logits
 
 # What the fine pass keeps of one step: the calls in one region of the model, with their tensors, in the order of time.
 #
@@ -266,7 +266,7 @@ class CoarseCapture:
     def _end(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         names = [name for name, _ in self._step]
         parts = [*(h for _, h in self._step), self._positions[0].to(torch.int64)]
-        parts.append(row_hashes(logits_asked_for(kwargs, output)))
+        parts.append(row_hashes(requested_logits(kwargs, output)))
         parts += [x.to(torch.int64) for x in self._indices or ()]
         pieces = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([len(p) for p in parts])[:-1])
         self.names = self.names or names

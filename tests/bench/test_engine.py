@@ -328,7 +328,7 @@ def test_a_dead_rank_is_an_error_of_its_load_and_the_next_asks_for_new_ranks(
         raise RankError("no more ranks in a test")
 
     assert kept._group is not None
-    before = kept.pids
+    before = kept._group.pids
     kept._group.ask(f"{TASKS}:die", 1)
     monkeypatch.setattr(kept, "_start", no_more)
     cells, rows = _split(list(engine.collect_engine(_cases(2, 3), IMPLS[:2], "cpu", 0, 1)))

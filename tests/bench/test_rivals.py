@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nondet.bench.collect import implementations_of
-from nondet.bench.rivals import RIVALS, found_rivals, rival_call
+from nondet.bench.rivals import RIVALS, installed_rivals, rival_call
 from nondet.errors import UserError
 from nondet.kernels import reference
 
@@ -81,7 +81,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_is_found_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without rivals times stock and ours; asking for one by name is the user's error."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert found_rivals() == {}
+    assert installed_rivals() == {}
     assert implementations_of("linear", ["stock", "invariant"], "cuda", []) == ["stock", "invariant"]
     with pytest.raises(UserError, match="flash_attn is not installed"):
         implementations_of("attention", ["flash-attn"], "cuda", [])
@@ -90,7 +90,7 @@ def test_nothing_is_found_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> N
 def test_looking_imports_nothing(installed: Path) -> None:
     """A library that takes seconds to import, or fails to, costs nothing until it is timed."""
     (installed / "vllm" / "__init__.py").write_text("raise RuntimeError('no driver')", encoding="utf-8")
-    found = found_rivals()
+    found = installed_rivals()
     assert set(found) == set(RIVALS)
     assert "vllm" not in sys.modules
     with pytest.raises(RuntimeError, match="no driver"):
@@ -104,7 +104,7 @@ def test_a_broken_package_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError(f"{name}.__spec__ is None")
 
     monkeypatch.setattr("importlib.util.find_spec", broken)
-    assert found_rivals() == {}
+    assert installed_rivals() == {}
 
 
 @pytest.mark.usefixtures("installed")

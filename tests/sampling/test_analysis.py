@@ -34,7 +34,7 @@ from nondet.sampling.analysis import (
     coverage_text,
     diagnosed_cost,
     guilty,
-    overall,
+    prompt_sets,
     ratio_text,
     speed_ratio,
     speed_ratio_of,
@@ -226,14 +226,14 @@ def test_k3_goes_over_the_tokens_that_are_shared() -> None:
 def test_overall_figures() -> None:
     """Kaplan-Meier counts equal texts as censored at their end, and every prompt is compared with itself."""
     s = summary_of((A, 8), (B, 2))
-    (both,) = overall([replace(s, prompt=i) for i in range(3)], {"stock": 4})
+    (both,) = prompt_sets([replace(s, prompt=i) for i in range(3)], {"stock": 4})
     assert (both.prompts, both.parted_tokens, both.n, both.rounds) == (3, 3, 30, 4)
     assert both.curve[-1].survival == pytest.approx(24 / 30)
     assert both.bound_rounds is None
     assert both.effect == math.inf
     assert (both.curve[-1].low, both.curve[-1].high) == (0.0, 1.0)  # one round: no interval
     clean = replace(summary_of((A, 8), impl="invariant"), held_rounds=dict.fromkeys(range(1, 5), (4, 4)))
-    stock, invariant = overall([s, clean], {"stock": 4, "invariant": 4})
+    stock, invariant = prompt_sets([s, clean], {"stock": 4, "invariant": 4})
     assert invariant.bound_rounds == pytest.approx(1 - 0.05 ** (1 / 4))
     assert invariant.bound_completions == pytest.approx(1 - 0.05 ** (1 / 7))
     pair = compared(stock, invariant)
@@ -241,7 +241,7 @@ def test_overall_figures() -> None:
     assert pair.permutation == 1.0  # a single prompt says nothing of prompts
     assert (pair.log_rank.observed, pair.log_rank.p) == (2, 1.0)
     again = replace(s, held_rounds={1: (4, 4, 2), 2: (4, 2)})
-    (twice,) = overall([again, replace(again, prompt=1)], {"stock": 3})
+    (twice,) = prompt_sets([again, replace(again, prompt=1)], {"stock": 3})
     assert twice.effect == pytest.approx(20 * 6 / 10)  # the largest round, of both prompts, is one trial
     assert s.agree.low == pytest.approx(1 - s.rate.high)
 
@@ -252,7 +252,7 @@ def test_a_round_in_which_nothing_was_compared_is_in_no_bound() -> None:
     run.completions[1] = msgspec.structs.replace(run.completions[1], round=1)
     s = summarize(run, traces, PIECES, "stock", 0)
     assert (s.held_rounds, summary_of((A, 2)).held_rounds) == ({1: (4,)}, {})
-    (both,) = overall([replace(s, prompt=i) for i in range(10)], {"stock": 2})
+    (both,) = prompt_sets([replace(s, prompt=i) for i in range(10)], {"stock": 2})
     assert both.bound_rounds == pytest.approx(0.95)
 
 
