@@ -61,7 +61,7 @@ _SERVER = (
     "--endpoint", "--model", "--prompt", "--prompt-file", "--prompts", "--protocol", "--key-env", "--ca-file",
     "--allow-plain-http", "--insecure", "--no-stream", "--temperature", "--top-k", "--top-p", "--seeds",
 )  # fmt: skip
-_PROBE = ("--dtype", "--inputs", "--k", "--n", *_MACHINE)
+_PROBE = ("--dtype", "--inputs", "--k", "--n", "--preset", "--model", *_MACHINE)
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of a model and a prompt
 # Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
 _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
@@ -110,13 +110,20 @@ class Step(NamedTuple):
     known: bool = True
     command: str = ""
 
+    @property
+    def question(self) -> str:
+        """Which of `_WHY` its command answers."""
+        return "cost" if self.command.startswith("nondet bench") else self.label
+
 
 def chain(report: Report) -> tuple[Step, ...]:
     """Token, operator, kernel, cure; of servers, into which nobody looks, the token, its cause and what would tell."""
     if report.runs and all(r.endpoint is not None for r in report.runs):
         return _token(report), *endpoint_steps(report)
     if report.runs and all(r.run.embed_passes for r in report.runs):
-        return tuple(Step(*step) for step in embed_steps(report.runs[0].run))
+        run = report.runs[0].run
+        typed = f" {shlex.join(figures.own_options(run.header, _EMBED))}".rstrip()
+        return tuple(Step(label, text, known, more and more + typed) for label, text, known, more in embed_steps(run))
     return _token(report), _operator(report), _kernel(report), _cure(report)
 
 
@@ -253,9 +260,10 @@ def _of_drawn(report: Report) -> Step:
             return Step("operator", text)
         text = "not told: the engine's own draw parts texts whatever the logits; stock-seeded tells the two apart"
         drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
-        return Step(
-            "operator", text, False, f"nondet sample --impl stock-seeded --temperature {drawn['temperature']:g}"
-        )
+        command = _again(report, "sample", "--impl", "stock-seeded", names=_SAMPLE)
+        if "--temperature" not in command:  # of a run that no command line began
+            command += f" --temperature {drawn['temperature']:g}"
+        return Step("operator", text, False, command)
     return Step("operator", "nothing parted under one seed")
 
 
@@ -285,8 +293,12 @@ def trace_command(report: Report) -> str:
         if pair:
             requests = [word for name in pair for word in ("--request", name)]
             return shlex.join(["nondet", "trace", "--run", r.run.source, *requests])
-        prompt = ["--prompt", p.prompt_text] if model_of(r.run) else []
-        return _again(Report((r,)), "trace", *prompt, names=[n for n in _MODEL if not (prompt and "prompt" in n)])
+        words = ["--prompt", p.prompt_text] if model_of(r.run) else []
+        names = [n for n in _MODEL if not (words and "prompt" in n)]
+        words += ["--impl", s.impl] if s.impl != "stock" and not is_drawn(r) else []
+        if not any("graphs=on" in word for word in figures.typed_words(r.run.header)):  # no trace sees into a graph
+            names.append("--load")
+        return _again(Report((r,)), "trace", *words, names=names)
     return _again(report, "trace")
 
 
@@ -358,7 +370,7 @@ def _probe_command(report: Report, probe: str) -> str:
     """The probe of what a trace of this report named, at the shapes met; else of the operators in question."""
     for r in report.runs:
         if any(c.call and c.family in PROBE_OF for c in culprits_of(r)):
-            return shlex.join(["nondet", "probe", "--from-trace", r.run.source])
+            return _again(Report((r,)), "probe", "--from-trace", r.run.source, names=_MACHINE)
     return _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *_MACHINE))
 
 
@@ -640,6 +652,16 @@ class _Ended:
         return self.run.run.header.command if len(self.report.runs) == 1 else ""
 
     @property
+    def encoded(self) -> bool:
+        """Whether all runs are of encoders."""
+        return all(r.run.embed_passes for r in self.report.runs)
+
+    @property
+    def page(self) -> str:
+        """The report that shows all of the first run."""
+        return shlex.join(["nondet", "report", one_line(self.run.run.source, 200), "--out", "report.html"])
+
+    @property
     def diverged(self) -> bool:
         """Whether something did."""
         return self.affected == "yes"
@@ -664,6 +686,10 @@ class _Ended:
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
         return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
 
+    def typed(self, names: Collection[str]) -> list[str]:
+        """Of these options those of the first run."""
+        return figures.own_options(self.run.run.header, names)
+
     def again(self, *words: str, names: Collection[str] = _SAMPLE) -> str:
         """A command with this run's own model, prompt and machine."""
         return _again(self.report, *words, names=names)
@@ -673,49 +699,41 @@ def _served(e: _Ended) -> bool:
     return bool(e.report.runs) and all(r.endpoint is not None for r in e.report.runs)
 
 
-def _named(e: _Ended) -> Culprit | None:
-    return next((c for c in culprits_of(e.run) if c.call), None)
-
-
 def _after_trace(e: _Ended) -> tuple[str, str]:
     """The probe of what it named, at the shapes met, else the replacement; without a name, or clean, a sample."""
-    culprit, families = _named(e), next((v.families for v in e.run.run.trace_verdicts if v.families), None)
+    culprit = next((c for c in culprits_of(e.run) if c.call), None)
+    families = next((v.families for v in e.run.run.trace_verdicts if v.families), None)
     snippet = f"nondet.batch_invariant({families!r})" if families else ""
     if culprit is not None and culprit.family in PROBE_OF:
         then = f"; {snippet} replaces it" if snippet else ""
         source = one_line(e.run.run.source, 200)
-        return shlex.join(
-            ["nondet", "probe", "--from-trace", source]
-        ), f"tests that operator by itself, at these shapes{then}"
+        command = e.again("probe", "--from-trace", source, names=_MACHINE)
+        return command, f"tests that operator by itself, at these shapes{then}"
     if snippet:
         return f"with {snippet}: ...", "in Python: replaces what diverged in this trace"
     return e.again("sample", "--impl", "both"), _WHY["token"]
 
 
-def _probe_of(row: Row) -> list[str]:
-    """The probe of a user's function in the place of an operator."""
-    return ["nondet", "probe", row.probe, "--impl", f"{row.operator}={row.impl.partition('=')[2] or row.impl}"]
-
-
 def _of_own(e: _Ended) -> tuple[str, str]:
     """The smallest question that shows what was found of a user's function; of a clean one the longer sweep."""
     bad = [row for row in e.own if row.wrong] or [row for row in e.own if row.parted]
-    if bad:
-        row = bad[0] if bad[0].wrong else clearest(bad)
-        sizes = [word for flag, size in figures.sizes(row) for word in (f"--{flag}", str(size))]
-        words = ["--dtype", row.dtype, *sizes, *(["--inputs", row.inputs] if row.inputs != "linspace" else [])]
-        return shlex.join(
-            [*_probe_of(row), *words]
-        ), f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
-    source = one_line(e.run.run.source, 200)
-    if e.command == "probe" and not e.run.run.header.plan.get("full"):
-        command = shlex.join([*_probe_of(e.own[0]), "--full", *figures.own_options(e.run.run.header, _PROBE)])
-        return command, "tests it at batch sizes up to 4,096"
-    return shlex.join(["nondet", "report", source, "--out", "report.html"]), "shows every case with its batch sizes"
+    row = bad[0] if bad and bad[0].wrong else clearest(bad or e.own)
+    target = row.impl.rpartition("=")[2]
+    words = figures.probe_of_mine(row, target)
+    if bad and row.probe != "check" and "<" not in target and not target.startswith("__main__"):  # --impl can name it
+        why = f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
+        return shlex.join([*words, *e.typed(_MACHINE)]), why
+    if not bad and e.command == "probe" and not e.run.run.header.plan.get("full"):
+        return shlex.join([*words[:5], "--full", *e.typed(_PROBE)]), "tests it at batch sizes up to 4,096"
+    return e.page, "shows every case with its batch sizes"
 
 
-def _encoded(e: _Ended, command: str) -> str:
-    return shlex.join([*shlex.split(command), *figures.own_options(e.run.run.header, _EMBED)])
+def _of_bench(e: _Ended) -> tuple[str, str]:
+    """A model that was timed, or where operators were, the embedded one."""
+    typed = e.typed(["--models"])
+    model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
+    words = ["--model", model] if model != "embedded" else []
+    return e.again("sample", "--impl", "both", *words, names=_MACHINE), _WHY["token"]
 
 
 # Each finding by its command -> what to run next, and what that shows: the first line that holds. Failures come first.
@@ -735,39 +753,39 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
     (lambda e: e.own, _of_own),
     (
         lambda e: e.command == "certify",
+        lambda e: (e.page, "shows at which sizes each kernel has the bits of its class"),
+    ),
+    (lambda e: e.command == "bench", _of_bench),
+    (
+        lambda e: e.command == "probe" and not e.asked,
         lambda e: (
-            shlex.join(["nondet", "report", one_line(e.run.run.source, 200), "--out", "report.html"]),
-            "shows at which sizes each kernel has the bits of its class",
+            e.again("probe", "all", names=_MACHINE),
+            "tests the library's own operators; these cases only demonstrate a cause",
         ),
     ),
     (
-        lambda e: e.command == "embed" and e.missing,
-        lambda e: (_encoded(e, e.missing.command), _WHY[e.missing.label]) if e.missing else ("", ""),
-    ),
-    (
-        lambda e: e.command == "embed",
-        lambda e: (e.again("embed", "--dtype", "bfloat16", names=_EMBED), "compares vectors in a coarser dtype"),
-    ),
-    (
-        lambda e: e.command == "bench",
-        lambda e: (e.again("sample", "--impl", "both", names=("--device", "--threads")), _WHY["token"]),
-    ),
-    (
-        lambda e: e.command == "probe" and not e.asked,
-        lambda e: ("nondet probe all", "tests the library's own operators; these cases only demonstrate a cause"),
-    ),
-    (
         lambda e: e.missing,
-        lambda e: (e.missing.command, _WHY[_question(e.missing)]) if e.missing else ("", ""),
+        lambda e: (e.missing.command, _WHY[e.missing.question]) if e.missing else ("", ""),
+    ),
+    (
+        lambda e: e.encoded and not e.diverged,
+        lambda e: (
+            e.again("embed", "--batch", "128", names=[name for name in _EMBED if name != "--batch"]),
+            "compares vectors in larger batches",
+        ),
+    ),
+    (
+        lambda e: e.encoded and cure_refuted(e.report),
+        lambda e: (e.again("certify", "all", names=_MACHINE), "tests the batch-invariant kernels on this machine"),
     ),
     (
         lambda e: e.diverged and cure_refuted(e.report),
-        lambda e: (f"{trace_command(e.report)} --impl invariant", "names the operator that diverges under it, too"),
+        lambda e: (_again(e.report, "trace", "--impl", "invariant"), "names the operator that diverges under it, too"),
     ),
     (
         lambda e: e.diverged,
         lambda e: (
-            "nondet certify all",
+            e.again("certify", "all", names=_MACHINE),
             "proves the batch-invariant kernels on this machine; then wrap the model in nondet.batch_invariant()",
         ),
     ),
@@ -780,11 +798,6 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
     ),
     (lambda e: True, lambda e: (e.again("sample"), _WHY["token"])),
 )  # fmt: skip
-
-
-def _question(step: Step) -> str:
-    """Which of `_WHY` the command of a line answers."""
-    return "cost" if step.label == "cure" and step.command.startswith("nondet bench") else step.label
 
 
 def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, str]:
@@ -807,7 +820,7 @@ def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str
     why = f"again, once {which} is mended: {problem.name}: {problem.reason}"
     if "memory" in problem.reason.lower():
         why += " (ask for smaller sizes, or free memory)"
-    return one_line(shlex.join(["nondet", *words]), 200), one_line(why, 320)
+    return shlex.join(["nondet", *words]), one_line(why, 320)
 
 
 def _picture(report: Report) -> Figure | None:

@@ -181,6 +181,15 @@ def sizes(row: Row) -> list[tuple[str, int]]:
     return [(flag, size) for flag, size in sizes if size]
 
 
+def probe_of_mine(row: Row, target: str) -> list[str]:
+    """The probe that puts a function in an operator's place and asks the question of a row again."""
+    words = ["nondet", "probe", row.probe, "--impl", f"{row.operator}={target}", "--dtype", row.dtype]
+    if row.inputs == "linspace":  # a probe's one case, at its own sizes
+        return words
+    words += [word for flag, size in sizes(row) for word in (f"--{flag}", str(size))]
+    return words if row.inputs == "ones" else [*words, "--inputs", row.inputs]  # no word of --inputs
+
+
 def run_rate(row: Row) -> str:
     """How often repeated calls gave other bits than the commonest, with the interval; empty for a sweep.
 

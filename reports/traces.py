@@ -262,7 +262,7 @@ def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
         if worst.parted:
             cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
             text = f"replacing {', '.join(cures)} alone removed it" if cures else "which operator is not known"
-            steps.append(("operator", text, bool(cures), "" if cures else command))
+            steps.append(("operator", text, bool(cures), "" if parts else command))
     if cured:
         steps.append(("cure", f"invariant: {_line(max(cured, key=lambda n: n.parted))}", True, ""))
     else:

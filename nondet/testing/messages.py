@@ -15,9 +15,9 @@ import torch
 from nondet.core.compare import difference, same
 from nondet.core.records import Difference, Row, Run
 from nondet.errors import no_commands, one_line
-from nondet.probes.functions import name_of, probe_of
+from nondet.probes.functions import name_of
 from nondet.reports.classes import axis_name, classes, letter
-from nondet.reports.text import apart_text, shape_text, sizes
+from nondet.reports.text import apart_text, probe_of_mine, shape_text
 from nondet.verdict.findings import plural
 from nondet.verdict.gate import judge
 from nondet.verdict.wording import Reason, reason, words
@@ -171,11 +171,7 @@ def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
     module = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     if "<" in target or "." in target.partition(":")[2] or target.startswith("__main__"):
         lead, target = "with the function at the top of a module, ", "package.module:function"
-    words = ["nondet", "probe", probe_of(row.operator), "--impl", f"{row.operator}={target}", "--dtype", row.dtype]
-    words += [word for flag, size in sizes(row) for word in (f"--{flag}", str(size))]
-    if row.inputs != "linspace":
-        words += ["--inputs", row.inputs]
-    command = " ".join(shlex.quote(word) for word in words)
+    command = shlex.join(probe_of_mine(row, target))
     if not lead and module is not None:
         folder = Path(module).resolve().parents[target.partition(":")[0].count(".")]
         if folder != Path.cwd():

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shlex
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
+import typer.main
 
-from nondet.core.records import AxisValue, Run, Step, Tape, TraceVerdict
-from nondet.core.registry import PROBES
+from nondet import cli
+from nondet.core.records import AxisValue, Completion, Run, Step, Tape, TraceVerdict
+from nondet.core.registry import PROBES, load_object, load_probe, operators
+from nondet.core.runfile import read_run
 from nondet.kernels.dispatch.operators import FAMILIES
+from nondet.probes.base import Options
+from nondet.probes.runner import Job
 from nondet.reports.axes import AxesTable, AxisCell, AxisLine
 from nondet.reports.content import Report, build, headline
-from nondet.reports.first_screen import PROBE_OF, chain, first_screen
+from nondet.reports.first_screen import _NEXT, PROBE_OF, _Ended, chain, first_screen
 from nondet.reports.first_screen import Step as Link
+from nondet.reports.text import probe_of_mine
 from nondet.reports.traces import story, story_headline
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import AxisTally, ValueTally
@@ -457,3 +464,118 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
             branches = [b for s in report.runs[0].samples[0].summaries for f in s.forks for b in f.branches]
             assert [b.margin_min is not None for b in branches] == [margins] * len(branches)
             assert bool(branches) == ("invariant" not in impls)
+
+
+# What is shown next can be typed: the real command line takes it, and the service's own checks do.
+
+
+def accepted(command: str) -> None:
+    """Parse as `nondet` would, and make the request of a service; nothing is measured."""
+    program, name, *rest = shlex.split(command)
+    assert program == "nondet"
+    parsed = typer.main.get_command(cli.application(name)).commands[name].make_context(name, rest)  # type: ignore[attr-defined]
+    target = load_object(cli._COMMANDS[name][0])
+    if target.__module__.startswith("nondet.services."):
+        request = get_type_hints(target)["request"]
+        given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
+        values = {
+            f.name: parsed.params[f.name] for f in fields(request) if parsed.params.get(f.name) not in (None, [], ())
+        }
+        request(**values, given=frozenset(given))
+
+
+def place_of(*runs: Run) -> int:
+    """Of the row of the table that a report comes to."""
+    report = build(list(runs))
+    screen = first_screen(report)
+    assert screen is not None
+    ended = _Ended(report, screen.affected, screen.steps)
+    return next(place for place, (holds, _) in enumerate(_NEXT) if holds(ended))
+
+
+def kept(name: str) -> Run:
+    return read_run(Path(__file__).parents[2] / "docs" / "evidence" / name)
+
+
+def still(run: Run) -> Run:
+    """The run as if nothing had differed in it."""
+    first: dict[int, Completion] = {}
+    for place, c in enumerate(run.completions):
+        one = first.setdefault(c.prompt, c)
+        same = {"trace": one.trace, "tokens_digest": one.tokens_digest, "n_tokens": one.n_tokens, "finish": one.finish}
+        run.completions[place] = msgspec.structs.replace(c, **same)
+    run.neighbours[:] = [msgspec.structs.replace(n, parted=0, top1_changed=0, topk_changed=0) for n in run.neighbours]
+    alike = {"distinct": 1, "status": "identical", "difference": None}
+    run.rows[:] = [msgspec.structs.replace(r, labels=[0] * r.trials, class_sizes=[r.trials], **alike) for r in run.rows]
+    return run
+
+
+def under(run: Run, *impls: str) -> Run:
+    """An encoder's run as if each of these had done what stock did."""
+    for records in (run.neighbours, run.rows, run.embed_passes):
+        records[:] = [msgspec.structs.replace(r, impl=i) for r in records if r.impl == "stock" for i in impls]  # type: ignore[index]
+    return run
+
+
+def ends(tmp_path: Path) -> list[tuple[Run, ...]]:
+    """Reports that come to every row of the table."""
+    clean = six_rounds(sampled(tmp_path, variants=lambda impl, number: ((), 0), name="clean.jsonl"))
+    parting = sampled(tmp_path, variants=lambda _, number: stock_parts("stock", number), name="parting.jsonl")
+    cured = diagnosis(PARTED, **NAMED)
+    demonstration = row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)
+    refuted_too = under(kept("cpu-xeon/embed.jsonl"), "stock", "invariant", "invariant:matmul")
+    return [
+        (kept("servers/vllm-cpu/sample.jsonl.gz"),),
+        (still(kept("servers/vllm-cpu/sample.jsonl.gz")),),
+        (kept("cpu-xeon/trace.jsonl"),),
+        (by("probe", run_of(row([0, 1], **MINE))),),
+        (by("certify", run_of(row([0, 1], **MINE))),),
+        (kept("h200-x2/engine-2-ranks.jsonl"),),
+        (by("probe", run_of(demonstration), "float-sum"),),
+        (kept("cpu-xeon/embed.jsonl"),),
+        (still(kept("cpu-xeon/embed.jsonl")),),
+        (refuted_too,),
+        (run_of(*h200_sweep()), parting, cured),
+        (run_of(*h200_sweep()), six_rounds(sampled(tmp_path)), cured),
+        (clean,),
+    ]
+
+
+def test_every_row_of_the_table_is_a_command_that_can_be_typed(tmp_path: Path) -> None:
+    """Those of the chain as well, with this run's options; none is cut, and each row is come to but the last one."""
+    reports = ends(tmp_path)
+    assert [place_of(*runs) for runs in reports] == list(range(len(_NEXT) - 1))
+    for runs in reports:
+        screen = first_screen(build(list(runs)))
+        assert screen is not None
+        for command in (screen.command, *(step.command for step in screen.steps if step.command)):
+            accepted(command)
+    last = _NEXT[-1][1](_Ended(build([by("sample", reports[-1][0], "--model", "my model")]), "none observed", ()))[0]
+    assert last == "nondet sample --model 'my model'"
+    accepted(last)
+
+
+@pytest.mark.parametrize("probe", [name for name in PROBES if name != "all-reduce"])
+def test_a_case_of_a_users_function_can_be_asked_again(probe: str) -> None:
+    """Whatever the probe: its command names the operator, sizes and inputs, and its plan holds the case."""
+    asked = {}
+    for case in load_probe(probe).cases(Options(device="cpu")):
+        if case.impls is None and case.operator in operators():
+            asked.setdefault((case.operator, case.inputs, case.varied), case)
+    for case in asked.values():
+        head = Job(load_probe(probe), case, "torch:matmul", "cpu").head
+        words = probe_of_mine(head, "torch:matmul")
+        accepted(shlex.join(words))
+        given = dict(zip(words[5::2], words[6::2], strict=True))
+        sizes = {axis: int(given[f"--{axis}"]) for axis in "mkn" if f"--{axis}" in given}
+        kinds = (given["--inputs"],) if "--inputs" in given else None
+        names = [c.name for c in load_probe(probe).cases(Options("cpu", (case.dtype,), inputs=kinds, **sizes))]
+        assert case.name in names or probe == "attention"  # whose sizes are a model's
+
+
+def test_a_function_that_no_option_can_name_gets_the_page() -> None:
+    """One made in a notebook or in another function, and what `nondet.check` compared."""
+    for fields_ in ({"impl": "__main__:mine"}, {"impl": "m:make.<locals>.f"}, {"impl": "m:f", "probe": "check"}):
+        command = next_of(by("check", run_of(row([0, 1], **{**MINE, **fields_})))).partition("  ")[0]
+        assert command == "nondet report runs/probe.jsonl --out report.html"
+        accepted(command)
