@@ -36,7 +36,7 @@ BUDGET = {
     "nondet": 1680,
     "probes": 3670,
     "ranks": 590,
-    "reports": 5350,
+    "reports": 5370,
     "sampling": 6370,
     "services": 2480,
     "testing": 590,
