@@ -34,6 +34,7 @@ from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 from nondet.reports.content import build
 from nondet.sampling.analysis import SampleSummary
 
+Command = Callable[..., tuple[int, str, str]]  # a command's arguments -> its exit code, stdout and stderr
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -77,10 +77,19 @@ def _quick_interpreter() -> None:
     interpreter._patch_builtin = patch
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cheap_collections() -> None:
-    """transformers' engine collects garbage twice a session, over all that is loaded: here half a second each time."""
-    gc.freeze()
+_frozen: tuple[object, int] | None = None
+
+
+@pytest.fixture(autouse=True)
+def _cheap_collections(request: pytest.FixtureRequest) -> None:
+    """transformers' engine collects garbage twice a session, over all that is loaded: here half a second each time.
+
+    What is alive is set apart as a file of tests begins, and what a test imported late before the next one.
+    """
+    global _frozen
+    if _frozen != (now := (request.module, len(sys.modules))):
+        gc.freeze()
+        _frozen = now
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,8 @@ from nondet.services import options
 from nondet.services.probe import ProbeRequest, _as_operator, _probe_names
 from nondet.services.run import Output, Sink
 from nondet.services.sample import SampleRequest
+from tests.build import Command
 
-Run = Callable[..., tuple[int, str, str]]
 COMMANDS = typer.main.get_command(cli.application()).commands  # type: ignore[attr-defined] # a group, as there are several commands
 
 
@@ -94,7 +93,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("argv", "said"), WRONG, ids=[" ".join(a)[:60] for a, _ in WRONG])
-def test_bad_input_is_one_clear_line(run: Run, tmp_path: Path, argv: list[str], said: list[str]) -> None:
+def test_bad_input_is_one_clear_line(run: Command, tmp_path: Path, argv: list[str], said: list[str]) -> None:
     """Exit code 2, one line on stderr that quotes the value, nothing on stdout, no file left behind."""
     code, out, err = run(*argv)
     assert code == 2
@@ -107,7 +106,7 @@ def test_bad_input_is_one_clear_line(run: Run, tmp_path: Path, argv: list[str], 
 
 
 @needs_no_gpu
-def test_cuda_without_a_device_is_said_plainly(run: Run) -> None:
+def test_cuda_without_a_device_is_said_plainly(run: Command) -> None:
     """No silent fallback to the CPU."""
     for command in (["probe", "matmul"], ["sample"]):
         code, _, err = run(*command, "--device", "cuda")
@@ -149,7 +148,7 @@ def test_words_that_options_know_without_torch_are_those_of_their_tables() -> No
 @pytest.mark.parametrize(
     ("argv", "usage"), [("diff", "diff BEFORE AFTER"), ("diff a.jsonl", "diff BEFORE AFTER"), ("replay", "replay RUN")]
 )
-def test_a_missing_argument_names_them_all(run: Run, argv: str, usage: str) -> None:
+def test_a_missing_argument_names_them_all(run: Command, argv: str, usage: str) -> None:
     """And the command's own help."""
     _, _, err = run(*argv.split())
     assert "Missing argument" in err
@@ -180,7 +179,7 @@ def test_bad_input_that_shows_late_leaves_no_file(tmp_path: Path) -> None:
     assert theirs.read_text() == "kept"
 
 
-def test_names_that_try_to_act_on_the_terminal_are_disarmed(run: Run) -> None:
+def test_names_that_try_to_act_on_the_terminal_are_disarmed(run: Command) -> None:
     """An escape sequence in a name shows as text in the error line."""
     code, _, err = run("probe", "\x1b[31mmat\nmul")
     assert code == 2
@@ -188,7 +187,7 @@ def test_names_that_try_to_act_on_the_terminal_are_disarmed(run: Run) -> None:
     assert err.count("\n") == 1
 
 
-def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting processes is no part of the first look: it is left out of "all", said, and asked where it is named."""
     few = {name: registry.PROBES[name] for name in ("float-sum", "all-reduce")}
     monkeypatch.setattr("nondet.services.probe.PROBES", few)
@@ -205,7 +204,7 @@ def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Run, monkeypatch: py
     assert started == ["float-sum", "all-reduce"] * 2
 
 
-def test_a_probe_runs_from_the_command_line_and_resumes(run: Run) -> None:
+def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
     """The smallest real probe: rows on disk, paths on stderr, a second run refused, a resumed one free."""
     code, out, err = run("probe", "float-sum", "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
@@ -224,7 +223,7 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Run) -> None:
     assert read_run(Path("r.jsonl")).rows == rows
 
 
-def test_fail_on_divergent_gives_three(run: Run) -> None:
+def test_fail_on_divergent_gives_three(run: Command) -> None:
     """A divergence is a finding, a failure only where asked to be one; sums reordered on purpose are none."""
     small = ("probe", "pointwise", "--dtype", "float32", "--k", "256")
     parted = Status.DIVERGENT in {r.status for r in _rows(run, *small)}
@@ -235,7 +234,7 @@ def test_fail_on_divergent_gives_three(run: Run) -> None:
     assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 0
 
 
-def test_a_gate_does_not_open_on_nothing(run: Run) -> None:
+def test_a_gate_does_not_open_on_nothing(run: Command) -> None:
     """A run whose every case failed is an error, with --fail-on and without it, not a pass."""
     Path("broken.py").write_text("def softmax(x):\n    raise ValueError('broken')\n")
     command = ("probe", "softmax", "--impl", "broken:softmax", "--dtype", "float32")
@@ -248,7 +247,7 @@ def test_a_gate_does_not_open_on_nothing(run: Run) -> None:
     assert "can't be answered" in err
 
 
-def test_a_function_with_the_wrong_arguments_is_told_the_right_ones(run: Run, tmp_path: Path) -> None:
+def test_a_function_with_the_wrong_arguments_is_told_the_right_ones(run: Command, tmp_path: Path) -> None:
     """Before a run file is begun, with the operator's own signature; one that takes them by other names is fine."""
     Path("slip.py").write_text(
         "def softmax(x, dim, temperature):\n    return x\n\ndef fine(values, *, fast=True):\n    return values\n"
@@ -261,12 +260,12 @@ def test_a_function_with_the_wrong_arguments_is_told_the_right_ones(run: Run, tm
     assert registry.load_implementation("softmax", "slip:fine", "cpu").call(3) == 3
 
 
-def _rows(run: Run, *argv: str) -> list[Row]:
+def _rows(run: Command, *argv: str) -> list[Row]:
     assert run(*argv, "--out", "rows.jsonl")[0] == 0
     return read_run(Path("rows.jsonl")).rows
 
 
-def test_json_output_is_the_run(run: Run) -> None:
+def test_json_output_is_the_run(run: Command) -> None:
     """--json puts one JSON object a line on stdout, and nothing else there."""
     code, out, _ = run("probe", "float-sum", "--json")
     assert code == 0
@@ -283,7 +282,7 @@ def test_an_operator_s_name_means_its_probe() -> None:
     assert _as_operator(["linear"], ["my:linear"]) == ["my:linear"]
 
 
-def test_a_users_own_kernel_joins(run: Run, tmp_path: Path) -> None:
+def test_a_users_own_kernel_joins(run: Command, tmp_path: Path) -> None:
     """--impl module:function is found in the current directory, and judged like the others."""
     Path("mine.py").write_text(
         "def softmax(x):\n"
@@ -322,7 +321,7 @@ _ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.j
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_every_documented_form_of_a_users_function_is_asked(run: Run, argv: list[str], kept: str) -> None:
+def test_every_documented_form_of_a_users_function_is_asked(run: Command, argv: list[str], kept: str) -> None:
     """With the operator's name before it and without, in every command that takes one: it runs, and edits show."""
     Path("forms_mine.py").write_text(
         "def mean(x):\n    return x.mean(-1)\n\ndef linear(x, weight, bias=None):\n"
@@ -347,7 +346,7 @@ def test_every_documented_form_of_a_users_function_is_asked(run: Run, argv: list
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_function_that_nothing_asked_for_takes_is_refused(run: Run, argv: list[str], said: str) -> None:
+def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command, argv: list[str], said: str) -> None:
     """One line, and nothing is judged as what its user says it is not."""
     Path("forms_mine.py").write_text("def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n")
     code, out, err = run(*argv, *_ON_A_CPU)
@@ -356,7 +355,7 @@ def test_a_function_that_nothing_asked_for_takes_is_refused(run: Run, argv: list
     assert not Path("r.jsonl").exists()
 
 
-def test_reports_are_not_overwritten(run: Run) -> None:
+def test_reports_are_not_overwritten(run: Command) -> None:
     """A report that exists stays, unless --force says otherwise."""
     run("probe", "float-sum", "--out", "r.jsonl")
     Path("r.html").write_text("mine")
@@ -368,7 +367,7 @@ def test_reports_are_not_overwritten(run: Run) -> None:
     assert Path("r.html").read_text() != "mine"
 
 
-def test_a_side_file_alone_is_not_overwritten(run: Run) -> None:
+def test_a_side_file_alone_is_not_overwritten(run: Command) -> None:
     """The traces of a run that was moved away are somebody's data, too."""
     Path("a.traces.jsonl").write_text("kept", encoding="utf-8")
     code, _, err = run("sample", "--n", 2, "--out", "a.jsonl")
@@ -377,7 +376,7 @@ def test_a_side_file_alone_is_not_overwritten(run: Run) -> None:
     assert not Path("a.jsonl").exists()
 
 
-def test_help_groups_the_commands(run: Run) -> None:
+def test_help_groups_the_commands(run: Command) -> None:
     """Each is in one group, and can be asked for."""
     code, out, _ = run("--help")
     assert code == 0
@@ -394,7 +393,7 @@ def test_help_groups_the_commands(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", cli._COMMANDS)
-def test_help_is_short_and_help_all_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The common options in at most 60 lines of 80 columns, then the examples, then how to see the rest."""
     monkeypatch.setenv("COLUMNS", "80")
     options = {max(p.opts, key=len)[2:] for p in COMMANDS[name].params if p.param_type_name == "option"}
@@ -418,7 +417,7 @@ def test_help_is_short_and_help_all_is_whole(run: Run, monkeypatch: pytest.Monke
     assert len(shown) == len(parameters & {*command_help._COMMON[name].split(), *command_help._EVERYWHERE.split()})
 
 
-def test_help_all_is_an_option_like_help(run: Run) -> None:
+def test_help_all_is_an_option_like_help(run: Command) -> None:
     """Eager: beside what is lacking or wrong, too. As the value of another option it is a value."""
     assert run("replay", "--help-all")[1] == run("replay", "--request", "t1", "--help-all", "--help")[1]
     assert run("--help-all")[0] == 0
@@ -444,7 +443,7 @@ def test_a_shell_completes_every_option() -> None:
     assert {"--help", "--help-all"} <= offered
 
 
-def test_list_names_everything(run: Run) -> None:
+def test_list_names_everything(run: Command) -> None:
     """`nondet list --json` has every probe and operator; --version prints the version."""
     code, out, _ = run("list", "--json")
     assert code == 0
@@ -479,7 +478,7 @@ def test_a_closed_pipe_costs_no_report(tmp_path: Path, form: list[str]) -> None:
     assert (seen.returncode, seen.stderr) == (0, "")
 
 
-def test_a_report_of_a_whole_folder_skips_side_files(run: Run) -> None:
+def test_a_report_of_a_whole_folder_skips_side_files(run: Command) -> None:
     """A shell's * names them too; -q is the verdict alone, and everything else is on stderr or nowhere."""
     evidence = sorted((Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200").glob("*.jsonl*"))
     assert any(path.name.endswith(".traces.jsonl.gz") for path in evidence)
@@ -494,7 +493,7 @@ def test_a_report_of_a_whole_folder_skips_side_files(run: Run) -> None:
     assert run("report", str(evidence[0]), "-q", "-v")[0] == 2
 
 
-def test_a_folder_stands_for_its_run_files(run: Run) -> None:
+def test_a_folder_stands_for_its_run_files(run: Command) -> None:
     """Packed ones as well, but neither side files nor what is no run; a file that is named must be one."""
     assert run("probe", "float-sum", "--out", "runs/a.jsonl")[0] == 0
     Path("runs/b.jsonl.gz").write_bytes(gzip.compress(Path("runs/a.jsonl").read_bytes()))
@@ -513,14 +512,14 @@ def test_a_folder_stands_for_its_run_files(run: Run) -> None:
     assert (code, "is not a nondet run file" in err) == (2, True)
 
 
-def test_export_of_a_sample_run_is_its_completions(run: Run) -> None:
+def test_export_of_a_sample_run_is_its_completions(run: Command) -> None:
     """Its rounds and rows are there by name."""
     kept = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200" / "sample.jsonl.gz"
     code, _, err = run("export", kept, "--out", "x.csv")
     assert (code, err) == (0, "2000 completions: x.csv\n")
 
 
-def test_another_nondet_beside_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_nondet_beside_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip installs two packages under one command without a word."""
     assert "another package" not in run("--version")[2]
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,19 @@ import pytest
 from nondet.bench.cells import PerfCounter, ProcessTime
 from nondet.cli import main
 from nondet.core.runfile import read_run
+from tests.build import Command
 
-Command = Callable[..., tuple[int, str, str]]
 SMALL = ("bench", "linear", "--device", "cpu", "--m", "1", "--m", "8", "--k", "64", "--n", "32")
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run the command in an empty folder, with quick replays: its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(run: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """With quick replays."""
     monkeypatch.setattr("nondet.bench.cells.PerfCounter.budget_us", 1.0)
     monkeypatch.setattr("nondet.bench.cells.PerfCounter.replay_us", 1.0)
     monkeypatch.setattr("nondet.bench.cells._COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = main([str(a) for a in argv])
-        seen = capsys.readouterr()
-        return code, seen.out, seen.err
-
-    return call
+    return run
 
 
 def test_a_run_with_reports(run: Command) -> None:

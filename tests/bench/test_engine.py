@@ -32,15 +32,6 @@ def bench(*argv: str) -> int:
     return main(["bench", "engine", *argv, "--quiet"])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """A run is gone on with under the thread count that it began with, whatever other tests of this process left."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     path = tmp_path_factory.mktemp("engine") / "r.jsonl"
@@ -215,15 +206,12 @@ IMPLS = ("stock", "invariant", "rank-free")
 @pytest.fixture(scope="module")
 def over_two() -> Iterator[OverRanks]:
     """The model on two ranks, one thread each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     model = OverRanks(MODEL, "bfloat16", "cpu", 2, graphs=False)
     yield model
     group = model._group
     model.close()
     if group is not None:
         group.close()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

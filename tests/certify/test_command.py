@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nondet.cli import main
 from nondet.core import certificates as store
 from nondet.core.records import Status
 from nondet.core.runfile import read_run
+from tests.build import Command
 
 
 @pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Run the command in an empty folder with an empty cache: its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """With an empty cache."""
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(store, "_instances", {})
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = main([str(a) for a in argv])
-        seen = capsys.readouterr()
-        return code, seen.out, seen.err
-
-    return call
+    return run
 
 
 SMALL = ("certify", "linear", "--device", "cpu", "--k", "64", "--n", "32", "--m", "17", "--dtype", "bfloat16")

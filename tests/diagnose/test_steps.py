@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from nondet.cli import main
 from nondet.core.records import Diagnosis, Header, Record, Run, Step, TraceVerdict
@@ -29,15 +27,6 @@ from tests.build import run_of as made_run
 from tests.diagnose.test_verdict import run_of, traced
 
 _LOAD = "default,targets=5,others=4,spread=10,prompt=8-60,tokens=4-16,budget=32,page=4"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tests share the machine, and the thread count changes bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -145,12 +134,7 @@ def test_a_killed_diagnosis_goes_on_to_the_same_records(embedded: LoadedModel, t
 
 @pytest.fixture(scope="module")
 def whole(embedded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return diagnosed(embedded, tmp_path_factory.mktemp("whole") / "run.jsonl")
-    finally:
-        torch.set_num_threads(before)
+    return diagnosed(embedded, tmp_path_factory.mktemp("whole") / "run.jsonl")
 
 
 @pytest.mark.parametrize("known", [4, 3])

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,10 @@ from nondet.endpoint.traffic import run as run_traffic
 from nondet.services.run import interruptible
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
+from tests.build import Command
 from tests.endpoint.honest import Honest, Request, in_thread, json_response, serving
 
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--n", "12", "--max-tokens", "8", "--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command in an empty folder: its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = main([str(a) for a in argv])
-        seen = capsys.readouterr()
-        return code, seen.out, seen.err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +40,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_an_honest_server_end_to_end(run: Run, vllm: Honest, tmp_path: Path) -> None:
+def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path) -> None:
     """Contract, five arms, reports, a verdict with its bounds; the report is made again from the file alone."""
     code, out, err = run(
         "sample", "--endpoint", vllm.url, *SMALL, "--out", "a.jsonl", "--report", "a.html", "--report", "a.md",
@@ -75,7 +62,7 @@ def test_an_honest_server_end_to_end(run: Run, vllm: Honest, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("cheat", "finding"), [({"batch_noise": 1e-6}, Finding.BATCH), ({"cache_noise": 0.02}, Finding.CACHE)]
 )
-def test_a_dishonest_one_is_caught(run: Run, tmp_path: Path, cheat: dict[str, float], finding: Finding) -> None:
+def test_a_dishonest_one_is_caught(run: Command, tmp_path: Path, cheat: dict[str, float], finding: Finding) -> None:
     """Over HTTP as in memory: bits under load, tokens behind a cached prefix."""
     with serving("vllm", token_s=0.001, **cheat) as server:
         code, _, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl", "--fail-on", "divergent")
@@ -84,7 +71,7 @@ def test_a_dishonest_one_is_caught(run: Run, tmp_path: Path, cheat: dict[str, fl
 
 
 @pytest.mark.parametrize("dialect", ["openai", "openai-chat", "sglang", "llama.cpp", "transformers"])
-def test_every_dialect_has_its_run(run: Run, tmp_path: Path, dialect: str) -> None:
+def test_every_dialect_has_its_run(run: Command, tmp_path: Path, dialect: str) -> None:
     """What a server lacks is said, and nothing stops: no ids, no logprobs, no counters."""
     name = "openai" if dialect == "openai-chat" else dialect
     with serving(name, token_s=0.001) as server:
@@ -97,7 +84,7 @@ def test_every_dialect_has_its_run(run: Run, tmp_path: Path, dialect: str) -> No
     assert judge(made)[0].finding in (Finding.CLEAN, Finding.UNPROVEN)
 
 
-def test_several_prompts_from_a_file(run: Run, vllm: Honest, tmp_path: Path) -> None:
+def test_several_prompts_from_a_file(run: Command, vllm: Honest, tmp_path: Path) -> None:
     """A set of prompts: each has its completions and its verdict."""
     (tmp_path / "p.txt").write_text("one prompt of a set\nanother one\n")
     code, _, err = run("sample", "--endpoint", vllm.url, *SMALL, "--n", 3, "--prompts", "p.txt", "--out", "a.jsonl")
@@ -115,7 +102,7 @@ def test_several_prompts_from_a_file(run: Run, vllm: Honest, tmp_path: Path) -> 
     ],
     ids=["honest", "batch", "no seeds", "no seeds, batch"],
 )
-def test_seeds_at_a_temperature(run: Run, tmp_path: Path, cheat: dict[str, Any], findings: set[Finding]) -> None:
+def test_seeds_at_a_temperature(run: Command, tmp_path: Path, cheat: dict[str, Any], findings: set[Finding]) -> None:
     """Each prompt under each seed is a subject of its own; a server that ignores seeds has no load to blame."""
     with serving("vllm", token_s=0.001, **cheat) as server:
         code, out, err = run(
@@ -175,7 +162,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("env", "argv", "said"), WRONG, ids=[" ".join(argv)[-50:] for _, argv, _ in WRONG])
 def test_bad_input_is_one_clear_line(
-    run: Run,
+    run: Command,
     vllm: Honest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,7 +184,7 @@ def test_bad_input_is_one_clear_line(
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_a_server_of_another_kind_is_said(run: Run, tmp_path: Path) -> None:
+def test_a_server_of_another_kind_is_said(run: Command, tmp_path: Path) -> None:
     """A web server that is none of ours: one line, and a finished run that --force was to replace is still there."""
     with serving("vllm") as server:
         assert run("sample", "--endpoint", server.url, *SMALL, "--arms", "solo=2", "--out", "a.jsonl")[0] == 0
@@ -208,7 +195,7 @@ def test_a_server_of_another_kind_is_said(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "a.jsonl").read_bytes() == before
 
 
-def test_a_server_that_loses_its_ids_goes_on_and_says_so(run: Run, tmp_path: Path) -> None:
+def test_a_server_that_loses_its_ids_goes_on_and_says_so(run: Command, tmp_path: Path) -> None:
     """Without ids by bytes, without logprobs by tokens alone; the verdict says which."""
     with serving("openai", token_s=0.001, no_logprobs=True) as server:
         code, out, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl")
@@ -217,7 +204,7 @@ def test_a_server_that_loses_its_ids_goes_on_and_says_so(run: Run, tmp_path: Pat
     assert "compared by text" in " ".join(out.split())
 
 
-def test_no_key_is_left_anywhere(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_left_anywhere(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key from the environment reaches the server's header, and neither the files nor the screen."""
     key = "sk-abcdefghij0123456789"
     monkeypatch.setenv("NONDET_API_KEY", key)
@@ -244,7 +231,7 @@ class Gateway(Honest):
         return await super()._answer(Request(request.method, path, request.headers, request.body), writer)
 
 
-def test_a_token_in_the_path_is_left_nowhere(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_in_the_path_is_left_nowhere(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the header, its command line, records, reports or on the screen, whether the run works or not."""
     with in_thread(Gateway("vllm", token_s=0.001)) as server:
         url = f"{server.url}/{server.place}/v1"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,8 @@ import torch
 from nondet.cli import main
 from nondet.commands import output
 from nondet.services.run import interruptible
+from tests.build import Command
 
-Run = Callable[..., tuple[int, str, str]]
 NONDET = (sys.executable, "-m", "nondet")
 
 
@@ -45,7 +45,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("argv", "reason"), REFUSED, ids=[f"{a[0]} {a[-1][:20]!r}" for a, _ in REFUSED])
-def test_refused_before_a_file_is_begun(run: Run, tmp_path: Path, argv: list[str], reason: str) -> None:
+def test_refused_before_a_file_is_begun(run: Command, tmp_path: Path, argv: list[str], reason: str) -> None:
     """Exit code 2, one line that names the value, nothing on stdout, no file."""
     code, out, err = run(*argv)
     assert (code, out) == (2, ""), err
@@ -55,7 +55,7 @@ def test_refused_before_a_file_is_begun(run: Run, tmp_path: Path, argv: list[str
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_config_is_blamed_itself(run: Run, tmp_path: Path) -> None:
+def test_a_broken_config_is_blamed_itself(run: Command, tmp_path: Path) -> None:
     """A config.json that is cut off is what the line names, not the tokenizer that is looked up by it."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3", "hidden', encoding="utf-8")
@@ -65,7 +65,7 @@ def test_a_broken_config_is_blamed_itself(run: Run, tmp_path: Path) -> None:
     assert "its tokenizer" not in err
 
 
-def test_a_kernel_that_exits_opens_no_gate(run: Run, tmp_path: Path) -> None:
+def test_a_kernel_that_exits_opens_no_gate(run: Command, tmp_path: Path) -> None:
     """sys.exit(0) in a user's kernel is a failure, never the gate's 0."""
     (tmp_path / "leaves.py").write_text("import sys\ndef softmax(x):\n    sys.exit(0)\n")
     argv = ("probe", "softmax", "--impl", "leaves:softmax", "--dtype", "float32", "--fail-on", "divergent")
@@ -73,7 +73,7 @@ def test_a_kernel_that_exits_opens_no_gate(run: Run, tmp_path: Path) -> None:
     assert code == 1, err
 
 
-def test_an_edited_kernel_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:
+def test_an_edited_kernel_is_not_gone_on_with(run: Command, tmp_path: Path) -> None:
     """The user's own function belongs to the plan by its file's contents: another half, another function."""
     (tmp_path / "edited.py").write_text("def softmax(x):\n    return x.softmax(-1)\n")
     argv = ("probe", "softmax", "--impl", "edited:softmax", "--dtype", "float32", "--out", "r.jsonl")
@@ -85,7 +85,7 @@ def test_an_edited_kernel_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:
     assert "other options (sources)" in err
 
 
-def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_stops_is_one_line(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model's own code raises inside the engine (index_copy_() of DeepSeek-V3) is one line and 1."""
     from nondet.errors import reason_of
     from nondet.sampling.plan import Session
@@ -109,7 +109,7 @@ def test_an_engine_that_stops_is_one_line(run: Run, monkeypatch: pytest.MonkeyPa
     ],
     ids=["python", "numpy", "cuda", "cpu"],
 )
-def test_out_of_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_out_of_memory_is_one_line(run: Command, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """1 and one line, wherever it ran out; what was finished is in the file."""
 
     def fail(*_: object, **__: object) -> None:
@@ -123,8 +123,8 @@ def test_out_of_memory_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, er
 
 
 def test_bytes_in_variables_and_names_break_no_run(tmp_path: Path) -> None:
-    """A variable that is no UTF-8 is kept as an escape: the run, its page and its JSON are made."""
-    environment = {**os.environ, "MKL_CBWR": "a\udcff", "NONDET_COMMIT": "\udcfe"}
+    """A variable that is no UTF-8 is kept as an escape: the run, its page and its JSON (in ASCII) are made."""
+    environment = {**os.environ, "MKL_CBWR": "a\udcff", "NONDET_COMMIT": "\udcfe", "PYTHONIOENCODING": "ascii"}
     done = process("probe", "float-sum", "--device", "cpu", "--out", "r.jsonl", "--report", "r.html", "--json",
                    cwd=tmp_path, env=environment)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -134,7 +134,7 @@ def test_bytes_in_variables_and_names_break_no_run(tmp_path: Path) -> None:
     assert (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_list_is_one_object_a_line(run: Run) -> None:
+def test_list_is_one_object_a_line(run: Command) -> None:
     """--json is one JSON object a line, here as everywhere."""
     _, out, _ = run("list", "--json")
     assert [bool(json.loads(line)) for line in out.splitlines()] == [True]
@@ -167,15 +167,20 @@ def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, where: str
         assert "can't write to stdout" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_any_encoding_of_the_terminal_will_do(tmp_path: Path, encoding: str) -> None:
+def test_any_encoding_of_the_terminal_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, form: list[str]
+) -> None:
     """Tables, bars and JSON come out under an encoding that lacks their characters."""
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    for form in ([], ["--json"]):
-        done = process("probe", "float-sum", "--force", "--out", "r.jsonl", *form, cwd=tmp_path, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert b"Traceback" not in done.stderr
-    assert all(json.loads(line) for line in done.stdout.decode(encoding).splitlines())
+    monkeypatch.chdir(tmp_path)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding))
+    assert main(["probe", "float-sum", "--out", "r.jsonl", *form]) == 0
+    out = written.getvalue().decode(encoding)
+    assert out
+    assert all(json.loads(line) for line in out.splitlines() if form)
 
 
 # Ctrl-C at a moment that no machine's speed decides: as the import of a module begins.

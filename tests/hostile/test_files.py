@@ -31,11 +31,9 @@ from nondet.core.runfile import (
 from nondet.core.traces import TraceWriter, traces_path
 from nondet.errors import UserError
 from nondet.services.sample import prompt_text
-from tests.build import header, line, row
+from tests.build import Command, header, line, row
 from tests.core.test_runfile import finished, writer
 from tests.core.test_runfile import row as runfile_row
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -48,7 +46,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> store.Certificates:
     return proofs
 
 
-def test_show_writes_no_control_codes(run: Run, kept: store.Certificates) -> None:
+def test_show_writes_no_control_codes(run: Command, kept: store.Certificates) -> None:
     """What a certificate calls its member could move the cursor or rename the window."""
     code, out, err = run("certify", "--show", "--device", "cpu")
     assert code == 0
@@ -59,7 +57,7 @@ def test_show_writes_no_control_codes(run: Run, kept: store.Certificates) -> Non
 
 
 def test_forget_in_a_folder_that_can_not_be_written_is_one_line(
-    run: Run,
+    run: Command,
     kept: store.Certificates,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -76,7 +74,7 @@ def test_forget_in_a_folder_that_can_not_be_written_is_one_line(
 
 
 def test_a_folder_that_can_not_be_searched_is_one_line(
-    run: Run,
+    run: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,7 +93,7 @@ def test_a_folder_that_can_not_be_searched_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_somebody_elses_side_file_is_not_taken_over(run: Run, tmp_path: Path) -> None:
+def test_somebody_elses_side_file_is_not_taken_over(run: Command, tmp_path: Path) -> None:
     """RUN.traces.jsonl without its run: neither a fresh run nor --resume may write into it."""
     side = tmp_path / "mine.traces.jsonl"
     side.write_text("somebody's\n", encoding="utf-8")
@@ -182,7 +180,7 @@ def test_a_run_file_is_no_fifo(tmp_path: Path) -> None:
     [("--prompt-file", ".txt"), ("--prompts", ".jsonl"), ("--texts", ".csv"), ("report", ".jsonl")],
 )
 def test_what_is_read_is_a_file_and_ends(
-    run: Run,
+    run: Command,
     tmp_path: Path,
     kind: str,
     option: str,
@@ -232,7 +230,7 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_new_run_asks_before_its_side_file_goes_through_a_link(
-    run: Run,
+    run: Command,
     tmp_path: Path,
     precious: Path,
 ) -> None:

@@ -241,8 +241,6 @@ def opened(loaded: LoadedModel, plan: Plan, path: Path, axes: list[Varied], resu
 @pytest.fixture(scope="module")
 def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Every axis, stock with a planted fault and invariant kernels."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("vary") / "run.jsonl"
     plan = plan_of(tiny_float32)
     base, axes = axes_of(tiny_float32, plan)
@@ -252,7 +250,6 @@ def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) 
         varying.vary(tiny_float32, plan, base, axes, ["stock", "invariant"], writer)
     writer.finish()
     writer.close()
-    torch.set_num_threads(threads)
     return read_run(path)
 
 

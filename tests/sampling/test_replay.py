@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from nondet.core.compare import weights_digest
 from nondet.core.records import Completion, Run, Status
@@ -45,7 +44,6 @@ LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
 @pytest.fixture(scope="module")
 def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Trace]]:
     """Two rounds of a float32 model, whose products depend on M on every CPU."""
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("tape") / "run.jsonl"
     load = parse_load(LOAD)
     prompt = tiny_float32.encode("The following exceptions are raised when")

@@ -128,8 +128,6 @@ def test_no_numbers_draw_nothing_silently() -> None:
 @pytest.fixture(scope="module")
 def drawn(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two seeds, four completions each under four implementations."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     samplings = [Sampling(1.5, 50, 0.98, seed) for seed in (0, 1)]
     prompt = tiny_float32.encode("The following exceptions")
     plan = build_plan(
@@ -144,7 +142,6 @@ def drawn(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -
     writer = open_run(path, command="sample", plan=header, environment={})
     collect(tiny_float32, plan, IMPLS, writer)
     writer.finish()
-    torch.set_num_threads(before)
     return read_run(path)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 
 from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
@@ -40,15 +38,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tests share the machine, and the thread count changes bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> Any:
