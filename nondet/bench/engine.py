@@ -117,11 +117,7 @@ def plan_engine(
     graphs: bool,
     ranks: Sequence[int] = (1,),
 ) -> list[EngineCase]:
-    """Every cell, in the order of the run: model by model, by number of ranks, the smallest load first.
-
-    Raises:
-        UserError: graphs without a GPU.
-    """
+    """Every cell, by model, by number of ranks, the smallest load first; graphs without a GPU are a `UserError`."""
     if graphs and device != "cuda":
         raise UserError("--cuda-graphs needs a CUDA device", "Leave it out on a CPU.")
     same = {"prompt": _PROMPT[device], "tokens": _TOKENS[device]}

@@ -44,11 +44,7 @@ def best_stock(cell: Cell) -> Timed | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One implementation in one cell, against the best stock one.
-
-    Attributes:
-        baseline: None where no stock implementation was timed; then there is no ratio.
-    """
+    """One implementation in one cell, against the best stock one; without a `baseline` there is no ratio."""
 
     cell: Cell
     timed: Timed
@@ -252,11 +248,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Check:
-    """What a comparison of two runs found.
-
-    Attributes:
-        notes: What was compared, and what could not be.
-    """
+    """What a comparison of two runs found; `notes` say what was compared, and what could not be."""
 
     regressions: tuple[str, ...]
     notes: tuple[str, ...]

@@ -88,11 +88,7 @@ def raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`identical` as a bool tensor on the device, for `looked_at`: each look waits for a GPU, so several share one.
-
-    Raises:
-        ValueError: as `same`.
-    """
+    """`identical` as a bool tensor on the device, for `looked_at`: one look waits for several. Raises as `same`."""
     if a.device.type == "cpu":  # nothing to wait for, and `identical` reads less
         return torch.tensor(identical(a, b))
     return _unseen_agreement(a, b)
@@ -199,11 +195,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[tuple[float, float, float]]:
-    """Of each other's `difference` from the first: (nonfinite, max_ulp, mismatched), by one look.
-
-    Raises:
-        ValueError: as `same`.
-    """
+    """Of each other's `difference` from the first: (nonfinite, max_ulp, mismatched), by one look. Raises as `same`."""
     scalars: list[torch.Tensor] = []
     for other in others:
         a, b, mismatch = first, other, ~same(first, other)
@@ -366,11 +358,7 @@ class ClassBook:
         self._waiting_bytes = 0
 
     def add_later(self, result: torch.Tensor) -> None:
-        """Label one result by the time of `settle`: a GPU goes on meanwhile. It is copied; its owner may write to it.
-
-        Raises:
-            ValueError: as `add`.
-        """
+        """Label a copy of one result by the time of `settle`: a GPU goes on meanwhile. Raises as `add`."""
         if not _is_slow_to_ask(result):
             self.add(result)
             return
@@ -386,11 +374,7 @@ class ClassBook:
         self.add_each(waiting)
 
     def add_each(self, results: Sequence[torch.Tensor]) -> None:
-        """As `add` of one after the other, with few looks: mostly all are alike, which one look tells.
-
-        Raises:
-            ValueError: as `add`.
-        """
+        """As `add` of one after the other, with few looks: mostly all are alike, which one look tells."""
         rest = list(results)
         if rest and not self.labels:
             self.add(rest.pop(0))
@@ -435,11 +419,7 @@ class ClassBook:
             raise ValueError(f"variants are not comparable: {got}")
 
     def add(self, result: torch.Tensor) -> int:
-        """Label one result.
-
-        Raises:
-            ValueError: its shape or dtype is not that of the results before it.
-        """
+        """Label one result; a `ValueError` if its shape or dtype is not that of the results before it."""
         self.settle()
         self._check(result)
         last = self.labels[-1] if self.labels else -1
@@ -467,11 +447,7 @@ class ClassBook:
         return None
 
     def add_many(self, results: torch.Tensor) -> list[int]:
-        """Label each slice of `results` along its first axis, in one pass on the device.
-
-        Args:
-            results: [n, ...]; each of the n slices is one result.
-        """
+        """Label each slice of `results`, [n, ...], along its first axis, in one pass on the device."""
         self.settle()
         if self.labels or results.numel() == 0:  # torch.unique refuses empty slices; they are all alike
             begin = len(self.labels)

@@ -85,11 +85,7 @@ _depth = _Depth()
 
 @contextmanager
 def first_uses(on_change: Callable[[FirstUses], None] | None = None) -> Iterator[FirstUses]:
-    """Listen to all threads' first uses inside the block.
-
-    Args:
-        on_change: Called after each, on whatever thread it was.
-    """
+    """Listen to all threads' first uses inside the block; `on_change` is called after each, on its own thread."""
     uses = FirstUses(on_change=on_change)
     with _lock:
         _listeners_first_use.append(uses)

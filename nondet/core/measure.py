@@ -361,11 +361,7 @@ def failed(head: Row, error: BaseException, started: float, caught: Sequence[war
 
 
 def check_device_alive(device: str, error: BaseException) -> None:
-    """A sticky CUDA error poisons every later call: better to stop than to write rows that all fail.
-
-    Raises:
-        RuntimeError: the context is lost.
-    """
+    """A sticky CUDA error poisons every later call: a `RuntimeError` then, better than rows that all fail."""
     if device != "cuda":
         return
     try:

@@ -14,11 +14,7 @@ EVERY_S = 30.0
 
 
 class Lines(Progress):
-    """As the bar that it is in the place of; `say` is given a line whenever half a minute has gone.
-
-    Args:
-        wait: wait(seconds) gives True when the run has ended.
-    """
+    """As the bar in whose place it is; `say` is given a line each half minute, until `wait`(seconds) gives True."""
 
     def __init__(
         self,

@@ -134,11 +134,7 @@ def settings(device: str) -> tuple[str, ...]:
 
 
 def attempt(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Attempt:
-    """Compute, and compare with the anchor's result, bit by bit.
-
-    Raises:
-        DeviceLostError: the computation took the CUDA context with it.
-    """
+    """Compute, and compare with the anchor's result bit by bit; a `DeviceLostError` if it took the context along."""
     try:
         result = compute()
         return Attempt(result, bool(same(expected, result).all()), None)

@@ -789,11 +789,7 @@ class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
 
 
 class Control(Record, frozen=True, tag="control", kw_only=True):
-    """One thing that must hold before a trace may say anything, or that a reader must know.
-
-    Attributes:
-        passed: Whether it holds; None where it is a plain statement.
-    """
+    """One thing that must hold before a trace may say anything, or, where `passed` is None, that a reader must know."""
 
     keyed_by = ("name",)
     name: str

@@ -110,11 +110,7 @@ def create_locked(path: Path, *, force: bool) -> IO[bytes]:
 
 
 def open_locked(path: Path) -> IO[bytes]:
-    """Open an existing file to read and to append, holding its lock. Links, owner and mode stay as they are.
-
-    Raises:
-        UserError: another process writes it, or it can't be opened.
-    """
+    """Open an existing file, locked, to read and append; links, owner and mode stay. Else a `UserError`."""
     regular(path)
     with disk_errors(path):
         stream = os.fdopen(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)), "r+b", buffering=0)
@@ -184,11 +180,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a file that may be there; nobody is waited for where it is a FIFO.
-
-    Raises:
-        UserError: it can't be written, or is a link to nothing.
-    """
+    """Append to a file that may be there, waiting for no FIFO; a `UserError` if it can't be, or links to nothing."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
     with disk_errors(path, "Choose another file."):
         if path.is_symlink() and not path.exists():
@@ -272,11 +264,7 @@ _MAGIC = b'{"type":"header","format":"' + FORMAT.encode() + b'"'
 
 
 def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
-    """One line.
-
-    Raises:
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or not of the decoder's types; what, in a phrase.
-    """
+    """One line; a `ValueError` says in a phrase why it is none: no JSON or UTF-8, nested too deeply, of other types."""
     try:
         return decoder.decode(line)
     except RecursionError:
@@ -302,11 +290,7 @@ def _value_at(line: bytes, field: str) -> str:
 
 
 def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) -> tuple[bytes, Any]:
-    """The line that a writer writes, its end included, and what a reader will get of it.
-
-    Raises:
-        ValueError: no reader takes such a line; why, in a phrase.
-    """
+    """The line that a writer writes, its end included, and what a reader gets of it; a `ValueError` if none would."""
     try:
         line = _ENCODER.encode(record) + b"\n"
     except (UnicodeError, TypeError, OverflowError, RecursionError) as error:

@@ -48,11 +48,7 @@ def one_sided_bound(n: int) -> float:
 
 
 def trials_to_see(rate: float, confidence: float = CONFIDENCE) -> int:
-    """Independent tries that hit something of this rate at least once with this confidence: 299 for 1%, 29 for 10%.
-
-    Raises:
-        ValueError: a rate or confidence that is not between 0 and 1.
-    """
+    """Tries that hit something of this rate once or more with this confidence: 299 for 1%, 29 for 10%, at 95%."""
     if not (0.0 < rate <= 1.0 and 0.0 < confidence < 1.0):
         raise ValueError(f"a rate of {rate} with {confidence} is nothing to look for")
     if rate == 1.0:
@@ -161,11 +157,7 @@ def new_share(counts: Sequence[int]) -> float:
 
 
 def percent(share: float, rounding: str = "near") -> str:
-    """A share in percent to about three digits.
-
-    Args:
-        rounding: "near", "up" (upper bounds) or "down" (lower bounds). Only exact ones are shown as 100%.
-    """
+    """A share in percent to about three digits; "up" and "down" are for bounds. Only exact ones are shown as 100%."""
     value = 100.0 * share
     if value <= 0.0 or value >= 100.0:
         return "0%" if value <= 0.0 else "100%"

@@ -146,11 +146,7 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
 
 
 def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
-    """Every completion is the one that its trace holds.
-
-    Raises:
-        UserError: a trace is missing or another one: the two files are not of one run, or one was edited.
-    """
+    """Every completion is the one that its trace holds; a `UserError` where the two files are not of one run."""
     known: dict[str, dict[str, Any]] = {}
     for completion in run.completions:
         if completion.status != "ok":

@@ -46,11 +46,7 @@ from nondet.verdict.findings import Finding, plural
 
 
 class Budget:
-    """Seconds for a whole diagnosis, those included that an earlier process spent on it.
-
-    Args:
-        within_s: 0.0: as many as it takes.
-    """
+    """Seconds for a whole diagnosis, those of an earlier process included; `within_s` 0.0: as many as it takes."""
 
     def __init__(
         self, within_s: float = 0.0, spent_s: float = 0.0, clock: Callable[[], float] = time.perf_counter
@@ -394,11 +390,7 @@ _ORDINALS = {2: "second", 3: "third"}
 
 
 def chosen_effort(planned: int, round_s: float, alone_s: float, spent_s: float, within_s: float) -> Effort:
-    """The most that fits, or the least there is.
-
-    Args:
-        within_s: For everything; 0.0: no limit.
-    """
+    """The most that fits within `within_s` for everything (0.0: no limit), or the least there is."""
     whole = Effort(planned, round_s=round_s, alone_s=alone_s)
     if not within_s:
         return whole

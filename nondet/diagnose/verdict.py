@@ -64,11 +64,7 @@ def margin_step(alone: Session, others: Iterable[Session]) -> Step:
 
 
 def run_step(run: Run, impl: str, alone: Sequence[str]) -> Step:
-    """Whether the same requests in the same batches gave the same bits.
-
-    Args:
-        alone: Digests of the traces of the request alone, once for each time.
-    """
+    """Whether the same requests in the same batches gave the same bits; `alone` has the digest of each trace alone."""
     rows = replays(run).get(impl, [])
     if not rows:
         failed = next((r.reason for r in run.rows if r.impl == impl and r.varied == "run"), "it was not run again")
@@ -85,11 +81,7 @@ def run_step(run: Run, impl: str, alone: Sequence[str]) -> Step:
 
 
 def batch_step(run: Run, impl: str, alone: Mapping[str, str]) -> Step:
-    """How many completions in company are not the one alone: traces first, then tokens.
-
-    Args:
-        alone: Its "trace" and "tokens", as digests.
-    """
+    """How many completions in company are not the one alone, by its digests "trace" and "tokens": traces first."""
     good = _completions(run, impl)
     rounds = [[c for c in good if c.round == number] for number in sorted({c.round for c in good})]
     sizes = list(map(len, rounds))

@@ -449,11 +449,7 @@ _FIXED = {"top_logprobs": 2, "ignore_eos": False, "extra": {}}  # of all request
 def describe(
     servers: Sequence[Server], plan: ArmPlan, settings: Settings, load: EndpointLoad, *, seed: int, **options: Any
 ) -> dict[str, Any]:
-    """The plan of an endpoint run, for its header. A run is resumed only under an equal one.
-
-    Args:
-        options: Further ones that decide what is sent: the protocol, whether answers stream.
-    """
+    """The header's plan of an endpoint run, resumed only under an equal one; `options` decide what is sent, too."""
     prompts: list[dict[str, Any]] = [{"text": str(text), "tokens": 0} for text in settings.prompts]
     sampling: dict[str, Any] = {}
     for prompt, drawn in zip(prompts, settings.samplings, strict=False):

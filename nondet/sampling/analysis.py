@@ -288,11 +288,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class DistinctCompletion:
-    """One distinct completion.
-
-    Attributes:
-        parts_at: Index of the first token that differs from the commonest completion; None for the commonest itself.
-    """
+    """One distinct completion; `parts_at` is the first token unlike the commonest one's, None for that one itself."""
 
     digest: str
     count: int
@@ -446,11 +442,7 @@ class Span:
 
 
 class Rows:
-    """One array of float32 a trace, as one flat array: the values of a range of traces at one place are one look.
-
-    Args:
-        members: [T] float32 of each trace, [0] where it has none.
-    """
+    """[T] float32 of each trace, [0] where it has none, as a flat array: a range of traces at a place is one look."""
 
     def __init__(self, members: Sequence[npt.NDArray[np.float32]]) -> None:
         self.lengths = np.array([len(m) for m in members], dtype=np.int64)
@@ -556,11 +548,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Grown:
-    """The tree of completions and what it shows.
-
-    Attributes:
-        places: For each group, in the order given, the forks at which it takes its way, rising.
-    """
+    """The tree of completions and what it shows; `places` are each group's forks, rising, groups in the order given."""
 
     tree: TreeNode
     forks: tuple[Fork, ...]

@@ -471,11 +471,7 @@ def parse_vary(spec: str) -> dict[str, list[str]]:
 
 
 def plan_axes(wanted: dict[str, list[str]], subject: Subject) -> list[Varied]:
-    """The axes with their values and conditions.
-
-    Raises:
-        UserError: an axis that the engine or the device lacks and that was named, or a value that makes no sense.
-    """
+    """The axes with values and conditions; a `UserError` of a named one that is lacking, or a value without sense."""
     every = ALL in wanted
     varied = []
     for name in AXES if every else wanted:

@@ -87,11 +87,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def query_step(requests: int, budget: int) -> int:
-    """Query tokens that a step under CUDA graphs is padded to a multiple of: what the requests' decodes fill.
-
-    Args:
-        requests: That a step takes at most, and `budget` its query tokens; as in `Load`.
-    """
+    """Query tokens that a step under CUDA graphs is padded to a multiple of: what so many requests' decodes fill."""
     return min(_QUERY_STEP, max(8, 1 << (min(requests, budget) - 1).bit_length()))
 
 
@@ -138,11 +134,7 @@ def batching_config(
 
 @contextmanager
 def stock_attention(model: Any, name: str = "") -> Iterator[None]:
-    """Keep the engine on scaled_dot_product_attention, whether flash-attention packages are installed or not.
-
-    Args:
-        name: Another attention implementation of transformers' instead.
-    """
+    """Keep the engine on scaled_dot_product_attention, or `name`, whether flash-attention packages are there or not."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     before = model.config._attn_implementation
@@ -318,11 +310,7 @@ def uniform_bits(seed: int, position: int) -> int:
 
 
 def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Draw]:
-    """A token for each row.
-
-    Args:
-        rows: [R, V] float32 logits, on any device.
-    """
+    """A token for each of the rows, [R, V] float32 logits on any device."""
     if not asked:
         return []
     vocabulary = rows.shape[-1]
@@ -812,11 +800,7 @@ def _engine_of(
     drawing: Drawing | None = None,
     watched: bool = True,
 ) -> Iterator[Any]:
-    """A manager that has not started, with our scheduler and hooks in place; everything is undone at the end.
-
-    Args:
-        watched: Whether margins are kept, and captures noted.
-    """
+    """A manager not yet started, our scheduler and hooks in place till the end; `watched`: margins, captures kept."""
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching import scheduler as schedulers
 

@@ -25,11 +25,7 @@ _NAMES = ("sdpa", "paged|sdpa")
 
 @contextmanager
 def stock_flash() -> Iterator[None]:
-    """While it is entered, a paged call of `sdpa` runs torch's FlashAttention; every other call runs as it did.
-
-    Raises:
-        UserError: no CUDA device.
-    """
+    """While it is entered, a paged call of `sdpa` runs torch's FlashAttention; without a CUDA device a `UserError`."""
     if not torch.cuda.is_available():
         raise UserError(f"{STOCK_FLASH} needs a CUDA device", "Use --impl stock.")
     from transformers.modeling_utils import AttentionInterface

@@ -500,11 +500,7 @@ def check_vocabulary(where: str, model: Any, tokenizer: Any) -> int:
 
 
 def identity_of(model: Any, where: str, local: Path | None, names: Iterable[str] | None, dtype: str) -> dict[str, Any]:
-    """What decides a model's bits; JSON-able.
-
-    Args:
-        names: Of the files of its weights; None of random ones.
-    """
+    """What decides a model's bits, JSON-able; `names` are those of the files of its weights, None of random ones."""
     config = model.config.get_text_config()
     return {
         "class": type(model).__name__,

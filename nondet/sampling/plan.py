@@ -211,11 +211,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rounds of requests. A round starts from an empty engine, and is the unit of resuming.
-
-    Attributes:
-        rounds: Requests of each round, by arrival; ties in drawn order.
-    """
+    """Rounds of requests by arrival, ties in drawn order. Each starts from an empty engine: the unit of resuming."""
 
     load: Load
     rounds: tuple[tuple[Request, ...], ...]

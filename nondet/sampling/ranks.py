@@ -363,11 +363,7 @@ class RanksEngine:
             self.impl = before
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
-        """See `nondet.sampling.engine.run_session`. Finished requests are told at the session's end.
-
-        Raises:
-            UserError: the engine refuses, or a session that ranks can't run (watched, or cut short).
-        """
+        """See `run_session`; finished requests are told at its end. Watched, cut short or refused: a `UserError`."""
         on_token_count = options.pop("on_token_count", None)
         if options.pop("watcher", None) is not None or options.pop("until", None) is not None:
             raise UserError("a session over ranks can't be watched or cut short", "Trace the model on one rank.")

@@ -235,11 +235,7 @@ def requested_logits(kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
 
 
 class TopRing:
-    """Places for the two largest logits of `rows` rows in each of so many steps.
-
-    Args:
-        rows: Most rows of a step, those that fill a graph up included.
-    """
+    """Places for the two largest logits of `rows` rows, those that fill a graph included, in each of many steps."""
 
     def __init__(self, rows: int, device: torch.device, places: int = _PLACES) -> None:
         self.places = places
@@ -261,11 +257,7 @@ class TopRing:
         return steps - self._read >= self.places
 
     def read(self, rows: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What was not read yet, on the host; call it between steps. A step that crashed has left nothing.
-
-        Args:
-            rows: For each step from the first, how many of its rows belong to a request.
-        """
+        """What was not read yet, on the host: the first `rows` of each step. One that crashed has left none."""
         values, ids, ran = self._values.cpu(), self._ids.cpu(), int(self._steps)
         if ran > len(rows):
             raise RuntimeError(f"{ran} forwards for {len(rows)} steps: whose margins they are can't be told")
@@ -316,11 +308,7 @@ class KeptKeys:
         self._written[layer] += 1
 
     def check(self) -> None:
-        """To be called after the step; later calls do nothing.
-
-        Raises:
-            UnservedError: some layer has written no keys, or more than once.
-        """
+        """After the step, later calls do nothing: an `UnservedError` if a layer wrote no keys, or more than once."""
         cache = None if self._cache is None else self._cache()
         self._cache = None
         if cache is None:
@@ -413,11 +401,7 @@ class SessionLog:
         self.ended = time.perf_counter()
 
     def before_step(self, cache: Any, states: Iterable[Any]) -> None:
-        """Look at the engine's cache, make room in the ring, and feed what is forced.
-
-        Args:
-            states: transformers' RequestStates that are active: a forced token takes the chosen one's place.
-        """
+        """Look at the engine's cache, make room in the ring, and give active RequestStates their forced tokens."""
         self.page, self.threads = page_of(cache), torch.get_num_threads()
         if self.steps:
             self.kept.check()

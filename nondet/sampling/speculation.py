@@ -171,11 +171,7 @@ class Speculation:
         self._cache: Any = None
 
     def propose(self, states: Iterable[Any], cache: Any) -> None:
-        """Put drafts behind the last token of each request that decodes, before the step is scheduled.
-
-        Args:
-            cache: The paged cache, asked for the size of its pages.
-        """
+        """Put drafts behind the last token of each request that decodes, before the step is scheduled."""
         self._cache = cache
         self._drafts, self._states, self._futures = {}, {}, {}
         ready = [s for s in states if s.status.name == "DECODING" and s.generated_tokens]
