@@ -417,12 +417,7 @@ def bench_names() -> dict[str, str]:
 
 
 def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tuple[str, ...] | None) -> list[BenchCase]:
-    """Every cell, in the order of the run.
-
-    Raises:
-        UnknownNameError: no such operator.
-        UserError: a dtype that is not timed, or sizes that make no sense or that no operator asked for has.
-    """
+    """Every cell, in the order of the run; a `UserError` of an operator, dtype or size that can't be timed."""
     wanted, known = list(names), bench_names()
     for name in wanted:
         if name != "all" and name not in known:

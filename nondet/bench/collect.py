@@ -168,12 +168,7 @@ def collect(
     stopwatch: Stopwatch,
     earlier: Run | None = None,
 ) -> Iterator[Record]:
-    """Measure whatever `earlier` has not, and yield each record at once.
-
-    Args:
-        impls: Operator -> implementations.
-        earlier: What a run that is resumed has already.
-    """
+    """Measure whatever `earlier` has not, and yield each record at once; `impls`: operator -> implementations."""
     done = {record.key for record in earlier.records()} if earlier else set()
     limits = {limit.name: limit for limit in (earlier.limits if earlier else [])}
     rows = {row.key: row for row in (earlier.rows if earlier else [])}

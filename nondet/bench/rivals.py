@@ -159,12 +159,7 @@ def installed_rivals() -> dict[str, str]:
 
 
 def rival_call(name: str, operator: str) -> Call:
-    """The rival's function under the operator's signature.
-
-    Raises:
-        NotImplementedError: it has none.
-        ImportError: it is installed, and does not import here.
-    """
+    """The rival's function under the operator's signature; a `NotImplementedError` where it has none."""
     rival = RIVALS[name]
     bind = rival.operators.get(operator)
     if bind is None:

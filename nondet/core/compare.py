@@ -62,11 +62,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Elementwise bit equality, as a bool tensor on the device.
-
-    Raises:
-        ValueError: shapes or dtypes differ: they are not comparable, and calling them different would hide a bug.
-    """
+    """Elementwise bit equality, on the device. Other shapes or dtypes are a `ValueError`: no difference, but a bug."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"not comparable: {tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}")
     return bits(a) == bits(b)
@@ -209,11 +205,7 @@ def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) ->
 
 
 def numbers(*scalars: torch.Tensor) -> list[float]:
-    """Numbers of one device, copied to the host at once: each copy waits for the device. Integers come as such.
-
-    Args:
-        scalars: float64, integers or bools of one element.
-    """
+    """Numbers of one device, scalars of any dtype, copied at once: each copy waits for it. Integers come as such."""
     wide = [
         x.reshape(()).view(torch.int64) if x.is_floating_point() else x.reshape(()).to(torch.int64) for x in scalars
     ]

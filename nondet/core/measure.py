@@ -235,12 +235,7 @@ def measure(
 
 
 def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **figures: Any) -> Row:
-    """The row of trials that were computed: equal results are of one class, numbered by first appearance.
-
-    Args:
-        results: What each came to: a label, a digest, or several.
-        figures: As in `Row`; the status is by the number of classes where none is given.
-    """
+    """The row of trials computed: equal `results` are one class, by first appearance; `figures` as in `Row`."""
     sizes = Counter(results)
     number = {result: i for i, result in enumerate(sizes)}
     found = {

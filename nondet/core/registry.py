@@ -311,12 +311,7 @@ def class_operators(device: str) -> list[str]:
 
 
 def classes_for(operator: str, device: str, name: str | None = None) -> list[NumericsClass]:
-    """The classes that an operator has on a device, or the one asked for.
-
-    Raises:
-        UnknownNameError: no such class.
-        UserError: the class is another device's or another operator's.
-    """
+    """The classes that an operator has on a device, or the one asked for; a `UserError` where it has none such."""
     fitting = [c for c in classes().values() if c.device == device and operator in c.members]
     if name is None:
         return fitting

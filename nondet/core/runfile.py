@@ -165,11 +165,7 @@ def replacing(path: Path, hint: str = "Choose another name.") -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text whole, or not at all; see `replacing`. Into a terminal, a pipe or a device it is just written.
-
-    Raises:
-        UserError: the disk is full, or the path is a link or can't be written.
-    """
+    """Write a text whole or not at all, and raise, as `replacing`; into a terminal, pipe or device it is written."""
     with disk_errors(path):
         special = path.exists() and not path.is_file()
     if special:  # /dev/stdout: nothing to keep, nothing to rename
@@ -192,12 +188,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def read_whole(path: Path, most: int) -> bytes:
-    """A regular file of at most `most` bytes.
-
-    Raises:
-        FileNotFoundError: it isn't there.
-        UserError: it is no file, can't be looked at, or is larger.
-    """
+    """A regular file of at most `most` bytes; a `FileNotFoundError` or `UserError` where it is none."""
     regular(path)
     with path.open("rb") as stream:
         data = stream.read(most + 1)
@@ -207,12 +198,7 @@ def read_whole(path: Path, most: int) -> bytes:
 
 
 def regular(path: Path) -> None:
-    """Refuse what is no file: a FIFO would be waited for, a device never ends.
-
-    Raises:
-        FileNotFoundError: it isn't there.
-        UserError: it is none, or it can't be looked at.
-    """
+    """Refuse what is no file, a FIFO or a device say, as a `UserError`; nothing there is a `FileNotFoundError`."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

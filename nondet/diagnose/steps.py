@@ -65,12 +65,7 @@ class Budget:
         return self.within_s - self.spent if self.within_s else math.inf
 
     def lacks(self, part: str, needs_s: float, keep_s: float = 0.0) -> str:
-        """Why a part is left out; "" where it fits.
-
-        Args:
-            part: What takes the time, as a noun.
-            keep_s: What later parts are to find left.
-        """
+        """Why `part`, a noun, is left out, `keep_s` being kept for later parts; "" where it fits."""
         left = self.left - keep_s
         if left >= needs_s:
             return ""
@@ -261,12 +256,7 @@ def make_axes(
 
 
 def try_axis(engine: Engine, axis: RequestAxis, impl: str) -> AxisTried:
-    """Run the reference and every trial.
-
-    Raises:
-        EngineStoppedError: the engine died, or a request failed in it.
-        UserError: the engine refuses the sizes.
-    """
+    """Run the reference and every trial; an `EngineStoppedError`, or a `UserError` where sizes are refused."""
     reference = _session(engine, axis.reference)
     target = next(o for o in reference.outcomes if o.request.target)
     differences: dict[str, list[tuple[int | None, int | None]]] = {}
@@ -448,12 +438,7 @@ class Diagnoser:
     _warm: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """Every step that the run file lacks, then the verdict.
-
-        Raises:
-            EngineStoppedError: the engine died; the steps that were finished stay.
-            UserError: the engine refuses the model or the sizes.
-        """
+        """Every step that the run file lacks, then the verdict; raises as `try_axis`, and finished steps stay."""
         takes = (
             self._greedy, self._run_to_run, self._batch, self._axes, self._operator, self._margin, self._cure,
             self._cost,

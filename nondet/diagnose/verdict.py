@@ -112,12 +112,7 @@ def batch_step(run: Run, impl: str, alone: Mapping[str, str]) -> Step:
 
 
 def cure_step(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
-    """What is left of the divergence under another implementation, with what that implementation did not reach.
-
-    Args:
-        alone: Digest of the trace of the request alone, under it.
-        gaps: Calls that it left stock without proof.
-    """
+    """What is left of the divergence under `impl`, whose trace alone is `alone` and which left `gaps` stock."""
     good = _completions(run, impl)
     traces = {c.trace for c in good} | {alone}
     rows = replays(run).get(impl, [])

@@ -401,12 +401,7 @@ class _Rounds:
 
 @dataclass(frozen=True)
 class Server:
-    """One server to ask.
-
-    Attributes:
-        impl: What its completions are filed under: "server", "server-2".
-        url, model: What the user named.
-    """
+    """One server to ask, filed under `impl` ("server", "server-2"), by the url and model that the user named."""
 
     impl: str
     connect: Callable[[], AbstractAsyncContextManager[Client]]

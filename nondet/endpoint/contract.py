@@ -42,12 +42,7 @@ _CHANCE = 0.001
 
 @dataclass(frozen=True)
 class ContractResult:
-    """What the contract's first answer tells of the server, and the answers to all questions.
-
-    Attributes:
-        first: The first answer; if it failed nothing else was asked.
-        known_by: The least that two answers were known by.
-    """
+    """The first answer (if it failed nothing else was asked), the least that two were known by, and the answers."""
 
     first: Answer
     known_by: KnownBy
@@ -57,12 +52,7 @@ class ContractResult:
 
 @dataclass
 class Contract:
-    """The questions of one server.
-
-    Attributes:
-        impl: What its completions are filed under.
-        listed: The models that the server lists.
-    """
+    """The questions of one server, whose completions are filed under `impl` and which lists these models."""
 
     client: Client
     prompt: str

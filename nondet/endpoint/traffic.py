@@ -170,13 +170,7 @@ async def play(
     *,
     solo_seconds: float = 0.0,
 ) -> Played:
-    """Play the round.
-
-    Args:
-        requests: Those of its requests that are still to be asked.
-        on_answer: Called with each answer as it comes.
-        solo_seconds: How long an answer takes alone, for a long neighbour's moment.
-    """
+    """Play these requests of the round; `solo_seconds` is an answer's time alone, for a long neighbour's moment."""
     played = Played(began=time.monotonic())
     played.before = await client.metrics()
     played.began = time.monotonic()

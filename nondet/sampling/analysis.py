@@ -274,12 +274,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Fork:
-    """A place where completions with one history part.
-
-    Attributes:
-        index: Index of the first token that differs, counted from 0 over generated tokens.
-        before: Text before it (about 120 characters).
-    """
+    """Where completions with one history part: `index` is the first token that differs, `before` the text up to it."""
 
     index: int
     before: str

@@ -446,11 +446,7 @@ class Varied:
 
 
 def parse_vary(spec: str) -> dict[str, list[str]]:
-    """Read `--vary`: axis -> values, [] for the axis's own; the single key "all" where that was written.
-
-    Raises:
-        UserError: an unknown axis, one that is named twice, or an empty part.
-    """
+    """Read `--vary`: axis -> values, [] for its own; "all" alone. A `UserError` of what is unknown, empty or twice."""
     parts = [part.strip() for part in spec.split(",")]
     if not all(parts):
         raise UserError(f"--vary {spec!r} has an empty part", f"Name axes such as sharing,chunk=8:16, or {ALL}.")

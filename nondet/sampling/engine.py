@@ -639,13 +639,7 @@ class Gate:
 
 
 class WarmEngine(ExitStack):
-    """An engine over these requests. Use it in a `with` statement, and waves of several one after the other.
-
-    Args:
-        model: A causal LM of transformers, on its device.
-        requests: Of each wave; all come at once.
-        load: Without sharing.
-    """
+    """An engine on a model over these requests, which come at once in each wave, under a load without sharing."""
 
     def __init__(self, model: Any, requests: Sequence[Request], load: Load) -> None:
         super().__init__()

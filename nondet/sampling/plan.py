@@ -240,11 +240,7 @@ class Plan:
 
 
 def parse_load(spec: str) -> Load:
-    """Read `--load`: a preset, or changes to one ("heavy,budget=512"; without a preset they change the default).
-
-    Raises:
-        UserError: an unknown preset or key, or a value that makes no sense; the part is named.
-    """
+    """Read `--load`: a preset, or changes to one ("default" where none is named); a `UserError` names what is wrong."""
     load = changed_load(
         spec, PRESETS, {f.name: ({"others": 0, "page": 4}.get(f.name, 1), _MOST) for f in fields(Load)}, _HINT
     )
@@ -257,14 +253,7 @@ def parse_load(spec: str) -> Load:
 
 
 def changed_load(spec: str, presets: Mapping[str, L], ranges: Mapping[str, tuple[int, int]], hint: str) -> L:
-    """A preset, or changes to one, for any kind of load.
-
-    Args:
-        ranges: Key -> the least and the largest number that it may have; of no account for a switch.
-
-    Raises:
-        UserError: as `parse_load`.
-    """
+    """A preset, or changes to one, of any kind of load; `ranges`: key -> least and largest number. As `parse_load`."""
     parts = [p.strip() for p in spec.split(",")]
     if not any(parts):
         raise UserError(f"--load {spec!r} is empty", hint)
@@ -444,12 +433,7 @@ class Outcome:
 
 
 class Pace(NamedTuple):
-    """One step.
-
-    Attributes:
-        seconds: From its beginning to the next one's, or to the last request's end.
-        captured: Whether it ran without a CUDA graph in order to capture one.
-    """
+    """One step: its seconds until the next, or the last request's end; `captured`: without a graph, to capture one."""
 
     seconds: float
     tokens: int

@@ -84,26 +84,14 @@ class _Slices:
 
 
 def cut(whole: Any) -> Any:
-    """This rank's share of a model that every rank holds whole, by its own plan; nothing goes by way of a disk.
-
-    A share is a copy, so that the whole one's memory is free again once the caller lets go of it.
-
-    Args:
-        whole: A causal LM of transformers with the same weights on every rank.
-    """
+    """This rank's share, by its own plan, of a model that all hold alike: a copy, so that the whole can be freed."""
     tensors = {name: _Slices(parameter.detach()) for name, parameter in whole.named_parameters()}  # a tied one once
     options: dict[str, Any] = {"config": whole.config, "state_dict": tensors, "dtype": whole.dtype}
     return type(whole).from_pretrained(None, distributed_config=_by_plan(), **options).eval()
 
 
 class Share(NamedTuple):
-    """What a rank says of the model that it has a part of.
-
-    Attributes:
-        parameters: That it holds.
-        vocabulary: Of the whole model.
-        digest: Of weights that were drawn here, before they were cut; "" where they came from a folder.
-    """
+    """Parameters that a rank holds, the model's whole vocabulary, and the digest of weights that were drawn here."""
 
     parameters: int
     vocabulary: int
@@ -346,14 +334,7 @@ class RanksEngine:
 
     @contextmanager
     def implementation(self, name: str) -> Iterator[Callable[[], Counter[str]]]:
-        """Put the implementation under the model in every rank, for the sessions inside the `with` block.
-
-        Yields:
-            What rank 0's dispatcher has said so far, over all sessions of the block.
-
-        Raises:
-            UnknownNameError: no such implementation of several ranks.
-        """
+        """Put the implementation under the model in every rank; yields what rank 0's dispatcher has said so far."""
         if name not in RANK_WAYS:
             raise UnknownNameError("implementation under --ranks", name, RANK_WAYS)
         before, self.impl, self._coverage = self.impl, name, Counter()
