@@ -85,7 +85,7 @@ def speed_table(listed: Sequence[Section]) -> Table | None:
             low, high = s.interval
             rows.append((
                 f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(s.impl, 60), "code"),
-                f"{s.mean:.2f} ({low:.3f} to {high:.3f})",
+                f"{s.mean:.3f} ({low:.3f} to {high:.3f})",
                 f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, bench)}", alike.get(s.impl, "not compared"),
             ))  # fmt: skip
     head = ("operator", "implementation", "speedup (95%)", "worst", "one class of bits in")

@@ -385,8 +385,8 @@ def _head(report: Report, section: RunSection) -> list[Block]:
     run, machine = section.run, environment_line(section.run.header.environment)
     end = sentence(section.headline)
     made: list[Block] = [
-        Heading((Bit(section.title), ": ", end), level=2, only="m"),
-        Heading(Bit(section.title), level=2, only="p"),
+        Heading(Bit(section.title), level=2, only="mp"),
+        Paragraph(end, only="m"),
         Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "bvm", 1),
         Paragraph(machine or "No environment was recorded.", "soft", "bvm", 1),
     ]
@@ -448,9 +448,8 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
     made += [Paragraph(f"Coverage of {line}.", "soft", "bvm") for line in coverage_text(run)]
     names = sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels})
     if names:
-        listed = Items([Bit(name, "code") for name in names])
-        count = plural(len(names), "kernel")
-        made.append(Details("Kernels by their full names", [listed], f"kernels-{number}", count, only="p"))
+        listed, place = Items([Bit(name, "code") for name in names]), f"kernels-{number}"
+        made.append(Details("Kernels by their full names", [listed], place, plural(len(names), "kernel"), only="p"))
     environment = run.header.environment
     tables = [
         Table((name, "value"), [(label, Bit(value, "code")) for label, value in environment_rows(entries)])

@@ -65,6 +65,8 @@ _PROBE = ("--dtype", "--inputs", "--k", "--n", "--preset", "--model", *_MACHINE)
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of a model and a prompt
 # Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
 _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
+# Those of what was compared one by one: they are in tables.
+_DETAILS = ("arms", "axis-apart")
 
 
 class Pill(StrEnum):
@@ -555,7 +557,8 @@ def _affected(report: Report) -> tuple[str, Pill, str]:
         )
         if faults:
             pill = faults[0][0]
-            return "yes", pill, _said([v for of, v in faults if of is pill])
+            vectors = next((one_line(r.headline, 300) for r in report.runs if r.run.neighbours), "")
+            return "yes", pill, vectors or _said([v for of, v in faults if of is pill])
     for finding, affected, pill in (
         (Finding.CLEAN, "none observed", Pill.NONE),
         (Finding.UNPROVEN, "not known", Pill.UNPROVEN),
@@ -615,7 +618,8 @@ def _traced(run: Run) -> Pill:
 def _said(verdicts: Sequence[Verdict]) -> str:
     """The verdict of most weight in a phrase: stock's own before its backends'."""
     first = min(verdicts, key=lambda v: (list(Finding).index(v.finding), v.role != Role.STOCK))
-    text = f"{first.impl}: {first.brief or first.text}"
+    clauses = [clause for clause in first.clauses if clause.code not in _DETAILS]
+    text = f"{first.impl}: {phrase(clauses, brief=True) or first.text}"
     return one_line(text + (f"; {plural(len(verdicts) - 1, 'more verdict')} like it" if len(verdicts) > 1 else ""), 300)
 
 
@@ -824,13 +828,14 @@ def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str
 
 
 def _picture(report: Report) -> Figure | None:
-    """The tree of branches; where no completion diverged the pair of calls that a trace named, else a class map."""
+    """The tree of branches, else the pair of calls that a trace named, else a class map, else what axes change."""
     forked = (s for r in report.runs for p in r.samples for s in p.main if s.first_fork)
     named = (pair_of(c, r.run, "fig-answer") for r in report.runs for c in culprits_of(r) if c.call)
     drawn = next((tree_of(s, "fig-answer") for s in forked), None) or next(named, None)
     rows = [r for r in parted_rows(report) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     if drawn is not None or not rows:
-        return drawn
+        axes = (Figure("axes", r.axes, "fig-answer", "Distinct traces by axis") for r in report.runs if r.axes)
+        return drawn or next(axes, None)
     chosen = clearest(rows)
     cases = (case for r in report.runs for p in r.probes for case in p.cases)
     rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))

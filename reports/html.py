@@ -230,15 +230,6 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _coded(text: str) -> Markup:
-    """Text with what stands between backticks set as code; everything of it is escaped."""
-    parts = printable(text).split("`")
-    if len(parts) % 2 == 0:  # one that has no partner
-        return Markup("{}").format(printable(text))
-    pieces = (Markup("<code>{}</code>" if i % 2 else "{}").format(part) for i, part in enumerate(parts))  # noqa: S704
-    return Markup("").join(pieces)
-
-
 def _hue(impl: str, index: int = 0) -> int:
     """The number of an implementation's colour: orange is stock's in every chart, and blue is invariant's."""
     role = Role.STOCK if impl == "best stock" else role_of(impl)
@@ -268,7 +259,7 @@ def _environment() -> jinja2.Environment:
         figures.visible, plural, tint,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in named})
-    environment.filters.update(hue=_hue, coded=_coded, shown=lambda blocks: document.shown(blocks, document.PAGE))
+    environment.filters.update(hue=_hue, shown=lambda blocks: document.shown(blocks, document.PAGE))
     return environment
 
 

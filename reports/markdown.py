@@ -7,6 +7,7 @@ references: there it can't open a link, a mention, a table cell or a tag.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from nondet.core.records import Run
 from nondet.errors import one_line
@@ -29,7 +30,7 @@ from nondet.reports.first_screen import first_screen
 from nondet.reports.text import code, details, escape, fence, table
 
 _ROWS_MOST = 60  # of one block: a longer table is several, of which some may have to be left out
-_KEPT = 4  # of a run's blocks: headline, name, machine, verdicts stay
+_KEPT = 5  # of a run's blocks: title, headline, name, machine, verdicts stay
 # Characters by default: what somebody reads in a pull request. The other is what GitHub takes.
 BRIEF_MOST = 20_000
 FULL_MOST = 65_536
@@ -106,7 +107,12 @@ def render_report(report: Report, *, full: bool = False) -> str:
         note = (
             [f"Left out for length: blocks, {', '.join(cut)}.{rest} an .html report holds everything."] if cut else []
         )
-        return "\n\n".join([*head, *(block for body in bodies for block in body), *tail, *note]) + "\n"
+        parts = [*head, *(block for body in bodies for block in body), *tail, *note]
+        levels = [len(part) - len(part.lstrip("#")) or 9 for part in [*parts, "#"]]
+        kept = (
+            part for part, (level, after) in zip(parts, pairwise(levels), strict=True) if level > 6 or after > level
+        )
+        return "\n\n".join(kept) + "\n"  # without the titles of what was left out
 
     while len(document()) > most and any(len(body) > _KEPT for body in bodies):
         i = max(range(len(bodies)), key=lambda i: sum(map(len, bodies[i])) if len(bodies[i]) > _KEPT else -1)

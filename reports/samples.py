@@ -186,7 +186,7 @@ def _overall(told: Samples, number: int) -> list[Block]:
 def _measures(parts: Sequence[Any], rows: Mapping[str, Callable[[Any], str]]) -> Table:
     """Measures down, implementations across."""
     cells = [(name, *map(cell, parts)) for name, cell in rows.items()]
-    return Table(("", *(Bit(part.impl, "code") for part in parts)), cells, ("", *("cell",) * len(parts)))
+    return Table(("measure", *(Bit(part.impl, "code") for part in parts)), cells, ("", *("cell",) * len(parts)))
 
 
 def _share(value: float | None) -> str:
@@ -248,7 +248,7 @@ def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
     for p in prompts[:COMPLETIONS_MOST]:
         text_of = Bit(one_line(by_prompt[p][0].prompt_text, _TEXT))
         rows.append((str(p + 1), text_of, *(_prompt_cell(o.summaries.get(p)) for o in parts)))
-    head = ("", "prompt", *(f"{o.impl}: texts / traces, first parting" for o in parts))
+    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first parting" for o in parts))
     made: list[Block] = [Table(head, rows)]
     if len(prompts) > len(rows):
         made.append(Paragraph(f"… and {plural(len(prompts) - len(rows), parts[0].unit)} that part less.", "soft"))
@@ -278,7 +278,7 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
                 made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
         if sample.families:
             made += _families(sample.families)
-        title, said = "Counts and forks", "where they part, what each goes on with"
+        title, said = "Counts and forks" + f" of {sample.name}" * several, "where they part, what each goes on with"
         made.append(Details(title, _parting(sample, place), f"{place}-where", said, opened=opened))
     return made
 

@@ -48,7 +48,9 @@
   for (const field of all("[data-find]"))
     field.addEventListener("input", () => {
       const text = field.value.toLowerCase();
-      for (const row of all("main tbody tr")) row.hidden = !row.textContent.toLowerCase().includes(text);
+      const rows = all("main tbody tr");
+      for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(text);
+      for (const said of all("[data-found]")) said.textContent = text ? `${rows.filter((row) => !row.hidden).length} rows match` : "";
       if (text) for (const fold of all("main details")) fold.open ||= !!fold.querySelector("tbody tr:not([hidden])");
     });
 

@@ -15,7 +15,7 @@ import pytest
 
 from nondet.core.records import Difference
 from nondet.reports import html
-from nondet.reports.html import _coded, embedded_json, render
+from nondet.reports.html import embedded_json, render
 from tests import build as hostile
 from tests.build import REDUCE, failed, h200_sweep, row, run_of, sampled, six_rounds
 
@@ -260,6 +260,10 @@ def test_text_can_be_read(theme: int) -> None:
 
 def test_backticks_become_code_and_nothing_else() -> None:
     """Names between backticks are set as code; what stands in them, or beside one alone, is escaped text."""
-    assert _coded("a `b` c") == "a <code>b</code> c"
-    assert _coded("`<b>` & `c`") == "<code>&lt;b&gt;</code> &amp; <code>c</code>"
-    assert _coded("<i> ` alone") == "&lt;i&gt; ` alone"
+    page = html._environment().from_string('{% import "figures.html.j2" as draw with context %}{{ draw.inline(text) }}')
+    for text, shown in (
+        ("a `b` c", "a <code>b</code> c"),
+        ("`<b>` & `c`", "<code>&lt;b&gt;</code> &amp; <code>c</code>"),
+        ("<i> ` alone", "&lt;i&gt; ` alone"),
+    ):
+        assert page.render(text=text, screen=None) == shown

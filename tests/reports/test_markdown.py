@@ -10,6 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from nondet.core.records import Difference
+from nondet.core.runfile import read_run
 from nondet.reports.markdown import render
 from nondet.reports.text import code, escape, fence
 from tests import build as hostile
@@ -189,3 +190,20 @@ def test_a_document_fits_where_it_is_posted() -> None:
         assert "Left out for length" in text
         assert text.count("<details>") == text.count("</details>")
     assert "Left out" not in render([run_of(*h200_sweep())])
+
+
+def test_no_heading_is_empty_or_there_twice() -> None:
+    """Of several prompts and of several runs, in whole and cut for length: each title of a run is its own."""
+    folder = Path(__file__).resolve().parents[2] / "docs" / "evidence"
+    served, diagnosed = (
+        read_run(folder / "servers/llamacpp/sample.jsonl.gz"),
+        read_run(folder / "h200/diagnose.jsonl.gz"),
+    )
+    for runs in ([served], [diagnosed], [served, diagnosed]):
+        text = render(runs)
+        for part in re.split(r"^## ", text, flags=re.MULTILINE):
+            titles = re.findall(r"^#+ .*$", part, flags=re.MULTILINE)
+            assert len(titles) == len(set(titles))
+        empty = re.findall(r"^#### .*\n+#|^### .*\n+#{1,3} |^## .*\n+#{1,2} |^#.*\n*\Z", text, flags=re.MULTILINE)
+        assert empty == []
+        assert "&#96;" not in text
