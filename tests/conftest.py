@@ -81,7 +81,7 @@ _frozen: tuple[object, int] | None = None
 
 
 @pytest.fixture(autouse=True)
-def _cheap_collections(request: pytest.FixtureRequest) -> None:
+def _cheap_collections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' engine collects garbage twice a session, over all that is loaded: here half a second each time.
 
     What is alive is set apart as a file of tests begins, and what a test imported late before the next one.
@@ -90,6 +90,7 @@ def _cheap_collections(request: pytest.FixtureRequest) -> None:
     if _frozen != (now := (request.module, len(sys.modules))):
         gc.freeze()
         _frozen = now
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 2**20)  # to count them takes as long, and each session asks
 
 
 @pytest.fixture(autouse=True)

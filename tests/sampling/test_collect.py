@@ -276,9 +276,12 @@ def test_every_implementation_gets_the_same_load(
     assert run.rounds[0].background == run.rounds[1].background
 
 
-def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_threads_are_pinned_and_put_back(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread count asked for holds in the engine, and only there; and what is alive is collectable again."""
-    gc.unfreeze()  # the tests' own, see tests/conftest.py
+    monkeypatch.undo()  # the tests' own, see tests/conftest.py
+    gc.unfreeze()
     before = gc.get_freeze_count()  # some hundreds on Python 3.12, its own
     seen: set[int] = set()
     apart: list[int] = []
@@ -296,6 +299,7 @@ def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> N
     assert torch.get_num_threads() == 1
     assert min(apart) > before + 10_000, "set apart while the run went on"
     assert gc.get_freeze_count() <= before
+    gc.freeze()
 
 
 @pytest.mark.parametrize("name", ["stok", "invariants", "stock:attention", "module:function"])
