@@ -7,7 +7,23 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-nondet() { "$python" -m nondet.cli "$@"; }
+commands=$(mktemp)
+trap 'rm -f "$commands"' EXIT
+
+# A command is noted down; `run_noted` runs them all in one process, which loads torch and matplotlib once.
+nondet() { (IFS=$'\t' && printf '%s\n' "$*" >> "$commands"); }
+run_noted() {
+    "$python" - "$commands" << 'NOTED'
+import contextlib, io, sys
+from nondet.cli import main
+for line in open(sys.argv[1], encoding="utf-8"):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = main(line.rstrip("\n").split("\t"))
+    if code:
+        sys.exit(f"{said.getvalue()}nondet {' '.join(line.split())}: exit code {code}")
+NOTED
+}
 
 # The run file of that name in that folder, plain or packed, if it is there.
 there() { ls "$1/$2.jsonl" "$1/$2.jsonl.gz" 2> /dev/null || true; }
@@ -39,6 +55,7 @@ report_of() {
 
 if [ $# -eq 2 ]; then
     report_of "$1" "$2"
+    run_noted
     exit
 fi
 to=${1:-docs}
@@ -46,36 +63,33 @@ for folder in docs/evidence/cpu docs/evidence/cpu-xeon docs/evidence/h100 docs/e
     folder=${folder%/}
     report_of "$folder" "$to/${folder#docs/}"
 done
-nondet export docs/evidence/h200/matmul-12288x4096.jsonl.gz --figure class-map --out "$to/class-map.png" --force 2> /dev/null
-nondet export docs/evidence/h200/bench.jsonl.gz --figure jigsaw --section linear --out "$to/speed-matmul.png" --force 2> /dev/null
+nondet export docs/evidence/h200/matmul-12288x4096.jsonl.gz --figure class-map --out "$to/class-map.png" --force
+nondet export docs/evidence/h200/bench.jsonl.gz --figure jigsaw --section linear --out "$to/speed-matmul.png" --force
+nondet export docs/evidence/h200/sample.jsonl.gz --figure tree --out "$to/tree-light.svg" --force
+
+# A class map for the page of each probe, of the case that shows most.
+mkdir -p "$to/probes"
+while IFS='|' read -r probe run case; do
+    nondet export "docs/evidence/$run.jsonl.gz" --figure class-map --probe "$probe" --case "$case" \
+        --out "$to/probes/$probe.png" --force
+done << 'PICTURES'
+float-sum|h200/probes|orders of 1024 numbers, accumulated in float32, bell
+matmul|h200/probes|16 rows in batches of M, K=3072 N=1024, bell
+split-k|h200/probes|K in 1 to 16 parts added in order, M=16 K=12288 N=1024, bell
+grouped-matmul|h200/probes|expert 0 while others go to other experts, of 128, K=768 N=2048, order
+attention|h200/probes|decode of 64 requests in batches of B, 2048 keys, Hq=32 Hkv=8 D=128, order
+rms-norm|h200/probes|rms_norm: 32 rows in batches of M, H=4096, bell
+softmax|h200/probes|softmax: 32 rows in batches of M, V=1000, bell
+log-softmax|h200/probes|log_softmax: 32 rows in batches of M, V=1000, bell
+logsumexp|cpu/probe-logits|logsumexp: 16 rows in batches of M, V=151936, bell
+cumsum|cpu/probe-logits|cumsum: 64 rows in batches of M, V=1000, order
+reduction|h200/probes|sum: 32 rows in batches of M, K=4096, order
+atomics|h200/probes|index_add: 8192 additions to 16 rows
+all-reduce|cpu/probe-all-reduce|all_reduce: first row over M, ranks=4, width=512
+pointwise|cpu/probes|silu of 1024 elements
+PICTURES
+run_noted
 
 # The README's picture for light pages and for dark ones: the same drawing in other inks.
-nondet export docs/evidence/h200/sample.jsonl.gz --figure tree --out "$to/tree-light.svg" --force 2> /dev/null
 sed -e 's/linecap: butt}/& text{fill: #e6edf3}/' -e 's/#ffffff/#0d1117/g; s/#000000/#e6edf3/g; s/#555555/#9198a1/g' \
     "$to/tree-light.svg" > "$to/tree-dark.svg"
-
-# A class map for the page of each probe, of the case that shows most; in one process, which loads matplotlib once.
-mkdir -p "$to/probes"
-"$python" - "$to/probes" 2> /dev/null << 'PICTURES'
-import sys
-from nondet.cli import main
-for probe, run, case in (
-    ("float-sum", "h200/probes", "orders of 1024 numbers, accumulated in float32, bell"),
-    ("matmul", "h200/probes", "16 rows in batches of M, K=3072 N=1024, bell"),
-    ("split-k", "h200/probes", "K in 1 to 16 parts added in order, M=16 K=12288 N=1024, bell"),
-    ("grouped-matmul", "h200/probes", "expert 0 while others go to other experts, of 128, K=768 N=2048, order"),
-    ("attention", "h200/probes", "decode of 64 requests in batches of B, 2048 keys, Hq=32 Hkv=8 D=128, order"),
-    ("rms-norm", "h200/probes", "rms_norm: 32 rows in batches of M, H=4096, bell"),
-    ("softmax", "h200/probes", "softmax: 32 rows in batches of M, V=1000, bell"),
-    ("log-softmax", "h200/probes", "log_softmax: 32 rows in batches of M, V=1000, bell"),
-    ("logsumexp", "cpu/probe-logits", "logsumexp: 16 rows in batches of M, V=151936, bell"),
-    ("cumsum", "cpu/probe-logits", "cumsum: 64 rows in batches of M, V=1000, order"),
-    ("reduction", "h200/probes", "sum: 32 rows in batches of M, K=4096, order"),
-    ("atomics", "h200/probes", "index_add: 8192 additions to 16 rows"),
-    ("all-reduce", "cpu/probe-all-reduce", "all_reduce: first row over M, ranks=4, width=512"),
-    ("pointwise", "cpu/probes", "silu of 1024 elements"),
-):
-    export = ["export", f"docs/evidence/{run}.jsonl.gz", "--figure", "class-map", "--probe", probe, "--case", case]
-    if main([*export, "--out", f"{sys.argv[1]}/{probe}.png", "--force"]):
-        sys.exit(f"no picture of {probe}")
-PICTURES
