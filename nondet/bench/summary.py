@@ -1,8 +1,9 @@
 """What the cells of a run say: ratios, intervals, shares of the limit, and a run held against a kept one. No torch.
 
 A ratio is the best stock time over an implementation's: above 1 is faster than stock. Best means the fastest stock
-implementation of that very cell. Its interval is a bootstrap over replays, drawn in pairs, since replay i of one stood
-beside replay i of the other. It covers what varied within this run, and not what another day or machine would give.
+implementation of that very cell. Replay i of one stood beside replay i of the other: the ratio is the median of these
+pairs' ratios, and its interval a bootstrap over the pairs. It covers what varied within this run, and not what another
+day or machine would give.
 """
 
 from __future__ import annotations
@@ -51,22 +52,29 @@ class Comparison:
     baseline: Timed | None
 
     @cached_property
-    def draws(self) -> Floats:
-        """Bootstrapped ratios; empty without a baseline."""
+    def paired(self) -> Floats:
+        """Stock's time over this one's, replay by replay; empty without a baseline.
+
+        Replay i of one stood beside replay i of the other, so a clock that steps between two replays falls on both.
+        """
         if self.baseline is None or not _measured(self.timed):
             return np.empty(0)
         count = min(len(self.baseline.samples_us), len(self.timed.samples_us))
-        chosen = np.random.default_rng(_SEED).integers(0, count, (_DRAWS, count))
-        theirs, ours = (np.asarray(t.samples_us[:count])[chosen] for t in (self.baseline, self.timed))
-        drawn: Floats = np.median(theirs, 1) / np.median(ours, 1)
+        return np.divide(self.baseline.samples_us[:count], self.timed.samples_us[:count], dtype=np.float64)
+
+    @cached_property
+    def draws(self) -> Floats:
+        """Bootstrapped ratios; empty without a baseline."""
+        count = len(self.paired)
+        if not count:
+            return self.paired
+        drawn: Floats = np.median(self.paired[np.random.default_rng(_SEED).integers(0, count, (_DRAWS, count))], 1)
         return drawn
 
-    @property
+    @cached_property
     def ratio(self) -> float | None:
-        """Best stock's median over this one's; None where one of them was not timed."""
-        if self.baseline is None or not _measured(self.timed):
-            return None
-        return self.baseline.median_us / self.timed.median_us
+        """Median over replays of the best stock's time over this one's; None where one of them was not timed."""
+        return float(np.median(self.paired)) if len(self.paired) else None
 
     @cached_property
     def interval(self) -> tuple[float, float]:

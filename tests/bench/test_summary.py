@@ -62,6 +62,16 @@ def test_replays_are_compared_in_pairs() -> None:
     assert high - low < 1e-9
 
 
+def test_a_clock_that_steps_in_mid_cell_makes_no_ratio() -> None:
+    """Of one kernel timed twice one median fell before the step, the other behind it (ratio 1.12); the pairs agree."""
+    before, after = 1118.0, 1258.0
+    stock, mine = [after, after, before, after, before], [after, before, before, after, before]
+    both = timed("stock", after, samples_us=stock), timed("invariant", before, samples_us=mine)
+    c = of(cell(1, *both), "invariant")
+    assert c.ratio == 1.0
+    assert c.interval[0] == 1.0
+
+
 def test_no_ratio_without_both_sides() -> None:
     """No stock, or no time: no ratio, no interval, no place in a mean."""
     lost = timed("invariant", 0.0, status=Status.ERROR, reason="out of memory", samples_us=[])
