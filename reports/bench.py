@@ -203,8 +203,8 @@ def _method_text(cells: Sequence[Cell]) -> str:
     text = (
         f"Times are medians of {_span(replays)} replays ({methods}), implementations in turn, each replay over "
         f"{_span(sorted({c.sets for c in cells}))} rotating sets of buffers. Ratio: the best stock time over the "
-        "implementation's, above 1 is faster; with a 95% bootstrap interval over replays in pairs. Limit: the longer "
-        "of bytes over copy bandwidth and operations over the peak, as a share of the time."
+        "implementation's, median over pairs of replays, with a 95% bootstrap interval; above 1 is faster. Limit: the "
+        "longer of bytes over copy bandwidth and operations over the peak, as a share of the time."
     )
     if any(c.bus_bytes for c in cells):
         text += (

@@ -36,7 +36,7 @@ BUDGET = {
     "nondet": 1680,
     "probes": 3670,
     "ranks": 590,
-    "reports": 5370,
+    "reports": 5380,
     "sampling": 6250,
     "services": 2480,
     "testing": 590,
