@@ -15,7 +15,7 @@ __version__ = VERSION
 
 # name -> where it lives; loaded at first use
 _LAZY = {
-    "batch_invariant": "nondet.kernels.dispatch.block",
+    "batch_invariant": "nondet.api",
     "check": "nondet.api",
     "check_operator": "nondet.api",
     "load": "nondet.api",

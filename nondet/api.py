@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from nondet.core.records import Value
+    from nondet.kernels.dispatch.block import Invariance
     from nondet.services.run import Request, Sink
     from nondet.verdict.findings import Verdict
 
@@ -293,6 +295,51 @@ def check_operator(
         varied=varied, full=full, seed=seed,
     )  # fmt: skip
     return _kept(run, out, force=force)
+
+
+def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
+    """`nondet.kernels.dispatch.block.batch_invariant`, whose block also shows what it covers: in a notebook, say."""
+    began = time.perf_counter()
+    from nondet.kernels.dispatch.block import batch_invariant as made
+
+    plain = made(families)
+    return _shown()(plain.families, time.perf_counter() - began)
+
+
+@cache
+def _shown() -> type[Any]:
+    """Beside the kernels: certificates rest on the code in their folder. Made here, since torch is loaded by them."""
+    from nondet.kernels.dispatch.block import FAMILIES, Invariance, devices
+    from nondet.kernels.dispatch.state import KINDS, Coverage
+
+    class Counts(Coverage):
+        def lines(self) -> list[str]:
+            clean = self.replaced and not self.left and not self.at_risk
+            return super().lines() + (["nothing was left stock, and nothing is at risk"] if clean else [])
+
+    class Block(Invariance):
+        def __init__(self, families: frozenset[str], took: float) -> None:
+            super().__init__(families)
+            self._coverage, self._state, self._took = Counts(), "not entered", took
+
+        def __enter__(self) -> Invariance:
+            began = time.perf_counter()
+            super().__enter__()
+            self._state = f"open, ready after {self._took + time.perf_counter() - began:.1f} s"
+            self._took = 0.0
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            self._state = "closed"
+
+        def __repr__(self) -> str:
+            names = [name for name in FAMILIES if name in self.families]
+            counts = (f"{sum(getattr(self._coverage, kind).values()):,} {label}" for kind, label in KINDS.items())
+            on = " and ".join(devices())
+            return f"<batch_invariant: {self._state}; {', '.join(names)} on {on}; calls so far: {', '.join(counts)}>"
+
+    return Block
 
 
 def _measured(

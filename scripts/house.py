@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3230,
     "export": 520,
     "kernels": 15720,
-    "nondet": 1680,
+    "nondet": 1730,
     "probes": 3670,
     "ranks": 590,
     "reports": 5380,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 import nondet
-from nondet.errors import UserError
+from nondet.errors import UnknownNameError, UserError
+from nondet.kernels.dispatch.block import Invariance
 from nondet.services.probe import ProbeRequest
 from nondet.services.sample import SampleRequest
 from tests.test_layers import IMPORTS, MODULES
@@ -49,6 +51,26 @@ def test_a_missing_run_is_one_line() -> None:
     """The same words as on the command line."""
     with pytest.raises(UserError, match="no run file at"):
         nondet.load("nowhere.jsonl")
+
+
+def test_a_block_says_what_it_covers() -> None:
+    """Families, device, how long it took to be ready, whether it is open, and calls so far; a clean count says so."""
+    block = nondet.batch_invariant(["matmul", "norm"])
+    assert isinstance(block, Invariance)
+    assert repr(block).startswith("<batch_invariant: not entered; matmul, norm on CPU")
+    assert block.coverage().lines() == []
+    with block:
+        torch.nn.functional.linear(torch.ones(3, 8), torch.ones(4, 8))
+        assert re.match(r"<batch_invariant: open, ready after \d+\.\d s; matmul, norm on CPU", repr(block))
+        assert repr(block).endswith("; calls so far: 1 replaced, 0 certified stock, 0 left stock, 0 at risk>")
+        clean = "nothing was left stock, and nothing is at risk"
+        assert block.coverage().lines() == ["replaced: linear (1 calls)", clean]
+        torch.softmax(torch.ones(3, 8), -1)
+        assert clean not in block.coverage().lines()
+    assert repr(block).startswith("<batch_invariant: closed; ")
+    assert repr(block).endswith(", 1 at risk>")
+    with pytest.raises(UnknownNameError, match="matmul"):
+        nondet.batch_invariant(["matmull"])
 
 
 def test_import_nondet_loads_nothing_heavy() -> None:

@@ -103,6 +103,8 @@ def ask(
     header = describe(
         servers, plan, settings, load, seed=request.seed, protocol=request.protocol, stream=request.stream
     )
+    if not output.sink.quiet:
+        output.sink.say(f"connecting to {' and '.join(s.url for s in servers)} ...")
     reach(servers, cuts=any(s.top_k for s in samplings))
     if not output.sink.quiet:
         each = f" of each of {len(servers)} servers" if len(servers) > 1 else ""

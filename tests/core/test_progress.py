@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nondet.cli import main
 from nondet.core.progress import EVERY_S, Lines, in_words
+from tests.endpoint.honest import serving
 
 Step = Callable[[Lines], object]
 
@@ -108,3 +111,45 @@ def test_a_command_off_a_terminal_for_real(tmp_path: Path) -> None:
     assert all(line.startswith("{") for line in out.splitlines())
     assert call(*asked, "--quiet")[0] == []
     assert call("probe", "--help")[0] == []
+
+
+CPU = ("--device", "cpu")
+SHORT = (*CPU, "--max-tokens", "4", "--load", "others=2,targets=2")
+RAN = r"\d+ of \d+ after \d+ s"
+STEPS = r"\d+ s so far"
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("probe", "softmax", "--impl", "stock", *CPU, "--dtype", "float32"), rf"softmax \(stock\): {RAN}"),
+        (("sample", "--impl", "stock", "--n", "4", *SHORT), rf"stock, \d+ tokens: {RAN}"),
+        (("certify", "softmax", "--class", "cpu-rows", *CPU, "--k", "64", "--m", "4"), rf"cpu-rows .*: {RAN}"),
+        (("bench", "softmax", *CPU, "--m", "4", "--k", "64"), rf"bench: {RAN}"),
+        (("trace", *SHORT), rf".+: {STEPS}"),
+    ],
+    ids=lambda part: part[0] if isinstance(part, tuple) else "",
+)  # fmt: skip
+def test_every_command_says_how_far_it_is(
+    argv: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Done and total of what is counted, of a search its step; under a short "half minute"."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nondet.core.progress.EVERY_S", 0.005)
+    assert main([*argv, "--out", "a.jsonl"]) == 0
+    assert re.search(rf"^{line}", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_an_endpoint_is_named_at_once_and_told_of_arm_by_arm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its address before it has answered anything, then the plan, then lines."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nondet.core.progress.EVERY_S", 0.005)
+    with serving("vllm") as server:
+        assert main(["sample", "--endpoint", server.url, "--arms", "solo=4,loaded=12", "--max-tokens", "8"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"connecting to {server.url} ..."
+    assert "16" in said[1]
+    assert any(re.match(rf"server, \w+: {RAN}", line) for line in said), said
