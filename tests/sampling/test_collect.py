@@ -276,9 +276,7 @@ def test_every_implementation_gets_the_same_load(
     assert run.rounds[0].background == run.rounds[1].background
 
 
-def test_threads_are_pinned_and_put_back(
-    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread count asked for holds in the engine, and only there; and what is alive is collectable again."""
     monkeypatch.undo()  # the tests' own, see tests/conftest.py
     gc.unfreeze()
