@@ -347,8 +347,7 @@ class BenchCase:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch has it."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     @property
     def work(self) -> Work:
@@ -465,8 +464,7 @@ def first_rows(case: BenchCase, whole: tuple[torch.Tensor, ...], m: int) -> tupl
 
     def part(operand: Operand, x: torch.Tensor) -> torch.Tensor:
         if operand.made_by is not None:
-            remade: torch.Tensor = load_object(operand.made_by)(shape, str(x.device))
-            return remade
+            return load_object(operand.made_by)(shape, str(x.device))
         return x[:m] if operand.axes[0] == case.axis else x
 
     operands = operators()[case.operator].operands

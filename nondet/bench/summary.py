@@ -68,8 +68,7 @@ class Comparison:
         count = len(self.paired)
         if not count:
             return self.paired
-        drawn: Floats = np.median(self.paired[np.random.default_rng(_SEED).integers(0, count, (_DRAWS, count))], 1)
-        return drawn
+        return np.median(self.paired[np.random.default_rng(_SEED).integers(0, count, (_DRAWS, count))], 1)
 
     @cached_property
     def ratio(self) -> float | None:

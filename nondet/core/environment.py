@@ -207,32 +207,29 @@ def _cublas() -> str | None:
 
     The one of PyTorch's own CUDA comes first: the system may have another, which computes nothing here.
     """
-    if torch.version.cuda is None:
+    library = _cuda_library("cublas") or _cuda_library("cublas", ctypes.util.find_library("cublas"))
+    parts = [ctypes.c_int() for _ in range(3)]  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
+    if library is None or any(library.cublasGetProperty(i, ctypes.byref(value)) for i, value in enumerate(parts)):
         return None
-    for name in (f"libcublas.so.{torch.version.cuda.partition('.')[0]}", ctypes.util.find_library("cublas")):
-        if name is None:
-            continue
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        parts = [ctypes.c_int() for _ in range(3)]  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
-        if any(library.cublasGetProperty(field, ctypes.byref(value)) for field, value in enumerate(parts)):
-            return None
-        return ".".join(str(value.value) for value in parts)
-    return None
+    return ".".join(str(value.value) for value in parts)
+
+
+def _cuda_library(name: str, path: str | None = "") -> ctypes.CDLL | None:
+    """That of PyTorch's own CUDA, or the one at a path; None of a CPU build, or where there is none."""
+    if torch.version.cuda is None or path is None:
+        return None
+    try:
+        return ctypes.CDLL(path or f"lib{name}.so.{torch.version.cuda.partition('.')[0]}")
+    except OSError:
+        return None
 
 
 @functools.cache
 def cublaslt() -> ctypes.CDLL | None:
     """The cuBLASLt that PyTorch has loaded, or None: a CPU build, or a library under another name."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:
-        return None
-    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    library = _cuda_library("cublasLt")
+    if library is not None:
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
     return library
 
 

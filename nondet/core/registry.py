@@ -166,8 +166,7 @@ def _user_function(target: str) -> Callable[..., Any]:
         ) from error
     if not callable(function):
         raise UserError(f"--impl {target!r} is a {type(function).__name__}, not a function", "Name a callable.")
-    call: Callable[..., Any] = function
-    return call
+    return function
 
 
 def check_signature(function: Callable[..., Any], operator: str, who: str) -> None:

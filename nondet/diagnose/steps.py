@@ -32,6 +32,7 @@ from nondet.diagnose.verdict import (
     parted_rounds,
     run_step,
     settled,
+    steps_of,
 )
 from nondet.errors import EngineStoppedError
 from nondet.sampling.analysis import NAME
@@ -396,7 +397,7 @@ def chosen_effort(planned: int, round_s: float, alone_s: float, spent_s: float, 
 
 def effort_of(run: Run, planned: int) -> Effort:
     """As the run's record has it; all, where it says nothing."""
-    figures = next((s.figures for s in run.steps if s.name == "run"), {})
+    figures = steps_of(run)["run"].figures
     if "rounds" not in figures:
         return Effort(planned)
     counts = {name: int(figures[name]) for name in ("rounds", "every", "margins", "times")}
@@ -493,7 +494,7 @@ class Diagnoser:
         began = self.clock()
         self._collect(STOCK, self.plan.rounds[:1])
         twice = self.clock() - began
-        step = run_step(self._so_far(), STOCK, [_facts(so_far, "greedy")["trace"], *traces])
+        step = run_step(self._so_far(), STOCK, [steps_of(so_far)["greedy"].facts["trace"], *traces])
         planned = len(self.plan.rounds)
         effort = chosen_effort(planned, twice / 2, min(seconds), self._spent.spent, self.within_s)
         less = effort.sentence(planned, self.within_s)
@@ -503,7 +504,7 @@ class Diagnoser:
 
     def _batch(self, so_far: Run) -> Step:
         self._collect(STOCK, self.plan.rounds[: self._effort(so_far).rounds])
-        return batch_step(self._so_far(), STOCK, _facts(so_far, "greedy"))
+        return batch_step(self._so_far(), STOCK, steps_of(so_far)["greedy"].facts)
 
     def _axes(self, so_far: Run) -> Step:
         counts, late = [], []
@@ -539,13 +540,13 @@ class Diagnoser:
         outcome = "yes" if named else "no" if verdict.finding == "no divergence observed" else "unknown"
         sentence = "; ".join(verdict.sentences)
         met = verdict.finding == "run-to-run" or blamed(self._so_far(), Finding.RUN_TO_RUN)
-        if _outcome(so_far, "run") == "no" and not met:
+        if steps_of(so_far)["run"].outcome == "no" and not met:
             outcome, sentence = "unknown", f"{NOT_MET}: {sentence}"
         facts = {"families": "+".join(verdict.families or [])}
         return _with_less(Step(name="operator", outcome=outcome, sentence=sentence, facts=facts), search.late)
 
     def _margin(self, so_far: Run) -> Step:
-        chosen = parted_rounds(so_far, STOCK, _facts(so_far, "greedy")) or [0]
+        chosen = parted_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts) or [0]
         others = (self._known(number) for number in chosen[: self._effort(so_far).margins])
         return margin_step(self._known(None), others)
 
@@ -571,7 +572,7 @@ class Diagnoser:
         return _with_less(cure_step(run, INVARIANT, _trace_of(alone), coverage_gaps(run, INVARIANT)), less)
 
     def _cost(self, so_far: Run) -> Step:
-        families = _facts(so_far, "operator").get("families", "")
+        families = steps_of(so_far)["operator"].facts.get("families", "")
         times = self._effort(so_far).times
         return cost_step(lambda: self._session(self.plan.rounds[0]), families, times=times, warm=self._warm)
 
@@ -614,9 +615,9 @@ class Diagnoser:
         collect(self.loaded, Plan(self.plan.load, rounds), [impl], self.writer, seed=self.seed, threads=self.threads)
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
-        facts = _facts(so_far, "greedy")
+        facts = steps_of(so_far)["greedy"].facts
         rounds = parted_rounds(so_far, STOCK, facts)
-        unsteady = _outcome(so_far, "run") == "no"
+        unsteady = steps_of(so_far)["run"].outcome == "no"
         if rounds or unsteady:
             requests = self.plan.rounds[rounds[0] if rounds else 0]
             target = next(r for r in requests if r.target)
@@ -641,14 +642,6 @@ class Diagnoser:
 def _with_less(step: Step, less: str) -> Step:
     """With what was left out of it, if anything was."""
     return msgspec.structs.replace(step, facts={**step.facts, "less": less}) if less else step
-
-
-def _facts(run: Run, name: str) -> dict[str, str]:
-    return next((s.facts for s in run.steps if s.name == name), {})
-
-
-def _outcome(run: Run, name: str) -> str:
-    return next((s.outcome for s in run.steps if s.name == name), "")
 
 
 def _trace_of(outcome: Outcome) -> str:

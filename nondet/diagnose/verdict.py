@@ -203,6 +203,12 @@ QUESTIONS: dict[str, str] = {
 }
 
 
+def steps_of(run: Run) -> dict[str, Step]:
+    """Question -> the step that answers it; one without an outcome where the run ended before it."""
+    missing = {name: Step(name=name, outcome="", sentence="nothing was recorded") for name in QUESTIONS}
+    return missing | {s.name: s for s in run.steps}
+
+
 def settled(run: Run, name: str) -> str:
     """Why the step of that name need not be taken, going by the steps before it; "" where it has to be."""
     outcome = {s.name: s.outcome for s in run.steps}
@@ -255,21 +261,21 @@ def blamed(run: Run, finding: str) -> list[Culprit]:
 
 def conclude(run: Run) -> Diagnosis:
     """The verdict on the steps that there are."""
-    step = {s.name: s for s in run.steps}
+    step = steps_of(run)
     axes = [a for a in run.axes if a.impl == "stock"]
     finding = _finding(run, step)
     if finding == Finding.CLEAN:
         return Diagnosis(finding=finding, whether=_clean(step, axes), limits=_limits(run, step))
     parted = "not in the load as sampled, but where one thing about the company was varied"
-    if _is(step, "batch", "yes"):
+    if step["batch"].outcome == "yes":
         parted = step["batch"].sentence
     whether = {
-        NOT_GREEDY: f"Decoding is not greedy: {_sentence_of(step, 'greedy')}.",
-        Finding.WRONG: f"Wrong: {_sentence_of(step, 'greedy')}. Whether the batch matters was not asked.",
+        NOT_GREEDY: f"Decoding is not greedy: {step['greedy'].sentence}.",
+        Finding.WRONG: f"Wrong: {step['greedy'].sentence}. Whether the batch matters was not asked.",
         Finding.RUN_TO_RUN: f"Run-to-run nondeterministic: {_unsteady(run, step)}. Whether the batch matters beside "
         "that, nothing here can say.",
         UNKNOWN: "Not known: a step that had to be taken has no answer.",
-        Finding.UNATTRIBUTED: f"Divergent, by the batch or from run to run: {_sentence_of(step, 'batch')}.",
+        Finding.UNATTRIBUTED: f"Divergent, by the batch or from run to run: {step['batch'].sentence}.",
     }.get(finding, f"Batch-dependent: {parted}.")
     return Diagnosis(
         finding=finding,
@@ -277,29 +283,29 @@ def conclude(run: Run) -> Diagnosis:
         where=_where(step, axes),
         why=_why(run, finding),
         cure=_cure(step, finding),
-        cost=_sentence(step["cost"].sentence) if _is(step, "cost", "yes") else "",
+        cost=_sentence(step["cost"].sentence) if step["cost"].outcome == "yes" else "",
         limits=_limits(run, step),
     )
 
 
 def _finding(run: Run, step: dict[str, Step]) -> str:
     """In a word. The batch is blamed only where equal batches have been seen to give equal bits."""
-    if _is(step, "greedy", "no"):
+    if step["greedy"].outcome == "no":
         return Finding.WRONG if step["greedy"].figures.get("nonfinite") else NOT_GREEDY
     cause = cause_of(run)
-    if _is(step, "run", "no") or cause == Finding.RUN_TO_RUN:
+    if step["run"].outcome == "no" or cause == Finding.RUN_TO_RUN:
         return Finding.RUN_TO_RUN
-    if not (_is(step, "batch", "yes") or _is(step, "axes", "yes")):
-        return Finding.CLEAN if _is(step, "batch", "no") and _is(step, "axes", "no") else UNKNOWN
+    if not (step["batch"].outcome == "yes" or step["axes"].outcome == "yes"):
+        return Finding.CLEAN if step["batch"].outcome == "no" and step["axes"].outcome == "no" else UNKNOWN
     if cause in (DEFECT, Finding.BATCH):
         return cause
-    repeated = step["batch"].figures.get("repeated_round_traces", 0) if "batch" in step else 0
-    return Finding.BATCH if repeated and _is(step, "run", "yes") else Finding.UNATTRIBUTED
+    repeated = step["batch"].figures.get("repeated_round_traces", 0)
+    return Finding.BATCH if repeated and step["run"].outcome == "yes" else Finding.UNATTRIBUTED
 
 
 def _unsteady(run: Run, step: dict[str, Step]) -> str:
-    if _is(step, "run", "no") or not run.trace_verdicts:
-        return _sentence_of(step, "run")
+    if step["run"].outcome == "no" or not run.trace_verdicts:
+        return step["run"].sentence
     parted = _replay(run.culprits, "repeat")
     if parted and run.trace_verdicts[-1].finding != "run-to-run":
         culprit, replay = parted
@@ -320,9 +326,9 @@ def _clean(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
 
 def _where(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
     parts = []
-    margin = step.get("margin")
-    if margin is not None and margin.figures.get("first_flip", -1) >= 0:
-        parts.append(f"the first token that flips is token {int(margin.figures['first_flip'])}")
+    flip = step["margin"].figures.get("first_flip", -1)
+    if flip >= 0:
+        parts.append(f"the first token that flips is token {int(flip)}")
     parted = [f"{a.axis} ({a.traces} of {a.tried} traces)" for a in axes if a.traces]
     clean = [f"{a.axis} (0 of {a.tried})" for a in axes if a.tried and not a.traces]
     if parted:
@@ -357,13 +363,12 @@ def _why(run: Run, finding: str) -> str:
 
 
 def _cure(step: dict[str, Step], finding: str) -> str:
-    cure, operator = step.get("cure"), step.get("operator")
+    cure, families = step["cure"], step["operator"].facts.get("families", "")
     parts = []
-    families = operator.facts.get("families", "") if operator is not None else ""
     if families and finding != Finding.RUN_TO_RUN:  # what changes by itself may have been quiet in one pair
         named = " and ".join(families.split("+"))
         parts.append(f"Replacing {named} by the invariant implementation removes the divergence of the pair traced.")
-    if cure is None or cure.outcome == "skipped":
+    if cure.outcome in ("", "skipped"):
         return " ".join(parts)
     leads = {
         "yes": "batch_invariant() left no divergence",
@@ -378,7 +383,7 @@ def _limits(run: Run, step: dict[str, Step]) -> list[str]:
     lines += [f"{QUESTIONS[name]} No answer: {s.sentence}." for name, s in step.items() if s.outcome == "unknown"]
     lines += [f"{a.axis}: {a.note}." for a in run.axes if a.note]
     lines += [_sentence(s.facts["less"]) for s in run.steps if s.facts.get("less")]
-    lines += [f"{QUESTIONS[name]} The run ended before it." for name in QUESTIONS if name not in step]
+    lines += [f"{QUESTIONS[name]} The run ended before it." for name in QUESTIONS if not step[name].outcome]
     lines.append("One prompt, one load, this machine and these versions: other sizes may take other kernels.")
     return lines
 
@@ -389,14 +394,6 @@ def _replay(culprits: Sequence[Culprit], name: str) -> tuple[Culprit, Replay] | 
         ((c, r) for c in culprits for r in c.replays if r.name == name and r.status == "divergent"),
         None,
     )
-
-
-def _is(step: dict[str, Step], name: str, outcome: str) -> bool:
-    return name in step and step[name].outcome == outcome
-
-
-def _sentence_of(step: dict[str, Step], name: str) -> str:
-    return step[name].sentence if name in step else "nothing was recorded"
 
 
 def _sentence(text: str) -> str:

@@ -344,7 +344,8 @@ class HttpClient:
         async with self._transport.exchange("POST", self._format.path, body, times) as response:
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind == "text/event-stream" or (stream and kind != "application/json"):
-                await self._follow(response, Events(most, self._limits.events_for(ask)), most, parts, times)
+                events = Events(most, 8 * ask.max_tokens + 256)  # some servers send none for a token, none sends many
+                await self._follow(response, events, most, parts, times)
             else:
                 self._format.take(parse(await self._transport.body(response, most)), parts, False)
         return self._checked(answer_from(ask, parts))

@@ -340,11 +340,6 @@ class Limits:
         tokens = ask.max_tokens * (ask.top_logprobs + 2) * _BYTES_PER_ALTERNATIVE
         return min(self.most_bytes, (1 << 20) + echoed + tokens)
 
-    @staticmethod
-    def events_for(ask: Ask) -> int:
-        """The most events that a stream may have; some servers send none for a token, none sends many."""
-        return 8 * ask.max_tokens + 256
-
 
 _MOST_CONTAINERS = 500_000  # `[],` is three bytes on the wire and sixty in memory
 _MOST_COMMAS = 4_000_000
@@ -464,7 +459,9 @@ class Events:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The events that this piece finished; an AttemptError ("too-large") if one, or their number, has no end."""
-        self._grow(len(piece))
+        self._size += len(piece)
+        if self._size > self._most:
+            raise AttemptError("too-large", f"an event of more than {self._most:,} bytes")
         if b"\n" not in piece and b"\r" not in piece and not (self._rest and self._rest[-1].endswith(b"\r")):
             self._rest.append(piece)
             return []
@@ -476,11 +473,6 @@ class Events:
     def close(self) -> list[bytes]:
         """The event that only the end of the body finishes: one whose last line end is a bare CR."""
         return self.feed(b"\n") if self._rest and self._rest[-1].endswith(b"\r") else []
-
-    def _grow(self, size: int) -> None:
-        self._size += size
-        if self._size > self._most:
-            raise AttemptError("too-large", f"an event of more than {self._most:,} bytes")
 
     def _line(self, line: bytes) -> bytes | None:
         if not line:

@@ -1052,8 +1052,7 @@ def summarize(
 
 def prompt_text(run: Run, prompt: int) -> str:
     """The prompt of that index, from the run's header."""
-    text: str = run.header.plan["prompts"][prompt]["text"]
-    return text
+    return run.header.plan["prompts"][prompt]["text"]
 
 
 def _survival(groups: Sequence[Group], lengths: Mapping[tuple[int, ...], int], n: int) -> tuple[float, ...]:

@@ -349,18 +349,15 @@ class LoadedModel:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with whatever special tokens the tokenizer adds by itself."""
-        ids: list[int] = self.tokenizer.encode(text)
-        return ids
+        return self.tokenizer.encode(text)
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a piece of text, without special tokens."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens shown."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def embedded_folder() -> Path:
@@ -514,12 +511,9 @@ def identity_of(model: Any, where: str, local: Path | None, names: Iterable[str]
 
 
 def _eos(model: Any, config: Any) -> tuple[int, ...]:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+    named = (getattr(where, "eos_token_id", None) for where in (model.generation_config, config))
+    ids = next((ids for ids in named if ids is not None), ())
+    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def piece_of(loaded: LoadedModel) -> Callable[[int], str]:

@@ -505,8 +505,7 @@ def make_engine(name: str, model: Any) -> Engine:
 
     if name not in ENGINES:
         raise UnknownNameError("engine", name, ENGINES)
-    engine: Engine = load_object(ENGINES[name])(model)
-    return engine
+    return load_object(ENGINES[name])(model)
 
 
 # Prompt sets: a file of prompts, read within bounds, with every way that this goes wrong said in one line.

@@ -113,8 +113,7 @@ def _modules(model: Any, shapes: Shapes) -> Iterator[tuple[str, torch.nn.Module,
 
 
 def _row_zero(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    row: torch.Tensor = module(rows.unsqueeze(0))[0, 0]
-    return row
+    return module(rows.unsqueeze(0))[0, 0]
 
 
 def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
