@@ -453,9 +453,9 @@ class Diagnoser:
                 known = next((s for s in so_far.steps if s.name == name), None)
                 if known is None:
                     self.say(f"[{number}/{len(QUESTIONS)}] {question}")
-                    known = self._timed(name, take, so_far)
-                    self.writer.write(known)
-                self.say(f"[{number}/{len(QUESTIONS)}] {question} {known.outcome}: {known.sentence}")
+                    self.writer.write(known := self._timed(name, take, so_far))
+                why = f": {known.sentence}" if known.outcome in ("skipped", "unknown") else ""  # else the report tells
+                self.say(f"[{number}/{len(QUESTIONS)}] {question} {known.outcome}{why}")
         self._write(conclude(self._so_far()))
 
     def _timed(self, name: str, step: Callable[[Run], Step], so_far: Run) -> Step:

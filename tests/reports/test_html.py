@@ -96,6 +96,7 @@ def data_of(page: Page) -> list[dict[str, Any]]:
 def test_a_probe_run_is_all_there() -> None:
     """Verdict, environment, map, kernels, figures, problems: each fact of the run is readable."""
     page = check(render([run_of(*h200_sweep(), failed(case="a case that failed"))]))
+    assert ("div", "class", "named") in page.attributes, "lanes with room for kernels"
     for fact in (
         "stock: batch-dependent in 1 of 1 case (linear)",
         "invariant: no divergence observed in 208 trials",
