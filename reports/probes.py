@@ -166,7 +166,7 @@ def hits_table(probes: Sequence[ProbeSection]) -> Table | None:
     shown: dict[str, tuple[str, Any]] = {f"{verdict.impl}, cases that differ by": ("", lambda line: line[0])}
     for name, hits in columns.items():
         shown[name] = ("num", lambda line, hits=hits: cell(hits, line[1]))
-    return grid(lines, shown, only=BRIEF)
+    return grid(lines, shown, only="bvmp")
 
 
 def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> list[Block]:
