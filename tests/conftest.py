@@ -70,6 +70,9 @@ def _quick_interpreter() -> None:
         return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
 
     def patch(package: Any, builder: Any, scope: Any) -> None:
+        first = next(iter(names(package)), "")
+        if first and not interpreter.tl.core.is_builtin(getattr(package, first)):
+            return  # a kernel calls another: all of them are replaced already
         for name in names(package):
             if interpreter.tl.core.is_builtin(member := getattr(package, name)):  # not replaced already
                 interpreter._patch_attr(package, name, member, builder, scope)

@@ -19,7 +19,8 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.dispatch.block import Invariance
 from nondet.services.probe import ProbeRequest
 from nondet.services.sample import SampleRequest
-from tests.test_layers import IMPORTS, MODULES
+from scripts import house
+from tests.test_layers import imports
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 
@@ -121,11 +122,11 @@ def test_an_endpoint_takes_no_option_of_the_engine_from_python_either() -> None:
 
 def test_commands_and_python_are_siblings_over_the_services() -> None:
     """Neither imports the other, and what a service measures with knows of none of the three."""
-    assert sum(name.startswith("nondet.services.") for name in MODULES) > 8
+    assert sum(name.startswith("nondet.services.") for name in house.modules()) > 8
     for above, below in (("nondet.commands", "nondet.api"), ("nondet.api", "nondet.commands")):
-        assert any(source.startswith(above) for source, _ in IMPORTS)
-        assert [arrow for arrow in IMPORTS if arrow[0].startswith(above) and arrow[1].startswith(below)] == []
-    users = {source for source, target in IMPORTS if target.startswith("nondet.services")}
+        assert any(source.startswith(above) for source, _ in imports())
+        assert [arrow for arrow in imports() if arrow[0].startswith(above) and arrow[1].startswith(below)] == []
+    users = {source for source, target in imports() if target.startswith("nondet.services")}
     tops = ("nondet.services", "nondet.commands", "nondet.api", "nondet.cli", "nondet.testing.plugin")
     assert {user for user in users if not user.startswith(tops)} == set()
 

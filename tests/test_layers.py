@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import re
@@ -54,9 +55,10 @@ ANNEXES: dict[str, str] = {
     "nondet.testing.messages": "loads torch and the verdicts, once a test has failed; the assertions load neither",
 }
 
-MODULES = house.modules()
-ARROWS = house.graph()
-IMPORTS = sorted({(arrow.source, arrow.target) for arrow in ARROWS if not arrow.text})
+
+@functools.cache
+def imports() -> list[tuple[str, str]]:
+    return sorted({(arrow.source, arrow.target) for arrow in house.graph() if not arrow.text})
 
 
 def layer(module: str) -> str:
@@ -84,10 +86,10 @@ def cycle(edges: set[tuple[str, str]]) -> list[str]:
 def test_the_walk_finds_the_product() -> None:
     """A test over no files would pass."""
     for name in ("nondet.verdict.gate", "nondet.kernels.matmul.cpu", "nondet.probes.matmul", "nondet.reports.html"):
-        assert name in MODULES
-    assert len(MODULES) > 100
-    assert len(IMPORTS) > 500
-    assert {layer(name) for name in MODULES} <= RANK.keys(), "a new package needs its place in LAYERS"
+        assert name in house.modules()
+    assert len(house.modules()) > 100
+    assert len(imports()) > 500
+    assert {layer(name) for name in house.modules()} <= RANK.keys(), "a new package needs its place in LAYERS"
 
 
 def test_the_map_shows_the_layers() -> None:
@@ -101,13 +103,13 @@ def test_the_map_shows_the_layers() -> None:
 
 def test_arrows_point_down() -> None:
     """Imports inside of functions and for types count: what is needed is a dependence, whenever it is loaded."""
-    up = {(a, b) for a, b in IMPORTS if layer(a) != layer(b) and RANK[layer(a)] <= RANK[layer(b)]}
+    up = {(a, b) for a, b in imports() if layer(a) != layer(b) and RANK[layer(a)] <= RANK[layer(b)]}
     assert up == set(UP), "new arrows up, or exceptions that are no longer needed"
 
 
 def test_no_cycle_among_files_and_packages() -> None:
     """Whoever is in a cycle can't be understood, tested or moved without the others in it."""
-    edges = set(IMPORTS)
+    edges = set(imports())
     assert set(CYCLIC) <= edges, "exceptions that are no longer needed"
     edges -= CYCLIC.keys()
     assert cycle(edges) == []
@@ -118,7 +120,7 @@ def test_no_cycle_among_files_and_packages() -> None:
 def test_no_annex() -> None:
     """A module that one neighbour alone needs is part of that neighbour."""
     importers: dict[str, set[str]] = {}
-    for arrow in ARROWS:
+    for arrow in house.graph():
         importers.setdefault(arrow.target, set()).add(arrow.source)
     annexes = {
         name
@@ -137,7 +139,7 @@ def test_the_checks_would_see_it(tmp_path: Path) -> None:
         "def f():\n    from nondet.reports import html\n    from ..bench import cells\n"
         'import nondet.cli\nTARGET = "nondet.kernels.rows.cpu:softmax"\n'
     )
-    found = house.arrows("nondet.sampling.x", path, MODULES)
+    found = house.arrows("nondet.sampling.x", path, house.modules())
     assert {a.target for a in found if not a.text} == {
         *("nondet.api", "nondet.reports.html", "nondet.bench.cells", "nondet.cli")
     }
