@@ -724,7 +724,9 @@ def _of_own(e: _Ended) -> tuple[str, str]:
     row = bad[0] if bad and bad[0].wrong else clearest(bad or e.own)
     target = row.impl.rpartition("=")[2]
     words = figures.probe_of_mine(row, target)
-    if bad and row.probe != "check" and "<" not in target and not target.startswith("__main__"):  # --impl can name it
+    pinned = {word for word in words if word.startswith("--")} <= {*figures.typed_words(e.run.run.header)}
+    named = row.probe != "check" and "<" not in target and not target.startswith("__main__")  # --impl can name it
+    if bad and named and not pinned:
         why = f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
         return shlex.join([*words, *e.typed(_MACHINE)]), why
     if not bad and e.command == "probe" and not e.run.run.header.plan.get("full"):

@@ -573,6 +573,16 @@ def test_a_case_of_a_users_function_can_be_asked_again(probe: str) -> None:
         assert case.name in names or probe == "attention"  # whose sizes are a model's
 
 
+def test_a_pinned_case_is_not_pinned_again() -> None:
+    """The command that a run of an own function gives is the last of its kind: after it there is the page."""
+    typed = ("linear", "--impl", "linear=mymodule:batchy", "--dtype", "bfloat16")
+    sizes = ("--k", "256", "--n", "64", "--m", "256", "--inputs", "bell")
+    first = next_of(by("probe", run_of(row([0, 1], **MINE)), *typed))
+    assert first.startswith(f"nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 {' '.join(sizes)}  ")
+    again = next_of(by("probe", run_of(row([0, 1], **MINE)), *typed, *sizes))
+    assert again == "nondet report runs/probe.jsonl --out report.html  shows every case with its batch sizes"
+
+
 def test_a_function_that_no_option_can_name_gets_the_page() -> None:
     """One made in a notebook or in another function, and what `nondet.check` compared."""
     for fields_ in ({"impl": "__main__:mine"}, {"impl": "m:make.<locals>.f"}, {"impl": "m:f", "probe": "check"}):
