@@ -60,20 +60,14 @@ class RanksCase(BenchCase):
 
 
 class RankTimes(NamedTuple):
-    """What one rank has to say of a cell under one implementation.
+    """What one rank has to say of a cell under one implementation."""
 
-    Attributes:
-        row: `nondet.core.compare.digest` of row 0, in company of m - 1 others.
-        samples_us: Microseconds a call, one figure a replay.
-        failure: (status, reason) where it could not be timed.
-    """
-
-    row: str
-    samples_us: list[float]
+    row: str  # `nondet.core.compare.digest` of row 0, in company of m - 1 others
+    samples_us: list[float]  # microseconds a call, one figure a replay
     calls: int
     ran: list[str]
     method: str
-    failure: Failure | None = None
+    failure: Failure | None = None  # (status, reason) where it could not be timed
 
 
 def time_cell(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> dict[str, RankTimes]:

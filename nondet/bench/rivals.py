@@ -28,19 +28,12 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rival:
-    """A library.
+    """A library."""
 
-    Attributes:
-        package: What to look for; found means installed, not that it works here.
-        module: What to import when it is called.
-        distribution: Its name on package indexes, for the version.
-        operators: Operator -> (module) -> a call with that operator's signature.
-    """
-
-    package: str
-    module: str
-    distribution: str
-    operators: Mapping[str, Callable[[Any], Call]]
+    package: str  # what to look for; found means installed, not that it works here
+    module: str  # what to import when it is called
+    distribution: str  # its name on package indexes, for the version
+    operators: Mapping[str, Callable[[Any], Call]]  # operator -> (module) -> a call with its signature
 
 
 def _function(module: Any, *names: str) -> Call:

@@ -179,19 +179,13 @@ _CHUNKS = (1, 7, 16, 32)
 
 @dataclass(frozen=True)
 class RequestAxis:
-    """One thing about the other requests that is varied.
-
-    Attributes:
-        reference: The session that the others are compared with.
-        trials: A session for each value, by its name; every request under study in it is compared.
-        shares: Whether a trial counts only if the engine took keys from the cache.
-    """
+    """One thing about the other requests that is varied."""
 
     name: str
     held: str
-    reference: Arm
-    trials: tuple[Arm, ...]
-    shares: bool = False
+    reference: Arm  # the session that the others are compared with
+    trials: tuple[Arm, ...]  # a session for each value; every request under study is compared
+    shares: bool = False  # whether a trial counts only if the engine took keys from the cache
 
     def arms(self, value: str) -> tuple[Arm, Arm]:
         """The reference and one trial as the arms of a trace."""
@@ -316,20 +310,13 @@ _AXIS_SHARE = 0.6  # of the prompt alone: half its tokens, some trials with more
 
 @dataclass(frozen=True)
 class Effort:
-    """What is asked.
+    """What is asked."""
 
-    Attributes:
-        rounds: Of the plan's rounds.
-        every: Every so manieth value of an axis, and the last.
-        margins: Rounds in which the logits of flips are looked at.
-        round_s, alone_s: What a session in company and alone took, warm, set-up and all; 0.0 where it was not measured.
-    """
-
-    rounds: int
-    every: int = 1
-    margins: int = 2
+    rounds: int  # of the plan's rounds
+    every: int = 1  # every so manieth value of an axis, and the last
+    margins: int = 2  # rounds in which the logits of flips are looked at
     times: int = 2
-    round_s: float = 0.0
+    round_s: float = 0.0  # what a session in company and alone took, warm, set-up and all; 0.0: not measured
     alone_s: float = 0.0
 
     def figures(self) -> dict[str, float]:
@@ -416,24 +403,16 @@ STOCK, INVARIANT = "stock", "invariant"
 
 @dataclass
 class Diagnoser:
-    """One diagnosis.
-
-    Args:
-        plan: Rounds of completions of one prompt among others.
-        say: Takes a line for people as each step begins and ends.
-        within_s: About how long it may take; 0.0: everything is asked, however long that takes.
-        bound: Whether that is held to the end, so that parts that no longer fit are left out; else it only decides,
-            once, how much is asked.
-    """
+    """One diagnosis."""
 
     loaded: LoadedModel
-    plan: Plan
+    plan: Plan  # rounds of completions of one prompt among others
     writer: RunWriter
     seed: int
     threads: int | None
-    say: Callable[[str], None]
-    within_s: float = 0.0
-    bound: bool = False
+    say: Callable[[str], None]  # takes a line for people as each step begins and ends
+    within_s: float = 0.0  # about how long it may take; 0.0: everything is asked, however long that takes
+    bound: bool = False  # whether that holds to the end, parts left out; else it decides once how much is asked
     clock: Callable[[], float] = time.perf_counter
     _kept: dict[int | None, Session] = field(default_factory=dict)
     _warm: set[str] = field(default_factory=set)

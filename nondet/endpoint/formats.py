@@ -32,34 +32,23 @@ class Alternative:
 
 @dataclass
 class Parts:
-    """What the documents of one answer have said so far; a stream adds to it piece by piece.
-
-    Attributes:
-        ids, bytes: Of the tokens; None where the server gives none.
-        chosen: The token at each position, with its logprob; empty without logprobs.
-        top: The alternatives at each position, in no order; empty without them.
-        finish: As the server said it; "" until it did.
-        prompt_tokens, cached_tokens, completion_tokens, fingerprint, model: As in `Answer`.
-        ids_of_logprobs: Whether the ids came with the logprobs, and so leave out what those leave out.
-        streamed: Whether it came as a stream.
-        ended: Whether the server marked the end of the answer.
-    """
+    """What the documents of one answer have said so far; a stream adds to it piece by piece."""
 
     text: list[str] = field(default_factory=list)
-    ids: list[int] | None = None
+    ids: list[int] | None = None  # of the tokens; None where the server gives none
     bytes: list[bytes] | None = None
-    chosen: list[Alternative] = field(default_factory=list)
-    top: list[list[Alternative]] = field(default_factory=list)
-    finish: str = ""
-    prompt_tokens: int | None = None
+    chosen: list[Alternative] = field(default_factory=list)  # the token at each position; empty without logprobs
+    top: list[list[Alternative]] = field(default_factory=list)  # alternatives at each, in no order; or empty
+    finish: str = ""  # as the server said it; "" until it did
+    prompt_tokens: int | None = None  # as in `Answer`
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     fingerprint: str = ""
     model: str = ""
     notes: list[str] = field(default_factory=list)
-    ids_of_logprobs: bool = False
-    streamed: bool = False
-    ended: bool = False
+    ids_of_logprobs: bool = False  # whether ids came with logprobs, and leave out what those do
+    streamed: bool = False  # whether it came as a stream
+    ended: bool = False  # whether the server marked the end of the answer
 
     def note(self, what: str) -> None:
         """Remember an oddity, once."""

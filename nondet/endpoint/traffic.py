@@ -78,22 +78,15 @@ OnAnswer = Callable[[Planned, Answer, Served], None]
 
 @dataclass
 class Played:
-    """What is known of a round while it runs, and after.
-
-    Attributes:
-        tokens: Generated for everybody, as the server counts them, else as it sent them.
-        polled: What the server said at each poll that said anything: (when, running, waiting or None).
-        streams: (first token, last byte, target) of answers that streamed.
-        unstreamed: (sent, last byte) of targets that did not.
-    """
+    """What is known of a round while it runs, and after."""
 
     began: float
     seconds: float = 0.0
-    tokens: int = 0
+    tokens: int = 0  # of everybody, as the server counts them, else as it sent them
     polls: int = 0
-    polled: list[tuple[float, float, float | None]] = field(default_factory=list)
-    streams: list[tuple[float, float, bool]] = field(default_factory=list)
-    unstreamed: list[tuple[float, float]] = field(default_factory=list)
+    polled: list[tuple[float, float, float | None]] = field(default_factory=list)  # (when, running, waiting or None)
+    streams: list[tuple[float, float, bool]] = field(default_factory=list)  # (first token, last byte, target)
+    unstreamed: list[tuple[float, float]] = field(default_factory=list)  # (sent, last byte) of targets that did not
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     others_failed: Counter[str] = field(default_factory=Counter)

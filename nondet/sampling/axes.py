@@ -25,21 +25,15 @@ Seen = Counter[str]
 
 @dataclass(frozen=True)
 class Conditions:
-    """How the sessions of one value are run.
-
-    Attributes:
-        replicas: Engines that the requests of a round are spread over.
-        routing: By which policy, a key of `nondet.sampling.schedule.POLICIES`; "" with one replica.
-        ranks: Processes that the model is cut over by its tensor-parallel plan.
-    """
+    """How the sessions of one value are run."""
 
     load: Load
     dtype: str
     setting: Setting = PLAIN
     threads: int | None = None
-    replicas: int = 1
-    routing: str = ""
-    ranks: int = 1
+    replicas: int = 1  # engines that the requests of a round are spread over
+    routing: str = ""  # by which policy, a key of `nondet.sampling.schedule.POLICIES`; "" with one replica
+    ranks: int = 1  # processes that the model is cut over by its tensor-parallel plan
 
 
 @dataclass(frozen=True)

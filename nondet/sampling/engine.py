@@ -721,18 +721,12 @@ _Above: Any = object  # transformers' FIFOScheduler, in the class that a session
 
 
 class Arrivals(_Above):
-    """Before transformers' FIFO scheduler: holds requests back until their arrival step, notes every batch in `log`.
-
-    Attributes:
-        setting: Whose chunk size is kept to.
-        order: Who is offered to the engine first.
-        speculation: Adds drafts to what the requests that decode bring to a step.
-    """
+    """Before transformers' FIFO scheduler: holds requests back until their arrival step, notes every batch in `log`."""
 
     log: SessionLog
-    setting: Setting
-    order: Order
-    speculation: Speculation | None
+    setting: Setting  # whose chunk size is kept to
+    order: Order  # who is offered to the engine first
+    speculation: Speculation | None  # adds drafts to what the requests that decode bring to a step
     waiting_requests_order: deque[str]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:

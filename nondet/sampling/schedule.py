@@ -330,52 +330,31 @@ class KeptKeys:
 
 @dataclass
 class SessionLog:
-    """The steps of one session.
-
-    Attributes:
-        clock: The current engine step. It jumps over steps in which nobody has arrived.
-        entries: Request id -> [step, query tokens] of each step that it took part in.
-        batch: Step -> query tokens of the whole batch.
-        rows: For each step, the requests that get a token, in the order of the logits' rows.
-        top: For each step, the two largest logits and their token ids: float32 and int64 [rows, 2], on the device.
-        packs: Step -> who is in it, in the order of the rows: what ran, where, at which positions.
-        forced: Request id -> tokens that it is fed instead of those that it chose.
-        cut: Says whether nothing more is to be scheduled.
-        page, threads: Tokens in a page of the cache, and CPU threads, as the engine's own thread has them.
-        admitted: Requests in the order of their first steps; one that was preempted comes again.
-        preempted: Requests that lost their cache, once for each time.
-        started, ended: Clock times of the first step's beginning and the last request's end.
-        first_uses: What was proven and compiled meanwhile: no part of any step's time.
-        captures: Numbers of the steps in which a CUDA graph was captured, from 0.
-        kept: Which layers kept keys in the engine's cache in the first step; not seen under CUDA graphs.
-        graphs: Whether steps are CUDA graphs: a step in which one is captured runs the model more than once, and a
-            replayed one no Python.
-        drafted, accepted: Speculated tokens, over all requests.
-    """
+    """The steps of one session."""
 
     arrivals: dict[str, int]
-    clock: int = 0
+    clock: int = 0  # the current engine step. It jumps over steps in which nobody has arrived
     steps: int = 0
-    entries: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    batch: dict[int, int] = field(default_factory=dict)
-    rows: list[list[str]] = field(default_factory=list)
-    top: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)
-    forced: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    cut: Callable[[], bool] = lambda: False
-    page: int = 0
+    entries: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # request -> (step, query tokens)
+    batch: dict[int, int] = field(default_factory=dict)  # step -> query tokens of the whole batch
+    rows: list[list[str]] = field(default_factory=list)  # who gets a token, in the order of the logits' rows
+    top: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # float32 logits, int64 ids, [rows, 2]
+    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)  # step -> who is in it, in the order of rows
+    forced: Mapping[str, Sequence[int]] = field(default_factory=dict)  # request -> what it is fed, whatever it chose
+    cut: Callable[[], bool] = lambda: False  # says whether nothing more is to be scheduled
+    page: int = 0  # tokens in a page of the cache, and CPU threads, as the engine's own thread has them
     threads: int = 0
-    admitted: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    started: float = 0.0
+    admitted: list[str] = field(default_factory=list)  # by first steps; one that was preempted comes again
+    preempted: list[str] = field(default_factory=list)  # who lost its cache, once for each time
+    started: float = 0.0  # clock times of the first step's beginning and the last request's end
     ended: float = 0.0
-    first_uses: FirstUses = field(default_factory=FirstUses)
+    first_uses: FirstUses = field(default_factory=FirstUses)  # no part of any step's time
     marks: list[float] = field(default_factory=list)
-    captures: set[int] = field(default_factory=set)
+    captures: set[int] = field(default_factory=set)  # steps in which a CUDA graph was captured, from 0
     ring: TopRing | None = None
-    kept: KeptKeys = field(default_factory=KeptKeys)
-    graphs: bool = False
-    drafted: int = 0
+    kept: KeptKeys = field(default_factory=KeptKeys)  # layers' keys in the first step; not seen under CUDA graphs
+    graphs: bool = False  # a step that captures runs the model more than once, a replay no Python
+    drafted: int = 0  # speculated tokens, over all requests
     accepted: int = 0
 
     @property
