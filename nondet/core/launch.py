@@ -46,17 +46,11 @@ def listen() -> Iterator[Counter[str]]:
 
 @dataclass(eq=False)  # one is not another one that has seen as much
 class FirstUses:
-    """What was proven and compiled while somebody listened.
+    """What was proven and compiled while somebody listened."""
 
-    Attributes:
-        proofs: Stretches of proving; what they compile is theirs.
-        compiled: Kernels that Triton compiled, those of proofs among them; none that it had on disk.
-        stretches: (begin, end) of each, in seconds of `time.perf_counter`; none is within another of its thread.
-    """
-
-    proofs: int = 0
-    compiled: int = 0
-    stretches: list[tuple[float, float]] = field(default_factory=list)
+    proofs: int = 0  # stretches of proving; what they compile is theirs
+    compiled: int = 0  # kernels that Triton compiled, those of proofs among them; none that it had on disk
+    stretches: list[tuple[float, float]] = field(default_factory=list)  # (begin, end) by perf_counter, none nested
     on_change: Callable[[FirstUses], None] | None = None
 
     def within(self, begin: float, end: float) -> float:

@@ -40,18 +40,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class BenchSizes:
-    """Sizes that the user of `nondet bench` gave; None: the defaults of the device.
+    """Sizes that the user of `nondet bench` gave; None: the defaults of the device."""
 
-    Attributes:
-        m: Rows; for attention the batch.
-        k: K of a product, the width of a row operator, the KV length of attention.
-        jigsaw: M on both sides of the borders of tiles, for products.
-    """
-
-    m: tuple[int, ...] | None = None
-    k: int | None = None
+    m: tuple[int, ...] | None = None  # rows; for attention the batch
+    k: int | None = None  # K of a product, the width of a row operator, the KV length of attention
     n: int | None = None
-    jigsaw: bool = False
+    jigsaw: bool = False  # M on both sides of the borders of tiles, for products
 
 
 @dataclass(frozen=True)
@@ -132,15 +126,10 @@ class RowProbing:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionForm:
-    """What `nondet certify` asks on one device type; a subclass for each form of operator.
+    """What `nondet certify` asks on one device type; a subclass for each form of operator."""
 
-    Attributes:
-        kinds: Kinds of input (`nondet.core.inputs`), each asked in turn; empty: those of products.
-        dtypes: Asked by default; None: all of the class.
-    """
-
-    kinds: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] | None = None
+    kinds: tuple[str, ...] = ()  # kinds of input (`nondet.core.inputs`), each asked in turn; empty: those of products
+    dtypes: tuple[str, ...] | None = None  # asked by default; None: all of the class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,18 +161,12 @@ class ProductForm(QuestionForm):
 
 @dataclass(frozen=True, kw_only=True)
 class RowForm(QuestionForm):
-    """Of operators over the last axis.
+    """Of operators over the last axis."""
 
-    Attributes:
-        widths: The first is also asked in strided rows.
-        elements: Most elements of a batch.
-        outlier_scale: On inputs with outliers, for operators in which one term would be all.
-    """
-
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # the first is also asked in strided rows
     batches: tuple[int, ...]
-    elements: int
-    outlier_scale: float = 1.0
+    elements: int  # most elements of a batch
+    outlier_scale: float = 1.0  # on inputs with outliers, for operators in which one term would be all
 
 
 @dataclass(frozen=True)

@@ -140,15 +140,10 @@ class Client(Protocol):
 
 @dataclass(frozen=True)
 class EndpointLoad(RoundLoad):
-    """The load of a server's arm "loaded", a round of which is one burst from an idle client to an idle client.
+    """The load of a server's arm "loaded", a round of which is one burst from an idle client to an idle client."""
 
-    Attributes:
-        concurrency: Requests under way at once, at most.
-        rate: Requests let go a second, at seeded Poisson times; 0: as fast as `concurrency` lets them.
-    """
-
-    concurrency: int
-    rate: float = 0.0
+    concurrency: int  # requests under way at once, at most
+    rate: float = 0.0  # requests let go a second, at seeded Poisson times; 0: as fast as `concurrency` lets them
 
 
 ENDPOINT_PRESETS: dict[str, EndpointLoad] = {
@@ -196,41 +191,27 @@ _LONG_NEIGHBOUR = 4  # times the longest background prompt
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One request of a round.
+    """One request of a round."""
 
-    Attributes:
-        id: Unique in the run, so that a run that is stopped knows what it has.
-        target: Under study; else it rides along.
-        prompt: Index of the prompt under study; -1 for background text.
-        text: Of a background request; a target's is the prompt's.
-        wait: When it is let go: seconds after the round begins, or for a long neighbour the share of a solo answer's
-            time after its target was sent.
-    """
-
-    id: str
-    target: bool
-    prompt: int
-    text: str
+    id: str  # unique in the run, so that a run that is stopped knows what it has
+    target: bool  # under study; else it rides along
+    prompt: int  # index of the prompt under study; -1 for background text
+    text: str  # of a background request; a target's is the prompt's
     max_tokens: int
-    wait: float = 0.0
+    wait: float = 0.0  # seconds after the round begins, or of a long neighbour the share of a solo answer
 
 
 @dataclass(frozen=True)
 class ArmRound:
-    """One burst of requests, in the order in which they are sent: begun and ended with nothing of ours under way.
-
-    Attributes:
-        ramp: Whether the first half of the round goes from one request under way to `concurrency`; else all at once.
-        pattern: The same in words, with what rides along.
-    """
+    """One burst of requests, in the order in which they are sent: begun and ended with nothing of ours under way."""
 
     number: int
     arm: str
     requests: tuple[Planned, ...]
     concurrency: int
     rate: float
-    ramp: bool
-    pattern: str
+    ramp: bool  # whether the first half of the round goes from one request under way to `concurrency`; else all at once
+    pattern: str  # the same in words, with what rides along
 
     @property
     def targets(self) -> int:
@@ -411,16 +392,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every request under study has in common.
+    """What every request under study has in common."""
 
-    Attributes:
-        prompts: The prompts under study; where tokens are drawn one for each prompt and seed.
-        samplings: How each of them is drawn, in nothing but the seed unlike the others; empty for greedy requests.
-    """
-
-    prompts: Sequence[str]
+    prompts: Sequence[str]  # the prompts under study; where tokens are drawn one for each prompt and seed
     max_tokens: int
-    samplings: Sequence[Sampling] = ()
+    samplings: Sequence[Sampling] = ()  # how each is drawn, alike but for the seed; empty for greedy requests
 
     def ask(self, planned: Planned, arm: str) -> Ask:
         """What a planned request is to the server."""

@@ -34,17 +34,11 @@ from nondet.errors import UserError, one_line, without_path
 
 @dataclass(eq=False)
 class AttemptError(Exception):
-    """One attempt that gave no completion.
+    """One attempt that gave no completion."""
 
-    Attributes:
-        kind: A word for counting: "timeout", "http-429", "malformed", ... (see `RETRIED`).
-        reason: One line for a reader; what a server sent is in it only redacted and made printable.
-        retry_after_s: Seconds that the server asked to wait; None where it did not.
-    """
-
-    kind: str
-    reason: str
-    retry_after_s: float | None = None
+    kind: str  # a word for counting: "timeout", "http-429", "malformed", ... (see `RETRIED`)
+    reason: str  # one line for a reader; what a server sent is in it only redacted and made printable
+    retry_after_s: float | None = None  # seconds that the server asked to wait; None where it did not
 
     def __str__(self) -> str:
         return self.reason
@@ -218,20 +212,13 @@ _SHOWN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server is.
+    """Where a server is."""
 
-    Attributes:
-        scheme: "http" or "https".
-        host, port: As one connects to them.
-        prefix: The path in front of /v1/..., without a slash at its end; usually "".
-        protocol: What the URL's path names, as "openai-chat" for .../v1/chat/completions; "" where it names none.
-    """
-
-    scheme: str
-    host: str
+    scheme: str  # "http" or "https"
+    host: str  # and port, as one connects to them
     port: int
-    prefix: str = ""
-    protocol: str = ""
+    prefix: str = ""  # the path in front of /v1/..., without a slash at its end; usually ""
+    protocol: str = ""  # what the URL's path names, openai-chat for .../v1/chat/completions, say
 
     @property
     def origin(self) -> str:
@@ -304,35 +291,20 @@ _BYTES_PER_ALTERNATIVE = 2048  # a token id, its text, its bytes as a JSON list 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one attempt, and of how often there is another.
+    """Bounds of one attempt, and of how often there is another."""
 
-    Attributes:
-        connect_s: Until the connection (with TLS) stands.
-        first_byte_s: From then until the answer's header is whole. A full server lets a request wait in its queue.
-        idle_s: Between two pieces of the body.
-        total_s: For one attempt, all in all; what a slow drip ends at.
-        page_s: The same for a page that says what the server is or counts.
-        most_bytes: Of one answer, before anything is parsed; `bytes_for` is usually less.
-        most_page_bytes: Of a page that says what the server is or counts.
-        most_error_bytes: Read of the body of an error.
-        attempts: Sent at most this often, whatever went wrong.
-        first_wait_s, most_wait_s: The first and the longest wait between attempts, Retry-After included.
-        patience_s: How long a server may refuse everything as full; from then on each request is sent once, until one
-            is answered.
-    """
-
-    connect_s: float = 10.0
-    first_byte_s: float = 300.0
-    idle_s: float = 120.0
-    total_s: float = 900.0
-    page_s: float = 20.0
-    most_bytes: int = 64 << 20
-    most_page_bytes: int = 4 << 20
-    most_error_bytes: int = 64 << 10
-    attempts: int = 10
-    first_wait_s: float = 0.5
+    connect_s: float = 10.0  # until the connection (with TLS) stands
+    first_byte_s: float = 300.0  # until the answer's header is whole: a full server lets a request wait in its queue
+    idle_s: float = 120.0  # between two pieces of the body
+    total_s: float = 900.0  # for one attempt, all in all; what a slow drip ends at
+    page_s: float = 20.0  # the same for a page that says what the server is or counts
+    most_bytes: int = 64 << 20  # of one answer, before anything is parsed; `bytes_for` is usually less
+    most_page_bytes: int = 4 << 20  # of a page that says what the server is or counts
+    most_error_bytes: int = 64 << 10  # read of the body of an error
+    attempts: int = 10  # sent at most this often, whatever went wrong
+    first_wait_s: float = 0.5  # the first and the longest wait between attempts, Retry-After included
     most_wait_s: float = 30.0
-    patience_s: float = 300.0
+    patience_s: float = 300.0  # of a full server; from then on each request is sent once, until one is answered
 
     def bytes_for(self, ask: Ask) -> int:
         """The most bytes that an answer to this request may have: a generous share for each token it asked for."""

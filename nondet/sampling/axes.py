@@ -38,23 +38,16 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Subject:
-    """What an axis may go by when it chooses its values.
-
-    Attributes:
-        threads, gpus: Of this process, and of this host.
-        earlier: The earlier text that the editing form of speculation starts from.
-        heads: Greatest common divisor of the model's heads and key heads: ranks have to divide it. 0 if unknown.
-        halves: Whether a draft model can be made of the model's first layers.
-    """
+    """What an axis may go by when it chooses its values."""
 
     base: Conditions
     device: str
     requests: Sequence[Request] = ()
-    threads: int = 1
-    earlier: tuple[int, ...] = ()
-    gpus: int = 0
-    heads: int = 0
-    halves: bool = True
+    threads: int = 1  # of this process
+    earlier: tuple[int, ...] = ()  # the earlier text that the editing form of speculation starts from
+    gpus: int = 0  # of this host
+    heads: int = 0  # of heads and key heads the greatest common divisor, which ranks divide; 0 if unknown
+    halves: bool = True  # whether a draft model can be made of the model's first layers
     draft_model: str = ""
 
 

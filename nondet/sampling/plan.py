@@ -106,27 +106,16 @@ def draws_itself(impl: str) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """The engine's own settings, each at its default.
+    """The engine's own settings, each at its default."""
 
-    Attributes:
-        chunk: Most prompt tokens of one request in one step; None: as many as the budget has room for.
-        order: Who is admitted first, a key of `nondet.sampling.schedule.ORDERS`.
-        pages: Pages of the KV cache; None: enough for everybody, so that nobody is preempted.
-        drafts: Where speculated tokens come from, a key of `nondet.sampling.speculation.DRAFTERS`; "" for none.
-        draft_tokens: Most tokens drafted for one request in one step: k drafts make k + 1 query tokens.
-        draft_model: With drafts "model": folder or hub name, or "embedded".
-        earlier: The earlier text (token ids of a completion) that the editing form takes its drafts from.
-        attention: The model's attention implementation; "" leaves it as it is.
-    """
-
-    chunk: int | None = None
-    order: str = "fifo"
-    pages: int | None = None
-    drafts: str = ""
-    draft_tokens: int = 4
-    draft_model: str = ""
-    earlier: tuple[int, ...] = ()
-    attention: str = ""
+    chunk: int | None = None  # most prompt tokens of one request in one step; None: as many as the budget has room for
+    order: str = "fifo"  # who is admitted first, a key of `nondet.sampling.schedule.ORDERS`
+    pages: int | None = None  # pages of the KV cache; None: enough for everybody, so that nobody is preempted
+    drafts: str = ""  # where speculated tokens come from, a key of `nondet.sampling.speculation.DRAFTERS`; "" for none
+    draft_tokens: int = 4  # most tokens drafted for one request in one step: k drafts make k + 1 query tokens
+    draft_model: str = ""  # with drafts "model": folder or hub name, or "embedded"
+    earlier: tuple[int, ...] = ()  # token ids of the earlier text that the editing form takes its drafts from
+    attention: str = ""  # the model's attention implementation; "" leaves it as it is
 
 
 PLAIN = Setting()
@@ -139,41 +128,24 @@ _CHARACTERS_PER_TOKEN = 12
 
 @dataclass(frozen=True)
 class RoundLoad:
-    """Who is in a round, whatever serves it. All lengths are in tokens.
+    """Who is in a round, whatever serves it. All lengths are in tokens."""
 
-    Attributes:
-        others: Background requests in each round.
-        targets: Requests under study in each round; they are load to one another too.
-        prompt: Shortest and longest background prompt.
-        tokens: Shortest and longest background completion.
-    """
-
-    others: int
-    targets: int
-    prompt: tuple[int, int]
-    tokens: tuple[int, int]
+    others: int  # background requests in each round
+    targets: int  # requests under study in each round; they are load to one another too
+    prompt: tuple[int, int]  # shortest and longest background prompt
+    tokens: tuple[int, int]  # shortest and longest background completion
 
 
 @dataclass(frozen=True)
 class Load(RoundLoad):
-    """What runs alongside, and the engine's limits that turn it into batches.
+    """What runs alongside, and the engine's limits that turn it into batches."""
 
-    Attributes:
-        spread: Arrivals are drawn evenly over engine steps 0 ... spread-1.
-        budget: Query tokens that one engine step may take: prefills longer than what is left of it are chunked.
-        requests: Requests that one engine step may take.
-        page: Tokens in a page of the KV cache: the grain of prefix sharing.
-        sharing: Whether requests share the cached pages of a common prefix.
-        graphs: Whether steps run as CUDA graphs, padded to a few sizes. Then operators are counted only where a graph
-            is captured, since a replay runs no Python.
-    """
-
-    spread: int
-    budget: int
-    requests: int
-    page: int = 16
-    sharing: bool = True
-    graphs: bool = False
+    spread: int  # arrivals are drawn evenly over engine steps 0 ... spread-1
+    budget: int  # query tokens that one engine step may take: prefills longer than what is left of it are chunked
+    requests: int  # requests that one engine step may take
+    page: int = 16  # tokens in a page of the KV cache: the grain of prefix sharing
+    sharing: bool = True  # whether requests share the cached pages of a common prefix
+    graphs: bool = False  # whether steps run as CUDA graphs, padded; operators are then counted where one is captured
 
 
 PRESETS: dict[str, Load] = {
@@ -191,22 +163,15 @@ L = TypeVar("L", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
+    """One request."""
 
-    Attributes:
-        id: Unique within the plan: t000017 is a target, r3-b005 the sixth background request of round 3.
-        arrival_step: The engine step from which it may be scheduled.
-        subject: Index of a target's prompt (and seed) among the header's; 0 of background requests.
-        sampling: How its tokens are drawn; None of greedy requests.
-    """
-
-    id: str
+    id: str  # unique within the plan: t000017 is a target, r3-b005 the sixth background request of round 3
     target: bool
     prompt: tuple[int, ...]
     max_new_tokens: int
-    arrival_step: int
-    subject: int = 0
-    sampling: Sampling | None = None
+    arrival_step: int  # the engine step from which it may be scheduled
+    subject: int = 0  # index of a target's prompt (and seed) among the header's; 0 of background requests
+    sampling: Sampling | None = None  # how its tokens are drawn; None of greedy requests
 
 
 @dataclass(frozen=True)
@@ -390,16 +355,12 @@ ENGINES: dict[str, str] = {
 
 
 class Span(NamedTuple):
-    """The rows of one request in one step: positions first ... first+rows-1, in this order.
-
-    Attributes:
-        new: Whether its last row predicts a token; False in the middle of a chunked prefill.
-    """
+    """The rows of one request in one step: positions first ... first+rows-1, in this order."""
 
     request: str
     first: int
     rows: int
-    new: bool
+    new: bool  # whether its last row predicts a token; False in the middle of a chunked prefill
 
 
 @dataclass(frozen=True)

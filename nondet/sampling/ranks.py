@@ -100,20 +100,13 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Played:
-    """What one rank, or one process, has to say of a session.
+    """What one rank, or one process, has to say of a session."""
 
-    Attributes:
-        digest: SHA-256 (first 16 hex digits) over ids, logprob bits and schedules of all requests.
-        session: Of a session that is no wave of a warm engine, rank 0's; None of the others.
-        coverage, ran: What the dispatcher says, as `Coverage.counts`, and what launchers noted.
-        refusal: What the engine refuses, and what to try; None where it does not.
-    """
-
-    digest: str = ""
-    session: Session | None = None
-    coverage: Counter[str] = field(default_factory=Counter)
+    digest: str = ""  # SHA-256 (first 16 hex digits) over ids, logprob bits and schedules of all requests
+    session: Session | None = None  # of a session that is no warm engine's wave rank 0's, None of the others
+    coverage: Counter[str] = field(default_factory=Counter)  # what the dispatcher says, and what launchers noted
     ran: Counter[str] = field(default_factory=Counter)
-    refusal: tuple[str, str] | None = None
+    refusal: tuple[str, str] | None = None  # what the engine refuses, and what to try; None where it does not
 
 
 def open_model(source: str, dtype: str, device: str, threads: int) -> Share:
