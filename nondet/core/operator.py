@@ -251,39 +251,25 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class AtenOperator:
-    """An operator of torch that `batch_invariant()` replaces.
+    """An operator of torch that `batch_invariant()` replaces."""
 
-    Attributes:
-        name: "mm", or with its overload "mean.dim".
-        replacement: Target of a function that takes the device's `Kernels` and the operator's own arguments.
-        out: Its out= form, where that has a kernel of its own in torch.
-        composed: torch makes it of other operators; a replacement of the whole has no gradient.
-    """
-
-    name: str
-    replacement: str
-    out: str | None = None
+    name: str  # "mm", or with its overload "mean.dim"
+    replacement: str  # target of a function that takes the device's `Kernels` and the operator's own arguments
+    out: str | None = None  # its out= form, where that has a kernel of its own in torch
     in_place: bool = False
-    composed: bool = False
+    composed: bool = False  # torch makes it of other operators; a replacement of the whole has no gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderClass:
-    """One order of reduction, written down: implementations of one class give equal bits for every input.
-
-    Attributes:
-        dtypes: Of the operands, by default those that are certified; results have the first operand's.
-        accumulator: Where sums are kept.
-        order: In plain words, for the writer of another kernel.
-        formula: The same in symbols; fl is one rounding to the accumulator's format.
-    """
+    """One order of reduction, written down: implementations of one class give equal bits for every input."""
 
     name: str
     device: str
-    dtypes: tuple[str, ...]
-    accumulator: str
-    order: str
-    formula: str
+    dtypes: tuple[str, ...]  # of the operands, by default those that are certified; results have the first operand's
+    accumulator: str  # where sums are kept
+    order: str  # in plain words, for the writer of another kernel
+    formula: str  # the same in symbols; fl is one rounding to the accumulator's format
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -328,47 +328,31 @@ class AxisValue(ImplementationRecord, frozen=True, tag="axis-value", kw_only=Tru
 
 
 class Limit(Record, frozen=True, tag="limit", kw_only=True):
-    """What the machine can do at most, measured in the same run as what is held against it.
-
-    Attributes:
-        name: "copy", or "peak bfloat16" and so on.
-        what: What was measured, the fastest of several ways where there were several.
-        unit: "B/s" or "FLOP/s".
-        rate: Work over the fastest replay: what the machine can do at most.
-        work: Bytes (read and written) or floating-point operations of one call.
-        samples_us: Microseconds a call, one figure a replay.
-    """
+    """What the machine can do at most, measured in the same run as what is held against it."""
 
     keyed_by = ("name", "device")
-    name: str
-    what: str
-    unit: str
+    name: str  # "copy", or "peak bfloat16" and so on
+    what: str  # what was measured, the fastest of several ways where there were several
+    unit: str  # "B/s" or "FLOP/s"
     device: str
-    rate: Annotated[float, msgspec.Meta(gt=0.0)]
-    work: Count
+    rate: Annotated[float, msgspec.Meta(gt=0.0)]  # work over the fastest replay: what the machine can do at most
+    work: Count  # bytes (read and written) or floating-point operations of one call
     method: str
-    samples_us: list[Figure]
+    samples_us: list[Figure]  # microseconds a call, one figure a replay
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
-    """One implementation in one cell.
-
-    Attributes:
-        status: `Status.TIMED`, or skipped or error, with the reason.
-        samples_us: Microseconds a call, one figure a replay, in the order of the replays.
-        median_us, low_us, high_us: Their median and quartiles.
-        kernels: Device kernels of one call, as the profiler named them; empty where nothing was profiled.
-    """
+    """One implementation in one cell."""
 
     impl: str
-    status: str
+    status: str  # `Status.TIMED`, or skipped or error, with the reason
     reason: str = ""
-    samples_us: list[Figure] = []
-    median_us: Figure = 0.0
+    samples_us: list[Figure] = []  # microseconds a call, one figure a replay, in the order of the replays
+    median_us: Figure = 0.0  # their median and quartiles
     low_us: Figure = 0.0
     high_us: Figure = 0.0
     ran: list[str] = []
-    kernels: list[str] = []
+    kernels: list[str] = []  # device kernels of one call, as the profiler named them; empty where nothing was profiled
 
     @property
     def role(self) -> Role:
@@ -420,20 +404,14 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
 
 
 class Step(Record, frozen=True, tag="step", kw_only=True):
-    """One step of a diagnosis that came to its end: the unit of resuming.
-
-    Attributes:
-        name: A key of `nondet.diagnose.verdict.QUESTIONS`.
-        outcome: The answer in a word, "yes" or "no" to the question, "unknown" where it has none, or "skipped".
-        facts: Digests and texts that later steps and reports go by.
-    """
+    """One step of a diagnosis that came to its end: the unit of resuming."""
 
     keyed_by = ("name",)
-    name: str
-    outcome: str
+    name: str  # a key of `nondet.diagnose.verdict.QUESTIONS`
+    outcome: str  # the answer in a word, "yes" or "no" to the question, "unknown" where it has none, or "skipped"
     sentence: str
     figures: dict[str, float] = msgspec.field(default_factory=dict)
-    facts: dict[str, str] = msgspec.field(default_factory=dict)
+    facts: dict[str, str] = msgspec.field(default_factory=dict)  # digests and texts that later steps and reports go by
     seconds: float = 0.0
 
 
@@ -512,30 +490,20 @@ class EmbedPass(ImplementationRecord, frozen=True, tag="embed_pass", kw_only=Tru
 
 
 class Neighbours(ImplementationRecord, frozen=True, tag="neighbours", kw_only=True):
-    """One arm's vectors against those of the texts alone, under the same implementation.
-
-    Attributes:
-        pooling: "mean" or "cls".
-        parted: Texts whose vector has other bits.
-        max_ulp: The largest distance of an element.
-        cosine_distance: The largest 1 - cosine of a text's two vectors, in float64.
-        top1_changed: Texts whose nearest neighbour is another text.
-        topk_changed: Texts whose k nearest neighbours are another set; topk_reordered: the same set in another order.
-        first: Index of the first text whose vector parted; None where none did.
-    """
+    """One arm's vectors against those of the texts alone, under the same implementation."""
 
     keyed_by = ("impl", "pooling", "arm")
     arm: str
-    pooling: str
+    pooling: str  # "mean" or "cls"
     texts: int
-    parted: int
-    max_ulp: int
-    cosine_distance: float
+    parted: int  # texts whose vector has other bits
+    max_ulp: int  # the largest distance of an element
+    cosine_distance: float  # the largest 1 - cosine of a text's two vectors, in float64
     k: int
-    top1_changed: int
-    topk_changed: int
-    topk_reordered: int
-    first: int | None = None
+    top1_changed: int  # texts whose nearest neighbour is another text
+    topk_changed: int  # texts whose k nearest neighbours are another set
+    topk_reordered: int  # the same set in another order
+    first: int | None = None  # index of the first text whose vector parted; None where none did
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -630,16 +598,11 @@ class ServerSeen(ImplementationRecord, frozen=True, tag="server", kw_only=True):
 
 
 class ContractAnswer(ImplementationRecord, frozen=True, tag="contract", kw_only=True):
-    """One question of the contract: whether the server does what a comparison of its answers takes for granted.
-
-    Attributes:
-        question: Its name; `nondet.endpoint.contract.QUESTIONS` has its words.
-        answer: "yes", "no" or "unknown".
-    """
+    """One question of the contract: whether the server does what a comparison of its answers takes for granted."""
 
     keyed_by = ("impl", "question")
-    question: str
-    answer: Annotated[str, msgspec.Meta(pattern=r"\A(yes|no|unknown)\Z")]
+    question: str  # its name; `nondet.endpoint.contract.QUESTIONS` has its words
+    answer: Annotated[str, msgspec.Meta(pattern=r"\A(yes|no|unknown)\Z")]  # "yes", "no" or "unknown"
     evidence: str
 
 
@@ -765,24 +728,17 @@ class Tape(ImplementationRecord, frozen=True, tag="tape", kw_only=True):
 
 
 class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
-    """A recorded completion that was played again.
-
-    Attributes:
-        how: "as recorded", "alone", or "shrunk".
-        recorded, got: Digests of tokens and logprob bits.
-        first_token: First token that differs from the recorded completion; None where none does.
-        first_logprob: First place where tokens or logprob bits differ; None where none does.
-    """
+    """A recorded completion that was played again."""
 
     keyed_by = ("impl", "request", "how")
     request: str
-    how: str
+    how: str  # "as recorded", "alone", or "shrunk"
     company: list[str]
-    recorded: str
+    recorded: str  # as `got` a digest of tokens and logprob bits
     got: str
     same: bool
-    first_token: int | None
-    first_logprob: int | None
+    first_token: int | None  # first token that differs from the recorded completion; None where none does
+    first_logprob: int | None  # first place where tokens or logprob bits differ; None where none does
     sessions: int
     sentence: str
     seconds: float
@@ -799,108 +755,67 @@ class Control(Record, frozen=True, tag="control", kw_only=True):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """The guilty call made again, alone, with one thing changed.
+    """The guilty call made again, alone, with one thing changed."""
 
-    Attributes:
-        name: "repeat", "rows only", "values", "order", "M", "keys", "exact" or "substitution".
-        status: "identical", "divergent" or "error".
-        equals_first, equals_second: Whether the result has the bits of either arm; None where that was not asked.
-        values, labels: What was swept, and the class of bits of each.
-        kernels: The kernels of each value, where a profiler saw them.
-    """
-
-    name: str
-    status: str
+    name: str  # "repeat", "rows only", "values", "order", "M", "keys", "exact" or "substitution"
+    status: str  # "identical", "divergent" or "error"
     sentence: str
     trials: int = 0
     distinct: int = 0
-    equals_first: bool | None = None
+    equals_first: bool | None = None  # whether the result has the bits of either arm; None where that was not asked
     equals_second: bool | None = None
-    values: list[int | str] = []
+    values: list[int | str] = []  # what was swept, and the class of bits of each
     labels: list[int] = []
-    kernels: list[list[str]] = []
+    kernels: list[list[str]] = []  # the kernels of each value, where a profiler saw them
 
 
 class Culprit(Record, frozen=True, tag="culprit", kw_only=True):
-    """The first call with bitwise equal inputs and unequal outputs, with what was replaced by then.
-
-    Attributes:
-        number: 1 for the first of the list.
-        replaced: Families whose invariant implementation was in place in both arms.
-        position: Absolute position in the sequence; token: which generated token its logits predict, or -1.
-        layer: Number of the layer, "embedding" or "head".
-        module, call, occurrence: Who called what, for which time in this call of the module.
-        call: "" where no call could be named: then `sentence` says what is known.
-        requests: Whose rows were compared: the request of either arm, or who wrote the keys that it read.
-        shapes: For either arm, place of a tensor -> its shape.
-        axes: Place of a tensor -> what its axes count.
-        digests: Place of an input -> digest of this request's part, equal in both arms.
-        differences: Result -> how it differs.
-        kernels: For either arm, what ran.
-        family: The family of batch_invariant() that the call belongs to; "" where there is none.
-        unmatched: Calls before it that only one arm made.
-        not_understood: Tensors of it of which no claim is made.
-    """
+    """The first call with bitwise equal inputs and unequal outputs, with what was replaced by then."""
 
     keyed_by = ("number",)
-    number: int
-    replaced: list[str]
-    position: int
-    token: int
-    layer: str
-    module: str = ""
-    call: str = ""
+    number: int  # 1 for the first of the list
+    replaced: list[str]  # families whose invariant implementation was in place in both arms
+    position: int  # absolute, in the sequence
+    token: int  # which generated token its logits predict, or -1
+    layer: str  # number of the layer, "embedding" or "head"
+    module: str = ""  # who called what, for which time in this call of the module
+    call: str = ""  # "" where no call could be named: then `sentence` says what is known
     occurrence: int = 0
-    requests: list[str]
-    shapes: list[dict[str, list[int]]] = []
-    axes: dict[str, list[str]] = {}
-    digests: dict[str, str] = {}
-    differences: dict[str, Difference] = {}
-    kernels: list[list[str]] = []
+    requests: list[str]  # whose rows were compared: the request of either arm, or who wrote the keys that it read
+    shapes: list[dict[str, list[int]]] = []  # for either arm, place of a tensor -> its shape
+    axes: dict[str, list[str]] = {}  # place of a tensor -> what its axes count
+    digests: dict[str, str] = {}  # place of an input -> digest of this request's part, equal in both arms
+    differences: dict[str, Difference] = {}  # result -> how it differs
+    kernels: list[list[str]] = []  # for either arm, what ran
     replays: list[Replay] = []
-    family: str = ""
+    family: str = ""  # the family of batch_invariant() that the call belongs to; "" where there is none
     sentence: str
-    unmatched: list[str] = msgspec.field(default_factory=list)
-    not_understood: list[str] = msgspec.field(default_factory=list)
+    unmatched: list[str] = msgspec.field(default_factory=list)  # calls before it that only one arm made
+    not_understood: list[str] = msgspec.field(default_factory=list)  # tensors of it of which no claim is made
     compared: int = 0
 
 
 class Substitution(Record, frozen=True, tag="substitution", kw_only=True):
-    """The whole run again with families replaced in both arms.
-
-    Attributes:
-        role: "search" for one more replacement, "left out" for the test that each is needed, "all" for every family.
-        agree: Whether hidden states, K, V, logits and logprobs agree in every position.
-        position, layer: Where the arms part now; -1 and "" where they agree.
-        at_risk: Calls that the replacements left stock and unproven.
-    """
+    """The whole run again with families replaced in both arms."""
 
     keyed_by = ("role", "families")
-    role: str
+    role: str  # "search" for one more replacement, "left out" for the test that each is needed, "all" for every family
     families: list[str]
-    agree: bool
-    position: int
+    agree: bool  # whether hidden states, K, V, logits and logprobs agree in every position
+    position: int  # where the arms part now; -1 and "" where they agree
     layer: str
     sentence: str
-    at_risk: list[str] = msgspec.field(default_factory=list)
+    at_risk: list[str] = msgspec.field(default_factory=list)  # calls that the replacements left stock and unproven
 
 
 class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
-    """What a trace came to.
+    """What a trace came to."""
 
-    Attributes:
-        finding: "batch-dependent", "run-to-run", "no divergence observed" or "unknown".
-        culprits: One line for each guilty call, in the order in which they were found.
-        families: The smallest set of replacements after which the arms agree; None where none was found.
-        sentences: For people.
-        repro: The stand-alone script, and what it showed when it was run; "" without one.
-    """
-
-    finding: str
-    culprits: list[str]
-    families: list[str] | None
-    sentences: list[str]
-    repro: str = ""
+    finding: str  # "batch-dependent", "run-to-run", "no divergence observed" or "unknown"
+    culprits: list[str]  # one line for each guilty call, in the order in which they were found
+    families: list[str] | None  # the smallest set of replacements after which the arms agree; None where none was found
+    sentences: list[str]  # for people
+    repro: str = ""  # the stand-alone script, and what it showed when it was run; "" without one
     seconds: float = 0.0
 
     @property
@@ -947,12 +862,7 @@ class End(msgspec.Struct, frozen=True, tag="end", kw_only=True):
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """A run file in memory: a list for each kind of record, in the order of the file.
-
-    Attributes:
-        complete: Whether the end line is there.
-        source: Where it was read from, for messages.
-    """
+    """A run file in memory: a list for each kind of record, in the order of the file."""
 
     header: Header
     rows: list[Row] = []
@@ -974,8 +884,8 @@ class Run(msgspec.Struct, kw_only=True):
     axis_values: list[AxisValue] = []
     embed_passes: list[EmbedPass] = []
     neighbours: list[Neighbours] = []
-    complete: bool = True
-    source: str = ""
+    complete: bool = True  # whether the end line is there
+    source: str = ""  # where it was read from, for messages
 
     def add(self, record: Record) -> None:
         """Store a record with its kind."""

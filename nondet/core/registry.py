@@ -279,15 +279,10 @@ OPERATOR_PROBES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsClass(OrderClass):
-    """An order class with everybody who claims it.
+    """An order class with everybody who claims it."""
 
-    Attributes:
-        anchors: operator -> target, or `ONE_ROW`.
-        members: operator -> name -> target, or `INVARIANT`.
-    """
-
-    anchors: Mapping[str, str]
-    members: Mapping[str, Mapping[str, str]]
+    anchors: Mapping[str, str]  # operator -> target, or `ONE_ROW`
+    members: Mapping[str, Mapping[str, str]]  # operator -> name -> target, or `INVARIANT`
 
 
 def classes() -> dict[str, NumericsClass]:

@@ -200,21 +200,13 @@ _TIMES = tuple[Sequence[int], Sequence[bool]]
 
 
 class SurvivalStep(NamedTuple):
-    """The estimate from one time on, up to the next step.
+    """The estimate from one time on, up to the next step."""
 
-    Attributes:
-        time: Where something parted; the first step is at 0, where nothing has.
-        at_risk: Those that had come as far unparted.
-        events: Those that parted there.
-        survival: Estimated share that is unparted after it.
-        low, high: Pointwise 95% interval of it.
-    """
-
-    time: int
-    at_risk: int
-    events: int
-    survival: float
-    low: float
+    time: int  # where something parted; the first step is at 0, where nothing has
+    at_risk: int  # those that had come as far unparted
+    events: int  # those that parted there
+    survival: float  # estimated share that is unparted after it
+    low: float  # pointwise 95% interval of it
     high: float
 
 
@@ -255,18 +247,12 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
 
 
 class LogRank(NamedTuple):
-    """Two samples compared over all times.
+    """Two samples compared over all times."""
 
-    Attributes:
-        observed, expected: Partings of the first sample, and what they would be if both parted at one rate.
-        statistic: Chi-square with one degree of freedom, after division by the effect.
-        p: Chance of one as large if both part alike; 1.0 where nothing could be compared.
-    """
-
-    observed: int
-    expected: float
-    statistic: float
-    p: float
+    observed: int  # partings of the first sample
+    expected: float  # what they would be if both parted at one rate
+    statistic: float  # chi-square with one degree of freedom, after division by the effect
+    p: float  # chance of one as large if both part alike; 1.0 where nothing could be compared
 
 
 def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -> LogRank:

@@ -218,17 +218,11 @@ class _Counts(Struct):
 
 
 class Format:
-    """One form of requests and answers.
+    """One form of requests and answers."""
 
-    Attributes:
-        path: Of the requests, behind the server's prefix.
-        streams: Whether answers can be asked for as a stream of events.
-        cuts: Whether a request can say top_k.
-    """
-
-    path: ClassVar[str]
-    streams: ClassVar[bool] = True
-    cuts: ClassVar[bool] = True
+    path: ClassVar[str]  # of the requests, behind the server's prefix
+    streams: ClassVar[bool] = True  # whether answers can be asked for as a stream of events
+    cuts: ClassVar[bool] = True  # whether a request can say top_k
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business."""

@@ -833,23 +833,17 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two implementations on the prompts that both completed.
-
-    Attributes:
-        only_first, only_second: Prompts whose completions part under the first alone, and under the second alone.
-        mcnemar, permutation: Two-sided p over prompts: of these counts, and of the shares of pairs that differ.
-        log_rank: Of when completions first part, stratified by prompt, divided by the larger effect.
-    """
+    """Two implementations on the prompts that both completed."""
 
     first: str
     second: str
     unit: str
     prompts: int
-    only_first: int
-    only_second: int
-    mcnemar: float
-    permutation: float
-    log_rank: LogRank
+    only_first: int  # prompts whose completions part under the first alone
+    only_second: int  # and under the second alone
+    mcnemar: float  # two-sided p over prompts, of these counts
+    permutation: float  # the same of the shares of pairs that differ
+    log_rank: LogRank  # of when completions first part, stratified by prompt, divided by the larger effect
 
 
 def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
