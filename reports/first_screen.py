@@ -197,20 +197,13 @@ def _token(report: Report) -> Step:
 
 
 def _of_varied(lines: Sequence[AxisLine]) -> str:
-    """What followed the axes whose values may not differ; else the axis with most traces at one value."""
-    who = next((impl for line in lines for impl in line.cells if role_of(impl) in STOCK), "")
-    cells = [(line.axis, line.cells[who]) for line in lines if who in line.cells]
-    held = [cell for _, cell in cells if cell.tally.held]
-    if not cells:
-        return ""
-    axis, most = max(cells, key=lambda cell: cell[1].count)
-    moving = [cell for cell in held if cell.moves]
-    firsts = [cell.first for cell in (moving if held else [most]) if cell.first is not None]
+    """Where traces differ first, over the values of an axis or at one of them; "" where no axis was varied."""
+    cells = [cell for line in lines for impl, cell in line.cells.items() if role_of(impl) in STOCK]
+    firsts = [cell.first for cell in cells if cell.moves and cell.first is not None]
     where = f", first in the bits of token {min(firsts)}" if firsts else ""
-    if held:
-        of = plural(len(held), "axis", "axes")
-        return f"the traces of {one_line(who, 60)} follow {len(moving)} of {of} varied alone{where}"
-    return f"{one_line(who, 60)} has {plural(most.count, 'trace')} at one value of {axis}{where}"
+    if not any(cell.moves for cell in cells):
+        return "no trace follows what was varied" if cells else ""
+    return f"traces of stock differ{where}"
 
 
 def _operator(report: Report) -> Step:

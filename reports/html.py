@@ -32,6 +32,10 @@ from nondet.verdict.findings import plural
 
 _JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 _DATA_LEAST = 30_000
+_CUTS = (
+    "launch notes", "completions", "single times", "full kernel names", "classes of single values",
+    "rows in which nothing parted",
+)  # fmt: skip
 
 
 def page_data(report: Report, most: int) -> tuple[str, str]:
@@ -46,11 +50,11 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
     runs = [_run_data(section) for section in report.runs]
     text = embedded_json(runs)
     cuts = []
-    for name, cut in _CUTS:
+    for name in _CUTS:
         if len(text) <= max(most, _DATA_LEAST):
             break
         for run in runs:
-            cut(run)
+            _cut(run, name)
             run["left_out"] = [*run.get("left_out", []), name]
         cuts.append(name)
         text = embedded_json(runs)
@@ -65,47 +69,28 @@ def embedded_json(data: Any) -> str:
     return text
 
 
-def _without_completions(run: dict[str, Any]) -> None:
-    for sample in run["samples"]:
-        sample["forks"], sample["completions"] = sample["forks"][:1], []
-
-
-def _without_samples(run: dict[str, Any]) -> None:
-    for timed in [*run["limits"], *(t for cell in run["cells"] for t in cell["timed"])]:
-        timed["samples_us"] = []
-
-
-def _without_names(run: dict[str, Any]) -> None:
-    run["kernel_names"] = [classes.short_kernel(name) for name in run["kernel_names"]]
-    for timed in (t for cell in run["cells"] for t in cell["timed"]):
-        timed["kernels"] = [classes.short_kernel(name) for name in timed["kernels"]]
-
-
-def _without_segments(run: dict[str, Any]) -> None:
-    for row in run["rows"]:
-        row.pop("segments", None)
-        row.pop("kernel_sets", None)
-
-
-def _without_rows(run: dict[str, Any]) -> None:
-    run["rows"] = [row for row in run["rows"] if row.get("distinct", 0) > 1]
-
-
-def _without_notes(run: dict[str, Any]) -> None:
-    for row in run["rows"]:
-        row.pop("ran", None)
-    for timed in (t for cell in run["cells"] for t in cell["timed"]):
-        timed["ran"] = []
-
-
-_CUTS = (
-    ("launch notes", _without_notes),
-    ("completions", _without_completions),
-    ("single times", _without_samples),
-    ("full kernel names", _without_names),
-    ("classes of single values", _without_segments),
-    ("rows in which nothing parted", _without_rows),
-)
+def _cut(run: dict[str, Any], what: str) -> None:
+    """Leave that out of a run's data."""
+    rows, timed = run["rows"], [t for cell in run["cells"] for t in cell["timed"]]
+    if what == "launch notes":
+        for record in (*rows, *timed):
+            record.pop("ran", None)
+    elif what == "completions":
+        for sample in run["samples"]:
+            sample["forks"], sample["completions"] = sample["forks"][:1], []
+    elif what == "single times":
+        for record in (*run["limits"], *timed):
+            record["samples_us"] = []
+    elif what == "full kernel names":
+        run["kernel_names"] = [classes.short_kernel(name) for name in run["kernel_names"]]
+        for record in timed:
+            record["kernels"] = [classes.short_kernel(name) for name in record["kernels"]]
+    elif what == "classes of single values":
+        for row in rows:
+            row.pop("segments", None)
+            row.pop("kernel_sets", None)
+    else:
+        run["rows"] = [row for row in rows if row.get("distinct", 0) > 1]
 
 
 def _run_data(section: RunSection) -> dict[str, Any]:

@@ -240,8 +240,11 @@ def _figures(cases: Sequence[CaseGroup]) -> Table:
             "impl": ("nowrap", lambda r: Bit(r.impl, "code")),
             "result": ("", lambda r: Bit(r.status, styles.get(r.status, "dull"))),
             "classes / trials": ("num", lambda r: f"{counted(r.distinct)} / {_trials(r)}" if r.trials else "–"),
-            "how far apart": ("wide", lambda r: apart_text(r.difference) if _mismatched(r) else "–"),
-            "first": ("", lambda r: str(r.difference.first_mismatch) if _first(r) else "–"),
+            "how far apart": (
+                "wide",
+                lambda r: apart_text(r.difference) if r.difference and r.difference.mismatched else "–",
+            ),
+            "first": ("", lambda r: str((r.difference and r.difference.first_mismatch) or "–")),
             "relative error": ("num", error_span),
             "error, max ULP": ("num", lambda r: counted((r.worst_error or r.error).max_ulp) if r.error else "–"),
         },
@@ -251,15 +254,6 @@ def _figures(cases: Sequence[CaseGroup]) -> Table:
 
 def _trials(row: Row) -> str:
     return "; ".join(filter(None, (counted(row.trials), run_rate(row))))
-
-
-def _mismatched(row: Row) -> bool:
-    return row.difference is not None and row.difference.mismatched > 0
-
-
-def _first(row: Row) -> bool:
-    """Whether the first element that differs has an index: a single number has none."""
-    return row.difference is not None and bool(row.difference.first_mismatch)
 
 
 def _clean(cases: Sequence[CaseGroup]) -> Table:

@@ -269,17 +269,23 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     for i, sample in enumerate(told.shown, 1):
         place, title = f"sample-{number}-{i}", f"Completions of {sample.name}" if several else "Completions"
         made += [] if told.served else _brief(sample, several)
-        made += [Heading(title, place, title.lower()), Code(sample.prompt_text)]
-        made += [block for j, s in enumerate(sample.main, 1) for block in _branches(s, f"{place}-tree-{j}")]
-        if sample.speed is not None:
-            ratio = ratio_text(sample.speed)
-            made.append(Paragraph(text.sentence(f"{ratio[:1].upper()}{ratio[1:]}")))
-            if sample.speed.is_cost:
-                made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
+        mine: list[Block] = [Code(sample.prompt_text)]
+        mine += [block for j, s in enumerate(sample.main, 1) for block in _branches(s, f"{place}-tree-{j}")]
         if sample.families:
-            made += _families(sample.families)
-        title, said = "Counts and forks" + f" of {sample.name}" * several, "where they part, what each goes on with"
-        made.append(Details(title, _parting(sample, place), f"{place}-where", said, opened=opened))
+            mine += _families(sample.families)
+        counts, said = "Counts and forks" + f" of {sample.name}" * several, "where they part, what each goes on with"
+        mine.append(Details(counts, _parting(sample, place), f"{place}-where", said, opened=opened))
+        if several:
+            said = "; ".join(f"{s.impl}: {_of_all(s.distinct_completions, s)} distinct" for s in sample.main)
+            made.append(Details(title, mine, place, said, title.lower()))
+        else:
+            made += [Heading(title, place, title.lower()), *mine]
+    speed = told.shown[0].speed  # a round serves all prompts: every prompt has the same
+    if speed is not None:
+        ratio = ratio_text(speed)
+        made.append(Paragraph(text.sentence(f"{ratio[:1].upper()}{ratio[1:]}")))
+        if speed.is_cost:
+            made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
     return made
 
 
