@@ -735,6 +735,11 @@ def _of_bench(e: _Ended) -> tuple[str, str]:
     return e.again("sample", "--impl", "both", *words, names=_MACHINE), _WHY["token"]
 
 
+def _cured(e: _Ended) -> tuple[str, str]:
+    why = "proves the batch-invariant kernels on this machine; then wrap the model in nondet.batch_invariant()"
+    return e.again("certify", "all", names=_MACHINE), why
+
+
 # Each finding by its command -> what to run next, and what that shows: the first line that holds. Failures come first.
 _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]], ...] = (
     (
@@ -762,6 +767,8 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
             "tests the library's own operators; these cases only demonstrate a cause",
         ),
     ),
+    # what a trace found in a model was tested by itself: nothing is left to look for
+    (lambda e: e.diverged and e.run.run.header.plan.get("met") and not cure_refuted(e.report), _cured),
     (
         lambda e: e.missing,
         lambda e: (e.missing.command, _WHY[e.missing.question]) if e.missing else ("", ""),
@@ -781,13 +788,7 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
         lambda e: e.diverged and cure_refuted(e.report),
         lambda e: (_again(e.report, "trace", "--impl", "invariant"), "names the operator that diverges under it, too"),
     ),
-    (
-        lambda e: e.diverged,
-        lambda e: (
-            e.again("certify", "all", names=_MACHINE),
-            "proves the batch-invariant kernels on this machine; then wrap the model in nondet.batch_invariant()",
-        ),
-    ),
+    (lambda e: e.diverged, _cured),
     (
         lambda e: stock_summaries(e.report),
         lambda e: (

@@ -533,6 +533,7 @@ def ends(tmp_path: Path) -> list[tuple[Run, ...]]:
         (by("certify", run_of(row([0, 1], **MINE))),),
         (kept("h200-x2/engine-2-ranks.jsonl"),),
         (by("probe", run_of(demonstration), "float-sum"),),
+        (by("probe", run_of(row([0, 1]), row([0, 0], impl="invariant")), "--from-trace", "t.jsonl", met={"k": 64}),),
         (kept("cpu-xeon/embed.jsonl"),),
         (still(kept("cpu-xeon/embed.jsonl")),),
         (refuted_too,),
