@@ -125,135 +125,95 @@ class ImplementationRecord(Record, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """How two tensors of one shape and dtype differ, element by element, as bits.
+    """How two tensors of one shape and dtype differ, element by element, as bits."""
 
-    Attributes:
-        mismatched: Elements whose bits differ.
-        max_abs: Largest absolute difference over elements finite on both sides; 0.0 where none differs.
-        max_ulp: Largest distance in units in the last place, over the same elements. -0.0 and 0.0 are 0 ULP apart, yet
-            mismatch.
-        nonfinite: Mismatched elements where at least one side is NaN or infinite: no distance is defined there.
-        first_mismatch: Index of the first mismatched element, None where there is none.
-        first_bits: The bits of both sides there, as hex ("0x3f800000"): the reference's, then the other's. Unset, and
-            left out of a file, where nothing differs and in files from before it was recorded.
-        label: The class of the other side, where the reference is the first of several classes; unset elsewhere.
-        scale: Largest magnitude of the reference's finite elements, what max_abs is held against; None in files that
-            did not record it, and where nothing differs.
-    """
-
-    mismatched: Count
+    mismatched: Count  # elements whose bits differ
     compared: Count
-    max_abs: Figure
+    max_abs: Figure  # largest absolute difference over elements finite on both sides; 0.0 where none differs
+    # largest distance in units in the last place, over the same elements. -0.0 and 0.0 are 0 ULP apart, yet mismatch
     max_ulp: int
-    nonfinite: Count = 0
-    first_mismatch: list[Count] | None = None
+    nonfinite: Count = 0  # mismatched elements where at least one side is NaN or infinite: no distance is defined there
+    first_mismatch: list[Count] | None = None  # index of the first mismatched element, None where there is none
+    # the bits of both sides there, as hex ("0x3f800000"): the reference's, then the other's. Unset, and left out of a
+    # file, where nothing differs and in files from before it was recorded
     first_bits: list[Bits] | msgspec.UnsetType = msgspec.UNSET
+    # the class of the other side, where the reference is the first of several classes; unset elsewhere
     label: int | msgspec.UnsetType = msgspec.UNSET
+    # largest magnitude of the reference's finite elements, what max_abs is held against; None in files that did not
+    # record it, and where nothing differs
     scale: Figure | None = None
 
 
 class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Distance from the float64 reference: accuracy, not identity.
+    """Distance from the float64 reference: accuracy, not identity."""
 
-    Attributes:
-        max_abs: Largest absolute error; None where it is not a finite number (the result overflowed, say).
-        relative_norm: ||out - ref|| / ||ref|| (Frobenius), what the accuracy bound is stated in; None as above.
-        max_ulp: Largest error in ULP of the output dtype, against the reference rounded to that dtype, over elements
-            finite on both sides.
-    """
-
-    max_abs: Figure | None
+    max_abs: Figure | None  # largest absolute error; None where it is not a finite number (the result overflowed, say)
+    # ||out - ref|| / ||ref|| (Frobenius), what the accuracy bound is stated in; None as above
     relative_norm: Figure | None
+    # largest error in ULP of the output dtype, against the reference rounded to that dtype, over elements finite on
+    # both sides
     max_ulp: int
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole results of an operator, held against the float64 reference element by element.
+    """Whole results of an operator, held against the float64 reference element by element."""
 
-    Attributes:
-        calls: Calls whose whole result was checked: shape, dtype and every element.
-        worst: The largest error over what is allowed at its element; above 1 the result is wrong. None where no bound
-            is known for the operator: then shape, dtype and finiteness alone were checked.
-        source: What is allowed, and why.
-    """
-
-    calls: Count
+    calls: Count  # calls whose whole result was checked: shape, dtype and every element
     elements: Count
+    # the largest error over what is allowed at its element; above 1 the result is wrong. None where no bound is known
+    # for the operator: then shape, dtype and finiteness alone were checked
     worst: Figure | None
-    source: str
+    source: str  # what is allowed, and why
 
 
 class Row(Record, frozen=True, tag="row", kw_only=True):
-    """One case under one implementation: variants that ought to give equal bits, and the classes that they fell into.
-
-    Attributes:
-        case: Name of the case, unique within a probe, a device and a dtype.
-        shape: Named sizes: M, N, K, or B, Hq, Hkv, Tq, Tk, D, or whatever the operator has.
-        inputs: Kind of input: bell, wide, cancel, outlier, linspace, ... (see `nondet.core.inputs`).
-        varied: What varied between the variants: batch_size, position, run, query_chunk, split, order, ...
-        axis: Its kind, an `Axis`.
-        demonstration: Whether a probe built the operator to show a cause: no verdict on what a library runs by default.
-        exact: Whether every partial sum is exact, so that all orders must agree and what parts is a bug.
-        role: What it is, a `Role`.
-        claims_invariance: Whether it says that its bits don't depend on what varied, however the work is split.
-        ran: What really ran, as launchers and the profiler named it, over all variants.
-        values: The variants tried, in order (M for a batch sweep). Empty where there are too many to list (see trials).
-        labels: The class of each value, numbered by first appearance. As long as values.
-        class_sizes: Trials in each class. Sums to trials.
-        kernel_sets: The distinct sets of device kernels that a variant launched, in launch order, by first appearance.
-        kernels: For each value the index of its set in kernel_sets; empty where nothing was profiled.
-        trials: Variants compared. `distinct` of them were different bit patterns.
-        replays: Variants that were computed again, after all others, and compared with their first result.
-        replays_parted: How many of those came out otherwise: run-to-run nondeterminism, whatever else was varied.
-        difference: The largest over all classes, each against the first variant's; None where nothing was compared.
-        error: The first variant against the float64 reference; None where the probe has none.
-        worst_error: The worst class against the float64 reference.
-        accuracy: Whole results against the reference; None where none was checked.
-        nonfinite: Elements of the first variant that are NaN or infinite.
-        extra: What only this probe can say (a reduction tree, the range of the sums, ...).
-        reason: Why a row is wrong, skipped or failed; a note otherwise.
-        group: The cells of a bench run that the row speaks for, as `Cell.group`; empty elsewhere.
-        place: Where the row stands among all that its plan makes, from 0: several processes finish theirs in any order,
-            and a reader gets rows by place. Unset, and left out of a file, where rows are written one after the other.
-        seconds: Wall time of the whole case.
-    """
+    """One case under one implementation: variants that ought to give equal bits, and the classes they fell into."""
 
     keyed_by = ("probe", "case", "dtype", "device", "impl")
     probe: str
-    case: str
+    case: str  # name of the case, unique within a probe, a device and a dtype
     operator: str
-    shape: dict[str, int]
+    shape: dict[str, int]  # named sizes: M, N, K, or B, Hq, Hkv, Tq, Tk, D, or whatever the operator has
     dtype: str
     device: str
-    inputs: str
-    varied: str
-    axis: str = ""
+    inputs: str  # kind of input: bell, wide, cancel, outlier, linspace, ... (see `nondet.core.inputs`)
+    varied: str  # what varied between the variants: batch_size, position, run, query_chunk, split, order, ...
+    axis: str = ""  # its kind, an `Axis`
+    # whether a probe built the operator to show a cause: no verdict on what a library runs by default
     demonstration: bool | None = None
+    # whether every partial sum is exact, so that all orders must agree and what parts is a bug
     exact: bool | None = None
     impl: str
-    role: str = ""
+    role: str = ""  # what it is, a `Role`
+    # whether it says that its bits don't depend on what varied, however the work is split
     claims_invariance: bool | None = None
     status: str
-    ran: list[str] = []
+    ran: list[str] = []  # what really ran, as launchers and the profiler named it, over all variants
+    # the variants tried, in order (M for a batch sweep). Empty where there are too many to list (see trials)
     values: list[Value] = []
-    labels: list[Count] = []
-    class_sizes: list[Size] = []
+    labels: list[Count] = []  # the class of each value, numbered by first appearance. As long as values
+    class_sizes: list[Size] = []  # trials in each class. Sums to trials
+    # the distinct sets of device kernels that a variant launched, in launch order, by first appearance
     kernel_sets: list[list[str]] = []
-    kernels: list[Count] = []
-    trials: Count = 0
+    kernels: list[Count] = []  # for each value the index of its set in kernel_sets; empty where nothing was profiled
+    trials: Count = 0  # variants compared. `distinct` of them were different bit patterns
     distinct: Count = 0
-    replays: Count = 0
+    replays: Count = 0  # variants that were computed again, after all others, and compared with their first result
+    # how many of those came out otherwise: run-to-run nondeterminism, whatever else was varied
     replays_parted: Count = 0
+    # the largest over all classes, each against the first variant's; None where nothing was compared
     difference: Difference | None = None
-    error: ErrorFigures | None = None
-    worst_error: ErrorFigures | None = None
-    accuracy: Accuracy | None = None
-    nonfinite: Count = 0
-    extra: dict[str, Any] = {}
-    reason: str = ""
-    group: str = ""
+    error: ErrorFigures | None = None  # the first variant against the float64 reference; None where the probe has none
+    worst_error: ErrorFigures | None = None  # the worst class against the float64 reference
+    accuracy: Accuracy | None = None  # whole results against the reference; None where none was checked
+    nonfinite: Count = 0  # elements of the first variant that are NaN or infinite
+    extra: dict[str, Any] = {}  # what only this probe can say (a reduction tree, the range of the sums, ...)
+    reason: str = ""  # why a row is wrong, skipped or failed; a note otherwise
+    group: str = ""  # the cells of a bench run that the row speaks for, as `Cell.group`; empty elsewhere
+    # where the row stands among all that its plan makes, from 0: several processes finish theirs in any order, and a
+    # reader gets rows by place. Unset, and left out of a file, where rows are written one after the other
     place: int | msgspec.UnsetType = msgspec.UNSET
-    seconds: Figure = 0.0
+    seconds: Figure = 0.0  # wall time of the whole case
 
     def __post_init__(self) -> None:
         """Fill in what was left out: by a caller that means the usual, or by a file from before schema 3."""
@@ -302,29 +262,19 @@ def arm_of(axis: str, value: str) -> str:
 
 
 class AxisValue(ImplementationRecord, frozen=True, tag="axis-value", kw_only=True):
-    """One value of one axis that was varied alone, and whether it took effect.
-
-    Attributes:
-        axis: "sharing", "chunk", ...: a key of `nondet.sampling.axes.AXES`.
-        value: As it is written after --vary; "" where the axis has no value to vary here.
-        arm: Of its completions: "base" for the value that the base has.
-        held: Whether the completions of all values are held against each other: an axis such as dtype changes the
-            arithmetic itself, and only completions of one of its values are.
-        proven: Whether the engine's own steps show that the value took effect.
-        proof: The figures that say so, or that do not.
-        changes: What the axis varies, in a phrase.
-        note: Why nothing was run.
-    """
+    """One value of one axis that was varied alone, and whether it took effect."""
 
     keyed_by = ("impl", "axis", "value")
-    axis: str
-    value: str
-    arm: str
+    axis: str  # "sharing", "chunk", ...: a key of `nondet.sampling.axes.AXES`
+    value: str  # as it is written after --vary; "" where the axis has no value to vary here
+    arm: str  # of its completions: "base" for the value that the base has
+    # whether the completions of all values are held against each other: an axis such as dtype changes the arithmetic
+    # itself, and only completions of one of its values are
     held: bool
-    proven: bool
-    proof: str
-    changes: str = ""
-    note: str = ""
+    proven: bool  # whether the engine's own steps show that the value took effect
+    proof: str  # the figures that say so, or that do not
+    changes: str = ""  # what the axis varies, in a phrase
+    note: str = ""  # why nothing was run
 
 
 class Limit(Record, frozen=True, tag="limit", kw_only=True):
@@ -361,44 +311,30 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(Record, frozen=True, tag="cell", kw_only=True):
-    """One call of one shape, timed under every implementation in turn: replay i of one stands beside replay i of all.
-
-    Attributes:
-        section: What it is reported with: "matmul", "attention decode", ...
-        case: Name, unique within a section, a device and a dtype.
-        group: Cells that share it ask for equal bits: the weight shape of a product, the width of a row operator.
-        axis: The size that differs within a group: a key of `shape`.
-        bytes: Each input read once and the output written once.
-        flops: Floating-point operations; 0 where memory alone can be the limit.
-        limit_us: The longer of bytes over copy bandwidth and flops over the peak; None where that was not measured.
-        limited_by: "memory" or "arithmetic".
-        method: "cuda graph" or "perf_counter"; of an engine's run what its steps were.
-        sets: Sets of buffers that the calls of one replay walk over in turn.
-        cold: Whether the sets together exceed the last cache, so that no call finds its inputs there.
-        bus_bytes: Of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over
-            the time it is the bus bandwidth. 0 elsewhere.
-        tokens: Of an engine's run: generated in its steps, whose number is `calls`. 0 elsewhere.
-    """
+    """One call of one shape, timed under every implementation in turn: replay i of one beside replay i of all."""
 
     keyed_by = ("section", "case", "dtype", "device")
-    section: str
+    section: str  # what it is reported with: "matmul", "attention decode", ...
     operator: str
-    case: str
-    group: str
-    axis: str
+    case: str  # name, unique within a section, a device and a dtype
+    group: str  # cells that share it ask for equal bits: the weight shape of a product, the width of a row operator
+    axis: str  # the size that differs within a group: a key of `shape`
     shape: dict[str, Count]
     dtype: str
     device: str
-    bytes: int
-    flops: int
+    bytes: int  # each input read once and the output written once
+    flops: int  # floating-point operations; 0 where memory alone can be the limit
+    # the longer of bytes over copy bandwidth and flops over the peak; None where that was not measured
     limit_us: Figure | None
-    limited_by: str
-    method: str
-    sets: Count
+    limited_by: str  # "memory" or "arithmetic"
+    method: str  # "cuda graph" or "perf_counter"; of an engine's run what its steps were
+    sets: Count  # sets of buffers that the calls of one replay walk over in turn
     calls: Count
-    cold: bool
+    cold: bool  # whether the sets together exceed the last cache, so that no call finds its inputs there
+    # of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over the time it
+    # is the bus bandwidth. 0 elsewhere
     bus_bytes: int = 0
-    tokens: Count = 0
+    tokens: Count = 0  # of an engine's run: generated in its steps, whose number is `calls`. 0 elsewhere
     timed: list[Timed]
     seconds: Figure = 0.0
 
@@ -416,28 +352,20 @@ class Step(Record, frozen=True, tag="step", kw_only=True):
 
 
 class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
-    """One thing about the company varied, with the others held, against the request alone.
-
-    Attributes:
-        axis: "batch size", "ragged company", "chunked prefill" or "prefix sharing".
-        parted: Those values at which a trace differed.
-        tried: Completions compared with the one alone.
-        traces, tokens: How many of them have other logprob bits, and other tokens.
-        first: The first generated token at which anything differed, over all of them; None where nothing did.
-        note: Why nothing was tried, or what was not met.
-    """
+    """One thing about the company varied, with the others held, against the request alone."""
 
     keyed_by = ("impl", "axis")
-    axis: str
+    axis: str  # "batch size", "ragged company", "chunked prefill" or "prefix sharing"
     impl: str
     held: str
     values: list[str]
-    parted: list[str]
-    tried: int
-    traces: int
-    tokens: int
+    parted: list[str]  # those values at which a trace differed
+    tried: int  # completions compared with the one alone
+    traces: int  # how many of them have other logprob bits
+    tokens: int  # and other tokens
+    # the first generated token at which anything differed, over all of them; None where nothing did
     first: int | None = None
-    note: str = ""
+    note: str = ""  # why nothing was tried, or what was not met
 
 
 # What a diagnosis and a trace may come to without a fault -> whether that is an answer at all.
@@ -445,22 +373,17 @@ _FAULTS: dict[str, bool | None] = {"no divergence observed": False, "unknown": N
 
 
 class Diagnosis(Record, frozen=True, tag="diagnosis", kw_only=True):
-    """What a diagnosis came to.
+    """What a diagnosis came to."""
 
-    Attributes:
-        finding: "not greedy", "run-to-run nondeterministic", "batch-dependent", "a defect", "no divergence observed" or
-            "unknown".
-        whether, where, why, cure, cost: The answers, each a sentence or a few; "" where the question did not arise.
-        limits: What was not asked, or has no answer.
-    """
-
+    # "not greedy", "run-to-run nondeterministic", "batch-dependent", "a defect", "no divergence observed" or "unknown"
     finding: str
+    # whether, where, why, cure, cost: the answers, each a sentence or a few; "" where the question did not arise
     whether: str
     where: str = ""
     why: str = ""
     cure: str = ""
     cost: str = ""
-    limits: list[str] = msgspec.field(default_factory=list)
+    limits: list[str] = msgspec.field(default_factory=list)  # what was not asked, or has no answer
 
     @property
     def is_fault(self) -> bool | None:
@@ -469,24 +392,18 @@ class Diagnosis(Record, frozen=True, tag="diagnosis", kw_only=True):
 
 
 class EmbedPass(ImplementationRecord, frozen=True, tag="embed_pass", kw_only=True):
-    """All texts through the encoder once, in one arm.
-
-    Attributes:
-        arm: How they were put together: "alone", "sorted by 32", ...
-        tokens: Tokens of the texts; computed: the same with padding.
-        ran: What the dispatcher says ran: "replaced: linear" -> calls.
-        reason: Why the arm could not be had; empty where it was.
-    """
+    """All texts through the encoder once, in one arm."""
 
     keyed_by = ("impl", "arm")
-    arm: str
+    arm: str  # how they were put together: "alone", "sorted by 32", ...
     texts: int
     batches: int
-    tokens: int
-    computed: int
+    tokens: int  # of the texts
+    computed: int  # the same with padding
     seconds: float
+    # what the dispatcher says ran: "replaced: linear" -> calls
     ran: dict[str, int] = msgspec.field(default_factory=dict)
-    reason: str = ""
+    reason: str = ""  # why the arm could not be had; empty where it was
 
 
 class Neighbours(ImplementationRecord, frozen=True, tag="neighbours", kw_only=True):
@@ -507,67 +424,48 @@ class Neighbours(ImplementationRecord, frozen=True, tag="neighbours", kw_only=Tr
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a server answered one request.
+    """How a server answered one request."""
 
-    Attributes:
-        sent, first, done: Seconds from the beginning of its round (of the part of it in which it was asked): first byte
-            sent, first token received (None if not streamed), last byte received.
-        refusals: What went wrong at the attempts before the last: kind -> times.
-        kind: The kind of failure; empty unless it failed.
-        prompt_tokens, cached_tokens, completion_tokens: As the server counts them; None where it does not.
-        in_flight: The most requests of ours that were under way at once while this one was, itself included.
-        text: SHA-256 (first 16 hex digits) of the completion's text, which two servers have in common where they know
-            tokens by different things; empty of failures, and in older files.
-        odd: What was odd about the answer, a count that was not taken say; a phrase each.
-    """
-
+    # sent, first, done: seconds from the beginning of its round (of the part of it in which it was asked): first byte
+    # sent, first token received (None if not streamed), last byte received
     sent: Figure = 0.0
     first: Figure | None = None
     done: Figure = 0.0
     attempts: Count = 1
-    refusals: dict[str, Count] = {}
-    kind: str = ""
+    refusals: dict[str, Count] = {}  # what went wrong at the attempts before the last: kind -> times
+    kind: str = ""  # the kind of failure; empty unless it failed
+    # prompt_tokens, cached_tokens, completion_tokens: as the server counts them; None where it does not
     prompt_tokens: Tokens | None = None
     cached_tokens: Tokens | None = None
     completion_tokens: Tokens | None = None
-    in_flight: Count = 1
+    in_flight: Count = 1  # the most requests of ours that were under way at once while this one was, itself included
+    # SHA-256 (first 16 hex digits) of the completion's text, which two servers have in common where they know tokens by
+    # different things; empty of failures, and in older files
     text: Digest = ""
-    odd: list[str] = []
+    odd: list[str] = []  # what was odd about the answer, a count that was not taken say; a phrase each
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What a round was meant to be, and what shows that it was.
+    """What a round was meant to be, and what shows that it was."""
 
-    Attributes:
-        pattern: How it arrived and what rode along, in words.
-        concurrency: Requests that were let under way at once.
-        rate: Requests a second that were let go; 0.0: no limit.
-        polls: How often the server's own counters were read while the round ran.
-        running_most, running_median: Requests that the server said it was running; None where it does not say.
-        waiting_most: The most that it said were waiting; None where it does not say.
-        decoding_most: The most answers that streamed at the same time; 0 where none did.
-        in_company: Targets that streamed while another answer of ours did, or during a poll that said that two or more
-            were running. A round that went on after a stop counts those of its last part.
-        parts: Sessions that it took; more than 1 where it was stopped and gone on with.
-        counters: How far the server's own counters moved over the round: name -> by how much.
-        others_failed: Requests alongside that failed: kind -> times.
-        fingerprints: What the server called itself in the answers to targets -> times; "" where it said nothing.
-        odd: Names of the server's own counters that said at times what is no number of requests: those were not taken.
-    """
-
-    pattern: str
-    concurrency: Count
-    rate: Figure = 0.0
-    polls: Count = 0
+    pattern: str  # how it arrived and what rode along, in words
+    concurrency: Count  # requests that were let under way at once
+    rate: Figure = 0.0  # requests a second that were let go; 0.0: no limit
+    polls: Count = 0  # how often the server's own counters were read while the round ran
+    # running_most, running_median: requests that the server said it was running; None where it does not say
     running_most: Figure | None = None
     running_median: Figure | None = None
-    waiting_most: Figure | None = None
-    decoding_most: Count = 0
+    waiting_most: Figure | None = None  # the most that it said were waiting; None where it does not say
+    decoding_most: Count = 0  # the most answers that streamed at the same time; 0 where none did
+    # targets that streamed while another answer of ours did, or during a poll that said that two or more were running.
+    # A round that went on after a stop counts those of its last part
     in_company: Count = 0
-    parts: Count = 1
-    counters: dict[str, float] = {}
-    others_failed: dict[str, Count] = {}
+    parts: Count = 1  # sessions that it took; more than 1 where it was stopped and gone on with
+    counters: dict[str, float] = {}  # how far the server's own counters moved over the round: name -> by how much
+    others_failed: dict[str, Count] = {}  # requests alongside that failed: kind -> times
+    # what the server called itself in the answers to targets -> times; "" where it said nothing
     fingerprints: dict[str, Count] = {}
+    # names of the server's own counters that said at times what is no number of requests: those were not taken
     odd: list[str] = []
 
 
@@ -607,40 +505,28 @@ class ContractAnswer(ImplementationRecord, frozen=True, tag="contract", kw_only=
 
 
 class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=True):
-    """One completion of the request under study.
-
-    Attributes:
-        request: Identifier, unique within the implementation.
-        round: Number of the round (one engine session) that it belongs to.
-        prompt: Index of the prompt in the header's plan.
-        tokens_digest: SHA-256 (first 16 hex digits) of the token ids: equal digests are equal completions.
-        trace: SHA-256 (first 16 hex digits) of token ids and logprob bits; the side file holds the trace under it.
-        finish: "length", "eos" or "error".
-        arrival_step: The engine step from which the request was allowed to be scheduled.
-        schedule: Run-length list of [first_step, steps, query_tokens]: the engine steps in which the request took part.
-            Over all requests of a round this gives the exact batch of each step.
-        nonfinite: Tokens whose logprob is NaN or infinite: the model computed no number there, whatever the token.
-        batch_min: Smallest and
-        batch_max: largest number of query tokens in a step that this request took part in.
-        arm: Of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; empty
-            elsewhere.
-    """
+    """One completion of the request under study."""
 
     keyed_by = ("impl", "request")
-    request: str
-    round: Count
-    prompt: Count
-    tokens_digest: Digest
-    trace: Digest
+    request: str  # identifier, unique within the implementation
+    round: Count  # number of the round (one engine session) that it belongs to
+    prompt: Count  # index of the prompt in the header's plan
+    tokens_digest: Digest  # SHA-256 (first 16 hex digits) of the token ids: equal digests are equal completions
+    trace: Digest  # SHA-256 (first 16 hex digits) of token ids and logprob bits; the side file holds the trace under it
     n_tokens: Count
-    finish: str
-    arrival_step: Count
+    finish: str  # "length", "eos" or "error"
+    arrival_step: Count  # the engine step from which the request was allowed to be scheduled
+    # run-length list of [first_step, steps, query_tokens]: the engine steps in which the request took part. Over all
+    # requests of a round this gives the exact batch of each step
     schedule: list[list[int]]
-    batch_min: Count
-    batch_max: Count
+    batch_min: Count  # smallest, and
+    batch_max: Count  # largest number of query tokens in a step that this request took part in
+    # tokens whose logprob is NaN or infinite: the model computed no number there, whatever the token
     nonfinite: Count = 0
     status: str = "ok"
     reason: str = ""
+    # of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; empty
+    # elsewhere
     arm: str = ""
     served: Served | None = None
 
@@ -654,77 +540,57 @@ class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=Tr
 
 
 class Round(ImplementationRecord, frozen=True, tag="round", kw_only=True):
-    """One engine session: a slice of the load plan, run from an empty engine, and the unit of resuming.
-
-    Attributes:
-        targets: Completions of the request under study.
-        tokens: Tokens generated for everybody.
-        seconds: Wall time of the steps. Left out are the model's loading, the warm-up and `first_use_seconds`.
-        background: Schedules of the requests alongside: request id -> run-length schedule.
-        ran: What the launchers and the dispatcher say ran, with counts.
-        arm: As a completion's.
-        traffic: Of a server: what the round was meant to be, and what shows that it was; None elsewhere.
-        figures: Of an axis that is varied: what the engine's steps show, see `nondet.sampling.schedule`.
-        first_use_seconds: Within the steps, of compiling kernels and proving members of classes: a machine's first run
-            has them, and no later one.
-    """
+    """One engine session: a slice of the load plan, run from an empty engine, and the unit of resuming."""
 
     keyed_by = ("impl", "round")
     round: Count
-    targets: Count
+    targets: Count  # completions of the request under study
     others: Count
     steps: Count
-    tokens: Count
-    seconds: Figure
+    tokens: Count  # tokens generated for everybody
+    seconds: Figure  # wall time of the steps. Left out are the model's loading, the warm-up and `first_use_seconds`
+    # schedules of the requests alongside: request id -> run-length schedule
     background: dict[str, list[list[int]]] = msgspec.field(default_factory=dict)
+    # what the launchers and the dispatcher say ran, with counts
     ran: dict[str, Count] = msgspec.field(default_factory=dict)
-    arm: str = ""
+    arm: str = ""  # as a completion's
+    # of a server: what the round was meant to be, and what shows that it was; None elsewhere
     traffic: Traffic | None = None
+    # of an axis that is varied: what the engine's steps show, see `nondet.sampling.schedule`
     figures: dict[str, Count] = msgspec.field(default_factory=dict)
+    # within the steps, of compiling kernels and proving members of classes: a machine's first run has them, and no
+    # later one
     first_use_seconds: float = 0.0
 
 
 class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a tape.
-
-    Attributes:
-        prompt: Index among the tape's prompts.
-        new: Tokens to generate.
-        arrival: Engine step from which it may be scheduled.
-        sampling: How its tokens were drawn, as in `nondet.sampling.plan.Sampling`; None of greedy requests.
-    """
+    """One request of a tape."""
 
     id: str
     target: bool
-    prompt: int
-    new: int
-    arrival: int
+    prompt: int  # index among the tape's prompts
+    new: int  # tokens to generate
+    arrival: int  # engine step from which it may be scheduled
+    # how its tokens were drawn, as in `nondet.sampling.plan.Sampling`; None of greedy requests
     sampling: dict[str, Any] | None = None
 
 
 class Tape(ImplementationRecord, frozen=True, tag="tape", kw_only=True):
-    """What is needed to play one round again, and to see whether it was played as before.
-
-    Attributes:
-        prompts: Token ids of each distinct prompt.
-        load: The load's parameters: limits of the engine, chunking, sharing.
-        weights: Digest over the names, shapes and bits of all parameters and buffers.
-        padding: What steps are padded to; "" for steps of their own size.
-        steps: The schedule, as [first step, steps, [request, first position, rows], ...]: requests by their index, in
-            the order of the rows. In each further step of the same entry everybody goes on by their rows.
-    """
+    """What is needed to play one round again, and to see whether it was played as before."""
 
     keyed_by = ("impl", "round")
     round: int
     requests: list[TapedRequest]
-    prompts: list[list[int]]
-    load: dict[str, Any]
+    prompts: list[list[int]]  # token ids of each distinct prompt
+    load: dict[str, Any]  # the load's parameters: limits of the engine, chunking, sharing
     seed: int
     eos: list[int]
     engine: dict[str, Any]
-    weights: str
+    weights: str  # digest over the names, shapes and bits of all parameters and buffers
+    # the schedule, as [first step, steps, [request, first position, rows], ...]: requests by their index, in the order
+    # of the rows. In each further step of the same entry everybody goes on by their rows
     steps: list[list[Any]]
-    padding: str = ""
+    padding: str = ""  # what steps are padded to; "" for steps of their own size
 
 
 class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
@@ -838,20 +704,15 @@ SCHEMA_VERSION = 3  # 2: cells and limits of `nondet bench`; 3: the status "wron
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):
-    """The first line of a run file.
-
-    Attributes:
-        plan: The options that decide which records the run holds. A run is resumed only under an equal plan.
-        environment: What a reader needs to trust the figures; see `nondet.core.environment.collect`.
-        started: UTC, ISO 8601.
-    """
+    """The first line of a run file."""
 
     format: str
     schema: int
     command: str
+    # the options that decide which records the run holds. A run is resumed only under an equal plan
     plan: dict[str, Any]
-    environment: dict[str, Any]
-    started: str
+    environment: dict[str, Any]  # what a reader needs to trust the figures; see `nondet.core.environment.collect`
+    started: str  # UTC, ISO 8601
 
 
 class End(msgspec.Struct, frozen=True, tag="end", kw_only=True):
