@@ -27,7 +27,7 @@ BUDGET = {
     "bench": 2210,
     "certify": 1060,
     "commands": 950,
-    "core": 6140,
+    "core": 6010,
     "diagnose": 1030,
     "embedded": 10,
     "endpoint": 3150,
