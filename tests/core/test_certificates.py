@@ -229,7 +229,12 @@ def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert cache_folder() == tmp_path / "b" / "nondet" / "certificates"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert str(cache_folder()).startswith(str(tmp_path))
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    for platform, folder in (
+        ("linux", ".cache/nondet"), ("darwin", "Library/Caches/nondet"), ("win32", "AppData/Local/nondet/Cache"),
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "platform", platform)
+        assert cache_folder() == tmp_path / folder / "certificates"
 
 
 def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

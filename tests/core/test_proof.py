@@ -117,6 +117,8 @@ def test_a_key_has_what_may_change_bits_and_nothing_else() -> None:
     row = torch.zeros(3, 8)[1:2]
     assert operands_key("chain", (row,), alignment=16) == operands_key("chain", (torch.zeros(1, 8),), alignment=16)
     assert operands_key("chain", (torch.ones(4, 8), None)) == keys[0]
+    whole = operands_key("chain", (torch.zeros(1, 8), None, [2]), ["bias", "tf32=no"], alignment=64)
+    assert whole == "chain | float32[1,8]/0,1@64 None (2) | bias tf32=no"  # kept certificates are found by it
 
 
 def test_settings_that_change_bits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +140,7 @@ def test_order_inputs_have_an_exact_sum_of_zero(dtype: torch.dtype) -> None:
         errors = x.float() @ weight.float().T
         assert float(errors.abs().max()) > 0
         assert bias is not None
+        assert bias.dtype == dtype
         assert float(bias.abs().max()) < (2.0**-12 if kind == "order" else 1.0)
 
 

@@ -191,6 +191,17 @@ def test_a_malformed_row_is_named_by_its_line(tmp_path: Path) -> None:
         read_run(path)
 
 
+def test_the_longest_line_that_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit, its end included, and one beyond."""
+    length = len(msgspec.json.encode(row("a", reason="x" * 2000))) + 1
+    for most, status in ((length, Status.IDENTICAL), (length - 1, Status.ERROR)):
+        monkeypatch.setattr("nondet.core.runfile.LINE_MOST", most)
+        run = writer(tmp_path / f"{most}.jsonl")
+        run.write(row("a", reason="x" * 2000))
+        run.finish()
+        assert [r.status for r in read_run(tmp_path / f"{most}.jsonl").rows] == [status]
+
+
 def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> None:
     """When the disk fills up the user is told so and how to go on; the rows before it stay readable."""
     path = tmp_path / "run.jsonl"

@@ -221,6 +221,7 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
     for name, data in (("run.jsonl.gz", gzip.compress(whole)), ("bomb.jsonl.gz", gzip.compress(bomb))):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "plain.jsonl").write_bytes(whole)
+    assert len(list(runfile.lines_of(tmp_path / "bomb.jsonl.gz"))) == 40_001  # 30 MB are few, however they are packed
     monkeypatch.setattr(runfile, "_UNPACKED_LEAST", 2**16)
     assert len(bomb) > 200 * (tmp_path / "bomb.jsonl.gz").stat().st_size
     with pytest.raises(UserError, match="unpacks to more than"):

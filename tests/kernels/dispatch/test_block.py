@@ -173,6 +173,10 @@ LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         lambda: F.rms_norm(rand(3, 4), (4,)),
         "rms_norm float32: not over one axis with a weight and an eps",
     ),
+    "a scalar's places": (
+        lambda: torch.zeros(()).index_add(0, torch.tensor([0]), torch.tensor(1.0)),
+        "index_add float32: a scalar",
+    ),
 }
 
 

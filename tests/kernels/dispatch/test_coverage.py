@@ -113,6 +113,7 @@ SCANS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "padding behind": (lambda: padded(rand(9, 4), "right", 0.3).cumsum(-2), []),
     "no padding": (lambda: rand(2, 9, 4).cumsum(1), []),
     "padding of both": (lambda: padded(rand(9, 4), "left")[1:].expand(2, 9, 4).clone().cumsum(1), []),
+    "a request of zeros": (lambda: torch.stack([torch.zeros(9, 4), rand(9, 4)]).cumsum(1), []),
     "a causal mask": (lambda: (rand(2, 9, 9) * torch.ones(9, 9).tril(-1)).cumsum(-2), []),
     "experts": (lambda: experts().sum(1), []),
     "top-p": (lambda: torch.tensor([[0.5, 0.5, 0.0], [0.6, 0.3, 0.1]]).cumsum(-1), []),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -106,14 +107,12 @@ def test_empty_and_misused() -> None:
 
 # transformers' RMSNorm modules on a CPU in a few passes: the bits of the operators one by one.
 
-CLASSES = ["Qwen3RMSNorm", "Gemma3RMSNorm"]
+CLASSES = ["Qwen3RMSNorm", "Gemma3RMSNorm", "Olmo2RMSNorm"]
 
 
 def norm_of(name: str, width: int, dtype: torch.dtype) -> Any:
-    from transformers.models.gemma3 import modeling_gemma3
-    from transformers.models.qwen3 import modeling_qwen3
-
-    norm = vars(modeling_qwen3 if name.startswith("Qwen") else modeling_gemma3)[name](width)
+    model = name.removesuffix("RMSNorm").lower()
+    norm = vars(importlib.import_module(f"transformers.models.{model}.modeling_{model}"))[name](width)
     norm.weight.data = make("bell", (width,), torch.float32, "cpu", generator(5, "cpu"))
     return norm.to(dtype)
 
