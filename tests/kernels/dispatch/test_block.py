@@ -222,6 +222,9 @@ def test_stock_is_left_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> No
         rand(7, 40).cumsum(-1)
         rand(6, 40).cumsum(-1)  # proven before: not computed again
     assert identical(got, rand(6, 40).cumsum(-1))
+    assert {c.evidence for c in kept.all()} == {
+        "6 rows in the batch and alone: equal bits", "7 rows in the batch and alone: row 0 parts"
+    }  # fmt: skip
     assert block.coverage().certified == {"cumsum float32: each row as alone": 2}
     assert block.coverage().at_risk == {"cumsum float32: a row's bits are not those that it has alone": 1}
 

@@ -532,13 +532,13 @@ _WINDOW, _LENGTH = 8, 20
 _VARIANT_PROMPTS = [list(range(3, 3 + n)) for n in (30, 7, 19)]
 
 
-def called(softcap: float | None, mask: torch.Tensor | None) -> torch.Tensor | str:
+def called(softcap: float | None, mask: torch.Tensor | None, size: int = _WINDOW) -> torch.Tensor | str:
     """What transformers' table has under "sdpa" gives for one layer with a window, or the reason that it gives none."""
     from transformers.modeling_utils import AttentionInterface
 
     q, k, v = (4 * torch.rand(1, h, _LENGTH, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
     layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    places: dict[str, Any] = {"position_ids": torch.arange(_LENGTH)[None], "sliding_window": _WINDOW}
+    places: dict[str, Any] = {"position_ids": torch.arange(_LENGTH)[None], "sliding_window": size}
     try:
         out: torch.Tensor = AttentionInterface()["sdpa"](layer, q, k, v, mask, scaling=0.25, softcap=softcap, **places)[
             0
@@ -566,6 +566,16 @@ def test_sdpa_makes_of_a_cap_what_it_makes_of_it_outside(mask: torch.Tensor | No
         assert isinstance(plain, torch.Tensor)
         assert identical(capped, plain)
         torch.testing.assert_close(capped, stock, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "size"), [(torch.ones(1, 1, _LENGTH, _LENGTH).bool(), 2 * _LENGTH), (window(), _WINDOW + 1)]
+)  # both ways, and the window of another layer
+def test_a_mask_that_is_not_the_layers_window_is_read(mask: torch.Tensor, size: int) -> None:
+    """What it shows is computed, as stock does, and not what the layer's window would leave."""
+    stock = called(None, mask, size)
+    with torch.no_grad(), batch_invariant():
+        torch.testing.assert_close(called(None, mask, size), stock)
 
 
 # what the engine makes of it -> model type, what is its own, the engine's attention

@@ -132,6 +132,7 @@ def test_einsum_of_vectors_is_at_risk(equation: str) -> None:
         with batch_invariant() as block:
             torch.einsum("bqd,bkd->bqk", matrices, matrices)
             torch.einsum("tk,nk->tn", matrices[0], matrices[1])
+            torch.einsum("t k, k -> t", matrices[0], vectors[0])
         assert not block.coverage().at_risk
 
 
