@@ -35,6 +35,8 @@ MIXES: dict[str, tuple[Callable[[], Any], str]] = {
     "max.dim": (lambda: X.max(-3), f"max.dim float32: {FIRST}"),
     "mean": (lambda: X.mean((0, 1, 2)), f"mean float32: {WHOLE}"),
     "sum": (lambda: X.sum((0, 1)), f"sum float32: {FIRST}"),
+    "an axis from behind": (lambda: X.sum(-3), f"sum float32: {FIRST}"),
+    "sort": (lambda: X.sort(dim=0, stable=True), f"sort.stable float32: {FIRST}"),
     "softmax": (lambda: torch.softmax(X, 0), f"softmax float32: {FIRST}"),
     "logsumexp": (lambda: torch.logsumexp(X, 0), f"logsumexp float32: {FIRST}"),
     "var": (lambda: X.var(0), f"var.correction float32: {FIRST}"),
@@ -53,6 +55,7 @@ HARMLESS: dict[str, Callable[[], Any]] = {
     "positions": lambda: torch.arange(12).view(3, 4).max(),
     "each row's own": lambda: (X.amax(-1), X.abs().amax((1, 2)), X.max(1), X.sum(1), X.mean(-1), torch.softmax(X, -1)),
     "one row": lambda: (rand(1, 8).max(), rand(1, 1, 8).amax(), rand(8).max(), rand(1, 8).sum(0)),
+    "a complex sum": lambda: torch.complex(X, X) + torch.complex(X, X),
     "a weight's scale": lambda: torch.nn.Parameter(X).amax(),
 }
 

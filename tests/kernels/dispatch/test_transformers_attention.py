@@ -332,6 +332,21 @@ def test_a_request_has_one_answer_in_a_paged_window(dtype: torch.dtype, device: 
     assert block.coverage().at_risk == {}
 
 
+def test_the_cache_of_transformers_5_17_is_written_by_its_indices() -> None:
+    """All of them at their names; what differs by the kind of layer is this layer's afterwards."""
+
+    class Cache:
+        def update(self, key_states: Any, value_states: Any, layer_idx: int, read_index: Any, write_index: Any) -> Any:
+            return (key_states, layer_idx, read_index), (value_states, write_index)
+
+    given: dict[str, Any] = {"read_index": "r", "write_index": "w", "max_seqlen_k": 3}
+    given["cu_seq_lens_k"] = {"full_attention": "full", "sliding_attention": "sliding"}
+    key: Any = "k"
+    found: Any = hf_attention.update_cache(Cache(), 1, key, key, given, "sliding_attention")
+    assert found == (("k", 1, "r"), ("k", "w"))
+    assert (given["cu_seq_lens_k"], given["max_seqlen_k"]) == ("sliding", 3)
+
+
 def test_a_paged_sliding_window_without_positions_is_refused() -> None:
     """Its cache drops first keys, so there is no anchor: an error that says so, not a quiet fall back to stock."""
     from nondet.kernels.dispatch.transformers_attention import _paged
