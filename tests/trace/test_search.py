@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F_EXACT
@@ -23,7 +24,7 @@ from nondet.sampling.plan import make_engine
 from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact
 from nondet.trace.repro import write_and_run
-from nondet.trace.search import OutOfTimeError, Pace, Search
+from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
 from tests.trace.conftest import LOAD, arms_of, model_of, trace
 
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
@@ -43,6 +44,7 @@ def test_float32_models_are_traced_to_a_cure(name: str) -> None:
     first = traced.culprits[0]
     assert first.call in CALLS or first.module.endswith("experts"), first.sentence
     assert first.digests
+    assert not traced.search.late
     assert all(difference.mismatched for difference in first.differences.values())
     tried = [frozenset(s.families) for s in traced.substitutions]
     assert len(set(tried)) == len(tried)  # what was seen is not asked again
@@ -424,3 +426,37 @@ def test_a_wrong_sum_is_a_bug(function: Callable[..., torch.Tensor], dtype: torc
 def test_lost_keys_are_a_bug() -> None:
     """An attention that drops its last block of keys."""
     assert exact(attention(lost_keys, torch.bfloat16), "scaled_dot_product_attention").status == "divergent"
+
+
+# The least place where two arms' records differ.
+
+
+def kept_of(rows: dict[tuple[str, int], list[int]], readers: str = "", **logits: int) -> CoarseCapture:
+    """Hashes of one layer's input, keys and output by (request, position); `readers` read them at the first one's."""
+    capture = CoarseCapture("t", sharing=False)
+    capture.names = ["input", "0.k", "0.out"]
+    capture.rows = {owner: np.array(hashes) for owner, hashes in rows.items()}
+    capture.logits = {(name, 0): value for name, value in logits.items()}
+    capture.foreign = {reader: {next(iter(rows))[1]: set(rows)} for reader in readers}
+    return capture
+
+
+T0, T1, D0 = ("t", 0), ("t", 1), ("d", 0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "site"),
+    [
+        (kept_of({T0: [1, 2, 3]}), kept_of({T0: [1, 2, 3]}), None),
+        (kept_of({T0: [1, 2, 3]}), kept_of({T0: [1, 5, 6]}), Site(("t", "t"), 0, "0.k")),
+        # a position of which one arm has no record says nothing, and hides nothing behind it
+        (kept_of({T0: [1, 2, 3], T1: [1, 2, 3]}), kept_of({T1: [1, 2, 4]}), Site(("t", "t"), 1, "0.out")),
+        # of a donor's row this request saw the keys alone
+        (kept_of({T0: [1, 2, 3]}), kept_of({D0: [1, 2, 4]}, "t"), None),
+        (kept_of({T0: [1, 2, 3]}), kept_of({D0: [1, 4, 4]}, "t"), Site(("t", "d"), 0, "0.k")),
+        (kept_of({T0: [1, 2, 3]}, t=7), kept_of({T0: [1, 2, 3]}, t=8), Site(("t", "t"), 0, "logits")),
+    ],
+)  # fmt: skip
+def test_the_least_place_is_the_first_record_that_differs(a: CoarseCapture, b: CoarseCapture, site: Site | None) -> None:
+    """By position, then in the order of computation, and the logits last."""
+    assert least_site(a, b, ("t", "t")) == site

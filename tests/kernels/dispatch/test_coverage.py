@@ -55,6 +55,7 @@ HARMLESS: dict[str, Callable[[], Any]] = {
     "positions": lambda: torch.arange(12).view(3, 4).max(),
     "each row's own": lambda: (X.amax(-1), X.abs().amax((1, 2)), X.max(1), X.sum(1), X.mean(-1), torch.softmax(X, -1)),
     "one row": lambda: (rand(1, 8).max(), rand(1, 1, 8).amax(), rand(8).max(), rand(1, 8).sum(0)),
+    "counts": lambda: (torch.histc(X, 4, -1.0, 1.0), torch.bincount(torch.arange(4))),
     "a complex sum": lambda: torch.complex(X, X) + torch.complex(X, X),
     "a weight's scale": lambda: torch.nn.Parameter(X).amax(),
 }

@@ -78,6 +78,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "sum of no axis": lambda: rand(2, 3).sum(5),
     "sum of an axis twice": lambda: rand(2, 3).sum((1, 1)),
     "rms_norm of another width": lambda: F.rms_norm(rand(2, 4), (3,), rand(3), 1e-6),
+    "softplus of integers": lambda: F.softplus(torch.arange(4)),
     "layer_norm of another width": lambda: F.layer_norm(rand(2, 4), (3,)),
     "layer_norm with a weight of one": lambda: F.layer_norm(rand(2, 4), (4,), rand(1)),
 }
