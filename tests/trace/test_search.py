@@ -107,6 +107,18 @@ def test_a_clean_model_gives_no_culprit(dtype: torch.dtype) -> None:
     assert "6 other requests in company" in traced.verdict.sentences[0]
 
 
+def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
+    """The model is wrong before any batch is: said, and no verdict on batches."""
+    model = model_of("llama")
+    model.lm_head.weight.data.fill_(torch.nan)
+    traced = trace(model)
+    assert (traced.verdict.finding, traced.culprits) == ("unknown", [])
+    control = traced.control("capture")
+    assert control.passed is False
+    assert control.sentence.startswith("arm alone: logits of t0 are NaN or infinite")
+    assert "NaN or infinite: the model is wrong before any batch is" in traced.verdict.sentences[0]
+
+
 def test_with_prefix_sharing_the_donor_is_traced() -> None:
     """Requests that share pages: what was not computed in the second arm is its donor's, and is looked for there."""
     load = replace(LOAD, targets=4, others=3, sharing=True, spread=12)

@@ -442,6 +442,11 @@ def test_exact_operators_are_told_on_request() -> None:
         told = [name for name in names if name in ("aten::flip", "aten::maximum")]  # flip is made of some more
         assert told == (["aten::flip", "aten::maximum"] if exact else [])
         assert exact == bool(names)
+    ways: list[tuple[str, str]] = []
+    with torch.no_grad(), batch_invariant(), on_call(lambda call: ways.append((call.name, call.how)), exact=True):
+        X @ W.t()
+    assert [way for way in ways if way[1] != "original"] == [("aten::mm", "replaced")]
+    assert "aten::mm" not in [name for name, how in ways if how == "original"]
 
 
 def test_every_thread_is_told_and_a_hooks_own_calls_are_not() -> None:
