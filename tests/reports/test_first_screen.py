@@ -61,7 +61,11 @@ def test_the_chain_of_operators_asked_alone() -> None:
     text, command = told["kernel"]
     assert text.startswith("linear asked alone, row 0 of M rows, K=12288 N=4096, bell: 4 classes of bits, by ")
     assert "splitK" in text
+    assert text.endswith(" and 7 other sets of kernels")
     assert command == ""
+    told_of_flash = said(run_of(row([0, 1], kernels=[["a"], ["b_splitK"]], impl="stock-flash")))
+    assert told_of_flash["operator"][0] == "not traced; asked alone, stock parts in linear"
+    assert told_of_flash["kernel"][0].endswith(": 2 classes of bits, by a (other), b_splitK (split)")
     text, command = told["cure"]
     assert text.startswith("invariant: no divergence observed in 208 trials")
     assert text.endswith("; cost: not measured")
@@ -94,16 +98,24 @@ def test_the_chain_of_completions(tmp_path: Path) -> None:
     assert "(at 95%" not in text
     assert text.endswith("; speed ratio 0.65 against stock (0.65 to 0.65, 6 rounds)")
     assert command == ""
+    run.header.plan["model"] = {"name": "embedded"}
+    assert said(run)["operator"][1] == "nondet trace"
     run.header.plan["model"] = {"name": "my model"}
     assert said(run)["operator"][1] == "nondet trace --prompt 'The following exceptions' --model 'my model'"
+    many = sampled(tmp_path, variants=lambda impl, i: (((4, i % 5),), 0) if impl == "stock" else ((), 0))
+    assert said(many)["token"][0].count(" go on with ") == 3
 
 
 def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
     """What removed every divergence is the operator, and its own probe is what tells the kernel."""
-    run = sampled(
-        tmp_path, impls=("stock", "invariant:attention"),
-        variants=lambda impl, i: (((4, 1),), 0) if impl == "stock" and i % 9 == 0 else ((), 0),
-    )  # fmt: skip
+
+    def replaced_alone(*families: str) -> Run:
+        impls = ("stock", *(f"invariant:{family}" for family in families))
+        parts = lambda impl, i: (((4, 1),), 0) if impl == "stock" and i % 9 == 0 else ((), 0)  # noqa: E731 - one line
+        return sampled(tmp_path, impls=impls, variants=parts)
+
+    assert said(replaced_alone("attention", "matmul"))["operator"][0].startswith("attention, matmul: replacing it ")
+    run = replaced_alone("attention")
     told = said(run)
     text = "attention: replacing it alone removed every divergence seen, in 60 completions"
     assert told["operator"] == (text, "")
@@ -265,6 +277,7 @@ def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
     said_next = next_of(run)
     assert said_next.startswith("nondet probe all  again, once the first of 52 failures is mended: matmul: c0, ")
     assert said_next.endswith("ValueError: broken 0")
+    assert "again, once the failure is mended: matmul" in next_of(run_of(failed(reason="ValueError: broken")))
     assert "free memory" in next_of(run_of(failed(), row([0, 0])))
     assert (
         next_of(run_of(failed(), row([0, 1])))

@@ -469,6 +469,6 @@ T0, T1, D0 = ("t", 0), ("t", 1), ("d", 0)
         (kept_of({T0: [1, 2, 3]}, t=7), kept_of({T0: [1, 2, 3]}, t=8), Site(("t", "t"), 0, "logits")),
     ],
 )  # fmt: skip
-def test_the_least_place_is_the_first_record_that_differs(a: CoarseCapture, b: CoarseCapture, site: Site | None) -> None:
+def test_the_least_place_is_the_first_that_differs(a: CoarseCapture, b: CoarseCapture, site: Site | None) -> None:
     """By position, then in the order of computation, and the logits last."""
     assert least_site(a, b, ("t", "t")) == site
