@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class LoadedRun:
-    """A run file: what was asked, where, and what came of it.
+    """A run file: what was run, where, and the results.
 
     Attributes:
         records: The typed records, as the file has them (`nondet.core.records.Run`).

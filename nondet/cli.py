@@ -26,7 +26,7 @@ _CODES = """Exit codes:
   4    gate: too few samples for the power asked
   130  stopped with Ctrl-C"""
 
-_MEMORY = "Ask for less at a time (sizes, requests, prompts); what was finished is in the run file."
+_MEMORY = "Run less at a time (sizes, requests, prompts); what was finished is in the run file."
 # Command -> its function, and what to type, for its help.
 _COMMANDS = {
     "list": ("nondet.commands.report:list_registries",),

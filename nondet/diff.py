@@ -117,13 +117,13 @@ def _other_question(a: Run, b: Run) -> str:
     mine, theirs = a.header.plan, b.header.plan
     for name in _ASKED:
         if mine.get(name) != theirs.get(name):
-            return f"they were asked with another {' '.join(name.split('_'))}"
+            return f"they were run with another {' '.join(name.split('_'))}"
     models = [model if isinstance(model := plan.get("model"), dict) else {"name": model} for plan in (mine, theirs)]
     weights: list[Any] = [model.get("weights") for model in models]
     if all(weights):
-        return "" if weights[0] == weights[1] else "they are of other weights"
+        return "" if weights[0] == weights[1] else "their models have other weights"
     named = [model.get("name") for model in models]
-    return "" if named[0] == named[1] else f"they are of models of other names ({named[0]}, {named[1]})"
+    return "" if named[0] == named[1] else f"their models have other names ({named[0]}, {named[1]})"
 
 
 def _known_by(run: Run, impl: str) -> tuple[str, bool]:
@@ -266,14 +266,14 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
     notes = []
     if any(kind.name in ("rows", "cells") and kind.matched for kind in kinds):
         notes.append(
-            "Rows keep classes of equal bits, not the bits: that a case agrees with itself in both runs says nothing "
-            "of one run's bits against the other's."
+            "Rows keep classes of equal bits, not the bits: that a case agrees with itself in both runs does not "
+            "show that the runs have equal bits."
         )
     if impl and against and impl != against:
-        notes.append(f"Records of {impl} in A are held against those of {against} in B.")
+        notes.append(f"Records of {impl} in A are compared with those of {against} in B.")
     for name, run in (("A", a), ("B", b)):
         if not run.complete:
-            notes.append(f"{name} did not come to its end.")
+            notes.append(f"{name} did not finish.")
     plans = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
     return RunDiff(
         environment=tuple(_fields(a.header.environment, b.header.environment)),
@@ -392,7 +392,7 @@ def _row_change(a: Row, b: Row) -> Change | None:
     if a.measured and b.measured and a.values != b.values:
         what.append(f"other variants were tried ({a.trials} -> {b.trials})")
     if (a.replays_parted > 0) != (b.replays_parted > 0):
-        what.append("it came to differ from run to run" if b.replays_parted else "it no longer differs from run to run")
+        what.append("it now differs from run to run" if b.replays_parted else "it no longer differs from run to run")
     if set(a.ran) != set(b.ran):
         gone, come = (sorted(x - y) for x, y in ((set(a.ran), set(b.ran)), (set(b.ran), set(a.ran))))
         what.append(f"other kernels ran: {_names(gone)} -> {_names(come)}")

@@ -146,7 +146,8 @@ def _check_encoder(where: str, config: Any) -> None:
     what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
     kind = "an encoder with a decoder" if both else "no encoder that transformers knows"
     raise UserError(
-        f"{where} is a {what}, {kind}", "Give one such as all-MiniLM-L6-v2; of what generates text ask nondet sample."
+        f"{where} is a {what}, {kind}",
+        "Give one such as all-MiniLM-L6-v2; for models that generate text use nondet sample.",
     )
 
 

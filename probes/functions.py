@@ -115,7 +115,7 @@ class Subject:
             part = f"its first {self.kept} rows" if batched else "it"
             raise BadInputsError(
                 f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal",
-                "Put the same requests first in every batch, or say with select= what is compared.",
+                "Put the same requests first in every batch, or choose with select= what is compared.",
             )
 
     def asked_of(self, oracle: Callable[..., Any]) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Subject:
             result = result[0]
         if not isinstance(result, torch.Tensor):
             what = f"the result is a {type(result).__name__}, not a tensor"
-            raise BadInputsError(what, "Say with select= what of it is compared.")
+            raise BadInputsError(what, "Choose with select= what of it is compared.")
         if not result.numel():
             raise WrongResultError("it gave nothing: an empty result compares nothing")
         if self._select is not None:

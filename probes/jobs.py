@@ -471,7 +471,7 @@ class SharedRun:
             return
         if worker.left:
             head = self._jobs[worker.left.popleft()].head
-            beside = "; it ran beside other processes, --jobs 1 measures it alone" if self._count > 1 else ""
+            beside = "; it ran beside other processes: --jobs 1 runs only one" if self._count > 1 else ""
             yield msgspec.structs.replace(head, status=Status.ERROR, reason=reason + beside)
         if worker.left:
             self._units.insert(0, _Unit(worker.group or (), list(worker.left)))

@@ -83,7 +83,9 @@ def met_in(run: Run) -> Met:
     culprit = next((c for c in run.culprits if c.call), None)
     if culprit is None:
         what = "its trace named no operator" if run.culprits or run.trace_verdicts else "it holds no trace"
-        raise UserError(f"{run.source or 'the run'} has no guilty operator: {what}", "Give one of `nondet trace`.")
+        raise UserError(
+            f"{run.source or 'the run'} names no operator that differs: {what}", "Give one of `nondet trace`."
+        )
     name = culprit.call.removeprefix("Tensor.").removeprefix("_")
     probe = "rms-norm" if name.endswith("RMSNorm") else "pointwise" if name in OPERATORS else _PROBES.get(name)
     shapes = [{place: size for place, size in arm.items() if size} for arm in culprit.shapes]
@@ -91,8 +93,8 @@ def met_in(run: Run) -> Met:
     met = None if probe is None or len(shapes) != 2 else _met(probe, name, culprit, shapes, dtype)
     if met is None:
         raise UserError(
-            f"no probe asks `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}",
-            f"Probes ask {', '.join([*_PROBES, *OPERATORS])}.",
+            f"no probe tests `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}",
+            f"Probes test {', '.join([*_PROBES, *OPERATORS])}.",
         )
     return met
 

@@ -167,7 +167,7 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
     place = f"axes-run-{number}"
     head: list[Inline] = ["axis", "values"]
     for impl in table.impls:
-        head += [(Bit(impl, "code"), ": traces"), "texts", "moved", "first"]
+        head += [(Bit(impl, "code"), ": traces"), "texts", "changed", "first"]
     proven = grid(
         [(line.axis, *proof) for line in table.lines for proof in line.proofs],
         {
@@ -181,14 +181,14 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
     changes = Items([f"{line.axis}: {line.changes}" for line in table.lines], only="p")
     legend = (
         f"{table.n:,} completions at each value. Traces and texts: distinct over all values, in brackets at the value "
-        "with most, where the batch alone changes. Where the axis may change the arithmetic itself (dtype, attention, "
-        "threads; ranks, but for rank-free) only the brackets count against it. Moved: requests whose trace is not "
-        "that of the same request at the base: of these the axis is the cause. First: the first generated token with "
+        "with most, where only the batch changes. Where the axis may change the arithmetic itself (dtype, attention, "
+        "threads; ranks, but for rank-free) only the brackets count against it. Changed: requests whose trace is not "
+        "that of the same request at the base: there the axis is the cause. First: the first generated token with "
         "other bits."
     )
     made: list[Block] = [
         *brief_blocks(table),
-        Heading("One thing about the engine varied at a time", place, "axes"),
+        Heading("One setting of the engine changed at a time", place, "axes"),
         Code(table.prompt),
         Figure("axes", table, f"{place}-bars", "Distinct traces by axis"),
         Table(head, [_full(line, table.impls) for line in table.lines], ("", "", *("num",) * 4 * len(table.impls))),
@@ -233,7 +233,7 @@ def brief_blocks(table: AxesTable) -> list[Block]:
             else:
                 row += [cell.traces, cell.moved("/"), "-" if cell.first is None else str(cell.first)]
         rows.append(row)
-    head = ["varied", "values", *(name for impl in impls for name in (one_line(impl, 14), "moved", "first"))]
+    head = ["varied", "values", *(name for impl in impls for name in (one_line(impl, 14), "changed", "first"))]
     legend = f"traces: distinct over all values (at one value); {table.n:,} completions a value"
     legend += "; ?: unproven, not counted" if any(line.unproven for line in table.lines) else ""
     return [Table(head, rows, clipped=True, only="b"), Paragraph(legend, only="b")]

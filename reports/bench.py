@@ -241,7 +241,7 @@ def bench_headline(run: Run) -> str:
         compared = [r for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
         alike = sum(r.status == Status.IDENTICAL for r in compared)
         bits = f"; one class of bits in {alike} of {plural(len(compared), 'group')}" if compared else ""
-        parts.append(f"{one_line(impl, 80)}, speed against the best stock: {', '.join(means)}{bits}")
+        parts.append(f"{one_line(impl, 80)}, speedup over the best stock: {', '.join(means)}{bits}")
     return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in benches), 'cell')} timed, with nothing beside stock"
 
 

@@ -37,7 +37,7 @@ KINDS: dict[str, Kind] = {
         Kind("tile", "tile", "tiles of the result; the name shows no split"),
         Kind("row", "row reduction", "one row is summed by a block of threads"),
         Kind("atomic", "atomics", "added in the order in which threads arrive"),
-        Kind("other", "other", "the name tells nothing of an order"),
+        Kind("other", "other", "the name shows no order"),
         Kind("unseen", "not seen", "no profiler saw kernels here, as on a CPU"),
     )
 }

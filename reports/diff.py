@@ -18,7 +18,7 @@ from nondet.verdict.findings import plural
 _MOST = 12
 _VALUE = 60
 
-# Completion group -> (first token that differs, first logprob that differs) of the commonest traces.
+# Completion group -> (first token that differs, first logprob that differs) of the most common traces.
 Parting = Mapping[int, tuple[int | None, int | None]]
 
 
@@ -32,14 +32,14 @@ def headline(diff: RunDiff) -> str:
         parts.append(f"{plural(better, 'record')} got better in B")
     other = len(diff.changes) - diff.worse - better
     if other:
-        parts.append(f"{plural(other, 'record')} moved otherwise")
+        parts.append(f"{plural(other, 'record')} changed otherwise")
     compared = [c for c in diff.completions if not c.reason]
     if compared:
         parted = len(diff.parted)
         parts.append(f"completions differ in {parted} of {plural(len(compared), 'group')} that could be compared")
     same = sum(kind.same for kind in diff.kinds)
     if same:
-        parts.append(f"{plural(same, 'record')} as before")
+        parts.append(f"{plural(same, 'record')} unchanged")
     only = [sum(len(getattr(kind, side)) for kind in diff.kinds) for side in ("only_a", "only_b")]
     unheld = sum(bool(c.reason) for c in diff.completions)
     if any(only) or unheld:
@@ -49,7 +49,7 @@ def headline(diff: RunDiff) -> str:
     if diff.failed_more:
         parts.append(f"more completions failed in B in {plural(diff.failed_more, 'group')}")
     if not diff.held:
-        parts.insert(0, "nothing of A could be held against anything of B")
+        parts.insert(0, "no record of A could be compared with one of B")
     return "; ".join(parts)
 
 
@@ -59,7 +59,7 @@ def text(diff: RunDiff, names: tuple[str, str], parting: Parting, *, verbose: bo
     lines = [one_line(f"A: {names[0]}", 300), one_line(f"B: {names[1]}", 300)]
     lines += _cut("environment:", [_field(f) for f in diff.environment], most) or ["environment: no field differs"]
     lines += _cut("plan:", [_field(f) for f in diff.plan], most)
-    lines += _cut("moved:", [_change(change) for change in diff.changes], most)
+    lines += _cut("changed:", [_change(change) for change in diff.changes], most)
     for kind in diff.kinds:
         for side, where in ((kind.only_a, "only in A"), (kind.only_b, "only in B")):
             lines += _cut(f"{kind.name} {where}:", [one_line(name, 200) for name in side], most if verbose else 4)
@@ -109,20 +109,20 @@ def _group_parts(c: CompletionDiff, parting: tuple[int | None, int | None] | Non
         common = len(digests) - sum(only)
         text = f"distinct {what}: {common} in both, {only[0]} only in A, {only[1]} only in B"
         words.append(text if any(only) else f"distinct {what}: the same {common} in both")
-    counts = f"{c.n_a:,} against {c.n_b:,}"
+    counts = f"{c.n_a:,} compared with {c.n_b:,}"
     if c.pairs:
         bits = f", {c.traces_alike:,} with equal bits" if c.with_logprobs else ""
-        words.append(f"of {plural(c.pairs, 'request')} of one name {c.tokens_alike:,} have equal tokens{bits}")
+        words.append(f"of {plural(c.pairs, 'request')} with one name {c.tokens_alike:,} have equal tokens{bits}")
     if c.ended_otherwise:
-        words.append(f"{c.ended_otherwise:,} of them with all else alike ended for another reason")
+        words.append(f"{c.ended_otherwise:,} of them ended for another reason with all else equal")
     if parting is not None:
         token, bit = parting
         if token is not None:
-            words.append(f"the commonest ones part at token {token}")
+            words.append(f"the most common ones first differ at token {token}")
         elif bit is not None:
-            words.append(f"the commonest ones have equal tokens, and part in the logprob of token {bit}")
+            words.append(f"the most common ones have equal tokens, and first differ in the logprob of token {bit}")
         else:
-            words.append("the commonest ones are the same")
+            words.append("the most common ones are identical")
     return name, f"{counts}: {'; '.join(words)}"
 
 

@@ -151,10 +151,11 @@ class ArmFigures:
     @property
     def line(self) -> str:
         """The arm in a line."""
-        text = f"{self.asked} requests, {self.completions} distinct, "
-        text += f"{self.traces} traces" if self.has_logprobs else "no logprobs"
+        prompts = f" of {plural(len(self.evidence), self.unit)}" if len(self.evidence) > 1 else ""
+        text = f"{plural(self.requests, 'request')}{prompts}; distinct completions {self.completions}, "
+        text += f"traces {self.traces}" if self.has_logprobs else "no logprobs"
         text += f", logprobs off by {_gap(self)}" if self.gap_requests else ""
-        text += f", tokens part at token {self.first_token}" if self.first_token is not None else ""
+        text += f", tokens first differ at token {self.first_token}" if self.first_token is not None else ""
         text += f", failed: {_kinds(self.failed)}" if self.failed else ""
         return f"{text}; {self.proof}"
 
@@ -319,20 +320,20 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
                 "requests": ("cell", lambda f: Bit(f.asked)),
                 "distinct completions": ("cell", lambda f: f.completions),
                 "distinct traces": ("cell", lambda f: f.traces if f.has_logprobs else "no logprobs"),
-                "tokens part at": ("cell", lambda f: _place(f.first_token)),
-                "logprobs part at": ("cell", lambda f: _place(f.first_bits) if f.has_logprobs else "–"),
+                "first other token": ("cell", lambda f: _place(f.first_token)),
+                "first other logprob": ("cell", lambda f: _place(f.first_bits) if f.has_logprobs else "–"),
                 "largest logprob gap": (
                     "cell",
                     lambda f: _gap(f) if f.gap_requests else "none" if f.has_logprobs else "–",
                 ),
-                "margin where tokens part": ("cell", _margins),
+                "margin where tokens differ": ("cell", _margins),
                 "failed": ("cell", lambda f: Bit(one_line(_kinds(f.failed), 200) or "none")),
-                "how it is known to be that": ("cell", lambda f: Bit(one_line(f.proof, 300))),
+                "what proves the arm": ("cell", lambda f: Bit(one_line(f.proof, 300))),
             },
         )
         note = (
-            "Places are those of the first token, or logprob, that differs from the commonest answer given alone. "
-            "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens part."
+            "Positions are those of the first token, or logprob, that differs from the most common solo answer. "
+            "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
         )
         made += [Heading("Arms", level=4), Paragraph(note, "soft"), arms]
     if told.comparisons:
@@ -343,12 +344,12 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
                 "prompt": ("cell", lambda entry: Bit(entry[1])),
                 "seen": ("cell", lambda entry: entry[2].text),
                 "finding": ("cell", lambda entry: Bit(entry[2].finding, "strong")),
-                "what stands against more": ("cell", lambda entry: " ".join(entry[2].why) or "–"),
+                "why no more is claimed": ("cell", lambda entry: " ".join(entry[2].why) or "–"),
             },
         )
         made += [Heading("Compared with each other", level=4), seen]
     if told.omitted:
-        made.append(Paragraph(f"… and {plural(told.omitted, 'more comparison')}, in which nothing parted.", "soft"))
+        made.append(Paragraph(f"… and {plural(told.omitted, 'more comparison')}, without a difference.", "soft"))
     if told.contract:
         styles = {"yes": "good", "no": "bad"}
         rows: list[Cells] = [
@@ -356,8 +357,8 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
             for question, answers in told.contract
         ]
         broken = len(told.answered("no", "unknown"))
-        count = plural(broken, "question is not answered with yes", "questions are not answered with yes")
-        note = "What a comparison takes for granted, asked before anything was sampled, one request at a time."
+        count = plural(broken, "question is not answered yes", "questions are not answered yes")
+        note = "What a comparison assumes, checked before anything was sampled, one request at a time."
         head: Cells = ("contract", *(Bit(impl, "code") for impl in told.impls))
         table = Table(head, rows, ("", *("wide",) * len(told.impls)))
         made.append(Details(f"Contract: {count}", [Paragraph(note, "soft"), table], opened=True))
@@ -366,14 +367,14 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
             told.figures,
             {
                 "arm": ("", lambda f: Bit(name(f))),
-                "concurrency": ("cell", lambda f: f"{f.in_flight} under way of {_concurrency(f)} allowed"),
+                "concurrency": ("cell", lambda f: f"{f.in_flight} at once of {_concurrency(f)} allowed"),
                 "first token, median s": (
                     "cell",
                     lambda f: _seconds(s.first - s.sent for s in f.good if s.first is not None),
                 ),
                 "answer, median s": ("cell", lambda f: _seconds(s.done - s.sent for s in f.good)),
                 "answer, 95% s": ("cell", lambda f: _seconds((s.done - s.sent for s in f.good), 0.95)),
-                "tokens/s of everybody": ("cell", lambda f: f"{_rate(f.rounds):,.1f}"),
+                "tokens/s of all requests": ("cell", lambda f: f"{_rate(f.rounds):,.1f}"),
                 "retried": ("cell", lambda f: Bit(one_line(_kinds(_total(s.refusals for s in f.good)), 200) or "none")),
             },
         )
@@ -414,7 +415,7 @@ def _server_line(run: Run, impl: str) -> str:
     parts += [f"as {first.protocol}"] if first.protocol else []
     parts += [f"calls itself {first.fingerprint}"] if first.fingerprint else ["no fingerprint"]
     parts += [f"compared by {first.known_by}" + ("" if first.logprobs else ", no logprobs")]
-    parts += [f"gone on with {len(seen) - 1} times"] if len(seen) > 1 else []
+    parts += [f"continued {len(seen) - 1} times"] if len(seen) > 1 else []
     return one_line(" · ".join(parts), 500)
 
 

@@ -133,16 +133,16 @@ def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
     """What an endpoint run knows of the cause, and what would tell the rest."""
     parted = [text for r in report.runs if r.endpoint is not None for text in r.endpoint.parted]
     text = "; ".join(parted[:3]) + (f"; and {len(parted) - 3} more" if len(parted) > 3 else "")
-    cause = Step("cause", one_line(text, 320) or "nothing parted, so there is none to name")
+    cause = Step("cause", one_line(text, 320) or "nothing differs, so there is none to name")
     prompt = next((p.prompt_text for r in report.runs for p in r.samples), "")
     command = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
-    greedy = "; a trace is greedy, and follows the logits alone" if any(is_drawn(r) for r in report.runs) else ""
-    told = f"no server tells: trace its model's folder in process{greedy}"
+    greedy = "; a trace is greedy, and shows only what the logits do" if any(is_drawn(r) for r in report.runs) else ""
+    told = f"a server does not show it: trace the model's folder in process{greedy}"
     operator = Step("operator", told, known=False, command=command)
     cure = Step(
         "cure",
         "not tried: switch on the server's own (vLLM: VLLM_BATCH_INVARIANT=1, SGLang: "
-        "--enable-deterministic-inference), sample again, hold the two runs against each other",
+        "--enable-deterministic-inference), sample again, and compare the two runs",
         known=False,
         command="nondet diff BEFORE.jsonl AFTER.jsonl",
     )
@@ -173,15 +173,18 @@ def _token(report: Report) -> Step:
     for _, _, s in sampled:
         fork = s.first_fork
         if fork is not None:
-            ways = [
-                f"{b.count:,} go on with {one_line(figures.token(b.text, b.token_id), 40)}" for b in fork.branches[:3]
+            tokens = [one_line(figures.token(b.text, b.token_id), 40) for b in fork.branches[:3]]
+            ids = [
+                f" (id {b.token_id})" if tokens.count(t) > 1 else ""
+                for b, t in zip(fork.branches, tokens, strict=False)
             ]
+            ways = [f"{b.count:,} continue with {t}{i}" for b, t, i in zip(fork.branches, tokens, ids, strict=False)]
             margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
             near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
             if s.draws is not None:  # drawn tokens flip at a border between tokens, wherever the margin is
                 near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
             return Step(
-                "token", f"{s.impl} parts at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
+                "token", f"{s.impl} diverges at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
             )
     parted = next((c for r in report.runs for c in culprits_of(r) if c.token >= 0), None)
     if parted is not None:
@@ -191,8 +194,8 @@ def _token(report: Report) -> Step:
         return Step("token", varied)
     if sampled:
         s = max((s for _, _, s in sampled), key=lambda s: s.n)
-        close = ", but their logprobs did: a closer race would part" if s.distinct_traces > 1 else ""
-        return Step("token", f"none parted in {s.n:,} completions of {s.impl}{close}")
+        close = ", but their logprobs did: with a smaller margin a token could change" if s.distinct_traces > 1 else ""
+        return Step("token", f"none differs in {s.n:,} completions of {s.impl}{close}")
     return Step("token", "no completions here", known=False, command=_again(report, "sample", names=_SAMPLE))
 
 
@@ -202,7 +205,7 @@ def _of_varied(lines: Sequence[AxisLine]) -> str:
     firsts = [cell.first for cell in cells if cell.moves and cell.first is not None]
     where = f", first in the bits of token {min(firsts)}" if firsts else ""
     if not any(cell.moves for cell in cells):
-        return "no trace follows what was varied" if cells else ""
+        return "no trace changes with what was varied" if cells else ""
     return f"traces of stock differ{where}"
 
 
@@ -221,7 +224,7 @@ def _operator(report: Report) -> Step:
     guilty = [(t.family, t.summary) for r in report.runs for p in r.samples for t in p.families if t.removed]
     if guilty:
         named = ", ".join(dict.fromkeys(family for family, _ in guilty))
-        text = f"{named}: replacing it alone removed every divergence seen, in {guilty[0][1].n:,} completions"
+        text = f"{named}: replacing only it removed every divergence seen, in {guilty[0][1].n:,} completions"
         return Step("operator", text)
     if any(is_drawn(r) for r in report.runs):
         return _of_drawn(report)
@@ -230,10 +233,10 @@ def _operator(report: Report) -> Step:
     command = trace_command(report)
     if parted:
         who = "stock" if role_of(rows[0].impl) in STOCK else one_line(rows[0].impl, 60)
-        text = f"not traced; asked alone, {who} parts in {', '.join(one_line(p, 40) for p in parted[:6])}"
+        text = f"tested in isolation, {who} diverges in {', '.join(one_line(p, 40) for p in parted[:6])}"
         return Step("operator", text, known=not stock_summaries(report), command=command)
     if _probed(report):
-        return Step("operator", "none of those probed parted alone")
+        return Step("operator", "none of those tested depends on the batch or the run")
     return Step("operator", "not traced yet", known=False, command=command)
 
 
@@ -246,20 +249,20 @@ def _of_drawn(report: Report) -> Step:
     """A trace is greedy: it answers for logits that parted under a draw of their own, and for no draw."""
     parted = {s.impl for _, _, s in stock_summaries(report) if s.distinct_traces > 1}
     if parted - set(UNSEEDED):
-        text = "not traced; a trace is greedy, and follows the logits alone, which part here under one draw"
+        text = "not traced; a trace is greedy, and shows only what the logits do: here they differ under one draw"
         return Step("operator", text, known=False, command=trace_command(report))
     if parted:
         seeded = sum(s.n for _, _, s in stock_summaries(report) if s.impl == "stock-seeded")
         if seeded:
-            text = f"none seen: stock-seeded, whose logits are stock's, parted nowhere in {seeded:,}; the draw is left"
+            text = f"none seen: stock-seeded, with stock's logits, is identical in {seeded:,}; only the draw is left"
             return Step("operator", text)
-        text = "not told: the engine's own draw parts texts whatever the logits; stock-seeded tells the two apart"
+        text = "not known: the engine's own draw changes texts whatever the logits; stock-seeded separates the two"
         drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
         command = _again(report, "sample", "--impl", "stock-seeded", names=_SAMPLE)
         if "--temperature" not in command:  # of a run that no command line began
             command += f" --temperature {drawn['temperature']:g}"
         return Step("operator", text, False, command)
-    return Step("operator", "nothing parted under one seed")
+    return Step("operator", "nothing differs under one seed")
 
 
 def _again(report: Report, *words: str, names: Collection[str] = _MODEL) -> str:
@@ -346,7 +349,7 @@ def _kernel(report: Report) -> Step:
             arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
             if any(arms):
                 same = len(set(arms)) == 1
-                text = f"{arms[0]} in both" if same else " against ".join(arm or "none seen" for arm in arms[:2])
+                text = f"{arms[0]} in both" if same else " compared with ".join(arm or "none seen" for arm in arms[:2])
                 return Step("kernel", one_line(text, 260))
     family = guilty_family(report)
     probe = PROBE_OF.get(family, "")
@@ -354,10 +357,10 @@ def _kernel(report: Report) -> Step:
     if rows:
         row = clearest(rows)
         borders = map_text(row, 3) if not row.kernel_sets else f"{plural(row.distinct, 'class', 'classes')} of bits"
-        text = f"{row.operator} asked alone, {row.case}: {borders}, by {_kernels_text(row)}"
+        text = f"{row.operator} in isolation, {row.case}: {borders}; {_kernels_text(row)}"
         return Step("kernel", one_line(text, 300))
     if _probed(report) and not probe:
-        return Step("kernel", "nothing parted, so there is none to name")
+        return Step("kernel", "none to name: no operator depends on the batch or the run")
     return Step("kernel", "not probed yet", known=False, command=_probe_command(report, probe))
 
 
@@ -372,7 +375,7 @@ def _probe_command(report: Report, probe: str) -> str:
 def _kernels_text(row: Row) -> str:
     """The first kernels of each kind, and how many others there are; a CPU's have no names."""
     if not row.kernel_sets:
-        return "kernels that no profiler named" if row.device != "cpu" else "kernels that have no names on a CPU"
+        return "kernel names unavailable" if row.device != "cpu" else "kernel names are unavailable on CPU"
     first_of: dict[str, str] = {}
     for names in row.kernel_sets:
         if names:
@@ -434,7 +437,7 @@ def _cost(report: Report) -> tuple[str, str]:
             if role_of(s.impl) == Role.INVARIANT
         ]
         if means:
-            return one_line(f"speed against the best stock: {', '.join(means[:5])}", 160), ""
+            return one_line(f"speedup over the best stock: {', '.join(means[:5])}", 160), ""
     model = next(filter(None, (model_of(r.run) for r in report.runs if r.run.header.command in _OF_MODELS)), "")
     words = ["bench", "engine", *(["--models", model] if model else [])]
     return "cost: not measured", _again(report, *words, names=("--dtype", *_MACHINE))

@@ -88,9 +88,7 @@ def text(decision: Decision, run: Run) -> list[str]:
     if decision.outcome != Outcome.SHUT:  # where something diverged there is nothing that might have been missed
         lines += [one_line(f"{power.impl}: {power_text(power)}", 600) for power in decision.power]
         if not decision.power and decision.outcome == Outcome.OPEN:
-            lines.append(
-                "A sweep over chosen sizes has counts, and no rate: nothing is said of sizes that were not tried."
-            )
+            lines.append("A sweep over chosen sizes has counts and no rate: sizes that were not tried are not covered.")
     lines.append(one_line(f"gate {_outcome(decision)}: {_why(decision, run)}", 1200))
     return lines
 
@@ -103,7 +101,7 @@ def summary(decision: Decision, run: Run) -> str:
     rows = [(escape(_subject(v, run), 200), escape(v.text, 600)) for v in decision.verdicts]
     blocks.append(table(("what", "finding"), rows))
     if decision.power:
-        head = ("", "unit", "compared", "would have been seen with", "excluded")
+        head = ("", "unit", "compared", "chance of seeing it", "excluded")
         blocks.append(
             table(
                 head,

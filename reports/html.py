@@ -34,7 +34,7 @@ _JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 _DATA_LEAST = 30_000
 _CUTS = (
     "launch notes", "completions", "single times", "full kernel names", "classes of single values",
-    "rows in which nothing parted",
+    "rows without a difference",
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
         most: Characters; data below `_DATA_LEAST` is never cut.
 
     Left out, one after the other, until the rest fits: launchers' notes, completions and forks, single times, the
-    kernels' full names, the classes of single values, rows in which nothing parted.
+    kernels' full names, the classes of single values, rows without a difference.
     """
     runs = [_run_data(section) for section in report.runs]
     text = embedded_json(runs)

@@ -21,7 +21,7 @@ _DRAWN_MOST = 4  # class maps that are there at once
 # Rows that come with completions, not from a probe.
 _HELP = {
     "sample": "the model's own operators, at the sizes that the completions met",
-    "bench": "row 0, or the last query, beside company of every size that was timed",
+    "bench": "row 0, or the last query, in batches of every size that was timed",
 }
 
 
@@ -179,13 +179,13 @@ def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> l
             made.append(Paragraph("Built to show a cause; no finding about a library.", "soft"))
         if probe.demonstration and probe.parted:
             made.append(Paragraph(f"{probe.name} (a demonstration, counted apart): {probe.summary}", only=BRIEF))
-        place, mark = f"probe-{number}-{i}", ", parted" if probe.parted and not probe.demonstration else ""
+        place, mark = f"probe-{number}-{i}", ", differs" if probe.parted and not probe.demonstration else ""
         parts, said = _probe(probe, place, opened), sentence(probe.summary)
         unfolded = opened and not probe.demonstration
         made.append(Details(probe.name, parts, place, said, probe.name + mark, opened=unfolded))
     clean = [probe.name for probe in probes if probe.clean and not probe.parted]
     if clean:
-        made.append(Paragraph(f"nothing differed in any case of {', '.join(clean)}", only=BRIEF))
+        made.append(Paragraph(f"no difference in any case of {', '.join(clean)}", only=BRIEF))
     return made
 
 
@@ -201,8 +201,8 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
         made.append(Details(plural(len(rest), "more class map"), rest, only="p"))
     elif rest:
         text = (
-            f"{plural(len(rest), 'more group')} of cases parted: they are in the table below, and drawn where this run "
-            "has a page of its own (`nondet report` of it alone)."
+            f"{plural(len(rest), 'more group')} of cases differ: the table below has them, and `nondet report` of "
+            "this run by itself draws them."
         )
         made.append(Paragraph(text, "soft", "p"))
     if probe.parted:
@@ -212,9 +212,9 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
     if probe.clean:
         trials = counted(sum(r.trials for c in probe.clean for r in c.measured))
         cases = plural(len(probe.clean), "other case" if probe.parted else "case")
-        made.append(Paragraph(f"Nothing parted in {cases} ({trials} trials).", "soft", "v"))
+        made.append(Paragraph(f"No difference in {cases} ({trials} trials).", "soft", "v"))
         few = not probe.parted and len(probe.clean) <= 12
-        title = f"{plural(len(probe.clean), 'case')} in which nothing parted: identical bits"
+        title = f"{plural(len(probe.clean), 'case')} without a difference: identical bits"
         made.append(Details(title, [_clean(probe.clean)], opened=few, only="mp"))
     return made
 

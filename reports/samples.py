@@ -69,7 +69,7 @@ class FamilyTest(NamedTuple):
     def result(self) -> str:
         """What it says of the family."""
         if self.removed:
-            return "replacing it alone removed every divergence seen"
+            return "replacing only it removed every divergence seen"
         return "divergence remains" if self.summary.distinct_traces > 1 else "too few completions to tell"
 
 
@@ -158,15 +158,15 @@ def _overall(told: Samples, number: int) -> list[Block]:
     parts, shown, total = told.overall, len(told.shown), len(told.prompts)
     unit = parts[0].unit
     briefs = (
-        f"{o.impl}: of {plural(o.prompts, o.unit)}, traces part on {o.parted_traces:,}, texts on "
+        f"{o.impl}: of {plural(o.prompts, o.unit)}, traces differ on {o.parted_traces:,}, texts on "
         f"{o.parted_tokens:,}; {plural(o.n, 'completion')} in {plural(o.rounds, 'round')}"
         for o in parts
     )
     rows: dict[str, Callable[[PromptSet], str]] = {
         f"{unit}s": lambda o: text.counted(o.prompts),
         "completions (failed), rounds": lambda o: f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
-        f"{unit}s whose logprob traces part": _traces_text,
-        f"{unit}s whose texts part": lambda o: f"{o.parted_tokens:,} of {o.prompts:,}",
+        f"{unit}s whose logprob traces differ": _traces_text,
+        f"{unit}s whose texts differ": lambda o: f"{o.parted_tokens:,} of {o.prompts:,}",
         f"pairs that differ, mean over {unit}s": lambda o: _share(o.disagreement),
         f"chance of a new text next, mean over {unit}s": lambda o: _share(o.new),
         "agree so far (Kaplan-Meier)": _curve_text,
@@ -179,7 +179,7 @@ def _overall(told: Samples, number: int) -> list[Block]:
         _measures(parts, rows),
         *([Items(against)] if against else []),
         Details("One by one", _prompts(parts), only="mp"),
-        *([Paragraph(f"Told one by one below: the {shown} that part most.", "soft", "mp")] if shown < total else []),
+        *([Paragraph(f"Shown one by one below: the {shown} that differ most.", "soft", "mp")] if shown < total else []),
     ]
 
 
@@ -208,7 +208,7 @@ def _curve_text(o: PromptSet) -> str:
     """ "100% at token 0, 88.0% (80.1% to 93.0%) from token 17"; steps evenly chosen."""
     steps = list(o.curve)
     if len(steps) < 2:
-        return "nothing parted" if steps else "–"
+        return "no difference" if steps else "–"
     if len(steps) > _POINTS:
         steps = [steps[round(i * (len(steps) - 1) / (_POINTS - 1))] for i in range(_POINTS)]
     return "; ".join(map(_step_text, steps[1:]))
@@ -225,11 +225,11 @@ def _comparison(first: PromptSet, second: PromptSet) -> list[str]:
     if c.prompts < 2:
         return []
     return [
-        f"Texts part under {c.first} alone on {plural(c.only_first, c.unit)}, under {c.second} alone on "
+        f"Texts differ only under {c.first} on {plural(c.only_first, c.unit)}, only under {c.second} on "
         f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.mcnemar)}).",
         f"Shares of pairs that differ, {c.unit} by {c.unit}: p = {_p(c.permutation)} (sign-flip permutation).",
-        f"When completions first part, each {c.unit} by itself: {c.log_rank.observed:,} under {c.first}, "
-        f"{c.log_rank.expected:.1f} expected if both parted alike (log-rank by round: p = "
+        f"When completions first differ, each {c.unit} by itself: {c.log_rank.observed:,} under {c.first}, "
+        f"{c.log_rank.expected:.1f} expected if both were alike (log-rank by round: p = "
         f"{_p(c.log_rank.p)}).",
     ]
 
@@ -248,10 +248,10 @@ def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
     for p in prompts[:COMPLETIONS_MOST]:
         text_of = Bit(one_line(by_prompt[p][0].prompt_text, _TEXT))
         rows.append((str(p + 1), text_of, *(_prompt_cell(o.summaries.get(p)) for o in parts)))
-    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first parting" for o in parts))
+    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first difference" for o in parts))
     made: list[Block] = [Table(head, rows)]
     if len(prompts) > len(rows):
-        made.append(Paragraph(f"… and {plural(len(prompts) - len(rows), parts[0].unit)} that part less.", "soft"))
+        made.append(Paragraph(f"… and {plural(len(prompts) - len(rows), parts[0].unit)} that differ less.", "soft"))
     return made
 
 
@@ -273,7 +273,10 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
         mine += [block for j, s in enumerate(sample.main, 1) for block in _branches(s, f"{place}-tree-{j}")]
         if sample.families:
             mine += _families(sample.families)
-        counts, said = "Counts and forks" + f" of {sample.name}" * several, "where they part, what each goes on with"
+        counts, said = (
+            "Counts and forks" + f" of {sample.name}" * several,
+            "where they differ, what each continues with",
+        )
         mine.append(Details(counts, _parting(sample, place), f"{place}-where", said, opened=opened))
         if several:
             said = "; ".join(f"{s.impl}: {_of_all(s.distinct_completions, s)} distinct" for s in sample.main)
@@ -313,7 +316,7 @@ def _families(families: Sequence[FamilyTest]) -> list[Block]:
             "result": ("wide", lambda f: f.result),
         },
     )
-    return [Heading("Which family is guilty", level=4), Paragraph(note, "soft"), table]
+    return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table]
 
 
 def _of_all(count: int, s: SampleSummary) -> str:
@@ -326,7 +329,7 @@ def _parting(sample: SampleSection, place: str) -> list[Block]:
     made += [block for s in sample.main for block in _fork(s)]
     figure = curve_figure(sample.main)
     if figure:
-        made.append(Figure("curve", figure, f"{place}-curve", "Agreement with the commonest completion, over position"))
+        made.append(Figure("curve", figure, f"{place}-curve", "Agreement with the most common completion by position"))
     made += _survival(sample.main)
     rest: list[Block] = []
     for i, s in enumerate((s for s in sample.summaries if s not in sample.main), 1):
@@ -342,13 +345,13 @@ def _counts(sample: SampleSection) -> Table:
         "completions (failed)": lambda s: f"{text.counted(s.n)} ({text.counted(s.failed)})",
         "distinct completions": lambda s: text.counted(s.distinct_completions),
         "distinct logprob traces": lambda s: text.counted(s.distinct_traces) if s.has_logprobs else "no logprobs",
-        "share of the commonest": lambda s: rate_text(s.agree) if s.rate.k else "all",
+        "share of the most common": lambda s: rate_text(s.agree) if s.rate.k else "all",
         "differ from it": lambda s: rate_text(s.rate),
         "pairs that differ": lambda s: _share(s.disagreement),
         "chance of a new one next": lambda s: _share(s.new_share),
-        "K3 to the commonest trace, nats a token": lambda s: "–" if s.k3 is None else text.number(s.k3),
-        "margin where they part; elsewhere": _margins_text,
-        "draw where they first part; elsewhere": _draws_text,
+        "K3 to the most common trace, nats a token": lambda s: "–" if s.k3 is None else text.number(s.k3),
+        "margin where they differ; elsewhere": _margins_text,
+        "draw where they first differ; elsewhere": _draws_text,
         "run again": lambda s: repeated(sample.replays.get(s.impl, ())),
         "first fork, token index": lambda s: str(s.first_fork.index) if s.first_fork else "none",
         "largest logprob gap": lambda s: text.number(s.logprob_spread) if s.has_logprobs else "no logprobs",
@@ -356,7 +359,7 @@ def _counts(sample: SampleSection) -> Table:
         "tokens/s of all requests, median round": lambda s: f"{s.tokens_per_second:.1f}",
     }
     if not any(s.draws for s in sample.summaries):
-        del rows["draw where they first part; elsewhere"]
+        del rows["draw where they first differ; elsewhere"]
     if not any(s.batch_max for s in sample.summaries):  # a server does not tell
         del rows["batch, query tokens a step"]
     return _measures(sample.summaries, rows)
@@ -396,7 +399,7 @@ def _margins_text(summary: SampleSummary) -> str:
     ties = f", {text.counted(m.ties)} of the completions exactly tied" if m.ties else ""
     return (
         f"median {text.number(m.median)} at {text.counted(m.flips)} flips{ties}; median "
-        f"{text.number(m.elsewhere_median)} at {text.counted(m.elsewhere)} other places, as close in "
+        f"{text.number(m.elsewhere_median)} at {text.counted(m.elsewhere)} other positions, as close in "
         f"{percent(m.as_close)} of them"
     )
 
@@ -433,7 +436,7 @@ def _fork(s: SampleSummary) -> list[Block]:
                     + ("" if b.margin_median is None else f" / {text.number(b.margin_median)}")
                 ),
             ),
-            "goes on": ("wide", lambda b: Bit(b.continuation, "code")),
+            "continues": ("wide", lambda b: Bit(b.continuation, "code")),
         },
     )
     later = grid(
@@ -471,7 +474,7 @@ def _survival(summaries: Sequence[SampleSummary]) -> list[Block]:
         )
         for s in drawn
     ]
-    note = "Share that agrees with the commonest completion, by tokens:"
+    note = "Share that agrees with the most common completion, by tokens:"
     table = Table(("tokens", *map(str, places)), rows, ("", *("num",) * len(places)), only="vm")
     return [Paragraph(note, only="vm"), table]
 

@@ -10,12 +10,15 @@ from typing import NamedTuple
 import msgspec
 
 from nondet.core.records import Culprit, EmbedPass, Neighbours, Role, Run, Step, role_of
-from nondet.diagnose.verdict import QUESTIONS, batch_step, blamed, conclude
+from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
 from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, grid
 from nondet.reports.text import counted, ulp_text
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
 from nondet.verdict.findings import Finding, Verdict, plural
+
+# Controls by their names in the records, where a reader needs another one.
+_CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
 
 
 class Told(NamedTuple):
@@ -40,12 +43,16 @@ def trace_headline(run: Run) -> str:
             cure = (
                 f"; replacing {' and '.join(verdict.families)} by the invariant implementation removes the divergence"
             )
+        first = next((c for c in run.culprits if c.call and verdict.finding == Finding.BATCH), None)
+        if first is not None:
+            where = f"is `{first.call}` of {first.module}, at position {first.position}"
+            return f"{verdict.finding}: the first operator to differ {where}{cure}"
         return verdict.sentences[0] + cure if verdict.sentences else verdict.finding
     again = [r for r in run.replayed if r.how == "as recorded"]
     if again:
-        return f"{sum(r.same for r in again)} of {plural(len(again), 'completion')} came again bit for bit"
+        return f"{sum(r.same for r in again)} of {plural(len(again), 'completion')} were bit-identical when replayed"
     if run.culprits:
-        return f"the first guilty operator: {run.culprits[0].sentence}"
+        return f"the first operator to differ: {run.culprits[0].sentence}"
     if run.controls:
         return "no operator was named yet"
     return ""
@@ -61,10 +68,11 @@ def traced(run: Run) -> list[Told]:
         told.append(Told("Verdict", verdict.sentences, known=known))
     if run.controls:
         marks = {True: "holds", False: "FAILS", None: "noted"}
-        told.append(Told("Controls", [f"{c.name} ({marks[c.passed]}): {c.sentence}" for c in run.controls]))
+        lines = [f"{_CONTROLS.get(c.name, c.name)} ({marks[c.passed]}): {c.sentence}" for c in run.controls]
+        told.append(Told("Controls", lines))
     repro = [v.repro for v in run.trace_verdicts[-1:] if v.repro]
     for culprit in run.culprits:
-        title = f"Guilty operator {culprit.number}" if culprit.call else f"Place {culprit.number}, no operator named"
+        title = f"{'Differing operator' if culprit.call else 'Difference without an operator'} {culprit.number}"
         lines = [culprit.sentence, *repro, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
         repro = []
         pair = pair_of(culprit, run) if culprit.call else None
@@ -72,9 +80,9 @@ def traced(run: Run) -> list[Told]:
     if run.substitutions:
         risky = [s for s in run.substitutions if s.at_risk]
         left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
-        told.append(Told("Substitutions: the whole run again", [s.sentence for s in run.substitutions], left))
+        told.append(Told("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left))
     if run.replayed:
-        told.append(Told("Played again", [r.sentence for r in run.replayed]))
+        told.append(Told("Replays", [r.sentence for r in run.replayed]))
     return told + _encoded(run)
 
 
@@ -101,7 +109,7 @@ def _details(culprit: Culprit) -> list[str]:
         lines.append(f"shapes of the {arm} arm: {shown}")
     axes = [f"{p}: {', '.join(a or 'fixed' for a in roles)}" for p, roles in culprit.axes.items()]
     if axes:
-        lines.append(f"what the axes count: {'; '.join(axes)}")
+        lines.append(f"what each dimension counts: {'; '.join(axes)}")
     if culprit.digests:
         lines.append("inputs of this request: " + ", ".join(f"{p} {d}" for p, d in culprit.digests.items()))
     for replay in culprit.replays:
@@ -109,9 +117,9 @@ def _details(culprit: Culprit) -> list[str]:
             pairs = [f"{v}: {chr(65 + label % 26)}" for v, label in zip(replay.values, replay.labels, strict=False)]
             lines.append(f"classes over {replay.name}: {', '.join(pairs)}")
     if culprit.unmatched:
-        lines.append(f"calls that only one arm made: {', '.join(culprit.unmatched[:12])}")
+        lines.append(f"calls made by one arm only: {', '.join(culprit.unmatched[:12])}")
     if culprit.not_understood:
-        lines.append(f"tensors of which no claim is made: {', '.join(culprit.not_understood)}")
+        lines.append(f"tensors that were not compared: {', '.join(culprit.not_understood)}")
     return lines
 
 
@@ -138,11 +146,10 @@ def story(run: Run) -> Story:
     cost = diagnosed_cost(run)
     again = {"batch": lambda s: _batch_again(run, s), "cost": lambda s: cost.rstrip(".") or s.sentence}
     steps = [msgspec.structs.replace(s, sentence=again.get(s.name, lambda s: s.sentence)(s)) for s in run.steps]
-    anew = conclude(run)
+    anew = conclude(msgspec.structs.replace(run, steps=steps))  # in the words and by the formulas of this version
     verdict = run.diagnoses[-1] if run.diagnoses else anew
-    if verdict.whether == anew.whether:
-        anew = conclude(msgspec.structs.replace(run, steps=steps))
-        verdict = msgspec.structs.replace(verdict, whether=anew.whether)
+    if verdict.finding == anew.finding:
+        verdict = anew
     answers = {
         "Whether": verdict.whether,
         "Where": verdict.where,
@@ -167,7 +174,7 @@ def story_headline(told: Story) -> str:
     cured = any(s.name == "cure" and s.outcome == "yes" for s in told.run.steps)
     text = told.finding
     if named is not None:
-        text += f": the first guilty operator is `{named.call}` of {named.module}"
+        text += f": the first operator to differ is `{named.call}` of {named.module}"
     return text + ("; batch_invariant() left no divergence" if cured else "")
 
 
@@ -185,12 +192,12 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     axes = grid(
         told.run.axes,
         {
-            "varied": ("", lambda a: a.axis),
+            "varied": ("", lambda a: axis_title(a.axis)),
             "under": ("", lambda a: a.impl),
-            "held": ("", lambda a: a.held),
+            "unchanged": ("", lambda a: a.held),
             "other traces": ("", lambda a: f"{a.traces} of {a.tried}" if a.tried else "not met"),
             "other tokens": ("", lambda a: f"{a.tokens} of {a.tried}" if a.tried else ""),
-            "parted at": ("", lambda a: ", ".join(a.parted) or "nowhere"),
+            "differ at": ("", lambda a: ", ".join(a.parted) or "nowhere"),
         },
     )
     answers = [((Bit(f"{label}. ", "strong"), text), 2 + 2 * (label == "Why")) for label, text in told.answers.items()]
@@ -201,12 +208,12 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     ]
     for title, table, place, said in (
         ("Step by step", steps, "story", plural(len(steps.rows), "step")),
-        ("One thing varied at a time", axes, "axes", "against the request alone"),
+        ("One property changed at a time", axes, "axes", "compared with the solo request"),
     ):
         if table.rows:
             toc = "diagnosis" if table is steps else ""
             made.append(Details(title, [table], f"{place}-{number}", said, toc, fold=True, opened=opened))
-    return [*made, *([Details("What this does not say", [Items(told.limits)])] if told.limits else [])]
+    return [*made, *([Details("What this does not show", [Items(told.limits)])] if told.limits else [])]
 
 
 def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block]:
@@ -235,14 +242,14 @@ def embed_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
         if verdict.finding == Finding.CLEAN or not worst.parted:
             arms = len({n.arm for n in mine})
             parts.append(
-                f"{verdict.impl}: {verdict.finding}: {plural(worst.texts, 'vector')} the same, bit for bit, alone and "
+                f"{verdict.impl}: {verdict.finding}: {plural(worst.texts, 'vector')} bit-identical one at a time and "
                 f"in {plural(arms, 'other arm')}"
             )
             continue
         top1, topk = (max(getattr(n, field) for n in mine) for field in ("top1_changed", "topk_changed"))
         parts.append(
             f"{verdict.impl}: {', '.join(verdict.findings)}: up to {counted(worst.parted)} of "
-            f"{plural(worst.texts, 'vector')} have other bits in a batch than alone, 1 - cosine up to "
+            f"{plural(worst.texts, 'vector')} have other bits in a batch than one at a time, 1 - cosine up to "
             f"{number_text(max(n.cosine_distance for n in mine))}; another nearest neighbour for {counted(top1)}, "
             f"another set of {worst.k} for {counted(topk)}"
         )
@@ -261,7 +268,7 @@ def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
         steps.append(("vectors", _line(worst), True, ""))
         if worst.parted:
             cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
-            text = f"replacing {', '.join(cures)} alone removed it" if cures else "which operator is not known"
+            text = f"replacing only {', '.join(cures)} removed it" if cures else "which operator is not known"
             steps.append(("operator", text, bool(cures), "" if parts else command))
     if cured:
         steps.append(("cure", f"invariant: {_line(max(cured, key=lambda n: n.parted))}", True, ""))
@@ -279,26 +286,31 @@ def _encoded(run: Run) -> list[Told]:
             if record.impl != impl:
                 continue
             if record.reason:
-                lines.append(f"{record.arm}: not measured: {record.reason}")
+                lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
             else:
                 lines += [_line(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
                 details.append(_took(record))
-        told.append(Told(f"{impl}: vectors in batches against vectors alone", lines, details))
+        told.append(Told(f"{impl}: vectors in batches compared with one text at a time", lines, details))
     cut = run.header.plan.get("cut")
     if told and cut:
         what = plural(cut, "text was", "texts were")
-        told.append(Told("Texts", [f"{what} longer than the model's context, and cut."]))
+        told.append(Told("Texts", [f"{what} longer than the model's context and cut."]))
     return told
 
 
+def _arm(name: str) -> str:
+    """An arm's name in sentences: in the records a text that is embedded by itself is "alone"."""
+    return name.replace("alone", "one at a time")
+
+
 def _line(n: Neighbours) -> str:
-    head = f"{n.arm}, {n.pooling}"
+    head = f"{_arm(n.arm)}, {n.pooling}"
     if not n.parted:
-        return f"{head}: {plural(n.texts, 'vector')} the same, bit for bit"
+        return f"{head}: {plural(n.texts, 'vector')} bit-identical"
     return (
         f"{head}: {counted(n.parted)} of {counted(n.texts)} have other bits, up to {ulp_text(n.max_ulp)}, 1 - cosine "
         f"up to {number_text(n.cosine_distance)}; nearest neighbour changed for {counted(n.top1_changed)}, the set of "
-        f"{n.k} nearest for {counted(n.topk_changed)}, its order alone for {counted(n.topk_reordered)}"
+        f"{n.k} nearest for {counted(n.topk_changed)}, only its order for {counted(n.topk_reordered)}"
     )
 
 
@@ -306,4 +318,4 @@ def _took(p: EmbedPass) -> str:
     rate = f", {p.texts / p.seconds:,.0f} texts/s" if p.seconds > 0 else ""
     padding = p.computed - p.tokens
     padded = f" and {counted(padding)} of padding" if padding else ""
-    return f"{p.arm}: {plural(p.batches, 'pass', 'passes')}, {counted(p.tokens)} tokens{padded}{rate}"
+    return f"{_arm(p.arm)}: {plural(p.batches, 'pass', 'passes')}, {counted(p.tokens)} tokens{padded}{rate}"

@@ -28,7 +28,7 @@ BUDGET = {
     "certify": 1060,
     "commands": 950,
     "core": 6010,
-    "diagnose": 1030,
+    "diagnose": 1040,
     "embedded": 10,
     "endpoint": 3150,
     "export": 520,
@@ -36,11 +36,11 @@ BUDGET = {
     "nondet": 1730,
     "probes": 3670,
     "ranks": 590,
-    "reports": 5380,
+    "reports": 5390,
     "sampling": 6150,
     "services": 2480,
     "testing": 590,
-    "trace": 2400,
+    "trace": 2410,
     "verdict": 2070,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")

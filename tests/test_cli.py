@@ -244,7 +244,7 @@ def test_a_gate_does_not_open_on_nothing(run: Command) -> None:
     assert "parted" not in out  # nothing was compared: "nothing parted" would be a claim
     code, _, err = run(*command, "--fail-on", "divergent")
     assert code == 1
-    assert "can't be answered" in err
+    assert "can't be decided" in err
 
 
 def test_a_function_with_the_wrong_arguments_is_told_the_right_ones(run: Command, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def bench_of(operator: str) -> Bench:
     """What of a declared operator is timed. Raises ValueError: nothing says what it must move and compute."""
     bench = operators()[operator].bench
     if bench is None:
-        raise ValueError(f"{operator} is not timed: nothing says what it must move and compute")
+        raise ValueError(f"{operator} is not timed: its bytes and operations are not known")
     return bench
 
 

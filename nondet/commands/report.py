@@ -240,7 +240,7 @@ def diff(
             groups = difference.completions
             unheld = f"{sum(bool(c.reason) for c in groups)} of {plural(len(groups), 'group')} of completions"
             what = f"{unheld} could not be compared" if difference.held else "nothing could be compared"
-            say(f"nondet: --fail-on moved can't be answered: {what}.")
+            say(f"nondet: --fail-on moved can't be decided: {what}.")
             raise typer.Exit(1)
 
 

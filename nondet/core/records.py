@@ -861,7 +861,7 @@ def _completion(c: Completion) -> None:
     _schedule("schedule", c.schedule)
     if (s := c.served) is not None:
         first = s.done if s.first is None else s.first
-        _need(s.sent <= first <= s.done, "served", "an answer that came before it was asked for")
+        _need(s.sent <= first <= s.done, "served", "an answer that came before its request")
 
 
 def _schedule(field: str, schedule: list[list[int]]) -> None:

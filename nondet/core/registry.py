@@ -121,7 +121,7 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
     if ":" in name:
         named, _, theirs = name.rpartition("=")
         if named not in ("", operator):
-            raise UserError(f"--impl {name!r} is no {operator}", f"Ask {named}, or give {operator}={theirs}.")
+            raise UserError(f"--impl {name!r} is no {operator}", f"Test {named}, or give {operator}={theirs}.")
         function = _user_function(theirs)
         check_signature(function, operator, f"--impl {theirs!r}")
         return LoadedImplementation(operator, name, function)

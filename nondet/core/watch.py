@@ -225,7 +225,7 @@ _BY_ROWS = ("linear", "rms_norm", "softmax", "log_softmax", "logsumexp", "sum", 
 # A few operations an element of the result, however long a row is.
 _FEW_TERMS = ("rms_norm", "softmax", "log_softmax", "cumsum")
 _ROW_PASSES = 64  # of them, at most
-_UNBOUNDED = "no bound is known for this operator: shape, dtype and finiteness alone"
+_UNBOUNDED = "no bound is known for this operator: only shape, dtype and finiteness were checked"
 
 
 class _Answer(NamedTuple):

@@ -23,6 +23,7 @@ from nondet.core.traces import nonfinite_logprobs, tokens_digest, trace_digest
 from nondet.diagnose.verdict import (
     NOT_MET,
     QUESTIONS,
+    axis_title,
     batch_step,
     blamed,
     conclude,
@@ -73,7 +74,7 @@ class Budget:
         kept = f" beside {keep_s:.0f} s for what follows" if keep_s else ""
         return (
             f"{part} would take {needs_s:.0f} s or more, and of {self.within_s:.0f} s {max(0.0, left):.0f} s are "
-            f"left{kept} (--within 0 asks all)"
+            f"left{kept} (--within 0 runs all)"
         )
 
 
@@ -92,15 +93,16 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
     alone = sessions[0].outcomes[0]
     sentence = "the engine gives no logits"
     if lost:
-        sentence = f"{lost:,} of {chosen:,} tokens chosen, alone and in company, have a NaN or infinite logprob"
+        sentence = f"{lost:,} of {chosen:,} chosen tokens, solo and in batches, have a NaN or infinite logprob"
     elif wrong:
         sentence = (
-            f"{len(wrong):,} of {chosen:,} tokens chosen, alone and in company, lack the largest logit ({wrong[0]})"
+            f"{len(wrong):,} of {chosen:,} chosen tokens, solo and in batches, do not have the largest logit "
+            f"({wrong[0]})"
         )
     elif chosen:
         margin = f"by a margin of {min(margins):.4g} or more" if margins else "and no other is finite"
         sentence = (
-            f"each of {chosen:,} tokens chosen, alone and in company, has the largest logit, {margin}; "
+            f"each of {chosen:,} chosen tokens, solo and in batches, has the largest logit, {margin}; "
             f"{ties:,} are exact ties"
         )
     return Step(
@@ -142,7 +144,7 @@ def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, war
     best = {impl: max(values) for impl, values in speeds.items()}
     parts = [f"stock {best['stock']:,.0f} tokens/s"]
     for impl in impls[1:]:
-        name = "invariant" if impl == "invariant" else f"{families} alone"
+        name = "invariant" if impl == "invariant" else f"{families} only"
         parts.append(f"{name} {best[impl]:,.0f}, {_ratio(speeds, impl)}")
     figures = {f"{impl}_tokens_per_second": value for impl, value in best.items()}
     figures |= {f"{impl}_ratio": best[impl] / best["stock"] for impl in impls[1:]}
@@ -239,13 +241,13 @@ def make_axes(
     off = trial("nothing shared", *shared[0].requests)
     alone, whole = trial("alone", one), trial("in one piece", long_one)
     tokens = f"a prompt of {len(long)} tokens"
-    same = "everybody has the same prompt and begins at once, no chunks, no sharing"
-    other = "one other request, its prompt of another length, no chunks or sharing"
-    donor = f"nobody else in its steps, {tokens}, no chunks; an earlier request had"
+    same = "all requests have the same prompt and begin at once; no chunks, no sharing"
+    other = "one other request with a prompt of another length; no chunks, no sharing"
+    donor = f"no other request in its steps, {tokens}, no chunks; an earlier request shares the prefix"
     return [
         RequestAxis("batch size", same, alone, tuple(batches)),
         RequestAxis("ragged company", other, alone, tuple(ragged)),
-        RequestAxis("chunked prefill", f"nobody else, {tokens}, no sharing", whole, tuple(chunks)),
+        RequestAxis("chunked prefill", f"no other request, {tokens}, no sharing", whole, tuple(chunks)),
         RequestAxis("prefix sharing", donor, off, tuple(shared), shares=True),
     ]
 
@@ -329,9 +331,9 @@ class Effort:
             return ""
         axes = "" if self.every == 1 else f" and every {_ORDINALS[self.every]} value of each axis"
         return (
-            f"a round takes {self.round_s:.1f} s here and the prompt alone {self.alone_s:.1f} s: "
-            f"{plural(self.rounds, 'round')} of {planned}{axes} are asked, to end in about {within_s:.0f} s "
-            "(--within 0 asks all)"
+            f"a round takes {self.round_s:.1f} s here, and the prompt solo {self.alone_s:.1f} s: "
+            f"{plural(self.rounds, 'round')} of {planned}{axes} run, to end in about {within_s:.0f} s "
+            "(--within 0 runs all)"
         )
 
     @property
@@ -490,17 +492,17 @@ class Diagnoser:
         for axis in self._thinned_axes(so_far):
             record = next((a for a in so_far.axes if (a.impl, a.axis) == (STOCK, axis.name)), None)
             if record is None:
-                less = self._budget.lacks(axis.name, self._effort(so_far).axis_s(len(axis.trials)))
+                less = self._budget.lacks(axis_title(axis.name), self._effort(so_far).axis_s(len(axis.trials)))
                 if less:
                     late.append(less)
                     continue
                 record = try_axis(self.engine, axis, STOCK)
                 self._write(record)
             differ = f"{record.traces} of {record.tried} traces, {record.tokens} of {record.tried} completions"
-            counts.append(f"{axis.name}: {differ if record.tried else 'not met'}")
+            counts.append(f"{axis_title(axis.name)}: {differ if record.tried else 'not met'}")
             self.say(f"  {counts[-1]}")
         parted = [a.axis for a in self._so_far().axes if a.impl == STOCK and a.traces]
-        sentence = f"differ from the one alone, each varied by itself: {'; '.join([*counts, *late])}"
+        sentence = f"differ from the solo run, one property changed at a time: {'; '.join([*counts, *late])}"
         answer = "yes" if parted else "no" if counts else "unknown"
         step = Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(parted)})
         return _with_less(step, "; ".join(late))
@@ -546,7 +548,7 @@ class Diagnoser:
                 if axis.name in parted and ("axis", INVARIANT, axis.name) not in self.writer.done:
                     self._write(try_axis(self.engine, axis, INVARIANT))
         if less:
-            less = f"{plural(effort.rounds, 'round')} and fewer values of each axis were asked of the cure: {less}"
+            less = f"{plural(effort.rounds, 'round')} and fewer values of each axis were run under the cure: {less}"
         run = self._so_far()
         return _with_less(cure_step(run, INVARIANT, _trace_of(alone), coverage_gaps(run, INVARIANT)), less)
 

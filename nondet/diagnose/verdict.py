@@ -42,20 +42,20 @@ def margin_step(alone: Session, others: Iterable[Session]) -> Step:
     ties = sum(0 in both for _, *both in flips)
     largest, first_flip = (max((f[1] for f in flips), default=-1.0), min((f[0] for f in flips), default=-1))
     moved = (
-        f"the logits of the top tokens move by up to {spread:.4g} between the arms ({sum(d > 0 for d in distances):,} "
-        f"of {len(distances):,} compared move at all)"
+        f"the logits of the top tokens differ by up to {spread:.4g} between the arms "
+        f"({sum(d > 0 for d in distances):,} of {len(distances):,} compared differ)"
     )
-    sentence = f"no token flipped in the rounds looked at; {moved}"
+    sentence = f"no token flipped in the rounds that were compared; {moved}"
     if flips:
         sentence = (
-            f"{plural(len(flips), 'completion')} flipped, the first at token {first_flip}, where the two largest "
-            f"logits alone are at most {largest:.4g} apart; {moved}, so {within} of {len(flips)} flips are within it "
-            f"(at most twice that); {ties} of {len(flips)} are exact ties in one arm"
+            f"{plural(len(flips), 'completion')} flipped, the first at token {first_flip}; solo, the two largest "
+            f"logits at a flip are at most {largest:.4g} apart; {moved}, so {within} of {len(flips)} flips are within "
+            f"it (at most twice that); {ties} of {len(flips)} are exact ties in one arm"
         )
     return Step(
         name="margin",
         outcome=("yes" if within == len(flips) else "no") if flips else "unknown",
-        sentence=f"{sentence}; {near} of {len(margins)} tokens alone have a margin of at most twice that",
+        sentence=f"{sentence}; solo, {near} of {len(margins)} tokens have a margin of at most twice that",
         figures={
             "flips": len(flips), "ties": ties, "within": within, "largest_margin": largest, "spread": spread,
             "near": near, "tokens": len(margins), "first_flip": first_flip,
@@ -67,7 +67,7 @@ def run_step(run: Run, impl: str, alone: Sequence[str]) -> Step:
     """Whether the same requests in the same batches gave the same bits; `alone` has the digest of each trace alone."""
     rows = replays(run).get(impl, [])
     if not rows:
-        failed = next((r.reason for r in run.rows if r.impl == impl and r.varied == "run"), "it was not run again")
+        failed = next((r.reason for r in run.rows if r.impl == impl and r.varied == "run"), "it was not repeated")
         return Step(name="run", outcome="unknown", sentence=f"the first round could not be compared: {failed}")
     round_parted, traces = any(row.parted for row in rows), len(set(alone))
     requests, other = (sum(int(r.extra.get(key, 0)) for r in rows) for key in ("requests", "requests_parted"))
@@ -75,7 +75,7 @@ def run_step(run: Run, impl: str, alone: Sequence[str]) -> Step:
     return Step(
         name="run",
         outcome="no" if round_parted or traces > 1 else "yes",
-        sentence=f"the prompt alone, {len(alone)} times: {plural(traces, 'trace')}; the first round twice: {seen}",
+        sentence=f"the prompt solo, {len(alone)} times: {plural(traces, 'trace')}; the first round, twice: {seen}",
         figures={"alone": len(alone), "alone_traces": traces, "requests": requests, "requests_parted": other},
     )
 
@@ -101,11 +101,11 @@ def batch_step(run: Run, impl: str, alone: Mapping[str, str]) -> Step:
         "distinct_completions": float(len({c.tokens_digest for c in good})),
     }
     if not good:
-        return Step(name="batch", outcome="unknown", sentence="no completion came to its end", figures=figures)
+        return Step(name="batch", outcome="unknown", sentence="no completion finished", figures=figures)
     of_rounds = f"of {plural(len(rounds), 'round')}"
     sentence = (
         f"of {plural(len(good), 'completion')} in {plural(len(rounds), 'round')}, {sum(traces)} have other logprob "
-        f"bits than the same prompt alone ({_share(traces, sizes)}), in {in_rounds[0]} {of_rounds}; {sum(tokens)} have "
+        f"bits than the same prompt solo ({_share(traces, sizes)}), in {in_rounds[0]} {of_rounds}; {sum(tokens)} have "
         f"other tokens ({_share(tokens, sizes)}), in {in_rounds[1]} {of_rounds}"
     )
     return Step(name="batch", outcome="yes" if sum(traces) else "no", sentence=sentence, figures=figures)
@@ -126,17 +126,17 @@ def cure_step(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
     cured = not parted and bool(good) and bool(rows) and not failed
     rounds = len({c.round for c in good})
     parts = [
-        f"{plural(len(traces), 'distinct trace')} of {plural(len(good), 'completion')} in company and the one alone"
+        f"{plural(len(traces), 'distinct trace')} in {plural(len(good), 'completion')} under load and the solo one"
         f"{f' ({_excluded(rounds, len(good))})' if cured else ''}"
     ]
     if axes:
-        parts.append(f"of the axes that parted, {differ} of {tried} completions differ from the one alone")
+        parts.append(f"on the axes where stock differs, {differ} of {tried} completions differ from the solo run")
     if failed:
         parts.append(f"{plural(failed, 'completion')} failed")
     if lost:
         parts.append(f"{plural(lost, 'completion')} hold NaN or infinite logprobs")
-    again = "the first round, run again, differs from itself" if unsteady else "the first round came again equal"
-    parts.append(again if rows else "no round was run again")
+    again = "the first round, repeated, " + ("differs from itself" if unsteady else "is bit-identical")
+    parts.append(again if rows else "no round was repeated")
     coverage = "complete: no call was left stock without proof, none is at risk"
     if gaps:
         coverage = f"not complete: {', '.join(gaps)}"
@@ -186,8 +186,8 @@ def _one_sided(side: str, by_round: str, by_completion: str) -> str:
 NOT_GREEDY, DEFECT, UNKNOWN = "not greedy", "a defect", "unknown"
 
 NOT_MET = (
-    "each arm came again equal while it was traced, so what changes from run to run was not met, and what differs "
-    "between the arms need not be it"
+    "each arm was bit-identical when it was repeated for the trace, so the run-to-run difference was not reproduced, "
+    "and what differs between the arms need not be its cause"
 )
 
 # Step -> the question that it answers, in the order in which they are asked.
@@ -195,8 +195,8 @@ QUESTIONS: dict[str, str] = {
     "greedy": "Is greedy decoding greedy?",
     "run": "Is it deterministic from run to run?",
     "batch": "Does the batch matter?",
-    "axes": "Does one property of the batch do it alone?",
-    "operator": "Can the guilty operator be named?",
+    "axes": "Is one property of the batch enough?",
+    "operator": "Can the first operator to differ be named?",
     "margin": "Are the flips within the noise of the logits?",
     "cure": "Does batch_invariant() cure it?",
     "cost": "Is the cost measured?",
@@ -213,18 +213,23 @@ def settled(run: Run, name: str) -> str:
     """Why the step of that name need not be taken, going by the steps before it; "" where it has to be."""
     outcome = {s.name: s.outcome for s in run.steps}
     if outcome.get("greedy") == "no":
-        return "" if name == "greedy" else "tokens are not chosen by their logits: that comes first"
+        return "" if name == "greedy" else "tokens are not chosen by their logits, which has to be understood first"
     if outcome.get("run") == "no" and name in ("batch", "axes", "margin"):
-        return "equal batches give other bits already, so that nothing can be laid to the batch"
+        return "equal batches already give other bits, so nothing can be attributed to the batch"
     both = (outcome.get("batch", "yes"), outcome.get("axes", "yes"))
     clean = "yes" not in both and outcome.get("run") != "no"  # what has no answer gives nothing to trace
     if clean and name in ("operator", "margin", "cure", "cost"):
-        return "nothing diverged" if both == ("no", "no") else "nothing that was asked diverged"
+        return "nothing diverged" if both == ("no", "no") else "nothing that was tested diverged"
     if name == "margin" and outcome.get("batch") != "yes":
-        return "no completion of the load parted"
+        return "no completion of the load differs"
     if name == "cost" and outcome.get("cure") == "no":
-        return "it is no cure here"
+        return "batch_invariant() is no cure here"
     return ""
+
+
+def axis_title(name: str) -> str:
+    """The name of an axis of the records in sentences."""
+    return "ragged batch" if name == "ragged company" else name
 
 
 def coverage_gaps(run: Run, impl: str) -> list[str]:
@@ -266,16 +271,16 @@ def conclude(run: Run) -> Diagnosis:
     finding = _finding(run, step)
     if finding == Finding.CLEAN:
         return Diagnosis(finding=finding, whether=_clean(step, axes), limits=_limits(run, step))
-    parted = "not in the load as sampled, but where one thing about the company was varied"
+    parted = "not in the load as sampled, but where one property of the batch was changed"
     if step["batch"].outcome == "yes":
         parted = step["batch"].sentence
     whether = {
         NOT_GREEDY: f"Decoding is not greedy: {step['greedy'].sentence}.",
-        Finding.WRONG: f"Wrong: {step['greedy'].sentence}. Whether the batch matters was not asked.",
-        Finding.RUN_TO_RUN: f"Run-to-run nondeterministic: {_unsteady(run, step)}. Whether the batch matters beside "
-        "that, nothing here can say.",
-        UNKNOWN: "Not known: a step that had to be taken has no answer.",
-        Finding.UNATTRIBUTED: f"Divergent, by the batch or from run to run: {step['batch'].sentence}.",
+        Finding.WRONG: f"Wrong: {step['greedy'].sentence}. Whether the batch matters was not tested.",
+        Finding.RUN_TO_RUN: f"Run-to-run nondeterministic: {_unsteady(run, step)}. Whether the batch matters too is "
+        "not known.",
+        UNKNOWN: "Not known: a step that is needed has no answer.",
+        Finding.UNATTRIBUTED: f"Divergent, because of the batch or from run to run: {step['batch'].sentence}.",
     }.get(finding, f"Batch-dependent: {parted}.")
     return Diagnosis(
         finding=finding,
@@ -316,11 +321,11 @@ def _unsteady(run: Run, step: dict[str, Step]) -> str:
 def _clean(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
     figures = step["batch"].figures
     n, rounds = int(figures["n"]), int(figures["rounds"])
-    tried = ", ".join(f"{a.axis} {a.tried}" for a in axes if a.tried)
+    tried = ", ".join(f"{axis_title(a.axis)} {a.tried}" for a in axes if a.tried)
     return (
         f"No divergence observed: {plural(n, 'completion')} in {plural(rounds, 'round')} have the tokens and "
-        f"logprob bits of the same prompt alone ({_excluded(rounds, n)}), and so do all completions with one thing "
-        f"varied ({tried}). That is an observation on this load, never a proof."
+        f"logprob bits of the same prompt solo ({_excluded(rounds, n)}), and so do all completions with one property "
+        f"changed ({tried}). This is an observation on this load, not a proof."
     )
 
 
@@ -329,12 +334,12 @@ def _where(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
     flip = step["margin"].figures.get("first_flip", -1)
     if flip >= 0:
         parts.append(f"the first token that flips is token {int(flip)}")
-    parted = [f"{a.axis} ({a.traces} of {a.tried} traces)" for a in axes if a.traces]
-    clean = [f"{a.axis} (0 of {a.tried})" for a in axes if a.tried and not a.traces]
+    parted = [f"{axis_title(a.axis)} ({a.traces} of {a.tried} traces)" for a in axes if a.traces]
+    clean = [f"{axis_title(a.axis)} (0 of {a.tried})" for a in axes if a.tried and not a.traces]
     if parted:
-        parts.append(f"varied by itself, enough to change bits: {', '.join(parted)}")
+        parts.append(f"changing only one property changes the logprobs: {', '.join(parted)}")
     if clean:
-        parts.append(f"no difference seen from {', '.join(clean)}")
+        parts.append(f"no difference seen from changing {', '.join(clean)}")
     return _sentence("; ".join(parts))
 
 
@@ -344,7 +349,7 @@ def _why(run: Run, finding: str) -> str:
     named = [c for c in culprits if c.call]
     parts = []
     if named:
-        parts.append(_sentence(f"The first guilty operator: {named[0].sentence}"))
+        parts.append(_sentence(f"The first operator to differ: {named[0].sentence}"))
         if len(named) > 1:
             parts.append(_sentence("after it " + ", ".join(f"`{c.call}` of {c.module}" for c in named[1:])))
         telling = [r for r in named[0].replays if r.name in ("repeat", "rows only", "values", "exact")]
@@ -358,7 +363,7 @@ def _why(run: Run, finding: str) -> str:
     if margin is not None:
         parts.append(_sentence(margin.sentence))
         if margin.outcome == "no":
-            parts.append("A flip beyond the noise measured is more than this rounding explains.")
+            parts.append("A flip beyond the measured noise is more than this rounding explains.")
     return " ".join(parts)
 
 
@@ -372,19 +377,19 @@ def _cure(step: dict[str, Step], finding: str) -> str:
         return " ".join(parts)
     leads = {
         "yes": "batch_invariant() left no divergence",
-        "unknown": "whether batch_invariant() is a cure here is not known",
+        "unknown": "Whether batch_invariant() is a cure here is not known",
     }
     lead = leads.get(cure.outcome, "batch_invariant() is no cure here")
     return " ".join([*parts, f"{lead}: {cure.sentence}."])
 
 
 def _limits(run: Run, step: dict[str, Step]) -> list[str]:
-    lines = [f"{QUESTIONS[name]} Not asked: {s.sentence}." for name, s in step.items() if s.outcome == "skipped"]
+    lines = [f"{QUESTIONS[name]} Not tested: {s.sentence}." for name, s in step.items() if s.outcome == "skipped"]
     lines += [f"{QUESTIONS[name]} No answer: {s.sentence}." for name, s in step.items() if s.outcome == "unknown"]
-    lines += [f"{a.axis}: {a.note}." for a in run.axes if a.note]
+    lines += [f"{axis_title(a.axis)}: {a.note}." for a in run.axes if a.note]
     lines += [_sentence(s.facts["less"]) for s in run.steps if s.facts.get("less")]
     lines += [f"{QUESTIONS[name]} The run ended before it." for name in QUESTIONS if not step[name].outcome]
-    lines.append("One prompt, one load, this machine and these versions: other sizes may take other kernels.")
+    lines.append("This covers one prompt, one load, one machine and these versions: other sizes may use other kernels.")
     return lines
 
 

@@ -264,7 +264,7 @@ class HttpClient:
     async def _page(self, method: str, path: str) -> bytes:
         """What is at a path beside completions."""
         if path in self._missing:
-            raise AttemptError("http-404", "not there, as was found before")
+            raise AttemptError("http-404", "not there, as found before")
         try:
             async with self._transport.exchange(method, path, within_s=self._limits.page_s) as response:
                 return await self._transport.body(response, self._limits.most_page_bytes)
@@ -284,7 +284,7 @@ class HttpClient:
             reason = self._transport.reason(failure.reason)
             if failure.kind in _NO_SERVER:
                 hint = _HINTS.get(failure.kind, "Is it running, and is the address right?")
-                raise UserError(f"no server that can be asked at {self.url}: {reason}", hint) from None
+                raise UserError(f"no server answers at {self.url}: {reason}", hint) from None
             if failure.kind in ("http-401", "http-403"):
                 hint = "Put the key into NONDET_API_KEY, or name its variable with --key-env."
                 raise UserError(f"the server at {self.url} refuses: {reason}", hint) from None
@@ -379,7 +379,7 @@ class HttpClient:
         """The answer, if it does not hold the key; what is neither text nor token is redacted."""
         key: Key = self._transport.key
         if key.leaked(answer.text) or key.leaked(b"".join(answer.token_bytes or ())):
-            raise AttemptError("leaked-key", "the completion holds the key that it was asked with")
+            raise AttemptError("leaked-key", "the completion contains the API key of its request")
         return dataclasses.replace(
             answer,
             fingerprint=self._transport.reason(answer.fingerprint, 200),

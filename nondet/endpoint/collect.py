@@ -69,9 +69,10 @@ def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
     """Refuse, as a `UserError` with what the contract saw, a server that is not shown to keep to a seed."""
     seen = next((a for a in contract if a.question == "seed"), None)
     if seen is None or seen.answer != "yes":
-        shown = "keeps to no seed" if seen is not None and seen.answer == "no" else "is not shown to keep to a seed"
+        known = seen is not None and seen.answer == "no"
+        shown = "does not respect a seed" if known else "is not shown to respect a seed"
         raise UserError(
-            f"{url} {shown}, so its draws say nothing of batches: {seen.evidence if seen else 'it was not tested'}",
+            f"{url} {shown}, so its draws show nothing about batches: {seen.evidence if seen else 'it was not tested'}",
             "Gate it at temperature 0; `nondet sample --temperature` counts what differs.",
         )
 

@@ -21,18 +21,18 @@ from nondet.sampling.analysis import shared_length
 
 QUESTIONS: dict[str, str] = {
     "listed": "the model is one that the server lists",
-    "known-by": "token ids come with the answer",
-    "logprobs": "logprobs come with the answer",
+    "known-by": "answers include token ids",
+    "logprobs": "answers include logprobs",
     "greedy": "temperature 0 takes the token of the largest logprob",
-    "max-tokens": "max_tokens is kept",
-    "repeatable": "the same request, alone, twice: the same tokens",
-    "repeatable-bits": "the same request, alone, twice: the same bits of the logprobs",
+    "max-tokens": "max_tokens is respected",
+    "repeatable": "the same request, sent twice solo, gives the same tokens",
+    "repeatable-bits": "the same request, sent twice solo, gives the same logprob bits",
     "varies": "temperature 1 without a seed varies",
     "seed": "temperature 1 with one seed gives one answer",
     "distribution": "logprobs are of the distribution that is sampled from",
-    "sums": "probabilities of the two likeliest tokens are no more than 1 together",
-    "running": "the server says how many requests it runs",
-    "cache-counted": "the server says how much of a prompt it had cached",
+    "sums": "probabilities of the two most likely tokens add up to at most 1",
+    "running": "the server reports how many requests it runs",
+    "cache-counted": "the server reports how much of a prompt it had cached",
 }
 _TOKENS = 16
 _DRAWS = 4
@@ -84,7 +84,7 @@ class Contract:
             self._answer(
                 "running",
                 "yes" if says_running(await self.client.metrics()) else "no",
-                "asked of its counters: what it runs under load can then be held against what was sent",
+                "its counters show it: what it runs under load can be compared with what was sent",
             ),
             self._cache_counted(again),
         ]
@@ -118,7 +118,7 @@ class Contract:
         tops = [a.chosen_is_top for a in answers]
         tokens = sum(_length(a) for a in answers)
         if not tops or any(t is None for t in tops) or not tokens:
-            return self._answer("greedy", "unknown", "the alternatives to a chosen token are not told")
+            return self._answer("greedy", "unknown", "answers do not include alternatives to a chosen token")
         top = sum(t or 0 for t in tops)
         ties = sum(int((_floats(a.margins) == 0).sum()) for a in answers)
         tied = f", {ties} of them tied with the second" if ties else ", none of them a tie"
@@ -128,7 +128,7 @@ class Contract:
     def _max_tokens(self, once: Answer, known_by: KnownBy) -> ContractAnswer:
         sent = once.completion_tokens if once.completion_tokens is not None else _length(once)
         if not sent:
-            return self._answer("max-tokens", "unknown", "neither tokens nor their number are told")
+            return self._answer("max-tokens", "unknown", "answers include neither tokens nor their number")
         text = f"{sent} tokens of {_TOKENS} asked for, finish {once.finish}"
         if known_by != KnownBy.TEXT and _length(once) != sent:
             text += f"; it sent {_length(once)} and counts {sent}"
@@ -149,7 +149,7 @@ class Contract:
         hits = [a.cached_tokens for a in (once, again)]
         cached = "" if hits[0] == hits[1] else f"; cached tokens {hits[0]} and {hits[1]}"
         unit = "token" if known_by != KnownBy.TEXT else "character"
-        text = f"{at} {unit}s alike" if same else f"they first differ at {unit} {at}"
+        text = f"{at} {unit}s identical" if same else f"they first differ at {unit} {at}"
         yield self._answer("repeatable", "yes" if same else "no", text + cached)
         if not once.logprobs or not again.logprobs:
             yield self._answer("repeatable-bits", "unknown", "there are no logprobs")
@@ -157,7 +157,7 @@ class Contract:
         count = min(at, len(_floats(once.logprobs)), len(_floats(again.logprobs)))
         a, b = _floats(once.logprobs)[:count], _floats(again.logprobs)[:count]
         off = int((a.view(np.int32) != b.view(np.int32)).sum())
-        text = f"{count} logprobs alike, bit for bit"
+        text = f"{count} logprobs identical, bit for bit"
         if off:
             gap = float(np.nanmax(np.abs(a.astype(np.float64) - b), initial=0.0))
             text = f"{off} of {count} logprobs differ, by up to {gap:.3g}"
@@ -174,9 +174,9 @@ class Contract:
         if distinct > 1:
             varies, text = "yes", f"{distinct} distinct answers of {len(good)}"
         elif chance is not None and chance < _CHANCE:
-            varies, text = "no", f"{len(good)} answers alike, which chance does in {percent(chance, 'up')} of cases"
+            varies, text = "no", f"{len(good)} identical answers, by chance in {percent(chance, 'up')} of cases"
         else:
-            varies, text = "unknown", f"{len(good)} answers alike; this prompt may leave no choice"
+            varies, text = "unknown", f"{len(good)} identical answers; this prompt may leave no choice"
         pair = [await self.ask(temperature=1.0, seed=s) for s in (1, 1, 2)]
         if not all(a.ok for a in pair):
             bad = next(a for a in pair if not a.ok)
@@ -197,7 +197,7 @@ class Contract:
         half = await self.ask(temperature=0.5, max_tokens=1)
         margins = [_floats(a.margins) for a in (full, half) if a.ok]
         if len(margins) < 2 or not all(m.size and np.isfinite(m[0]) and m[0] > 1e-3 for m in margins):
-            return self._answer("distribution", "unknown", "no margin of top-1 and top-2 to hold against another")
+            return self._answer("distribution", "unknown", "no margin of top-1 and top-2 to compare with another")
         ratio = float(margins[1][0]) / float(margins[0][0])
         text = f"top-1 − top-2 of the first token: {margins[0][0]:.4g} at temperature 1, {margins[1][0]:.4g} at 0.5"
         if abs(ratio - 2.0) < 0.05:
@@ -209,7 +209,7 @@ class Contract:
     def _sums(self, once: Answer) -> ContractAnswer:
         logprobs, margins = _floats(once.logprobs).astype(np.float64), _floats(once.margins).astype(np.float64)
         if not logprobs.size or logprobs.size != margins.size or once.chosen_is_top != logprobs.size:
-            return self._answer("sums", "unknown", "the two largest logprobs are not told at every position")
+            return self._answer("sums", "unknown", "answers do not include the two largest logprobs at every position")
         total = np.exp(logprobs) + np.exp(logprobs - np.where(np.isfinite(margins), margins, math.inf))
         over = int((~(total <= 1.0 + 1e-3)).sum())  # decimals are rounded on their way
         text = f"largest sum {float(np.max(total)):.6f} over {total.size} positions"
@@ -217,7 +217,7 @@ class Contract:
 
     def _cache_counted(self, again: Answer) -> ContractAnswer:
         if again.cached_tokens is None:
-            return self._answer("cache-counted", "no", "answers don't say: what the prefix cache does is not known")
+            return self._answer("cache-counted", "no", "not reported: what the prefix cache does is not known")
         text = f"{again.cached_tokens} of {again.prompt_tokens} prompt tokens in the second answer"
         return self._answer("cache-counted", "yes", text)
 

@@ -357,7 +357,7 @@ class Completions(Format):
             raise malformed(f"{len(whole.choices)} choices where one was asked for")
         (choice,) = whole.choices
         if choice.index not in (None, 0):
-            raise malformed("a second choice, which nobody asked for")
+            raise malformed("a second choice, which was not requested")
         parts.finish = choice.finish_reason or parts.finish
         self._take_choice(choice, parts, streamed)
 

@@ -141,7 +141,7 @@ class Key:
         for start in range(len(self._value) - _SHORTEST_SECRET + 1):
             line = line.replace(self._value[start : start + _SHORTEST_SECRET], self._shown)
         if any(part in view for view in map(_squeezed, _views(line)) for part in self._parts):
-            return f"{self._shown} (what else it says is withheld)"[:limit]
+            return f"{self._shown} (the rest is withheld)"[:limit]
         return line
 
     def leaked(self, text: str | bytes) -> bool:
@@ -271,7 +271,7 @@ def read_address(url: str) -> Address:
     if parts.scheme not in _PORTS or not parts.hostname or not parts.netloc.isprintable() or " " in parts.netloc:
         raise UserError(f"not the URL of a server: {shown}", hint)
     if parts.query or parts.fragment:
-        raise UserError(f"the URL {shown} goes on with a query or a fragment, which may hold a secret", hint)
+        raise UserError(f"the URL {shown} has a query or a fragment, which may hold a secret", hint)
     path, protocol = parts.path.rstrip("/"), ""
     for ending, name in _PATHS.items():
         if path.endswith(ending):

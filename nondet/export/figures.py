@@ -240,7 +240,7 @@ def _survival(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
         axis.step(range(len(summary.survival)), summary.survival, where="post", label=label, **_line_style(i))
     axis.set_ylim(top=1.005)
     axis.set_xlabel("tokens")
-    axis.set_ylabel("share equal to the commonest so far")
+    axis.set_ylabel("share equal to the most common so far")
     axis.legend(fontsize=7, frameon=False)
     return figure
 

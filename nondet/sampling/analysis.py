@@ -53,16 +53,16 @@ _SPAN = ("invariant_ratio_low", "invariant_ratio_high")
 
 NAME = "speed ratio"
 DEFINITION = (
-    "speed ratio: invariant's tokens/s over those of the fastest stock, each the median over rounds of everybody's "
-    "generated tokens over engine time (of a diagnosis: the better of its warm rounds, played in turn); above 1 "
-    "invariant is faster; in brackets the 95% interval of the median ratio of a round (of a diagnosis: the least and "
+    "speed ratio: invariant's tokens/s over those of the fastest stock, each the median over rounds of the tokens "
+    "of all requests over engine time (of a diagnosis: the better of its warm rounds, run in turn); above 1 invariant "
+    "is faster; in brackets the 95% interval of the median ratio of a round (of a diagnosis: the least and "
     "the largest)"
 )
 TOO_FEW_ROUNDS = "too few rounds were timed for an interval"
 # On an H200 4.4 s of host time in cuDNN's attention for 11 ms on the GPU: docs/evidence/h200/stock-profile.txt.
 HOST_NOTE = (
-    "stock's attention may be cuDNN's here, whose work on the host can outweigh the GPU's: such a ratio is no cost of "
-    "the invariant kernels; --impl stock-no-cudnn leaves cuDNN out"
+    "stock may run cuDNN's attention here, whose work on the host can outweigh the GPU's, so the ratio is not the cost "
+    "of the invariant kernels; --impl stock-no-cudnn leaves cuDNN out"
 )
 
 
@@ -154,7 +154,7 @@ def diagnosed_cost(run: Run) -> str:
     for name, rate in timed.items():
         if name.startswith("invariant:") and name.endswith(_RATE):
             family = name.removeprefix("invariant:").removesuffix(_RATE)
-            rates.append(f"with {one_line(family, 60)} alone {float(rate):,.0f}")
+            rates.append(f"with only {one_line(family, 60)} {float(rate):,.0f}")
     if speed.interval is None or speed.host_bound:
         why = HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS
         return f"Not measured: {why} ({'; '.join(rates)})."
@@ -181,7 +181,7 @@ def _host_bound(run: Run) -> bool:
 # group, as in the records -> what it means to a reader
 GROUPS: dict[str, str] = {
     "replaced": "batch-invariant kernels",
-    "certified stock": "stock, proven here to give each row the bits that it has alone",
+    "certified stock": "stock, proven here to give each row the bits that it has solo",
     "left stock": "stock, since no kernel takes this call: its bits may depend on the batch",
     "at risk": "stock without a batch-invariant kernel, or over the batch itself: its bits may depend on the batch",
 }
@@ -228,7 +228,7 @@ def coverage_text(run: Run) -> list[str]:
 
 ANYTIME, ONE_SIDED, TOO_FEW = "anytime-valid", "0 of n, one-sided", "no interval: too few rounds"
 # Of completions that are no sample of one thing, as those of a server's arms together: counts, and no interval.
-COUNTS = "counts alone"
+COUNTS = "counts only"
 
 
 @dataclass(frozen=True)

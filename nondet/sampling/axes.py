@@ -326,7 +326,7 @@ _AXES = (
     ),
     Axis(
         name="scheduler",
-        changes="who is admitted first: as they came, the shortest, the longest prefix match, deficit round robin",
+        changes="which request is admitted first: by arrival, the shortest, longest prefix match, deficit round robin",
         why="another order makes other batches, and other prefixes are cached when a request comes",
         value=lambda s: s.base.setting.order,
         values=lambda s: list(ORDERS),
@@ -372,7 +372,7 @@ _AXES = (
     Axis(
         name="dtype",
         changes="the dtype of weights and activations; the weights in hand are cast",
-        why="another format rounds otherwise: only completions of one dtype can be equal",
+        why="another format rounds differently: only completions of one dtype can be equal",
         value=lambda s: s.base.dtype,
         values=lambda s: _DTYPES,
         apply=_dtype,
@@ -442,13 +442,15 @@ def parse_vary(spec: str) -> dict[str, list[str]]:
         name, equals, text = part.partition("=")
         values = [value.strip() for value in text.split(":")] if equals else []
         if name == ALL and (len(parts) > 1 or equals):
-            raise UserError(f"--vary {spec!r}: {ALL} stands alone", f"Write --vary {ALL}, or name the axes.")
+            raise UserError(f"--vary {spec!r}: {ALL} excludes other axes", f"Write --vary {ALL}, or name the axes.")
         if name not in AXES and name != ALL:
             raise UnknownNameError("axis", name, [*AXES, ALL])
         if name in wanted:
             raise UserError(f"--vary {spec!r} names {name} twice", f"Write {name}=VALUE:VALUE once.")
         if equals and not all(values):
-            raise UserError(f"--vary: {part!r} lacks a value", f"Write {name}=VALUE, or {name} alone for its own.")
+            raise UserError(
+                f"--vary: {part!r} lacks a value", f"Write {name}=VALUE, or {name} without = for its default values."
+            )
         wanted[name] = values
     return wanted
 

@@ -183,7 +183,7 @@ class _Sessions(RoundCollector):
             for record in records:
                 if before.get(record.key, record) != record:
                     raise UserError(
-                        f"{self.impl}, round {number}: {record.request} came out otherwise than before the stop",
+                        f"{self.impl}, round {number}: {record.request} differs from before the stop",
                         "This model is not run-to-run deterministic here: start again with --force, and don't stop it.",
                     )
         return records

@@ -449,7 +449,7 @@ def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
     if outcome.finish in ("error", "cut") or outcome.request.sampling is None:
         return outcome
     if [d.token for d in draws] != outcome.token_ids:
-        return replace(outcome, finish="error", reason="the engine went on with other tokens than were drawn")
+        return replace(outcome, finish="error", reason="the engine continued with other tokens than those drawn")
     figures = ("logprob", "border", "cut", "nucleus")
     logprobs, border, cut, nucleus = (
         np.asarray([getattr(d, name) for d in draws], dtype="<f4").tobytes() for name in figures

@@ -139,7 +139,7 @@ def weight_names(where: str, local: Path | None, config: Any, options: dict[str,
         try:
             found = cached_file(str(local or where), name, **there)
         except (OSError, ValueError) as error:
-            raise UserError(f"{where}: its {name} can't be had: {reason_of(error)}", _COPY) from error
+            raise UserError(f"{where}: its {name} can't be fetched: {reason_of(error)}", _COPY) from error
         return None if found is None else Path(found)
 
     if find("adapter_config.json") is not None:

@@ -136,7 +136,7 @@ def tape_of(run: Run, completion: Completion) -> Tape:
             if tape.engine.get("ranks", 1) != 1:
                 raise UserError(
                     f"{completion.request} of {run.source} ran over {tape.engine['ranks']} ranks",
-                    "Rounds are played again, and traced, on one rank alone.",
+                    "Rounds are replayed and traced on one rank only.",
                 )
             return tape
     raise UserError(
@@ -266,7 +266,9 @@ def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, st
     failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
     captured = [[number for number, step in enumerate(s.pace) if step.captured] for s in (once, again)]
     if captured[0] != captured[1]:
-        failed.append("CUDA graphs were captured in other steps the second time: a replay stands against what is none")
+        failed.append(
+            "CUDA graphs were captured in other steps the second time, so a replay would be compared with a plain step"
+        )
     parted = sum(a != b for a, b in zip(once.outcomes, again.outcomes, strict=True))
     return _row(loaded, impl, 0, again, len(once.outcomes), parted, failed, started)
 
@@ -385,7 +387,7 @@ class Player:
         session = self.play()
         step = first_other_step(self.tape, requests_of(self.tape), session.packs)
         seconds = time.perf_counter() - started
-        steps = "every step as on the tape" if step is None else f"though step {step} ran otherwise than on the tape"
+        steps = "every step as recorded" if step is None else f"but step {step} ran another batch than recorded"
         replays = []
         for completion in completions:
             name, outcome = completion.request, _outcome(session, completion.request)
@@ -394,7 +396,7 @@ class Player:
             where = "" if apart[1] is None else f", from token {apart[1]} on"
             sentence = f"{name}: trace {got} instead of {completion.trace}{where}; {steps}"
             if got == completion.trace:
-                sentence = f"{name}: {len(outcome.token_ids)} tokens and logprobs bit for bit as recorded, {steps}"
+                sentence = f"{name}: {len(outcome.token_ids)} tokens and logprobs, bit-identical to the record; {steps}"
             company = [r.id for r in self.tape.requests if r.id != name]
             took = {"sentence": sentence, "seconds": seconds, "sessions": 1}
             replays.append(_replayed(completion, outcome, apart, how="as recorded", company=company, **took))
@@ -406,10 +408,12 @@ class Player:
         outcome = _outcome(self.play([completion.request]), completion.request)
         token, logprob = apart = _apart(traces.get(completion.trace), outcome)
         if logprob is None:
-            sentence = f"{completion.request} alone: bit for bit as recorded in company"
+            sentence = f"{completion.request} solo is bit-identical to the record under load"
         else:
             what = "no token differs" if token is None else f"the first token that differs is token {token}"
-            sentence = f"{completion.request} alone parts from the recorded completion at token {logprob}; {what}"
+            sentence = (
+                f"{completion.request} solo first differs from the recorded completion at token {logprob}; {what}"
+            )
         took = {"sentence": sentence, "seconds": time.perf_counter() - started, "sessions": 1}
         return _replayed(completion, outcome, apart, how="alone", company=[], **took)
 
@@ -426,7 +430,7 @@ class Player:
         alone = _outcome(self.play([name]), name)
         token, logprob = _apart(traces.get(completion.trace), alone)
         if logprob is None:
-            raise UserError(f"{name} comes out alone as it did in company", "Shrink one that parts.")
+            raise UserError(f"{name} is bit-identical solo and under load", "Shrink one that differs.")
         by_tokens = token is not None
         others = [r.id for r in self.tape.requests if r.id != name]
         known: dict[tuple[str, ...], bool] = {}
@@ -441,7 +445,7 @@ class Player:
 
         if not parts(others):
             raise UserError(
-                f"{name} does not part when the whole round is played again", "Its replay says why: leave --shrink out."
+                f"{name} does not differ when the whole round is replayed", "Leave --shrink out: its replay shows why."
             )
         company = minimal(others, parts)
         needed = [x for x in company if not parts([y for y in company if y != x])]
@@ -451,7 +455,7 @@ class Player:
         named = ", ".join(company[:8]) + (", ..." if len(company) > 8 else "")
         tokens = "no token differs" if token is None else f"tokens from {token} on"
         sentence = (
-            f"{name} parts in {what} from itself alone in the company of {len(company)} of {len(others)} others "
+            f"{name} differs in {what} from itself solo with {len(company)} of {len(others)} concurrent requests "
             f"({named}): logprobs from token {logprob} on, {tokens}; "
             f"{'none of them' if needed == company else 'not every one'} can be left out"
         )

@@ -260,7 +260,7 @@ class TopRing:
         """What was not read yet, on the host: the first `rows` of each step. One that crashed has left none."""
         values, ids, ran = self._values.cpu(), self._ids.cpu(), int(self._steps)
         if ran > len(rows):
-            raise RuntimeError(f"{ran} forwards for {len(rows)} steps: whose margins they are can't be told")
+            raise RuntimeError(f"{ran} forwards for {len(rows)} steps: which step a margin belongs to is not known")
         steps, self._read = range(self._read, ran), ran
         places = [(step % self.places, rows[step]) for step in steps]
         return [(values[place, :count].clone(), ids[place, :count].clone()) for place, count in places]

@@ -141,7 +141,7 @@ def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:
         async with server.connect() as client:
             protocol = getattr(client, "protocol", "")
         if cuts and protocol in FORMATS and not FORMATS[protocol].cuts:
-            raise UserError(f"--top-k can't be said in the protocol {protocol} of {server.url}", "Leave --top-k out.")
+            raise UserError(f"the protocol {protocol} of {server.url} has no --top-k", "Leave --top-k out.")
 
     for server in servers:
         run(once(server))

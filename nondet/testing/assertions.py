@@ -69,7 +69,9 @@ def assert_batch_invariant(
     from nondet.probes.functions import check, check_operator
 
     if (make_inputs is None) != (over is None) or (make_inputs is not None and operator is not None):
-        raise UserError("assert_batch_invariant asks one of two things", "Give operator=, or make_inputs= and over=.")
+        raise UserError(
+            "assert_batch_invariant takes an operator or a function", "Give operator=, or make_inputs= and over=."
+        )
     if make_inputs is not None and over is not None:
         name = varied if isinstance(varied, str) else "batch_size"
         run = check(fn, make_inputs, over, varied=name, select=select, oracle=oracle, allowed=allowed)

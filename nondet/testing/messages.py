@@ -30,7 +30,7 @@ _FORMATS = {"float32": ("<f", 4), "float16": ("<e", 2), "float64": ("<d", 8)}
 
 
 def run_text(run: Run, fn: Callable[..., Any] | None = None) -> str:
-    """A run with a divergence or a wrong result, for the author of what it asked about."""
+    """A run with a divergence or a wrong result, for the author of what it tested."""
     lines = [_line("", f"{verdict.impl}: {verdict.text}") for verdict in judge(run) if verdict.is_fault]
     faulty = sorted((row for row in run.rows if row.wrong or row.parted or row.replays_parted), key=_weight)
     told = list({(_order(row), row.varied): row for row in reversed(faulty)}.values())[::-1][:_ROWS_TOLD]
@@ -92,11 +92,11 @@ def _row_lines(row: Row) -> list[str]:
         lines += _difference_lines(row, row.difference)
     if row.replays_parted:
         lines.append(
-            f"  run to run: {row.replays_parted} of {plural(row.replays, 'repeated call')} came out otherwise: "
-            "the batch can't be blamed before that is gone"
+            f"  run to run: {row.replays_parted} of {plural(row.replays, 'repeated call')} differed: "
+            "the batch can't be named as the cause until that is fixed"
         )
     elif row.replays:
-        lines.append(f"  run to run: {plural(row.replays, 'call')} repeated, each the same, bit for bit")
+        lines.append(f"  run to run: {plural(row.replays, 'call')} repeated, each bit-identical")
     ran = list(dict.fromkeys(row.ran))
     if ran:
         lines.append(_line("  ", f"ran: {', '.join(ran[:8])}{' ...' if len(ran) > 8 else ''}"))
@@ -176,7 +176,7 @@ def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
         folder = Path(module).resolve().parents[target.partition(":")[0].count(".")]
         if folder != Path.cwd():
             command = f"cd {shlex.quote(os.path.relpath(folder))} && {command}"
-    return [f"go on with, {lead}all it has to say:" if lead else "go on with:", "  " + one_line(command, 600)]
+    return [f"for all of it, {lead}run:" if lead else "for all of it run:", "  " + one_line(command, 600)]
 
 
 # ---- two results
@@ -248,5 +248,5 @@ def _two(x: torch.Tensor, y: torch.Tensor, names: tuple[str, str]) -> str:
         first, second = (_element(word, dtype) for word in d.first_bits)
         lines.append(f"  first mismatch at {d.first_mismatch}: {names[0]} {first}, {names[1]} {second}")
     if d.max_ulp == 0 and not d.nonfinite and x.dtype.is_floating_point:
-        lines.append("  they differ in the sign of zeros alone: 0.0 and -0.0 are equal numbers and different bits")
+        lines.append("  they differ only in the sign of zeros: 0.0 and -0.0 are equal numbers and different bits")
     return "\n".join(lines)

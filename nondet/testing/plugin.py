@@ -137,8 +137,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="Write a run file of every assertion there, for `nondet report DIR/*.jsonl --out report.html`.",
     )
-    group.addoption("--nondet-endpoint", metavar="URL", default=None, help="The server that nondet_endpoint asks.")
-    group.addoption("--nondet-model", metavar="NAME", default=None, help="What that server calls the model.")
+    group.addoption("--nondet-endpoint", metavar="URL", default=None, help="The server that nondet_endpoint tests.")
+    group.addoption("--nondet-model", metavar="NAME", default=None, help="That server's name for the model.")
 
 
 def _folder(request: pytest.FixtureRequest) -> Path:

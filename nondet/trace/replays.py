@@ -300,12 +300,13 @@ def _repeat(b: RecordedCall, out: torch.Tensor) -> Replay:
         reproduced += identical(result.reshape(out.shape), out)
     distinct = len(book.sizes)
     if distinct > 1:
-        sentence = f"the same call {_REPEATS} times gives {distinct} results: a race or atomics, not the batch alone"
+        sentence = f"the same call {_REPEATS} times gives {distinct} results: a race or atomics, not only the batch"
     elif reproduced:
-        sentence = f"the same call {_REPEATS} times gives the bits of the run each time: no race"
+        sentence = f"the same call {_REPEATS} times gives the recorded bits each time: no race"
     else:
         sentence = (
-            f"the same call {_REPEATS} times gives one result, but not the run's: what it depends on is not all here"
+            f"the same call {_REPEATS} times gives one result, but not the recorded one: something that it depends on "
+            "was not captured"
         )
     found = {"trials": _REPEATS, "distinct": distinct, "equals_second": bool(reproduced)}
     return _replay("repeat", distinct > 1, sentence, **found)
@@ -316,19 +317,19 @@ def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values
     columns = list(b.visible) if b.keys else None
     result = b.run([b.row], columns, place=0)
     like_a, like_b = identical(result.reshape(out_a.shape), out_a), identical(result.reshape(out_b.shape), out_b)
-    what = "this request's row" + (" and keys" if b.keys else "") + " alone"
-    why = "the others' number or their values decide"
+    what = "only this request's row" + (" and keys" if b.keys else "")
+    why = "the number of the others or their values decide"
     if values is not None and values.status == "divergent":
-        why = "the others' values went with their rows, and reach this row"
+        why = "the values of other rows reach this row"
     elif values is not None and values.status == "identical":
-        why = "the shape decides, as the others' values leave its bits"
+        why = "the shape decides, as the values of other rows do not change its bits"
     if like_b:
         keys = " or keys" if b.keys else ""
-        sentence = f"{what} give the second arm's bits: not the number of rows{keys} alone decides"
+        sentence = f"{what} give the second arm's bits: more than the number of rows{keys} decides"
     elif like_a:
-        sentence = f"{what} out of the second arm's inputs give the first arm's bits: {why}"
+        sentence = f"{what}, taken from the second arm's inputs, give the first arm's bits: {why}"
     else:
-        sentence = f"{what} give a third result: {why}, and the first arm's call was another one"
+        sentence = f"{what} give a third result: {why}, and the first arm made another call"
     found = {"trials": 1, "distinct": 1 if like_b else 2, "equals_first": like_a, "equals_second": like_b}
     return _replay("rows only", not like_b, sentence, **found)
 
@@ -361,11 +362,14 @@ def _values(b: RecordedCall, out: torch.Tensor) -> Replay:
     changed = [k for k, fill in fills.items() if not identical(b.run(change=filled(fill)).reshape(out.shape), out)]
     if changed:
         sentence = (
-            f"other rows' values replaced ({', '.join(changed)}) change its bits: other people's data reach this row, "
-            "a defect rather than rounding"
+            f"replacing the values of other rows ({', '.join(changed)}) changes its bits: data of other requests reach "
+            "this row, a defect rather than rounding"
         )
     else:
-        sentence = "other rows' values replaced by zeros, random and large numbers leave its bits: no leak was seen"
+        sentence = (
+            "replacing the values of other rows by zeros, random and large numbers does not change its bits: no leak "
+            "was seen"
+        )
     found = {"trials": len(fills), "distinct": 2 if changed else 1, "values": list(fills)}
     return _replay("values", bool(changed), sentence, **found)
 
@@ -388,12 +392,13 @@ def _order(b: RecordedCall, out: torch.Tensor) -> Replay:
         if not identical(b.run(order, place=place).reshape(out.shape), out):
             moved.append(place)
     parts = [
-        "other rows in another order " + ("change its bits" if permuted else "leave its bits"),
-        f"at {'place ' + ', '.join(map(str, moved)) + ' of' if moved else 'other places among'} {b.rows} rows it has "
+        "other rows in another order " + ("change its bits" if permuted else "do not change its bits"),
+        f"at {'position ' + ', '.join(map(str, moved)) + ' of' if moved else 'other positions among'} {b.rows} rows it "
+        + "has "
         + ("other bits: it depends on its position" if moved else "the same bits"),
     ]
     if b.rows == 1:
-        parts = ["the keys of others in another order " + ("change its bits" if permuted else "leave its bits")]
+        parts = ["the keys of others in another order " + ("change its bits" if permuted else "do not change its bits")]
     apart = bool(permuted or moved)
     found = {"trials": 1 + min(3, b.rows), "distinct": 2 if apart else 1, "values": moved}
     return _replay("order", apart, "; ".join(parts), **found)
@@ -481,7 +486,7 @@ def _substitution(b: RecordedCall, name: str) -> Replay:
             alone = b.run([b.row], columns, place=0) if b.axis else b.run()
             replaced = sum(invariance.coverage().replaced.values())
         if replaced and b.axis and identical(whole, alone):
-            sentence = f"with the invariant implementation of {family} the row has the same bits alone and in the call"
+            sentence = f"with the invariant implementation of {family} the row has the same bits solo and in the call"
             return _replay("substitution", False, sentence, trials=2, distinct=1, values=[family])
-    sentence = "no family of batch_invariant() takes this call and gives the row alone and in the call the same bits"
+    sentence = "no family of batch_invariant() takes this call and gives the row the same bits solo and in the call"
     return _replay("substitution", True, sentence, trials=2, distinct=2)

@@ -25,7 +25,7 @@ from nondet.trace.search import Guilty
 _SECONDS = 300
 _SCRIPT = '''"""{title}
 
-Written by nondet. Needs torch alone, and the inputs in the file of DATA, beside this one. Run it with python -P.
+Written by nondet. Needs only torch, and the inputs in the file of DATA, beside this one. Run it with python -P.
 Prints how this row differs, and exits with 0 if it does and with 1 if it does not.
 """
 
@@ -131,7 +131,7 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
     else:
         calls = [_written(a, held, "a", None, None), _written(b, held, "b", None, None)]
         rows = [_taken(a, a.row, None), _taken(b, b.row, None)]
-        what = f"this row in a call of {a.rows} rows, against the same row in a call of {b.rows} rows"
+        what = f"this row in a call of {a.rows} rows, compared with the same row in a call of {b.rows} rows"
     data = inputs_path(path)
     text = _SCRIPT.format(
         title=one_line(guilty.culprit.sentence, 400).replace('"""', "'''").replace("\\", "/"),
@@ -162,10 +162,10 @@ def _run(path: Path) -> str:
     except subprocess.TimeoutExpired:
         return f"not verified: it ran for {_SECONDS} s"
     lines = (done.stdout or done.stderr).strip().splitlines()
-    last = one_line(lines[-1], 200) if lines else "it said nothing"
+    last = one_line(lines[-1], 200) if lines else "it printed nothing"
     if done.returncode == 0:
-        return f"run alone, it shows the difference: {last}"
-    return f"run alone, it does NOT show the difference (exit {done.returncode}): {last}"
+        return f"run by itself, it shows the difference: {last}"
+    return f"run by itself, it does NOT show the difference (exit {done.returncode}): {last}"
 
 
 def _callable_name(function: Callable[..., Any]) -> str | None:

@@ -65,8 +65,8 @@ class Arm:
     """One way to run the request under study.
 
     Attributes:
-        name: "alone", or "in company", or the round and request of a recorded run.
-        forced: Tokens that everybody is fed, once they are known.
+        name: "alone", or "in company", or the round and request of a recorded run; as it is shown: `title`.
+        forced: Tokens that all requests are fed, once they are known.
     """
 
     name: str
@@ -75,6 +75,11 @@ class Arm:
     load: Load
     seed: int = 0
     forced: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Its name in sentences."""
+        return {"alone": "solo", "in company": "loaded"}.get(self.name, self.name)
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -89,10 +94,10 @@ class Arm:
         """
         session = engine.run(self.requests, self.load, seed=self.seed, forced=self.forced, watcher=watcher)
         if session.fatal:
-            raise EngineStoppedError(f"arm {self.name}: {session.fatal}")
+            raise EngineStoppedError(f"arm {self.title}: {session.fatal}")
         outcome = self.outcome(session)
         if outcome.finish == "error":
-            raise EngineStoppedError(f"arm {self.name}: {outcome.request.id} failed: {outcome.reason}")
+            raise EngineStoppedError(f"arm {self.title}: {outcome.request.id} failed: {outcome.reason}")
         return session
 
     def outcome(self, session: Session) -> Outcome:
@@ -198,10 +203,10 @@ def logits_at_fault(bare: Session, captured: Session) -> str:
     """Why the logits of a session are nothing to trace, without capture and with it; "" where they are."""
     for name, tops in bare.tops.items():
         if not all(math.isfinite(top[0]) for top in tops):
-            return f"logits of {name} are NaN or infinite: the model is wrong before any batch is"
+            return f"logits of {name} are NaN or infinite: the model is wrong, whatever the batch"
     for name, tops in bare.tops.items():
         if any(_bits(x) != _bits(y) for x, y in zip(tops, captured.tops.get(name, []), strict=False)):
-            return f"the logits of {name} change when it is captured: nothing else is reported"
+            return f"the logits of {name} change when it is captured, so nothing else is reported"
     return ""
 
 
@@ -222,7 +227,7 @@ def failed(error: BaseException) -> Control:
 
 def resumed() -> Control:
     """The record that what stands before it is of a process that was stopped, the record of its death with it."""
-    return Control(name="resumed", passed=None, sentence="the trace was stopped, and gone on with from its records")
+    return Control(name="resumed", passed=None, sentence="the trace was stopped, and continued from its records")
 
 
 AGREE = "hidden states, K, V, logits and logprobs agree in every position"
@@ -251,7 +256,7 @@ def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
     for size, kernels in zip(sizes, culprit.kernels or [[] for _ in sizes], strict=False):
         ran = ", ".join(kernels[:4]) or "kernels unknown"
         arms.append(f"{ran} at {size.tokens:,} rows" + (f" and {size.keys:,} keys" if reads_keys else ""))
-    return "; ".join([*parts, " against ".join(arms)])
+    return "; ".join([*parts, " compared with ".join(arms)])
 
 
 def substitution_sentence(families: Sequence[str], site: Site | None, before: Culprit | None) -> str:
@@ -271,8 +276,8 @@ def late_sentence(families: Collection[str]) -> str:
     """
     if families:
         named = " and ".join(sorted(families))
-        return f"with {named} invariant the arms agree; whether fewer do was not tested to the end, for want of time"
-    return "which replacements make the arms agree was not tested to the end, for want of time"
+        return f"with {named} invariant the arms agree; whether fewer do was not fully tested, for lack of time"
+    return "which replacements make the arms agree was not fully tested, for lack of time"
 
 
 def verdict_sentences(
@@ -287,16 +292,16 @@ def verdict_sentences(
         return [f"{finding}: {note}" for note in notes] or [finding]
     first = culprits[0]
     named = f"is `{first.call}` of {first.module}" if first.call else f"could not be named; it is in {_where(first)}"
-    lines = [f"batch-dependent: the first guilty operator {named}, at position {first.position}"]
+    lines = [f"batch-dependent: the first operator to differ {named}, at position {first.position}"]
     listed = [f"{c.number}. `{c.call}` of {c.module}, position {c.position}" for c in culprits if c.call]
     if len(listed) > 1:
         lines.append(f"in the order in which replacing one showed the next: {'; '.join(listed)}")
     if late:
         lines.append(late)
     elif families is None:
-        lines.append("no set of replacements that is at hand makes the arms agree on this load")
+        lines.append("no available set of replacements makes the arms agree on this load")
     elif len(families) < 2:
-        lines.append(f"replacing {families[0]} alone makes the arms agree on this load")
+        lines.append(f"replacing only {families[0]} makes the arms agree on this load")
     else:
         lines.append(
             f"the smallest set of replacements that makes the arms agree on this load: {', '.join(families)} (with any "
@@ -350,9 +355,9 @@ def name_culprit(
         fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque_attention)
         arm.run(engine, fine)
         if fine.site is None:
-            return naming.unnamed(f"arm {arm.name} did not compute that position again in the fine pass")
+            return naming.unnamed(f"arm {arm.title} did not compute that position again in the fine pass")
         if steady and not _agrees(fine.site, before, owner, site):
-            return naming.unnamed(f"arm {arm.name}: {_CAPTURE}")
+            return naming.unnamed(f"arm {arm.title}: {_CAPTURE}")
         captures.append(fine)
         records.append(fine.site)
     finding = first_guilty(records[0], records[1], [*captures[0].shapes, *captures[1].shapes])
@@ -537,7 +542,7 @@ class Search:
             if site is None:
                 others = len(self.b.requests) - 1
                 company = f"{others} other request{'' if others == 1 else 's'}"
-                return self._end("no divergence observed", notes=[f"{AGREE}, with {company} in company"])
+                return self._end("no divergence observed", notes=[f"{AGREE}, beside {company}"])
             return self._until_cured(site)
 
     # --- controls -----------------------------------------------------------------------------------------------
@@ -591,10 +596,10 @@ class Search:
         wanted = self.expected.get(arm.name)
         if wanted is None:
             return
-        got, again = trace_digest(outcome.token_ids, outcome.logprobs), "bit for bit as recorded"
+        got, again = trace_digest(outcome.token_ids, outcome.logprobs), "bit-identical to the record"
         if got != wanted:
-            again = f"with trace {got} instead of {wanted}: it is traced as it is now"
-        self._control(f"tape of {arm.request}", got == wanted, f"{arm.name}: it came again {again}")
+            again = f"trace {got} instead of {wanted}, and is traced as it is now"
+        self._control(f"tape of {arm.request}", got == wanted, f"{arm.title}: repeated, it is {again}")
 
     def _controlled(self, last: int | None) -> Site | TraceVerdict | None:
         """Each arm twice with capture, and once forced without: run to run, capture, then the least difference."""
@@ -613,10 +618,10 @@ class Search:
             bare = arm.run(self.engine, Until(arm.request, last))
             note = logits_at_fault(bare, session)
             if note:
-                self._control("capture", False, f"arm {arm.name}: {note}")
-                return self._end("unknown", notes=[f"arm {arm.name}: {note}"])
+                self._control("capture", False, f"arm {arm.title}: {note}")
+                return self._end("unknown", notes=[f"arm {arm.title}: {note}"])
             cost[arm.name] = step_seconds(second) / max(step_seconds(bare), 1e-9)
-        costs = ", ".join(f"{ratio:.2f} times a step of arm {name}" for name, ratio in cost.items())
+        costs = ", ".join(f"{cost[arm.name]:.2f} times a step of arm {arm.title}" for arm in arms)
         self._control(
             "capture",
             True,
@@ -626,7 +631,7 @@ class Search:
         )
         rows = sum(len(capture.rows) for capture, _ in once)
         self._control(
-            "run to run", True, f"each arm twice: all records of {rows} rows agree, so the batch alone differs"
+            "run to run", True, f"each arm twice: all records of {rows} rows agree, so only the batch differs"
         )
         self._recorded = once[0][0], once[1][0]
         return least_site(*self._recorded, (self.a.request, self.b.request), last)
@@ -634,10 +639,10 @@ class Search:
     def _run_to_run(self, arm: Arm, captures: tuple[CoarseCapture, CoarseCapture]) -> TraceVerdict:
         """The arm against itself: the batches are the same, so nothing here is about batches."""
         site = least_site(*captures, (arm.request, arm.request))
-        where = (
-            "in somebody else's rows alone" if site is None else f"first at position {site.position}, {place_of(site)}"
-        )
-        note = f"arm {arm.name}, run again with the same batches, differs from itself, {where}"
+        where = " only in rows of other requests"
+        if site is not None:
+            where = f", first at position {site.position}, {place_of(site)}"
+        note = f"arm {arm.title}, repeated with the same batches, differs from itself{where}"
         self._control("run to run", False, note)
         if site is not None:
             self.a = self.b = arm

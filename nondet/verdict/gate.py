@@ -274,7 +274,7 @@ def decide(
     power = tuple(p for name in names if (p := power_of(run, name, rate=rate, confidence=confidence, by=by)))
     if asked and not power:
         raise UserError(
-            f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts, and no rate",
+            f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
     drawn = unseeded(run)

@@ -388,7 +388,7 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
     axes = [t for t in tally_axes(run, impl) if not t.note]
     tested = [t for t in axes if any(v.comparisons for v in t.values)]
     reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
-    reasons += [reason("axes-failed", n=failed)] if failed else []
+    reasons += [reason("requests-failed", n=failed)] if failed else []
     # where bits parted though nothing shows the value to have taken effect: by what, nobody knows
     idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
     astray = reason("parted-idly", values=idle)

@@ -254,7 +254,7 @@ def unseeded(run: Run) -> dict[str, str]:
         return {}
     servers = {impl: server_of(run, impl) for impl in dict.fromkeys(c.impl for c in run.completions)}
     return {
-        impl: server.contract["seed"].evidence if "seed" in server.contract else "it was not asked"
+        impl: server.contract["seed"].evidence if "seed" in server.contract else "it was not tested"
         for impl, server in servers.items()
         if server.drawn and server.answer("seed") != "yes"
     }
@@ -319,8 +319,8 @@ def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
             reasons.append(reason("arm-unproven", arm=arm.arm, proof=arm.shown))
         elif arm.arm in LOADED:
             alone = arm.n - arm.in_company
-            beside = reason("arm-alone", n=alone) if alone else None
-            reasons.append(reason("arm-shown", arm=arm.arm, proof=arm.shown, alone=beside))
+            beside = reason("arm-unshown", n=alone) if alone else None
+            reasons.append(reason("arm-shown", arm=arm.arm, proof=arm.shown, unshown=beside))
     reasons += [reason("arm-unanswered", arm=name) for name in server.unanswered(arms)]
     if not any(name in arms for name in LOADED):
         reasons.append(reason("no-load"))

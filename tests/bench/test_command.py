@@ -31,7 +31,7 @@ def test_a_run_with_reports(run: Command) -> None:
     code, out, err = run(*SMALL, "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
     assert "rivals found:" in err
-    assert "speed against the best stock: linear" in " ".join(out.split())
+    assert "speedup over the best stock: linear" in " ".join(out.split())
     finished = read_run(Path("r.jsonl"))
     assert finished.complete
     assert [c.case for c in finished.cells] == ["M=1 K=64 N=32", "M=8 K=64 N=32"]

@@ -110,7 +110,7 @@ def test_a_model_that_does_not_part_gets_a_clean_verdict(embedded: LoadedModel, 
         run = diagnosed(embedded, tmp_path / "run.jsonl")
     verdict = run.diagnoses[0]
     assert verdict.finding == "no divergence observed"
-    assert "never a proof" in verdict.whether
+    assert "not a proof" in verdict.whether
     assert not run.culprits
     assert not verdict.why
     assert not verdict.cure
@@ -160,7 +160,7 @@ def test_a_bound_leaves_out_what_no_longer_fits(embedded: LoadedModel, tmp_path:
     assert verdict.finding == "batch-dependent"
     assert not verdict.why
     assert not verdict.cure
-    skipped = [line for line in verdict.limits if "Not asked" in line and "of 50 s" in line and "--within 0" in line]
+    skipped = [line for line in verdict.limits if "Not tested" in line and "of 50 s" in line and "--within 0" in line]
     assert len(skipped) == len(rest)
 
 
@@ -188,7 +188,7 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
     diagnoser._budget = Budget()
     step = diagnoser._operator(run_of({"greedy": "yes", "run": "no"}))
     assert step.outcome == ("yes" if finding == "run-to-run" else "unknown")
-    assert step.sentence.startswith("each arm came again equal while it was traced") == (step.outcome == "unknown")
+    assert step.sentence.startswith("each arm was bit-identical when it was repeated") == (step.outcome == "unknown")
 
 
 # How much a diagnosis asks: all of it where sessions are quick, less where they are slow, and never in silence.
@@ -328,6 +328,6 @@ def test_a_diagnosis_of_half_a_run_opens_no_gate(concluded: dict[str, Any]) -> N
     whole = made_run(row([0, 0]), **concluded)
     assert exit_code(whole, "divergent") == (0, "")
     short, line = exit_code(made_run(row([0, 0]), complete=False, **concluded), "divergent")
-    assert (short, line) == (1, "--fail-on divergent can't be answered: the run did not come to its end.")
+    assert (short, line) == (1, "--fail-on divergent can't be decided: the run did not finish.")
     holed, line = exit_code(made_run(row([0, 0]), failed(), **concluded), "divergent")
-    assert (holed, line) == (1, "--fail-on divergent can't be answered: 1 case failed.")
+    assert (holed, line) == (1, "--fail-on divergent can't be decided: 1 case failed.")

@@ -85,7 +85,7 @@ def test_a_cure_is_only_told_where_it_was_seen() -> None:
     verdict = conclude(run_of(PARTED | {"cure": "no", "cost": "skipped"}, axes=[axis(1)]))
     assert "no cure here" in verdict.cure
     assert not verdict.cost
-    assert any("Not asked" in line for line in verdict.limits)
+    assert any("Not tested" in line for line in verdict.limits)
     assert "left no divergence" in conclude(run_of(PARTED | {"cure": "yes"})).cure
 
 
@@ -118,7 +118,7 @@ def test_logprobs_that_are_no_numbers_are_wrong(logprob: float) -> None:
         assert (step.outcome, verdict.finding) == ("yes", "unknown")
     else:
         assert (step.outcome, verdict.finding) == ("no", "wrong")
-        assert "1 of 1 tokens chosen, alone and in company, have a NaN or infinite logprob" in verdict.whether
+        assert "1 of 1 chosen tokens, solo and in batches, have a NaN or infinite logprob" in verdict.whether
         assert settled(Run(header=header, steps=[step]), "batch")
 
 
@@ -145,15 +145,15 @@ def test_flips_are_held_against_what_company_does_to_the_logits() -> None:
         "first_flip": 1,
     }  # fmt: skip
     assert step.sentence == (
-        "1 completion flipped, the first at token 1, where the two largest logits alone are at most 0.5 apart; the "
-        "logits of the top tokens move by up to 0.25 between the arms (1 of 7 compared move at all), so 1 of 1 flips "
-        "are within it (at most twice that); 1 of 1 are exact ties in one arm; 2 of 3 tokens alone have a margin of at "
+        "1 completion flipped, the first at token 1; solo, the two largest logits at a flip are at most 0.5 apart; the "
+        "logits of the top tokens differ by up to 0.25 between the arms (1 of 7 compared differ), so 1 of 1 flips are "
+        "within it (at most twice that); 1 of 1 are exact ties in one arm; solo, 2 of 3 tokens have a margin of at "
         "most twice that"
     )
     assert margin_step(alone, [session("111", [(5.0, 3.0, 1, 2), (4.0, 3.0, 1, 2)])]).outcome == "no"
     quiet = margin_step(alone, [same])
     assert (quiet.outcome, quiet.figures["first_flip"], quiet.figures["largest_margin"]) == ("unknown", -1, -1.0)
-    assert quiet.sentence.startswith("no token flipped in the rounds looked at; ")
+    assert quiet.sentence.startswith("no token flipped in the rounds that were compared; ")
 
 
 def test_a_race_that_a_replay_found_is_told_by_it() -> None:
@@ -162,7 +162,7 @@ def test_a_race_that_a_replay_found_is_told_by_it() -> None:
     run.steps.append(Step(name="operator", outcome="yes", sentence="named", facts={"families": "matmul"}))
     verdict = conclude(run)
     assert verdict.whether.startswith("Run-to-run nondeterministic: `linear` of m: repeat divergent. ")
-    assert verdict.why.startswith("The first guilty operator: it parts. Repeat divergent.")
+    assert verdict.why.startswith("The first operator to differ: it parts. Repeat divergent.")
     assert verdict.cure == "batch_invariant() is no cure here: what cure found."
     steady = run_of(PARTED, **traced("batch-dependent", ("repeat", "identical")))
     steady.steps.append(run.steps[-1])
@@ -179,8 +179,10 @@ def test_the_story_of_a_stopped_run_is_told_as_far_as_it_came() -> None:
     told = story(run_of({"greedy": "yes"}))
     assert told.finding == "unknown"
     assert any("ended before" in line for line in told.limits)
-    run = run_of(PARTED, diagnoses=[Diagnosis(finding="batch-dependent", whether="Yes.")])
-    assert story(run).answers == {"Whether": "Yes."}
+    recorded = [Diagnosis(finding=finding, whether="Yes.") for finding in ("batch-dependent", "wrong")]
+    same, other = (story(run_of(PARTED, diagnoses=[diagnosis])).answers for diagnosis in recorded)
+    assert same == {"Whether": "Batch-dependent: what batch found."}  # in the words of this version
+    assert other == {"Whether": "Yes."}  # which comes to another finding, so the recorded one stands
 
 
 def test_the_story_tells_intervals_by_the_formulas_of_today() -> None:
@@ -198,7 +200,7 @@ def test_the_story_tells_intervals_by_the_formulas_of_today() -> None:
     facts = {"trace": "a", "tokens": "t"}
     told = batch_step(run, "stock", facts)
     assert told.sentence == (
-        "of 60 completions in 5 rounds, 60 have other logprob bits than the same prompt alone (at 95%, one-sided: "
+        "of 60 completions in 5 rounds, 60 have other logprob bits than the same prompt solo (at 95%, one-sided: "
         "above 54.9% of rounds, above 95.1% of completions if they were independent), in 5 of 5 rounds; 5 have other "
         f"tokens (95%: {percent_range(*round_interval([1] * 5, [12] * 5))}), in 5 of 5 rounds"
     )
@@ -235,7 +237,7 @@ def test_equal_completions_and_a_round_that_came_again_are_a_cure() -> None:
     """And a trace that is not the one alone is none, whatever came again."""
     step = cure_step(under_the_cure(), IMPL, "a", ())
     assert step.outcome == "yes"
-    assert "the first round came again equal" in step.sentence
+    assert "the first round, repeated, is bit-identical" in step.sentence
     assert cure_step(under_the_cure(), IMPL, "b", ()).outcome == "no"
     assert cure_step(under_the_cure(again=False), IMPL, "b", ()).outcome == "no"
 
@@ -243,7 +245,7 @@ def test_equal_completions_and_a_round_that_came_again_are_a_cure() -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (under_the_cure(again=False), "no round was run again"),
+        (under_the_cure(again=False), "no round was repeated"),
         (under_the_cure(60, failed=59), "59 completions failed"),
         (under_the_cure(failed=6), "6 completions failed"),
     ],
@@ -253,4 +255,4 @@ def test_what_was_not_seen_is_no_cure(run: Run, words: str) -> None:
     step = cure_step(run, IMPL, "a", ())
     assert step.outcome == "unknown"
     assert words in step.sentence
-    assert ("came again equal" in step.sentence) == any(run.rows)
+    assert ("is bit-identical" in step.sentence) == any(run.rows)

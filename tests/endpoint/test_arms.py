@@ -54,9 +54,9 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
         # a server that differs from itself alone is not said to depend on its batch, however it parts under load
         (Faults(noisy=3), None, Finding.RUN_TO_RUN, []),
         # one of 21 against 10 alone may be chance: that it parted is said, what by is not
-        (Faults(noisy=50), {"solo": 10, "loaded": 18}, Finding.UNATTRIBUTED, ["chance alone"]),
+        (Faults(noisy=50), {"solo": 10, "loaded": 18}, Finding.UNATTRIBUTED, ["fell at random"]),
         # where hits are not counted, a warm prefix under load may be what parts
-        (Faults(batch="bits", cached=False), None, Finding.UNATTRIBUTED, ["prefix cache may be the cause"]),
+        (Faults(batch="bits", cached=False), None, Finding.UNATTRIBUTED, ["cause may be the prefix cache"]),
     ],
     ids=["bits", "tokens", "cache", "noise", "rare", "unknown cache"],
 )
@@ -256,13 +256,13 @@ def test_two_servers(tmp_path: Path) -> None:
     run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), MemoryClient(replace(faults, cache=True)))
     assert [v.impl for v in judge(run)] == ["server", "server-2"]
     assert judge(run)[1].finding == Finding.CACHE
-    assert "against server's: 10 of 10 part, none in tokens" in " ".join(judge(run)[1].notes)
+    assert "those of server: 10 of 10 differ, none in tokens" in " ".join(judge(run)[1].notes)
 
 
 def test_two_servers_that_know_tokens_by_different_things(tmp_path: Path) -> None:
     """Ids are no characters: their texts are what the two have in common, and files without them say so."""
     run = sampled(tmp_path / "run.jsonl", MemoryClient(), MemoryClient(Faults(known="text")))
-    assert "Solo, against server's, by their texts alone: 10 alike." in judge(run)[1].notes
+    assert "Solo answers compared with those of server, by text only: 10 identical." in judge(run)[1].notes
     solo = [i for i, c in enumerate(run.completions) if (c.impl, c.arm) == ("server-2", "solo")]
 
     def with_text(text: str) -> tuple[str, ...]:
@@ -272,8 +272,8 @@ def test_two_servers_that_know_tokens_by_different_things(tmp_path: Path) -> Non
             run.completions[i] = msgspec.structs.replace(c, served=msgspec.structs.replace(c.served, text=text))
         return judge(run)[1].notes
 
-    assert "Solo, against server's, by their texts alone: 2 of 10 part." in with_text("0" * 16)
-    assert "It can't be held against server: text here, ids there." in with_text("")
+    assert "Solo answers compared with those of server, by text only: 2 of 10 differ." in with_text("0" * 16)
+    assert "It can't be compared with server: text here, ids there." in with_text("")
 
 
 def test_several_prompts(tmp_path: Path) -> None:

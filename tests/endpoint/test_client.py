@@ -204,7 +204,7 @@ async def test_nothing_listens() -> None:
     """A port where nobody is."""
     async with Server(_never) as server:
         url = server.url
-    assert f"no server that can be asked at {url}" in await _connects(url)
+    assert f"no server answers at {url}" in await _connects(url)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70, "-a", "999.1.1.1", "127.0.0.1:1"])

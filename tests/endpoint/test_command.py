@@ -118,7 +118,7 @@ def test_seeds_at_a_temperature(run: Command, tmp_path: Path, cheat: dict[str, A
     assert {0, 1} < {b["seed"] for b in asked}
     verdicts = judge(made)
     assert {f for v in verdicts for f in v.findings} == findings
-    keeps = "the server does not keep to a seed" if "seed_ignored" in cheat else "the server keeps to a seed"
+    keeps = "the server does not respect a seed" if "seed_ignored" in cheat else "the server respects a seed"
     assert all(any(keeps in note for note in v.notes) for v in verdicts)
     texts = {c.prompt: {d.tokens_digest for d in made.completions if d.prompt == c.prompt} for c in made.completions}
     if not cheat:

@@ -435,6 +435,6 @@ def test_the_command_refuses_it_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "run.jsonl"
     open_run(path, command="trace", plan={}, environment={}).finish()
     assert main(["probe", "--from-trace", str(path)]) == 2
-    assert "no guilty operator" in capsys.readouterr().err
+    assert "names no operator that differs" in capsys.readouterr().err
     assert main(["probe", "matmul", "--from-trace", str(path)]) == 2
     assert main(["probe"]) == 2

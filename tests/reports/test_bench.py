@@ -48,9 +48,9 @@ def test_the_headline_is_the_speed_and_the_bits() -> None:
     (section,) = build([bench_run()]).runs
     ours, rival = section.headline.split(". ")
     assert re.fullmatch(
-        r"invariant, speed against the best stock: matmul \d\.\d\d; one class of bits in 3 of 3 groups", ours
+        r"invariant, speedup over the best stock: matmul \d\.\d\d; one class of bits in 3 of 3 groups", ours
     )
-    assert re.fullmatch(r"batch-invariant-ops, speed against the best stock: matmul 0\.\d\d", rival)
+    assert re.fullmatch(r"batch-invariant-ops, speedup over the best stock: matmul 0\.\d\d", rival)
     assert "33 cells" in section.facts
     assert build([bench_of(cell(1, timed("stock", 1.0)))]).runs[0].headline == "1 cell timed, with nothing beside stock"
 

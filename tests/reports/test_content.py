@@ -95,7 +95,7 @@ def test_families_are_judged_against_stock(tmp_path: Path) -> None:
     run = sampled(tmp_path, impls=impls, variants=variants)
     (tests,) = [s.families for s in build([run]).runs[0].samples]
     assert [(t.family, t.removed, t.result) for t in tests] == [
-        ("attention", True, "replacing it alone removed every divergence seen"),
+        ("attention", True, "replacing only it removed every divergence seen"),
         ("matmul", False, "divergence remains"),
     ]
     stock, attention, _ = summaries_of(run)
@@ -231,17 +231,17 @@ def test_all_prompts_together_in_every_report(tmp_path: Path) -> None:
     facts = (
         "1 of 6 (95% ", "of prompts drawn like these, under such loads)",
         "0 of 6 (at 95%, one-sided: below 95.0% of rounds, below 5.40% of completions if they were independent)",
-        "Texts part under stock alone on 1 prompt, under invariant alone on 0, of 6",
+        "Texts differ only under stock on 1 prompt, only under invariant on 0, of 6",
     )  # fmt: skip
     page, document, full = html.render([run]), markdown.render([run], full=True), terminal_text(run, verbose=True)
     for fact in facts:
         assert fact in page, fact
         assert fact in markdown_plain(document), fact
-    assert "prompts whose texts part" in full.replace("\n", " ")
+    assert "prompts whose texts differ" in full.replace("\n", " ")
     assert facts[-1] in " ".join(full.split())
     assert NASTY not in page
     brief = terminal_text(run)
-    assert "stock: of 6 prompts, traces part on 1, texts on 1; 60 completions in 2 rounds" in brief
+    assert "stock: of 6 prompts, traces differ on 1, texts on 1; 60 completions in 2 rounds" in brief
     assert "batch-dependent on 1 of 6 prompts" in " ".join(brief.split())
     assert len(brief.splitlines()) <= terminal.LINES_MOST
 
@@ -260,7 +260,7 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
     assert section.sampled is not None
     assert [s.prompt for s in section.sampled.shown] == [0, 4]
     assert {v.prompt for v in section.told} == {0, 4}
-    assert "the 2 that part most" in html.render([several(tmp_path)])
+    assert "the 2 that differ most" in html.render([several(tmp_path)])
 
 
 def test_an_effect_without_bound_is_no_number_in_the_data(tmp_path: Path) -> None:

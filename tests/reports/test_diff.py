@@ -42,7 +42,7 @@ def test_what_moved_what_appeared_and_what_went() -> None:
     assert (kind.matched, kind.same, len(kind.only_a), len(kind.only_b)) == (4, 1, 1, 2)
     text = told(diff)
     assert text.splitlines()[-1] == (
-        "1 record got worse in B; 1 record got better in B; 1 record moved otherwise; 1 record as before; "
+        "1 record got worse in B; 1 record got better in B; 1 record changed otherwise; 1 record unchanged; "
         "not matched: 1 only in A, 2 only in B."
     )
     assert "Rows keep classes of equal bits, not the bits" in text
@@ -52,7 +52,7 @@ def test_runs_without_a_common_key_are_never_called_equal() -> None:
     """Another device, another probe: nothing was compared, and that is the first thing said."""
     diff = diff_runs(run_of(row([0, 0])), run_of(row([0, 0], device="cpu")))
     assert not diff.compared
-    assert told(diff).splitlines()[-1].startswith("nothing of A could be held against anything of B")
+    assert told(diff).splitlines()[-1].startswith("no record of A could be compared with one of B")
 
 
 def test_environments_show_what_differs_alone() -> None:
@@ -122,7 +122,7 @@ def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> Non
     assert (invariant.same, invariant.traces_alike) == (True, 20)
     text = told(diff_runs(*runs))
     assert "distinct traces: the same 1 in both" in text
-    assert "of 20 requests of one name 20 have equal tokens, 20 with equal bits" in text
+    assert "of 20 requests with one name 20 have equal tokens, 20 with equal bits" in text
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> Non
         ({"max_tokens": 9}, "another max tokens"),
         ({"temperature": 0.7}, "another temperature"),
         ({"prompts": [{"text": "Something else", "tokens": 4}]}, "only A has completions"),
-        ({"model": {"name": "m", "weights": "sha256:1"}}, "models of other names"),
+        ({"model": {"name": "m", "weights": "sha256:1"}}, "models have other names"),
     ],
 )
 def test_answers_to_other_questions_are_not_compared(
@@ -151,7 +151,7 @@ def test_one_implementation_is_held_against_another(runs: tuple[Run, Run]) -> No
     diff = diff_runs(*runs, impl="stock", against="invariant")
     [group] = diff.completions
     assert (group.impl, group.pairs) == ("stock", 20)
-    assert any("held against those of invariant" in note for note in diff.notes)
+    assert any("compared with those of invariant" in note for note in diff.notes)
     with pytest.raises(UnknownNameError):
         diff_runs(*runs, impl="stok")
 
@@ -165,12 +165,12 @@ def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.Captu
     assert data["completions"][1]["first_divergence"] == {"token": None, "logprob": None}
     assert page.read_text().startswith("# ")
     assert main(["diff", a, a, "--fail-on", "moved"]) == 0
-    assert "the commonest ones are the same" in capsys.readouterr().out
+    assert "the most common ones are identical" in capsys.readouterr().out
     assert main(["diff", a, b, "--against", "stock"]) == 2
     assert main(["diff", a, b, "--out", "x.pdf"]) == 2
     assert main(["diff", a, b, "--out", str(tmp_path / "d.html"), "--quiet"]) == 0
     html = (tmp_path / "d.html").read_text()
-    assert "Moved: " in html
+    assert "Changed: " in html
     for line in page.read_text().splitlines()[2:3]:  # the same sentence heads both
         assert line.rstrip(".") in html
     capsys.readouterr()
@@ -214,7 +214,7 @@ def test_an_answer_that_ended_otherwise_moved(runs: tuple[Run, Run]) -> None:
     others = [msgspec.structs.replace(c, finish="eos") if c is first else c for c in a.completions]
     diff = diff_runs(a, msgspec.structs.replace(a, completions=others))
     assert [c.impl for c in diff.parted] == ["invariant"]
-    assert "1 of them with all else alike ended for another reason" in told(diff)
+    assert "1 of them ended for another reason with all else equal" in told(diff)
 
 
 def moved(a: Run, b: Run, folder: Path) -> int:

@@ -57,9 +57,9 @@ def test_the_chain_of_operators_asked_alone() -> None:
     """What parts is named with its kernels; what is missing has its command; a cell's mean is the cost."""
     told = said(run_of(*h200_sweep()))
     assert told["token"] == ("no completions here", "nondet sample")
-    assert told["operator"] == ("not traced; asked alone, stock parts in linear", "nondet trace")
+    assert told["operator"] == ("tested in isolation, stock diverges in linear", "nondet trace")
     text, command = told["kernel"]
-    assert text.startswith("linear asked alone, row 0 of M rows, K=12288 N=4096, bell: 4 classes of bits, by ")
+    assert text.startswith("linear in isolation, row 0 of M rows, K=12288 N=4096, bell: 4 classes of bits; ")
     assert "splitK" in text
     assert text.endswith(" and 7 other sets of kernels")
     assert command == ""
@@ -71,15 +71,15 @@ def test_the_chain_of_operators_asked_alone() -> None:
     assert text.endswith("; cost: not measured")
     assert command == "nondet bench engine"
     text, command = said(run_of(*h200_sweep()), bench_run())["cure"]
-    assert "speed against the best stock: " in text
+    assert "speedup over the best stock: " in text
     assert command == ""
 
 
 def test_the_chain_where_nothing_parted() -> None:
     """No command is offered for an operator or a kernel that there is no reason to look for."""
     told = said(run_of(row([0, 0])))
-    assert told["operator"] == ("none of those probed parted alone", "")
-    assert told["kernel"] == ("nothing parted, so there is none to name", "")
+    assert told["operator"] == ("none of those tested depends on the batch or the run", "")
+    assert told["kernel"] == ("none to name: no operator depends on the batch or the run", "")
     assert told["cure"] == ("the invariant implementation was not run here", "nondet sample --impl both")
 
 
@@ -88,7 +88,7 @@ def test_the_chain_of_completions(tmp_path: Path) -> None:
     run = six_rounds(sampled(tmp_path))
     told = said(run)
     text, command = told["token"]
-    assert text.startswith("stock parts at token 5: of 60 completions 54 go on with")
+    assert text.startswith("stock diverges at token 5: of 60 completions 54 continue with")
     assert text.endswith("; top-1 − top-2 logit there 0.0625")
     assert command == ""
     assert told["operator"] == ("not traced yet", "nondet trace")
@@ -117,11 +117,11 @@ def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
     assert said(replaced_alone("attention", "matmul"))["operator"][0].startswith("attention, matmul: replacing it ")
     run = replaced_alone("attention")
     told = said(run)
-    text = "attention: replacing it alone removed every divergence seen, in 60 completions"
+    text = "attention: replacing only it removed every divergence seen, in 60 completions"
     assert told["operator"] == (text, "")
     assert told["kernel"] == ("not probed yet", "nondet probe attention")
     parted = [row([0, 1], probe=probe, operator=name) for probe, name in (("matmul", "linear"), ("attention", "attn"))]
-    assert said(run, run_of(*parted))["kernel"][0].startswith("attn asked alone")
+    assert said(run, run_of(*parted))["kernel"][0].startswith("attn in isolation")
 
 
 def test_the_chain_of_a_trace() -> None:
@@ -136,7 +136,7 @@ def test_the_chain_of_a_trace() -> None:
     assert told["token"] == ("the traced difference reaches the logits of token 7", "")
     text = "in the pair traced, ahead of token 7: position 1, `linear` of m: 3 of 64 outputs differ"
     assert told["operator"] == (text, "")
-    assert told["kernel"] == ("cudnn_a against cutlass_b", "")
+    assert told["kernel"] == ("cudnn_a compared with cutlass_b", "")
     assert told["cure"] == ("replacing matmul removes the divergence; cost: not measured", "nondet bench engine")
     run.culprits[:] = [msgspec.structs.replace(culprit, call="", kernels=[])]
     assert said(run)["operator"][1] == "nondet trace"
@@ -167,7 +167,7 @@ def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
             [("chunk", False, 6, 2), ("page", False, None, 1)],
             "traces of stock differ, first in the bits of token 6",
         ),
-        ([("page", True, None, 1)], "no trace follows what was varied"),
+        ([("page", True, None, 1)], "no trace changes with what was varied"),
         ([("page", False, None, 3)], "traces of stock differ"),
     ],
 )
@@ -206,17 +206,18 @@ def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
     assert told["operator"][1] == "nondet trace"
     assert told["kernel"][1] == "nondet probe matmul attention"
     why = story(innocent).answers["Why"]
-    assert why.startswith("No operator could be named: each arm came again equal")
+    assert why.startswith("No operator could be named: each arm was bit-identical when it was repeated")
     for guilty in (
         diagnosis(PARTED | {"run": "no"}, **traced("run-to-run")),
         diagnosis(PARTED | {"run": "no"}, **traced("batch-dependent", ("repeat", "divergent"))),
     ):
         assert (
-            story_headline(story(guilty)) == "run-to-run nondeterministic: the first guilty operator is `linear` of m"
+            story_headline(story(guilty))
+            == "run-to-run nondeterministic: the first operator to differ is `linear` of m"
         )
         assert said(guilty)["operator"] == ("in the pair traced: it parts", "")
     batch = story_headline(story(diagnosis(PARTED, **NAMED)))
-    assert batch == "batch-dependent: the first guilty operator is `linear` of m"
+    assert batch == "batch-dependent: the first operator to differ is `linear` of m"
 
 
 @pytest.mark.parametrize("cost", ["skipped", "unknown"])

@@ -120,10 +120,10 @@ def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
         "52 of 60 = 86.7% (no interval: too few rounds)",
         "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
         "First divergent token of stock: index 5", "54 of 60", "6 of 60", "0.0625 / 0.0625", "“ an”", "“ no”",
-        "Agreement with the commonest completion", "The vertical axis starts at", "Where completions of stock differ",
+        "Agreement with the most common completion", "The vertical axis starts at", "Where completions of stock differ",
         "52 of 60 · token 5", "Speed ratio 0.65 against stock", "774", "1200", "sizes",
         "2 failed requests",
-        "replacing it alone removed every divergence seen",
+        "replacing only it removed every divergence seen",
     ):  # fmt: skip
         assert fact in page.text, fact
     assert page.tags.count("mark") >= 4

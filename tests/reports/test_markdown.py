@@ -87,7 +87,7 @@ def test_a_sampled_run_reads_well(tmp_path: Path) -> None:
         "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
         "Speed ratio 0.65 against stock (0.65 to 0.65, 6 rounds)", "index 5", "“ an”", "54 of 60",
         "0.0625 / 0.0625", "when⟦ no⟧ and", "86.7%", "1 request (stock)",
-        "replacing it alone removed every divergence seen",
+        "replacing only it removed every divergence seen",
     ):  # fmt: skip
         assert fact in shown.text, fact
     assert set(shown.tags) <= OURS

@@ -60,7 +60,7 @@ def test_a_sampled_run_fits_and_says_it_all(tmp_path: Path) -> None:
         "0.0625 / 0.0625",
         "· 54 of 60, tokens 5-16",
         "Speed ratio 0.65 against stock (0.65 to 0.65, 6 rounds).",
-        "replacing it alone removed every divergence seen",
+        "replacing only it removed every divergence seen",
         "1 request (stock)",
     ):
         assert fact in flat(text), fact
@@ -90,7 +90,7 @@ def test_hostile_text_does_nothing(tmp_path: Path) -> None:
         (run_of(), "nothing was measured."),
         (run_of(failed(), failed("skipped", "no kernel")), "1 failed, 1 skipped"),
         (run_of(row([0, 1]), complete=False), "did not come to its end"),
-        (run_of(row([0] * 9)), "Nothing parted in 1 case (9 trials)."),
+        (run_of(row([0] * 9)), "No difference in 1 case (9 trials)."),
         (run_of(row(list(range(50)), varied="run")), "50 classes, the largest 1 of 50"),
         (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "no divergence observed"),
         (run_of(*[failed(case=f"c{i}") for i in range(20)]), "matmul: c19"),

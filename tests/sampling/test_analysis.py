@@ -429,7 +429,7 @@ def test_a_ratio_against_a_stock_that_waits_for_the_host_is_no_cost() -> None:
     run.header.plan.update(device="cuda", load={"graphs": False})
     assert speed_ratio_of(run) == replace(speed, host_bound=True)
     told = ratio_text(replace(speed, host_bound=True, interval=(0.5, 0.7)))
-    assert told.startswith("cost not measured: stock's attention may be cuDNN's")
+    assert told.startswith("cost not measured: stock may run cuDNN's attention")
     assert "0." not in told
     run.header.plan.update(load={"graphs": True})
     assert speed_ratio_of(run) == speed
@@ -449,13 +449,13 @@ def test_a_diagnosis_has_one_ratio() -> None:
     assert speed is not None
     assert speed.ratio == 0.5
     assert speed.interval is None
-    rates = "50 against 100 tokens/s, warm; with attention alone 60"
+    rates = "50 against 100 tokens/s, warm; with only attention 60"
     assert diagnosed_cost(run) == f"Not measured: too few rounds were timed for an interval ({rates})."
     figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
     assert speed_ratio_of(run) == replace(speed, interval=(0.45, 0.55), rounds=2)
     assert diagnosed_cost(run) == f"Speed ratio 0.50 (0.45 to 0.55 in 2 rounds; {rates})."
     run.header.plan.update(device="cuda", load={"graphs": False})
-    assert diagnosed_cost(run).startswith("Not measured: stock's attention may be cuDNN's")
+    assert diagnosed_cost(run).startswith("Not measured: stock may run cuDNN's attention")
     assert "0.50" not in diagnosed_cost(run)
     run.header.plan.update(device="cpu")
     assert ratio_text(replace(speed, interval=(0.45, 0.55), rounds=2)).endswith(

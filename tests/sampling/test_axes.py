@@ -347,8 +347,8 @@ def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
     ]
     run = msgspec.structs.replace(varied, axis_values=records)
     page, text = html.render([run]), markdown.render([run], full=True)
-    assert "One thing about the engine varied at a time" in page
-    assert "One thing about the engine varied at a time" in text
+    assert "One setting of the engine changed at a time" in page
+    assert "One setting of the engine changed at a time" in text
     assert "<script>alert(1)" not in page + text
     table = build([run]).runs[0].axes
     assert table is not None
@@ -397,7 +397,7 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
         run(tmp_path / "stopped.jsonl", stop="scheduler=shortest")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varying, "implementation", planted)  # another process has other bits
-        with pytest.raises(UserError, match="came out otherwise than before the stop"):
+        with pytest.raises(UserError, match="differs from before the stop"):
             run(tmp_path / "stopped.jsonl")
     resumed = run(tmp_path / "stopped.jsonl")
     assert resumed.completions == whole.completions

@@ -191,7 +191,7 @@ def test_a_round_that_comes_out_otherwise_is_refused(
     spoilt = json.loads(lines[1]) | {"trace": "0" * 16}
     path.write_bytes(lines[0] + json.dumps(spoilt).encode() + b"\n")
     traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
-    with pytest.raises(UserError, match="came out otherwise"):
+    with pytest.raises(UserError, match="differs from before the stop"):
         sample(tiny, path, resume=True)
 
 

@@ -74,7 +74,7 @@ def test_divergent_completions_come_again_bit_for_bit(
         mine = [c for c in rare if c.round == number]
         for replayed in player(run, mine[0], tiny_float32).as_recorded(mine, traces):
             assert replayed.same, replayed.sentence
-            assert "every step as on the tape" in replayed.sentence
+            assert "every step as recorded" in replayed.sentence
 
 
 def test_a_tape_holds_the_plan_and_the_schedule(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:

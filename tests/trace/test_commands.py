@@ -56,13 +56,13 @@ def test_a_trace_leaves_records_reports_and_a_script(
     assert run.complete
     verdict = run.trace_verdicts[0]
     assert verdict.finding == "batch-dependent"
-    assert verdict.repro.startswith(f"python -P {script}: run alone, it shows the difference")
+    assert verdict.repro.startswith(f"python -P {script}: run by itself, it shows the difference")
     alone = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (alone.returncode, alone.stderr) == (0, "")
     assert weights.read_bytes() == b"a model's own"
     assert run.culprits[0].sentence in " ".join(capsys.readouterr().err.split())
     for report in ("r.md", "r.html"):
-        assert "Guilty operator 1" in (tmp_path / report).read_text(encoding="utf-8")
+        assert "Differing operator 1" in (tmp_path / report).read_text(encoding="utf-8")
     assert script.with_suffix(".inputs.safetensors").is_file()
 
 
@@ -112,7 +112,7 @@ def test_recorded_completions_are_played_and_traced(
     assert main(["replay", str(sampled), *three, "--solo", "--out", str(out)]) == 0
     assert [r.same for r in read_run(out).replayed if r.how == "as recorded"] == [True] * 3
     said = capsys.readouterr().err.splitlines()
-    same = "8 tokens and logprobs bit for bit as recorded, every step as on the tape"
+    same = "8 tokens and logprobs, bit-identical to the record; every step as recorded"
     assert [line for line in said if same in line] == [f"t000000: {same}", f"2 more: {same}"]
     out = tmp_path / "trace.jsonl"
     assert main(["trace", "--run", str(sampled), "--request", "t000001", "--out", str(out)]) == 0

@@ -66,8 +66,8 @@ def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
     assert traced.verdict.families is None
     assert not traced.substitutions
     assert traced.verdict.sentences[-1] == traced.search.late
-    assert "for want of time" in traced.search.late
-    assert not any("no set of replacements" in line for line in traced.verdict.sentences)
+    assert "for lack of time" in traced.search.late
+    assert not any("no available set of replacements" in line for line in traced.verdict.sentences)
 
 
 def test_time_that_ends_at_a_cure_leaves_it_unproven_that_it_is_the_smallest() -> None:
@@ -88,7 +88,7 @@ def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
     by_name = {r.name: r for r in culprit.replays}
     assert by_name["repeat"].status == by_name["values"].status == by_name["exact"].status == "identical"
     assert by_name["rows only"].status == by_name["M"].status == "divergent"
-    assert "the shape decides, as the others' values leave its bits" in by_name["rows only"].sentence
+    assert "the shape decides, as the values of other rows do not change its bits" in by_name["rows only"].sentence
     assert by_name["M"].distinct > 1
     assert by_name["substitution"].values == ["matmul"]
     assert culprit.kernels[0]
@@ -104,7 +104,7 @@ def test_a_clean_model_gives_no_culprit(dtype: torch.dtype) -> None:
     traced = trace(model_of("qwen3", dtype), impl="invariant")
     assert traced.verdict.finding == "no divergence observed"
     assert not traced.culprits
-    assert "6 other requests in company" in traced.verdict.sentences[0]
+    assert "beside 6 other requests" in traced.verdict.sentences[0]
 
 
 def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
@@ -230,7 +230,7 @@ def test_an_order_that_depends_on_the_number_of_rows_is_found() -> None:
     assert {r.name: r.status for r in first.replays}["values"] == "identical"
     assert any("down_proj add" in x or "down_proj linear" in x for x in first.unmatched)
     assert traced.verdict.families is None
-    assert "no set of replacements" in traced.verdict.sentences[-1]
+    assert "no available set of replacements" in traced.verdict.sentences[-1]
 
 
 def test_a_scale_shared_between_rows_is_a_leak() -> None:
@@ -241,7 +241,7 @@ def test_a_scale_shared_between_rows_is_a_leak() -> None:
     assert named(first) == ("model.layers.1.mlp.down_proj", "amax")
     values = next(r for r in first.replays if r.name == "values")
     assert values.status == "divergent"
-    assert "other people's data" in values.sentence
+    assert "data of other requests" in values.sentence
     rows = next(r for r in first.replays if r.name == "rows only")
     assert rows.status == "divergent"
     assert "reach this row" in rows.sentence
@@ -302,7 +302,7 @@ def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fine.FineCapture, "_begin", broken)
     records: list[Any] = []
-    with pytest.raises(EngineStoppedError, match=r"arm alone: the engine stopped in step 1: .*a kernel failed"):
+    with pytest.raises(EngineStoppedError, match=r"arm solo: the engine stopped in step 1: .*a kernel failed"):
         trace(model_of("llama"), records=records)
     assert [r.name for r in records][-2:] == ["capture", "run to run"]
 

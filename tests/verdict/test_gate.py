@@ -53,11 +53,11 @@ def test_a_run_that_was_killed_is_no_pass() -> None:
     """What it did not come to may have diverged; what it did come to is a fault all the same."""
     assert exit_code(run_of(row([0, 0]), complete=False), "divergent") == (
         1,
-        "--fail-on divergent can't be answered: the run did not come to its end.",
+        "--fail-on divergent can't be decided: the run did not finish.",
     )
     assert exit_code(run_of(row([0, 1]), complete=False), "divergent") == (3, "")
     assert exit_code(run_of(row([0, 0]), complete=False), None) == (0, "")
-    with pytest.raises(AssertionError, match="did not come to its end"):
+    with pytest.raises(AssertionError, match="did not finish"):
         assert_no_fault(run_of(row([0, 0]), complete=False))
 
 
@@ -66,7 +66,7 @@ def test_an_implementation_that_was_asked_for_and_never_ran_keeps_the_gate_shut(
     skipped = {"status": Status.SKIPPED, "reason": "no kernel"}
     assert exit_code(run_of(row([0, 0]), failed(impl="mine:kernel", **skipped)), "divergent") == (
         1,
-        "--fail-on divergent can't be answered: nothing was compared for mine:kernel.",
+        "--fail-on divergent can't be decided: nothing was compared for mine:kernel.",
     )
     along = run_of(row([0, 0]), failed(impl="stock-cudnn", **skipped))
     assert exit_code(along, "divergent") == (0, "")
@@ -81,7 +81,7 @@ def test_a_sampled_run_is_judged_by_its_completions(tmp_path: Path) -> None:
     clean = sampled(tmp_path, impls=("invariant",), name="clean.jsonl")
     assert exit_code(clean, "divergent") == (0, "")
     lone = sampled(tmp_path, impls=("invariant",), n=1, alone=True, name="lone.jsonl")
-    assert exit_code(lone, "divergent") == (1, "--fail-on divergent can't be answered: nothing was compared.")
+    assert exit_code(lone, "divergent") == (1, "--fail-on divergent can't be decided: nothing was compared.")
 
 
 def test_the_evidence_that_is_kept_can_still_be_judged() -> None:

@@ -21,8 +21,8 @@ def test_parting_over_the_batch_is_batch_dependence_and_agreement_is_not_determi
     assert invariant.finding == Finding.CLEAN
     assert not invariant.finding.is_divergence
     assert invariant.text == (
-        "no divergence observed in 5 trials of 2 cases (0 of 3 comparisons differed; tried: run, batch size, of "
-        "linear; batch sizes in one case or another: 1-3)"
+        "no divergence observed in 5 trials of 2 cases (0 of 3 comparisons differed; varied: run, batch size; "
+        "operators: linear; batch sizes over all cases: 1-3)"
     )
     assert "%" not in invariant.text  # chosen sizes are no sample: there is no rate
     assert not any("determin" in text for text in (invariant.text, *invariant.notes))
@@ -32,7 +32,7 @@ def test_a_clean_verdict_says_which_sizes_were_tried() -> None:
     """In ranges, of batch sizes alone; of very many the rest is counted."""
     sizes = [1, 2, 3, 7, 64, 65]
     (few,) = judge_rows([row([0] * 6, values=sizes), row([0, 0], values=[13, 7]), row([0, 0], varied="run")])
-    assert few.text.endswith("; batch sizes in one case or another: 1-3, 7, 13, 64-65)")
+    assert few.text.endswith("; batch sizes over all cases: 1-3, 7, 13, 64-65)")
     (many,) = judge_rows([row([0] * 40, values=list(range(1, 80, 2)))])
     assert many.text.endswith(", 47 and 16 more up to 79)")
     (none,) = judge_rows([row([0, 0], varied="run")])
@@ -58,7 +58,7 @@ def test_run_to_run_forbids_blaming_the_batch_of_the_same_operator_alone() -> No
     rows = [row([0, 1], varied="run", operator="index_add"), row([0, 1], operator="index_add")]
     (verdict,) = judge_rows(rows)
     assert verdict.findings == (Finding.RUN_TO_RUN,)
-    assert any("can't be told" in note for note in verdict.notes)
+    assert any("is not known" in note for note in verdict.notes)
     (both,) = judge_rows([*rows, row([0, 1], operator="linear"), row([0, 0], operator="linear", varied="run")])
     assert both.findings == (Finding.RUN_TO_RUN, Finding.BATCH)
     assert "batch-dependent in 1 of 1 case (linear)" in both.text
@@ -76,7 +76,8 @@ def test_the_batch_is_not_named_where_nothing_was_repeated() -> None:
     (verdict,) = judge_rows([row([0, 1], operator="attention", replays=0)])
     assert verdict.findings == (Finding.UNATTRIBUTED,)
     assert verdict.is_fault
-    assert verdict.notes == ("No call of attention was repeated: batch or run may be the cause there.",)
+    (note,) = verdict.notes
+    assert note == "No call of attention was repeated: differences there may be batch or run-to-run effects."
     (told,) = judge_rows([row([0, 1], operator="attention", replays=1)])
     assert (told.finding, told.notes) == (Finding.BATCH, ())
 
@@ -95,7 +96,8 @@ def test_orders_taken_on_purpose_are_no_fault() -> None:
     assert not verdict.finding.is_divergence
     assert (
         verdict.text
-        == "dependent on the order of reduction in 1 of 1 case (float_sum): floating-point at work, and no fault"
+        == "dependent on the order of reduction in 1 of 1 case (float_sum): this is expected of floating-point, and "
+        "no fault"
     )
 
 
@@ -133,7 +135,7 @@ def test_demonstrations_are_no_verdict_on_the_library() -> None:
     assert alone.finding == Finding.RUN_TO_RUN
     (beside,) = judge_rows([atomic, row([0, 0]), row([0, 0], varied="run")])
     assert beside.finding == Finding.CLEAN
-    assert any("no part of this verdict (split_k): run-to-run" in note for note in beside.notes)
+    assert any("not counted in this verdict (split_k): run-to-run" in note for note in beside.notes)
     (claimed,) = judge_rows(
         [row([0, 1], varied="run", operator="split_k", impl="invariant"), row([0], impl="invariant")]
     )
@@ -168,8 +170,8 @@ def test_failures_are_counted_beside_a_clean_verdict() -> None:
     rows = [row([0, 0]), failed(), failed(Status.SKIPPED, "no kernel"), row([0, 0], reason="3 of 8 elements are NaN")]
     (verdict,) = judge_rows(rows)
     assert verdict.finding == Finding.CLEAN
-    assert "1 case failed and 1 case skipped: in no other figure." in verdict.notes
-    assert "1 case carries a note, listed below." in verdict.notes
+    assert "1 case failed and 1 case skipped, counted in no other figure." in verdict.notes
+    assert "1 case has a note, listed below." in verdict.notes
     assert "4 trials of 2 cases (0 of 2 comparisons" in verdict.text
 
 

@@ -54,7 +54,7 @@ def test_distinct_completions_under_changing_batches_are_batch_dependence(counts
     assert verdict.text == "4 distinct completions of 60 (5 distinct logprob traces), batch-dependent"
     unknown = judge_counts(counts["stock"], VARIED)
     assert unknown.finding == Finding.UNATTRIBUTED
-    assert unknown.notes == ("No round was run again: batch or run may be the cause.",)
+    assert unknown.notes == ("No round was repeated: differences may be batch or run-to-run effects.",)
 
 
 def test_one_completion_with_several_traces_is_batch_dependence_too(counts: dict[str, SampleCounts]) -> None:
@@ -86,8 +86,8 @@ def test_another_end_is_no_clean_sample(counts: dict[str, SampleCounts]) -> None
     answers = {(trace, "length"): 57, (trace, "eos"): 3}
     verdict = judge_counts(replace(counts["invariant"], answers=answers), VARIED)
     assert verdict.finding == Finding.UNATTRIBUTED
-    assert verdict.text == "1 distinct completion of 60, 3 of which ended otherwise than equal ones, divergent"
-    assert "Completions ended for different reasons: eos 3, length 57; 3 of them otherwise" in verdict.notes[0]
+    assert verdict.text == "1 distinct completion of 60, 3 of which ended for another reason than equal ones, divergent"
+    assert "Completions ended for different reasons: eos 3, length 57; 3 of them for another reason" in verdict.notes[0]
     answers = {(t, "eos" if i else "length"): 1 for i, (t, _) in enumerate(counts["stock"].answers)}
     other = judge_counts(replace(counts["stock"], answers=answers), VARIED, [replay(0)])
     assert (other.finding, other.notes[0]) == (
@@ -99,7 +99,7 @@ def test_another_end_is_no_clean_sample(counts: dict[str, SampleCounts]) -> None
 def test_a_clean_sample_in_constant_batches_says_nothing_of_the_batch(counts: dict[str, SampleCounts]) -> None:
     """Requests that all ran alone never tested what the tool is about."""
     notes = judge_counts(counts["invariant"], CONSTANT).notes
-    assert notes == ("Every completion ran alone, in equal batches: this says nothing about batch dependence.",)
+    assert notes == ("Every completion ran solo, in equal batches: batch dependence was not tested.",)
     unknown = judge_counts(counts["invariant"], BatchEvidence(0, 0, 0, False)).notes
     assert any("hardly tested" in note for note in unknown)
 
@@ -124,7 +124,7 @@ def test_a_single_completion_compares_nothing(counts: dict[str, SampleCounts], n
     lone = replace(counts["invariant"], n=n, failed=3)
     verdict = judge_counts(lone, VARIED)
     assert verdict.finding == Finding.UNTESTED
-    assert verdict.notes == ("3 failed requests counted in no other figure.",)
+    assert verdict.notes == ("3 failed requests are counted in no other figure.",)
 
 
 def test_a_run_that_contradicts_itself_gets_no_verdict(counts: dict[str, SampleCounts]) -> None:
@@ -163,7 +163,7 @@ def test_padded_steps_are_said(tmp_path: Path, counts: dict[str, SampleCounts]) 
         (replace(VARIED, padded=True), True),
         (VARIED, False),
     ):  # and where it parted, what else it may be
-        assert any("without one" in note for note in judge_counts(counts["stock"], met).notes) == said
+        assert any("but for the first step" in note for note in judge_counts(counts["stock"], met).notes) == said
 
 
 def test_keys_of_a_shared_prefix_are_company(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_repeated_round_that_agrees_leaves_the_batch_to_blame(counts: dict[str
     """A round that came out the same is one repetition, however many requests rode in it."""
     verdict = judge_counts(counts["stock"], VARIED, [replay(0)])
     assert verdict.finding == Finding.BATCH
-    assert verdict.notes == ("Run again: 1 round of 60 requests the same, bit for bit: 1 repetition.",)
+    assert verdict.notes == ("Run again: 1 round (60 requests), bit-identical.",)
 
 
 @pytest.mark.parametrize("impl", ["stock", "invariant"])
@@ -201,7 +201,7 @@ def test_a_repeated_round_that_parts_is_run_to_run(counts: dict[str, SampleCount
     assert verdict.finding == Finding.RUN_TO_RUN
     assert "batch-dependent" not in verdict.text
     assert "no divergence" not in verdict.text
-    assert "Run again: 3 of 60 requests in 1 round came out otherwise." in verdict.notes
+    assert "Run again: 3 of 60 requests in 1 round differed." in verdict.notes
 
 
 def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) 
     folded = [b for b in sample_blocks(section.sampled, 1, True) if isinstance(b, Details)]
     tables = [block for b in folded for block in b.blocks if isinstance(block, Table)]
     assert [row[1] for counts in tables for row in counts.rows if row[0] == "run again"] == [
-        "2 of 60 requests in 1 round came out otherwise"
+        "2 of 60 requests in 1 round differed"
     ]
     run.rows[0] = msgspec.structs.replace(replay(0), status=Status.ERROR, reason="out of memory")
     (failed,) = build([run]).runs
@@ -235,7 +235,7 @@ def test_noise_in_a_round_that_nobody_ran_again_is_not_blamed_on_the_batch() -> 
     verdict = judge_counts(rare, VARIED, [replay(0)])
     assert verdict.finding == Finding.UNATTRIBUTED
     assert "batch-dependent" not in verdict.text
-    assert any("were not run again" in note for note in verdict.notes)
+    assert any("were not repeated" in note for note in verdict.notes)
     shown = judge_counts(rare, VARIED, [replay(0), replay(0, number=2)])  # round 2 gives the same bits again
     assert shown.finding == Finding.BATCH
     noise = judge_counts(rare, VARIED, [replay(0), replay(1, number=2)])
@@ -352,15 +352,15 @@ def test_what_followed_an_axis_is_told_from_what_the_run_may_have_done() -> None
     first, later = (judge(varied(BASE | {"chunk=5": traces}, per_round=2))[0] for traces in ("BAAA", "AAAB"))
     assert Finding.OTHER in first.findings
     assert Finding.OTHER not in later.findings
-    assert "not run again" in later.notes[-1]
+    assert "not repeated" in later.notes[-1]
 
 
 def test_words_of_an_axis_without_effect() -> None:
     """The verdict names it; without a round of the base there is no bound."""
     run = varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "chunk=5")
     (verdict,) = judge(run)
-    assert "but of chunk no value took effect" in verdict.text
-    assert exit_code(run, "divergent")[1].endswith("can't be answered: under stock an axis was not tested.")
+    assert "but no value of chunk took effect" in verdict.text
+    assert exit_code(run, "divergent")[1].endswith("can't be decided: an axis was not tested under stock.")
     rounds = [msgspec.structs.replace(r, arm="other") for r in run.rounds]
     assert "too few for a bound" in judge(msgspec.structs.replace(run, rounds=rounds))[0].text
 
@@ -418,22 +418,22 @@ def test_one_failed_request_takes_no_other_with_it() -> None:
     assert ([v.n for v in tally.values], tally.compared, tally.moved) == ([4, 3], 3, 1)
     assert (tally.traces, tally.traces_within, tally.texts, tally.texts_within) == (2, 2, 1, 1)
     (verdict,) = judge(varied(BASE | {"chunk=5": ["A", "", "A", "A"]}))
-    assert (verdict.finding, verdict.notes[0]) == (Finding.CLEAN, "1 failed request in no other figure.")
+    assert (verdict.finding, verdict.notes[0]) == (Finding.CLEAN, "1 failed request is counted in no other figure.")
     assert "below 63.2% of completions if they were independent (3)" in verdict.text
 
 
 def test_notes_say_what_was_run_again_and_what_was_not() -> None:
     """Each of the three notes where it holds, and nowhere else; an axis that was not run keeps its reason."""
     again, other = (
-        "Run again: 1 round of 4 requests the same, bit for bit: 1 repetition.",
-        "in rounds that were not run",
+        "Run again: 1 round (4 requests), bit-identical.",
+        "in rounds that were not repeated",
     )
     first, later = (judge(varied(BASE | {"chunk=5": traces}, per_round=2))[0] for traces in ("BAAA", "AAAB"))
     assert first.notes == (again,)
     assert later.notes == (again, later.notes[-1])
     assert other in later.notes[-1]
     never = msgspec.structs.replace(varied(BASE | {"chunk=5": "BAAA"}, "page=4"), rows=[])
-    assert judge(never)[0].notes == ("The base was not run again: run may be the cause.",)
+    assert judge(never)[0].notes == ("The base was not repeated: differences may be run-to-run effects.",)
     assert judge(never)[0].finding == Finding.UNATTRIBUTED
     run = varied(BASE | {"chunk=5": "AAAA"}, note="needs CUDA")
     assert [t.note for t in tally_axes(run, "stock")] == ["", "needs CUDA"]

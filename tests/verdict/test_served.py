@@ -146,7 +146,7 @@ def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
 def test_a_planned_load_without_an_answer_is_no_clean_one(run: Run) -> None:
     """It failed, was never asked, or was another prompt's: that nothing parted alone says nothing of loads."""
     assert judge(run)[0].finding == Finding.UNPROVEN
-    assert "planned under load, and no answer came of it" in told(run)
+    assert "planned under load, and got no answer" in told(run)
     assert exit_code(run, "divergent")[0] == 1
 
 
@@ -202,9 +202,11 @@ def test_another_end_is_another_answer(arm: str) -> None:
         run.completions[i] = msgspec.structs.replace(run.completions[i], finish="eos")
     verdict = judge(run)[0]
     assert verdict.finding.is_divergence
-    assert "3 of which ended otherwise than equal ones" in verdict.text
-    assert "part, none in tokens" in verdict.text
-    assert "Completions ended for different reasons: eos 3, length 121; 3 of them otherwise than most" in told(run)
+    assert "3 of which ended for another reason than equal ones" in verdict.text
+    assert "differ, none in tokens" in verdict.text
+    assert "Completions ended for different reasons: eos 3, length 121; 3 of them for another reason than most" in told(
+        run
+    )
     assert exit_code(run, "divergent")[0] == 3
 
 
@@ -277,7 +279,7 @@ def test_each_server_has_its_own_verdict() -> None:
         first, second = judge(beside(clean, run))
         assert (first.findings, first.text, first.notes) == tuple(getattr(judge(clean)[0], f) for f in _FIELDS)
         assert (second.findings, second.text, second.notes[:-1]) == (its.findings, its.text, its.notes)
-        assert second.notes[-1] == "Solo, against server's: 4 alike."
+        assert second.notes[-1] == "Solo answers compared with those of server: 4 identical."
 
 
 _FIELDS = ("findings", "text", "notes")
@@ -312,9 +314,9 @@ def test_one_failed_request_is_counted_apart() -> None:
     run.completions[-1] = completion(999, "loaded", round_=39, status="error")
     (verdict,) = judge(run)
     assert verdict.finding == Finding.CLEAN
-    assert "1 failed request counted in no other figure: http-500 1." in verdict.notes
+    assert "1 failed request is counted in no other figure: http-500 1." in verdict.notes
     assert evidence(run)["server", 0]["loaded"].n == 119
-    assert exit_code(run, "divergent") == (1, "--fail-on divergent can't be answered: 1 case failed.")
+    assert exit_code(run, "divergent") == (1, "--fail-on divergent can't be decided: 1 case failed.")
 
 
 def test_an_arm_that_nothing_is_held_against_is_held_against_itself() -> None:
@@ -323,13 +325,15 @@ def test_an_arm_that_nothing_is_held_against_is_held_against_itself() -> None:
     run.completions[4:5] = [completion(0, "loaded", "B", round_=10)]
     loads = msgspec.structs.replace(run, completions=run.completions[4:])
     [comparison] = subjects(loads)[0].comparisons
-    assert comparison.text == "loaded against itself: 1 of 120 part, 1 in tokens"
-    assert "There is no solo arm to hold it against." in comparison.why
+    assert comparison.text == "loaded compared with itself: 1 of 120 differ, 1 in tokens"
+    assert "There is no solo arm to compare it with." in comparison.why
     cold = [completion(i, "cold", "B", round_=50 + i) for i in range(4)]
     apart = made(run.completions[:4] + cold, run.rounds[:4])
     (verdict,) = judge(apart)
     assert verdict.finding == Finding.UNATTRIBUTED
-    assert "The arms that part were not held against one another: run, cache or load may be the cause." in verdict.notes
+    assert any(
+        "not compared with one another: the cause may be the run, the cache or the load." in n for n in verdict.notes
+    )
 
 
 @pytest.mark.parametrize(("warm", "finding"), [("BBBBBB", Finding.CACHE), ("BBBBBC", Finding.UNATTRIBUTED)])
