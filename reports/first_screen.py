@@ -59,7 +59,7 @@ _SAMPLE = (
 _EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *_MACHINE)
 _SERVER = (
     "--endpoint", "--model", "--prompt", "--prompt-file", "--prompts", "--protocol", "--key-env", "--ca-file",
-    "--allow-plain-http", "--insecure", "--no-stream", "--temperature", "--top-k", "--top-p", "--seeds",
+    "--allow-plain-http", "--insecure", "--no-stream", "--max-tokens", "--temperature", "--top-k", "--top-p", "--seeds",
 )  # fmt: skip
 _PROBE = ("--dtype", "--inputs", "--k", "--n", "--preset", "--model", *_MACHINE)
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of a model and a prompt
