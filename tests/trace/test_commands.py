@@ -118,7 +118,7 @@ def test_recorded_completions_are_played_and_traced(
     assert main(["trace", "--run", str(sampled), "--request", "t000001", "--out", str(out)]) == 0
     control = next(c for c in read_run(out).controls if c.name.startswith("tape"))
     assert control.passed
-    assert control.sentence.endswith(": it came again bit for bit as recorded")
+    assert control.sentence.endswith(": repeated, it is bit-identical to the record")
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
     assert (traced.verdict.finding, traced.culprits) == ("unknown", [])
     control = traced.control("capture")
     assert control.passed is False
-    assert control.sentence.startswith("arm alone: logits of t0 are NaN or infinite")
+    assert control.sentence.startswith("arm solo: logits of t0 are NaN or infinite")
     assert "NaN or infinite: the model is wrong before any batch is" in traced.verdict.sentences[0]
 
 
