@@ -199,17 +199,20 @@ def rms_norm_without_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tens
 def sum_last_row(x: torch.Tensor) -> torch.Tensor:
     """Faulty: the last row of an odd batch is summed backwards."""
     rows = [row.flip(0) if i == len(x) - 1 and len(x) % 2 else row for i, row in enumerate(x.float())]
-    return torch.stack([_in_sequence(row) for row in rows]).to(x.dtype)
+    return _in_sequence(torch.stack(rows)).to(x.dtype)
 
 
-def _in_sequence(row: torch.Tensor) -> torch.Tensor:
-    """Parts of 8 one after the other: float32 additions in an order that is known, as a library's sum is not."""
-    total = torch.zeros(8)
-    for part in torch.nn.functional.pad(row, (0, -len(row) % 8)).view(-1, 8):
+def _in_sequence(rows: torch.Tensor) -> torch.Tensor:
+    """Parts of 8 one after the other: float32 additions in an order that is known, as a library's sum is not.
+
+    Element by element, so that a row's bits are its own however many there are.
+    """
+    total = torch.zeros(len(rows), 8)
+    for part in torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(len(rows), -1, 8).unbind(1):
         total = total + part
     for width in (4, 2, 1):
-        total = total[:width] + total[width:]
-    return total[0]
+        total = total[:, :width] + total[:, width:]
+    return total[:, 0]
 
 
 def sum_lost_tail(x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +223,7 @@ def sum_lost_tail(x: torch.Tensor) -> torch.Tensor:
 
 def sum_in_sequence(x: torch.Tensor) -> torch.Tensor:
     """Sound: each row in one order, in float32."""
-    return torch.stack([_in_sequence(row) for row in x.float()]).to(x.dtype)
+    return _in_sequence(x.float()).to(x.dtype)
 
 
 def attention_sees_the_future(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,8 @@ def _in_parts(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
 def linear_sound(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Sound: each row by itself in float64."""
     rows = x.reshape(-1, x.shape[-1])
-    out = torch.stack([(w.double() * row.double()).sum(1).to(x.dtype) for row in rows])
+    wide = w.double()
+    out = torch.stack([(wide * row).sum(1).to(x.dtype) for row in rows.double()])
     return _plus(out, bias).reshape(*x.shape[:-1], -1)
 
 
