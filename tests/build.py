@@ -65,6 +65,23 @@ def accuracy_bound(dtype: torch.dtype, terms: int) -> float:
     return torch.finfo(dtype).eps / 2 + 8.0 * math.sqrt(terms) * unit
 
 
+# Members of a class, asked by who proves them.
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """In float64: exact enough to have one order."""
+    return (x.double() @ weight.double().T + (0 if bias is None else bias.double())).to(x.dtype)
+
+
+def split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    parts = [x[:, s].float() @ weight[:, s].float().T for s in (slice(20), slice(20, None))]
+    return (parts[0] + parts[1] + (0 if bias is None else bias.float())).to(x.dtype)
+
+
+def absent(*_: Any) -> torch.Tensor:
+    raise NotImplementedError("not on this machine")
+
+
 # Runs as they come from machines, made by hand: what a reporter is tested on.
 
 ENVIRONMENT: dict[str, Any] = {

@@ -144,6 +144,14 @@ def run(
 
 
 @pytest.fixture
+def kept() -> Any:
+    """Certificates in memory, none yet."""
+    from nondet.core.certificates import Certificates
+
+    return Certificates({"device": "cpu"}, None)
+
+
+@pytest.fixture
 def chained_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the interpreter's tl.dot one chain over K, as the GPU's is; without an interpreter this does nothing.
 

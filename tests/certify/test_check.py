@@ -14,6 +14,7 @@ from nondet.certify.plan import Call, ProductQuestion, RowsQuestion
 from nondet.core.certificates import Certificates
 from nondet.core.proof import PRODUCT_INPUTS
 from nondet.core.records import Row, Status
+from tests.build import absent
 
 K, N = 48, 24
 BATCHES = (1, 2, 7, 16, 33)
@@ -72,10 +73,6 @@ def unsteady() -> Call:
     return member
 
 
-def absent(*_: Any) -> torch.Tensor:
-    raise NotImplementedError("not on this machine")
-
-
 def wrong_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return chain(x, weight, bias).double()
 
@@ -96,11 +93,6 @@ def question(dtype: str = "bfloat16", layout: str = "nt", values: tuple[int, ...
 def rows_of(key: str) -> int:
     """M of the first operand: "... bfloat16[7,48]/48,1@64 ..."."""
     return int(key.partition("[")[2].partition(",")[0])
-
-
-@pytest.fixture
-def kept() -> Certificates:
-    return Certificates({"device": "cpu"}, None)
 
 
 def put(member: Call, kept: Certificates, **how: Any) -> Row:

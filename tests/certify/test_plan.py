@@ -21,28 +21,14 @@ from nondet.kernels.experts.cpu import grouped_anchor, grouped_tiles
 from nondet.kernels.matmul import cuda as members
 from nondet.kernels.rows.cuda import lanes_sum
 from scripts.classes import markdown
+from tests.build import linear, split_k
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """In float64: exact enough to have one order."""
-    return (x.double() @ weight.double().T + (0 if bias is None else bias.double())).to(x.dtype)
-
-
-def split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    parts = [x[:, s].float() @ weight[:, s].float().T for s in (slice(20), slice(20, None))]
-    return (parts[0] + parts[1] + (0 if bias is None else bias.float())).to(x.dtype)
 
 
 def _linear(shape: dict[str, int], layout: str, values: tuple[int, ...]) -> ProductQuestion:
     about: dict[str, Any] = {"dtype": "float16", "device": DEVICE, "kinds": ("order",)}
     return ProductQuestion(operator="linear", cls="chain", shape=shape, layout=layout, values=values, **about)
-
-
-@pytest.fixture
-def kept() -> Certificates:
-    return Certificates({"device": "cpu"}, None)
 
 
 @pytest.mark.parametrize("width", [1, 5, 300, 1000, 4096, 17000])

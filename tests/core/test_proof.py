@@ -16,31 +16,13 @@ from nondet.core import launch
 from nondet.core.certificates import Certificates
 from nondet.core.launch import FirstUses, first_uses, proving
 from nondet.core.proof import Claim, distinct, operands_key, product_inputs, prove, settings
+from tests.build import absent, linear, split_k
 
 K, N = 48, 24
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """In float64: exact enough to have one order."""
-    return (x.double() @ weight.double().T + (0 if bias is None else bias.double())).to(x.dtype)
-
-
-def split_k(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    parts = [x[:, s].float() @ weight[:, s].float().T for s in (slice(20), slice(20, None))]
-    return (parts[0] + parts[1] + (0 if bias is None else bias.float())).to(x.dtype)
-
-
-def absent(*_: Any) -> torch.Tensor:
-    raise NotImplementedError("not on this machine")
-
-
 def wrong_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return linear(x, weight, bias).double()
-
-
-@pytest.fixture
-def kept() -> Certificates:
-    return Certificates({"device": "cpu"}, None)
 
 
 def verdict(call: Any, inputs: Any, kept: Certificates) -> bool | None:

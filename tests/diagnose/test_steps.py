@@ -20,11 +20,12 @@ from nondet.diagnose.verdict import QUESTIONS, conclude
 from nondet.sampling.collect import describe
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import Plan, build_plan, parse_load
+from nondet.sampling.plan import Plan, parse_load
 from nondet.verdict.gate import exit_code
 from tests.build import failed, row
 from tests.build import run_of as made_run
 from tests.diagnose.test_verdict import run_of, traced
+from tests.sampling.conftest import planned
 
 _LOAD = "default,targets=5,others=4,spread=10,prompt=8-60,tokens=4-16,budget=32,page=4"
 
@@ -37,9 +38,7 @@ def embedded() -> LoadedModel:
 def plan_of(loaded: LoadedModel, n: int = 10) -> tuple[Plan, dict[str, Any]]:
     text = "For example, the"
     tokens = loaded.encode(text)
-    plan = build_plan(
-        parse_load(_LOAD), n=n, seed=0, prompt=tokens, max_new_tokens=12, context=256, encode=loaded.encode_plain
-    )
+    plan = planned(loaded, _LOAD, text, n=n, new=12)
     more = {"prompt": text, "prompt_tokens": len(tokens), "max_new_tokens": 12, "seed": 0, "impls": ["stock"]}
     return plan, describe(loaded, plan, **more)
 

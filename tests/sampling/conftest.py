@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nondet.sampling.model import LoadedModel, load_model
+from nondet.sampling.plan import Plan, build_plan, parse_load
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
@@ -41,6 +43,17 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
     tokenizer.train_from_iterator([topics[name] for name in sorted(topics)[:8]], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def planned(
+    loaded: LoadedModel, load: str, prompt: str, *, new: int, n: int | None = None, seed: int = 0, samplings: Any = ()
+) -> Plan:
+    """What is to be run of one prompt; as many completions as a round holds, unless told otherwise."""
+    parsed = parse_load(load)
+    return build_plan(
+        parsed, n=n or parsed.targets, seed=seed, prompt=loaded.encode(prompt), samplings=samplings,
+        max_new_tokens=new, context=256, encode=loaded.encode_plain,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

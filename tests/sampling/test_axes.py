@@ -39,7 +39,6 @@ from nondet.sampling.plan import (
     Session,
     Setting,
     Span,
-    build_plan,
     earlier_text,
     long_prompt,
     parse_load,
@@ -50,6 +49,7 @@ from nondet.services.sample import check_vary
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import tally_axes
+from tests.sampling.conftest import planned
 
 LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 
@@ -215,10 +215,7 @@ def planted(name: str, model: Any) -> Iterator[Callable[[], Counter[str]]]:
 
 
 def plan_of(loaded: LoadedModel, n: int = 4) -> Plan:
-    return build_plan(
-        parse_load(LOAD), n=n, seed=0, prompts=[loaded.encode(TEXT)], max_new_tokens=NEW, context=256,
-        encode=loaded.encode_plain,
-    )  # fmt: skip
+    return planned(loaded, LOAD, TEXT, n=n, new=NEW)
 
 
 def axes_of(loaded: LoadedModel, plan: Plan, spec: str = ALL) -> tuple[Conditions, list[Varied]]:

@@ -25,9 +25,10 @@ from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Plan, Session, build_plan, parse_load
+from nondet.sampling.plan import Plan, Session
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
+from tests.sampling.conftest import planned
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
@@ -35,10 +36,7 @@ ENVIRONMENT = {"torch": str(torch.__version__)}
 
 
 def plan_of(loaded: LoadedModel, n: int = 10) -> Plan:
-    return build_plan(
-        parse_load(LOAD), n=n, seed=0, prompt=loaded.encode(PROMPT), max_new_tokens=5, context=256,
-        encode=loaded.encode_plain,
-    )  # fmt: skip
+    return planned(loaded, LOAD, PROMPT, n=n, new=5)
 
 
 def opened(loaded: LoadedModel, plan: Plan, path: Path, impls: Sequence[str], **how: bool) -> RunWriter:

@@ -33,20 +33,17 @@ from nondet.sampling.engine import (
 )
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model, random_config
-from nondet.sampling.plan import Load, Outcome, Plan, Request, Session, build_plan, parse_load
+from nondet.sampling.plan import Load, Outcome, Plan, Request, Session, parse_load
 from nondet.sampling.schedule import TopRing, UnservedError
 from nondet.services.sample import load_with_graphs
+from tests.sampling.conftest import planned
 
 PROMPT = "The following exceptions are raised when"
 MIXED = "others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget=16"
 
 
 def plan_of(loaded: LoadedModel, spec: str, new: int = 12) -> Plan:
-    load = parse_load(spec)
-    return build_plan(
-        load, n=load.targets, seed=0, prompt=loaded.encode(PROMPT), max_new_tokens=new, context=256,
-        encode=loaded.encode_plain,
-    )  # fmt: skip
+    return planned(loaded, spec, PROMPT, new=new)
 
 
 def run(loaded: LoadedModel, spec: str) -> Session:
@@ -358,11 +355,7 @@ def test_a_model_that_keeps_its_keys_is_served() -> None:
 
 
 def _plan(loaded: LoadedModel) -> Plan:
-    load = parse_load("others=0,targets=2,spread=1,budget=16,requests=4")
-    prompt = loaded.encode("The following exceptions")
-    return build_plan(
-        load, n=2, seed=0, prompt=prompt, max_new_tokens=6, context=256, encode=loaded.encode_plain
-    )  # fmt: skip
+    return planned(loaded, "others=0,targets=2,spread=1,budget=16,requests=4", "The following exceptions", new=6)
 
 
 def test_what_is_proven_inside_of_a_step_is_not_in_its_seconds(tiny: LoadedModel) -> None:
@@ -487,12 +480,8 @@ def test_stretches_of_two_threads_count_once() -> None:
 
 
 def session_of(loaded: LoadedModel, spec: str) -> Session:
-    load = parse_load(spec)
-    plan = build_plan(
-        load, n=load.targets, seed=0, prompt=loaded.encode(DEFAULT_PROMPT), max_new_tokens=24, context=256,
-        encode=loaded.encode_plain,
-    )  # fmt: skip
-    return run_session(loaded.model, plan.rounds[0], load)
+    plan = planned(loaded, spec, DEFAULT_PROMPT, new=24)
+    return run_session(loaded.model, plan.rounds[0], plan.load)
 
 
 def test_the_mask_is_transformers_own() -> None:

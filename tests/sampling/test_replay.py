@@ -20,7 +20,7 @@ from nondet.sampling import engine
 from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import ENGINES, Outcome, Pace, Request, Session, build_plan, make_engine, parse_load
+from nondet.sampling.plan import ENGINES, Outcome, Pace, Request, Session, make_engine, parse_load
 from nondet.sampling.replay import (
     Player,
     check_weights,
@@ -36,6 +36,7 @@ from nondet.sampling.replay import (
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.sampling import test_collect
+from tests.sampling.conftest import planned
 from tests.sampling.test_collect import sample
 
 LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
@@ -45,13 +46,10 @@ LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
 def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Trace]]:
     """Two rounds of a float32 model, whose products depend on M on every CPU."""
     path = tmp_path_factory.mktemp("tape") / "run.jsonl"
-    load = parse_load(LOAD)
-    prompt = tiny_float32.encode("The following exceptions are raised when")
-    plan = build_plan(
-        load, n=12, seed=3, prompt=prompt, max_new_tokens=12, context=256, encode=tiny_float32.encode_plain
-    )
+    text = "The following exceptions are raised when"
+    plan, tokens = planned(tiny_float32, LOAD, text, n=12, seed=3, new=12), len(tiny_float32.encode(text))
     described = describe(
-        tiny_float32, plan, prompt="p", prompt_tokens=len(prompt), max_new_tokens=12, seed=3, impls=["stock"]
+        tiny_float32, plan, prompt="p", prompt_tokens=tokens, max_new_tokens=12, seed=3, impls=["stock"]
     )
     writer = open_run(path, command="sample", plan=described, environment={})
     collect(tiny_float32, plan, ["stock"], writer, repeat=False)

@@ -20,10 +20,11 @@ from nondet.sampling.collect import collect, describe
 from nondet.sampling.engine import Draw, TransformersEngine, draw_rows, drawn_outcome, philox, uniform_bits
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Sampling, build_plan, check_sampling, is_sampling, parse_load
+from nondet.sampling.plan import Sampling, check_sampling, is_sampling
 from nondet.sampling.replay import Player, digest_of, select_completions, tape_of
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
+from tests.sampling.conftest import planned
 
 PLAIN = Sampling(0.8, 0, 1.0, 0)
 LOAD = "others=2,targets=4,spread=6,prompt=4-12,tokens=2-4,budget=12,page=4"
@@ -129,12 +130,9 @@ def test_no_numbers_draw_nothing_silently() -> None:
 def drawn(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two seeds, four completions each under four implementations."""
     samplings = [Sampling(1.5, 50, 0.98, seed) for seed in (0, 1)]
-    prompt = tiny_float32.encode("The following exceptions")
-    plan = build_plan(
-        parse_load(LOAD), n=4, seed=0, prompts=[prompt], samplings=samplings, max_new_tokens=8, context=256,
-        encode=tiny_float32.encode_plain,
-    )  # fmt: skip
-    listed = [{"text": "p", "tokens": len(prompt), "seed": s.seed} for s in samplings]
+    text = "The following exceptions"
+    plan = planned(tiny_float32, LOAD, text, n=4, new=8, samplings=samplings)
+    listed = [{"text": "p", "tokens": len(tiny_float32.encode(text)), "seed": s.seed} for s in samplings]
     header = describe(
         tiny_float32, plan, prompts=listed, max_new_tokens=8, seed=0, impls=IMPLS, sampling={"temperature": 1.5}
     )
