@@ -36,8 +36,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
 
 
 @pytest.fixture
-def watch() -> PerfCounter:
-    """A quick one."""
+def watch(monkeypatch: pytest.MonkeyPatch) -> PerfCounter:
+    """A quick one, and quick limits of the machine."""
+    monkeypatch.setattr("nondet.bench.cells._COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})
     stopwatch = PerfCounter()
     stopwatch.cache_bytes, stopwatch.budget_us, stopwatch.replay_us = 1024, 1.0, 1.0
     return stopwatch

@@ -83,7 +83,7 @@ def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certifi
         cls="segments",
         dtype="float32",
         device=DEVICE,
-        shape={"B": 2, "Hq": 2, "Hkv": 1, "T": 36, "D": 16},
+        shape={"B": 2, "Hq": 2, "Hkv": 1, "T": 36 if DEVICE == "cuda" else 20, "D": 16},  # the interpreter is slow
         layout="GQA",
         values=forms,
         kinds=("bell",),
