@@ -116,7 +116,7 @@ def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
     control = traced.control("capture")
     assert control.passed is False
     assert control.sentence.startswith("arm solo: logits of t0 are NaN or infinite")
-    assert "NaN or infinite: the model is wrong before any batch is" in traced.verdict.sentences[0]
+    assert "NaN or infinite: the model is wrong, whatever the batch" in traced.verdict.sentences[0]
 
 
 def test_with_prefix_sharing_the_donor_is_traced() -> None:
