@@ -87,13 +87,6 @@ def test_any_order_is_flagged_and_one_order_is_not(operator):
     assert all(row.trials == 20 for row in rows.values() if row.operator == operator)
 
 
-@pytest.mark.parametrize("options", [{"m": 0}, {"n": 10**13}, {"dtypes": ("float8_e5m2",)}])
-def test_bad_input_to_atomics_is_refused(options):
-    """Sizes and dtypes that make no sense stop before anything is made."""
-    with pytest.raises(UserError):
-        list(Atomics().cases(Options(**options)))
-
-
 # The split-k probe shows when the number of parts changes bits, when not, and a wrong answer as what it is.
 
 SMALL = {"m": 2, "k": 512, "n": 8, "dtypes": ("float32",), "runs": 12}
@@ -130,8 +123,14 @@ def test_fixed_chunks_are_not_flagged_however_many_workers():
     assert rows["K in 1 to 16 parts added in order, M=2 K=512 N=8, bell [float32]"].values == [1, 2, 4, 8, 16]
 
 
-@pytest.mark.parametrize("options", [{"k": 0}, {"n": 10**11}, {"dtypes": ("int8",)}, {"runs": 0}])
-def test_bad_input_to_split_k_is_refused(options):
-    """Sizes, dtypes and runs that make no sense stop before anything is made."""
+@pytest.mark.parametrize(
+    ("probe", "options"),
+    [
+        *((Atomics, options) for options in ({"m": 0}, {"n": 10**13}, {"dtypes": ("float8_e5m2",)})),
+        *((SplitK, options) for options in ({"k": 0}, {"n": 10**11}, {"dtypes": ("int8",)}, {"runs": 0})),
+    ],
+)
+def test_what_makes_no_sense_is_refused(probe, options):
+    """Sizes, dtypes and runs, before anything is made."""
     with pytest.raises(UserError):
-        list(SplitK().cases(Options(**options)))
+        list(probe().cases(Options(**options)))
