@@ -380,6 +380,9 @@ def test_nan_that_agrees_with_itself_is_wrong(other: str) -> None:
     assert verdict.finding == Finding.WRONG
     assert (Finding.OTHER in verdict.findings) == (other == "BBBB")
     assert verdict.text.startswith(f"{8 if other == 'AAAA' else 4} completions hold NaN or infinite logprobs: wrong")
+    sound = judge(varied(BASE | {"chunk=5": other}))[0]
+    kept = sound.counts[:-1] if other == "AAAA" else sound.counts  # what else was counted is told as well
+    assert (verdict.counts[1:], verdict.bounds) == (kept, ())
     assert exit_code(run, "divergent") == (3, "")
 
 
