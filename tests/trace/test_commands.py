@@ -83,23 +83,25 @@ def test_a_script_overwrites_nothing_unasked(
 
 
 def test_a_stopped_trace_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped as its culprits were on record, none is looked for again, and nothing is lost or doubled."""
+    """Stopped with its last culprit on record, with all that was tried, or with the first try: nothing doubled."""
     out, whole = tmp_path / "trace.jsonl", tmp_path / "whole.jsonl"
     assert trace(folder, "--out", str(whole)) == 0
-    lines = whole.read_bytes().splitlines(keepends=True)
-    last = max(i for i, line in enumerate(lines) if b'"type":"culprit"' in line[:24])
-    out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
-    with monkeypatch.context() as patch:
-        patch.setattr("nondet.trace.search.name_culprit", None)  # called, it would raise
-        assert trace(folder, "--out", str(out), "--resume") == 0
-    run, expected = read_run(out), read_run(whole)
-    assert run.complete
-    keys = [record.key for record in run.records()]
-    assert sorted(keys) == sorted([*(r.key for r in expected.records()), ("control", "resumed")])
-    assert run.trace_verdicts[0].sentences == expected.trace_verdicts[0].sentences
-    assert run.trace_verdicts[0].families == expected.trace_verdicts[0].families
-    assert trace(folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
-    assert [record.key for record in read_run(out).records()] == keys
+    lines, expected = whole.read_bytes().splitlines(keepends=True), read_run(whole)
+    culprits, tries = ([i for i, line in enumerate(lines) if kind in line[:24]] for kind in (b'"culprit"', b'"substitu'))
+    for last in (culprits[-1], tries[-1], tries[0]):
+        out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
+        with monkeypatch.context() as patch:
+            if last >= culprits[-1]:
+                patch.setattr("nondet.trace.search.name_culprit", None)  # called, it would raise
+            assert trace(folder, "--out", str(out), "--resume") == 0
+        run = read_run(out)
+        assert run.complete
+        keys = [record.key for record in run.records()]
+        assert sorted(keys) == sorted([*(r.key for r in expected.records()), ("control", "resumed")])
+        assert run.trace_verdicts[0].sentences == expected.trace_verdicts[0].sentences
+        assert run.trace_verdicts[0].families == expected.trace_verdicts[0].families
+        assert trace(folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
+        assert [record.key for record in read_run(out).records()] == keys
 
 
 def test_recorded_completions_are_played_and_traced(
