@@ -172,6 +172,9 @@ def test_a_run_file_is_no_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "r.jsonl")
     with pytest.raises(UserError, match="not a regular file"):
         create_locked(tmp_path / "r.jsonl", force=True)
+    os.mkfifo(traces_path(tmp_path / "r.jsonl"))
+    with pytest.raises(UserError, match="can't write"):
+        TraceWriter(tmp_path / "r.jsonl", resume=False, piece=str)  # nobody reads it: no reader is waited for
 
 
 @pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "folder", "large"])
