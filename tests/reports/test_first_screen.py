@@ -64,8 +64,8 @@ def test_the_chain_of_operators_asked_alone() -> None:
     assert text.endswith(" and 7 other sets of kernels")
     assert command == ""
     told_of_flash = said(run_of(row([0, 1], kernels=[["a"], ["b_splitK"]], impl="stock-flash")))
-    assert told_of_flash["operator"][0] == "not traced; asked alone, stock parts in linear"
-    assert told_of_flash["kernel"][0].endswith(": 2 classes of bits, by a (other), b_splitK (split)")
+    assert told_of_flash["operator"] == told["operator"]
+    assert told_of_flash["kernel"][0].endswith(" a (other), b_splitK (split)")
     text, command = told["cure"]
     assert text.startswith("invariant: no divergence observed in 208 trials")
     assert text.endswith("; cost: not measured")
@@ -103,7 +103,7 @@ def test_the_chain_of_completions(tmp_path: Path) -> None:
     run.header.plan["model"] = {"name": "my model"}
     assert said(run)["operator"][1] == "nondet trace --prompt 'The following exceptions' --model 'my model'"
     many = sampled(tmp_path, variants=lambda impl, i: (((4, i % 5),), 0) if impl == "stock" else ((), 0))
-    assert said(many)["token"][0].count(" go on with ") == 3
+    assert said(many)["token"][0].count(" continue with ") == 3
 
 
 def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
         parts = lambda impl, i: (((4, 1),), 0) if impl == "stock" and i % 9 == 0 else ((), 0)  # noqa: E731 - one line
         return sampled(tmp_path, impls=impls, variants=parts)
 
-    assert said(replaced_alone("attention", "matmul"))["operator"][0].startswith("attention, matmul: replacing it ")
+    assert said(replaced_alone("attention", "matmul"))["operator"][0].startswith("attention, matmul: replacing ")
     run = replaced_alone("attention")
     told = said(run)
     text = "attention: replacing only it removed every divergence seen, in 60 completions"

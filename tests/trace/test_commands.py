@@ -87,8 +87,8 @@ def test_a_stopped_trace_goes_on(folder: Path, tmp_path: Path, monkeypatch: pyte
     out, whole = tmp_path / "trace.jsonl", tmp_path / "whole.jsonl"
     assert trace(folder, "--out", str(whole)) == 0
     lines, expected = whole.read_bytes().splitlines(keepends=True), read_run(whole)
-    culprits, tries = ([i for i, line in enumerate(lines) if kind in line[:24]] for kind in (b'"culprit"', b'"substitu'))
-    for last in (culprits[-1], tries[-1], tries[0]):
+    culprits, tried = ([i for i, line in enumerate(lines) if kind in line[:24]] for kind in (b'"culprit', b'"substitu'))
+    for last in (culprits[-1], tried[-1], tried[0]):
         out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
         with monkeypatch.context() as patch:
             if last >= culprits[-1]:

@@ -328,7 +328,7 @@ def test_an_arm_that_nothing_is_held_against_is_held_against_itself() -> None:
     assert comparison.text == "loaded compared with itself: 1 of 120 differ, 1 in tokens"
     assert comparison.why[:2] == (
         "There is no solo arm to compare it with.",
-        "Whether the server ran other requests meanwhile is not known: batch or run may be the cause.",
+        "Whether the server ran other requests meanwhile is not known: these may be batch or run-to-run effects.",
     )
     cold = [completion(i, "cold", "B", round_=50 + i) for i in range(4)]
     apart = made(run.completions[:4] + cold, run.rounds[:4])
