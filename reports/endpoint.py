@@ -267,8 +267,13 @@ class EndpointSection:
 
     @property
     def parted(self) -> list[str]:
-        """What was seen, and the finding, of each comparison in which something parted."""
-        return [f"{c.text}: {c.finding}" for _, _, c in self.comparisons if c.traces_off]
+        """What was seen, and the finding, of each comparison in which something parted; whose, where it is of several."""
+        several = len({subject for _, subject, _ in self.comparisons}) > 1
+        return [
+            f"{f'prompt {s}, ' if several and s.isdecimal() else f'{s}, ' if several else ''}{c.text}: {c.finding}"
+            for _, s, c in self.comparisons
+            if c.traces_off
+        ]
 
     def answered(self, *kinds: str) -> list[str]:
         """Questions that any server answers so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -104,6 +105,9 @@ def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
     assert alike
     assert parted
     assert endpoint.parted == [f"{c.text}: {c.finding.value}" for c in parted]
+    both = replace(endpoint, comparisons=[(i, s, c) for s in ("1", "2") for i, _, c in endpoint.comparisons])
+    assert both.parted[0].startswith("prompt 1, ")
+    assert both.parted[-1].startswith("prompt 2, ")
 
 
 def test_a_run_without_completions_still_has_a_report(run: Run) -> None:
