@@ -267,7 +267,7 @@ class EndpointSection:
 
     @property
     def parted(self) -> list[str]:
-        """What was seen, and the finding, of each comparison in which something parted; whose, where it is of several."""
+        """What was seen, and the finding, of each comparison in which something parted; its prompt, of several."""
         several = len({subject for _, subject, _ in self.comparisons}) > 1
         return [
             f"{f'prompt {s}, ' if several and s.isdecimal() else f'{s}, ' if several else ''}{c.text}: {c.finding}"
