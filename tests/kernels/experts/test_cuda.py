@@ -23,8 +23,6 @@ from tests.build import DEVICE, accuracy_bound, bell
 
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
 DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-ROUTING = [grouped] if DEVICE == "cuda" else [grouped, cpu_grouped_matmul]
-TOPKS = [grouped, ordered_topk]
 TMA = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)  # the interpreter has it
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
