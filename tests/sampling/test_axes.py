@@ -104,7 +104,7 @@ def test_drafts() -> None:
         ("nonsense", "nonsense"),
         ("sharing,,chunk", "empty part"),
         ("sharing,sharing", "twice"),
-        ("all,chunk", "stands alone"),
+        ("all,chunk", "excludes other axes"),
         ("chunk=", "lacks a value"),
         ("chunk=0", "makes no sense"),
         ("chunk=many", "makes no sense"),
@@ -330,7 +330,7 @@ def test_three_implementations_are_all_told(varied: Run) -> None:
     cells = {**line.cells, "rank-free": line.cells["invariant"]}
     three = replace(table, impls=("stock", "invariant", "rank-free"), lines=(replace(line, cells=cells),))
     text = " ".join(" ".join(printed(three)).split())
-    assert [name for name in cells if f" {name} {cells[name].traces}, moved may differ" in text] == list(cells)
+    assert [name for name in cells if f" {name} {cells[name].traces}, changed may differ" in text] == list(cells)
     assert cells["rank-free"].traces == "2 (1)"
     assert max(map(len, printed(three))) <= 80
 
