@@ -317,6 +317,8 @@ def _shown() -> type[Any]:
             clean = self.replaced and not self.left and not self.at_risk
             return super().lines() + (["nothing was left stock, and nothing is at risk"] if clean else [])
 
+    Counts.__qualname__ = Coverage.__qualname__  # what its repr begins with
+
     class Block(Invariance):
         def __init__(self, families: frozenset[str], took: float) -> None:
             super().__init__(families)

@@ -396,7 +396,7 @@ def _margins_text(summary: SampleSummary) -> str:
     m = summary.margins
     if m is None:
         return "–"
-    ties = f", {text.counted(m.ties)} of the completions exactly tied" if m.ties else ""
+    ties = f", exactly tied at {text.counted(m.ties)} of the completions' choices there" if m.ties else ""
     return (
         f"median {text.number(m.median)} at {text.counted(m.flips)} flips{ties}; median "
         f"{text.number(m.elsewhere_median)} at {text.counted(m.elsewhere)} other positions, as close in "

@@ -66,15 +66,19 @@ class Budget:
         """What may still go by; below 0 where it was overrun."""
         return self.within_s - self.spent if self.within_s else math.inf
 
+    def kept(self, keep_s: float) -> float:
+        """What to keep for a later part that takes so long: nothing where it does not fit any more."""
+        return keep_s if keep_s <= self.left else 0.0
+
     def lacks(self, part: str, needs_s: float, keep_s: float = 0.0) -> str:
         """Why `part`, a noun, is left out, `keep_s` being kept for later parts; "" where it fits."""
-        left = self.left - keep_s
-        if left >= needs_s:
+        keep = self.kept(keep_s)
+        if self.left - keep >= needs_s:
             return ""
-        kept = f" beside {keep_s:.0f} s for what follows" if keep_s else ""
+        others = f", {keep:.0f} s of them for what follows" if keep else ""
         return (
-            f"{part} would take {needs_s:.0f} s or more, and of {self.within_s:.0f} s {max(0.0, left):.0f} s are "
-            f"left{kept} (--within 0 runs all)"
+            f"{part} would take {needs_s:.0f} s or more, and of {self.within_s:.0f} s {max(0.0, self.left):.0f} s are "
+            f"left{others} (--within 0 runs all)"
         )
 
 
@@ -509,7 +513,7 @@ class Diagnoser:
 
     def _operator(self, so_far: Run) -> Step:
         """A trace: of a round in which a completion parted, or of an axis, or of the round that differs from itself."""
-        arms, keep = self._arms(so_far), self._effort(so_far).least_cure.cure_s
+        arms, keep = self._arms(so_far), self._budget.kept(self._effort(so_far).least_cure.cure_s)
         search = Search(
             self.engine, self.loaded.model, *arms, impl=STOCK, choose=arms[1].name == "in company",
             write=self._write, say=lambda line: self.say(f"  {line}"),
