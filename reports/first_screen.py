@@ -739,7 +739,9 @@ def _of_bench(e: _Ended) -> tuple[str, str]:
 
 
 def _cured(e: _Ended) -> tuple[str, str]:
-    why = "tests the batch-invariant kernels bit for bit on this machine; then wrap the model in nondet.batch_invariant()"
+    why = (
+        "tests the batch-invariant kernels bit for bit on this machine; then wrap the model in nondet.batch_invariant()"
+    )
     return e.again("certify", "all", names=_MACHINE), why
 
 

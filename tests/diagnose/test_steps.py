@@ -231,7 +231,10 @@ def test_a_budget_counts_what_went_by() -> None:
     assert budget.lacks("a trace", 30.0, 20.0) == ""
     now += 1.0
     reason = budget.lacks("a trace", 30.0, 20.0)
-    assert reason.startswith("a trace would take 30 s or more, and of 60 s 29 s are left beside 20 s for what follows")
+    assert reason.startswith(
+        "a trace would take 30 s or more, and of 60 s 49 s are left, 20 s of them for what follows"
+    )
+    assert budget.lacks("a trace", 30.0, 50.0) == ""  # what does not fit any more is not waited for
     now += 100.0
     assert "of 60 s 0 s are left" in budget.lacks("a trace", 1.0)
     assert Budget(clock=lambda: now).lacks("a trace", 1e9, 1e9) == ""

@@ -102,7 +102,7 @@ def test_a_worker_that_dies_is_a_row_with_its_reason_and_the_others_are_measured
     assert rows.keys() == {job.key for job in jobs}
     failed = [row for row in rows.values() if row.status == Status.ERROR]
     assert {row.reason for row in failed} == {
-        "the process that measured it was killed by SIGKILL; it ran beside other processes, --jobs 1 measures it alone"
+        "the process that measured it was killed by SIGKILL; it ran beside other processes: --jobs 1 runs only one"
     }
     assert {row.impl for row in failed} == {"tests.probes.test_jobs:dies"}
     assert {row.impl for row in rows.values() if row.measured} == {"stock", "tests.probes.test_jobs:dies"}

@@ -390,7 +390,7 @@ def test_products_in_a_batch_are_asked_as_they_were_met(monkeypatch: pytest.Monk
         monkeypatch.setattr("nondet.kernels.stock.matmul", operator)
         assert next(run_jobs(jobs, 0, set())).status == status
     apart = {"0": [4, 3, 32], "1": [4, 32, 8]}, {"0": [12, 3, 48], "1": [12, 48, 8]}
-    with pytest.raises(UserError, match="no probe asks `bmm`"):  # its depth follows the batch: weights over keys
+    with pytest.raises(UserError, match="no probe tests `bmm`"):  # its depth follows the batch: weights over keys
         met_in(run_of(culprit("bmm", *apart)))
 
 
@@ -417,8 +417,8 @@ def test_grouped_products_are_asked_at_their_experts() -> None:
     [
         (run_of(), "it holds no trace"),
         (run_of(culprit("")), "named no operator"),
-        (run_of(culprit("Tensor.add", {"0": [1, 1, 8]}, {"0": [1, 3, 8]})), "no probe asks `Tensor.add`"),
-        (run_of(culprit("linear", {"0": [8]}, {"0": [8]})), "no probe asks `linear`"),
+        (run_of(culprit("Tensor.add", {"0": [1, 1, 8]}, {"0": [1, 3, 8]})), "no probe tests `Tensor.add`"),
+        (run_of(culprit("linear", {"0": [8]}, {"0": [8]})), "no probe tests `linear`"),
     ],
 )
 def test_a_run_without_a_culprit_is_refused_in_one_line(run: Run, reason: str) -> None:

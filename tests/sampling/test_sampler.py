@@ -200,7 +200,7 @@ def test_tokens_that_were_not_drawn_are_an_error(drawn: Run, tiny_float32: Loade
     draws = [Draw(t, -1.0, 0.1, 0.1, 0.1) for t in outcome.token_ids]
     assert drawn_outcome(outcome, draws).finish == "length"
     for wrong in (draws[:-1], [*draws[:-1], draws[-1]._replace(token=draws[-1].token + 1)]):
-        assert "other tokens than were drawn" in drawn_outcome(outcome, wrong).reason
+        assert "other tokens than those drawn" in drawn_outcome(outcome, wrong).reason
     greedy = replace(outcome, request=replace(outcome.request, sampling=None))
     assert digest_of(greedy) != digest_of(outcome)
 
