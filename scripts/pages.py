@@ -21,7 +21,7 @@ From the headers of the run files under `docs/evidence/`, by `python scripts/pag
 not tried: bits, kernels and verdicts are of the machine and the versions that a run file names, and of no others."""
 VERSIONS = ("torch", "triton", "transformers", "driver")
 NOT_RUN = """No other machine has a run file here: no other NVIDIA GPU, no AMD or Intel GPU, no Apple silicon, and no
-more than two GPUs at a time. Whether the invariant kernels run elsewhere, and hold, is not known: `nondet certify`
+more than four GPUs at a time. Whether the invariant kernels run elsewhere, and hold, is not known: `nondet certify`
 asks. A run file from a machine that is not listed is welcome."""
 
 
@@ -65,7 +65,7 @@ def machines_page() -> str:
         ]
         python = [f"Python {known['python']}"] if known.get("python") else []
         folder = path.relative_to(EVIDENCE).parts[0]
-        count = f"{2 if folder.endswith('-x2') else 1} x " if known.get("gpu") else ""
+        count = f"{folder.partition('-x')[2] or 1} x " if known.get("gpu") else ""
         runs.setdefault((f"{count}{machine}", ", ".join(versions + python)), {}).setdefault(folder, set()).add(
             header.command
         )

@@ -213,13 +213,14 @@ PROOF_KINDS = ("order", "wide", "bell")
 
 _KIB = 2**10
 # By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: as measured
-# on two H200s (docs/evidence/h200-x2). More ranks: one-shot for small messages and two-shot for others, as PyTorch's
-# kernels alone compared on four H200s; the borders are not measured.
+# on two H200s (docs/evidence/h200-x2). Up to four: as measured on four (docs/evidence/h200-x4/sums.jsonl.gz), where
+# PyTorch's two-shot is 1.0 to 1.36 times as fast as ours from 2 MiB on. Up to eight: the same, not measured.
 _CUDA: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (2, 512 * _KIB, ("one_shot", "peers_one_shot", "library")),
     (2, 2**62, ("peers_one_shot", "two_shot", "library")),
     (8, 256 * _KIB, ("one_shot", "peers_one_shot")),
-    (8, 2**62, ("peers_two_shot", "two_shot", "exchange")),
+    (8, 2 * _KIB * _KIB - 1, ("peers_two_shot", "two_shot", "exchange")),
+    (8, 2**62, ("two_shot", "peers_two_shot", "exchange")),
 )
 _CPU: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (2, 2**62, ("library",)),

@@ -26,14 +26,18 @@ class Lines(Progress):
         self._say, self._over, self._began = say, threading.Event(), clock()
         self._wait = wait or self._over.wait
         self._first: dict[TaskID, float] = {}
+        self._teller: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to tell. A thread: a case may take longer than half a minute."""
-        threading.Thread(target=self.watch, daemon=True).start()
+        self._teller = threading.Thread(target=self.watch, daemon=True)
+        self._teller.start()
 
     def stop(self) -> None:
-        """Tell no more."""
+        """Tell no more: what comes next has stderr to itself, unless that takes nothing for a second."""
         self._over.set()
+        if self._teller is not None:
+            self._teller.join(1.0)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """As rich's; what a resumed run had done before took no time of this one."""

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +78,24 @@ def test_a_step_of_no_known_number_has_its_own_time() -> None:
         lambda p: p.reset(p.tasks[0].id, description="coarse pass"),
         lambda p: None,
     ) == [": 30 s so far", "coarse pass: 30 s so far", "coarse pass: 60 s so far"]
+
+
+def test_nothing_is_said_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is being said when the run ends is said before what comes next, not after it."""
+    monkeypatch.setattr("nondet.core.progress.EVERY_S", 0.001)
+    said, begun = list[str](), threading.Event()
+
+    def slowly(line: str) -> None:
+        begun.set()
+        time.sleep(0.1)
+        said.append(line)
+
+    with Lines(slowly) as progress:
+        progress.add_task("probing", total=None)
+        assert begun.wait(5)
+    said.append("verdict")
+    time.sleep(0.2)
+    assert said == ["probing: 0 s so far", "verdict"]
 
 
 @pytest.mark.parametrize(
