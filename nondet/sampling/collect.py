@@ -44,6 +44,7 @@ from nondet.sampling.schedule import route
 
 Progress = Callable[[str, int, int, int], None]
 Preparing = Callable[[str, int, int, FirstUses], None]
+Told = Callable[[str, Sequence[Completion]], None]
 Under = Callable[[str], AbstractContextManager[Callable[[], Counter[str]]]]
 
 
@@ -95,6 +96,7 @@ def collect(
     ranks: int = 1,
     progress: Progress | None = None,
     preparing: Preparing | None = None,
+    told: Told | None = None,
 ) -> None:
     """Run whatever the run file does not hold yet.
 
@@ -105,6 +107,7 @@ def collect(
             whether the batch did it; see `nondet.sampling.replay.rounds_to_settle`.
         progress: Called with (implementation, targets done, targets, tokens so far) whenever a target is finished.
         preparing: Called with (implementation, calls done, calls, first uses so far) before its first round.
+        told: Called with (implementation, its completions so far) after its first round, where more follow.
 
     Raises:
         UserError: unknown implementation, full disk, an engine that refuses, a resumed round that came out otherwise.
@@ -124,7 +127,7 @@ def collect(
         for impl in impls:
             with under(impl) as counted:
                 common = (writer, traces, impl, loaded, plan, seed, counted)
-                _Rounds(*common, engine, weights, settle, progress, preparing).run(repeat)
+                _Rounds(*common, engine, weights, settle, progress, preparing, told).run(repeat)
 
 
 @dataclass
@@ -208,6 +211,7 @@ class _Rounds(_Sessions):
     settle: int
     progress: Progress | None
     preparing: Preparing | None
+    told: Told | None
     done: int = 0
     tokens: int = 0
 
@@ -226,6 +230,8 @@ class _Rounds(_Sessions):
         for index in missing:
             session = self.collect(index, partial(self._session, rounds[index], self._count))
             first = session if index == 0 else first
+            if index == 0 and self.told is not None and len(rounds) > 1:
+                self.told(self.impl, self._recorded())
         if again and first is not None:
             started = time.perf_counter()
             self.writer.write(repeat_row(self.loaded, self.impl, first, self._session(rounds[0]), started))

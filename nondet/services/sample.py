@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,7 @@ from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
 
 if TYPE_CHECKING:
     from nondet.core.launch import FirstUses
+    from nondet.core.records import Completion
     from nondet.core.runfile import RunWriter
     from nondet.sampling.axes import Conditions, Subject
     from nondet.sampling.model import LoadedModel
@@ -508,9 +511,25 @@ def _collect(request: SampleRequest, loaded: LoadedModel, plan: Plan, writer: Ru
                 what = f"{uses.proofs} proofs and {uses.compiled} compiled kernels"
                 sink.say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")
 
+        def first_round(impl: str, recorded: Sequence[Completion]) -> None:
+            """How many answers differ from their prompt's most common one: a first answer, long before the verdict."""
+            prompts: dict[int, list[Completion]] = {}
+            for c in recorded:
+                prompts.setdefault(c.prompt, []).append(c)
+            groups = list(prompts.values())
+            traces, texts = (
+                sum(len(group) - Counter(map(digest, group)).most_common(1)[0][1] for group in groups)
+                for digest in (attrgetter("trace"), attrgetter("tokens_digest"))
+            )
+            of = "" if len(groups) == 1 else f" of {len(groups):,} prompts, each within its own"
+            sink.say(
+                f"{impl}, so far: {texts:,} of {len(recorded):,} completions{of} differ from the most common one, "
+                f"{traces:,} in their logprob bits"
+            )
+
         collect(
             loaded, plan, impls, writer, seed=seed, threads=request.threads, settle=_SETTLE, ranks=ranks,
-            progress=advance, preparing=preparing,
+            progress=advance, preparing=preparing, told=None if sink.quiet else first_round,
         )  # fmt: skip
     if ranks > 1 or "stock" not in impls:
         return  # over ranks its operators ran at the sizes of a share, which no single process meets
