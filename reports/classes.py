@@ -175,6 +175,8 @@ def map_text(row: Row, most: int = 8) -> str:
         return f"all {row.trials}: A" if row.class_sizes else ""
     sets = kernel_sets(row)
     parts = _stretches(row)
+    if len(parts) == most + 1:
+        most += 1  # "… 1 more" would be as long as what it hides
     words, named = [], set()
     for run in parts[:most]:
         label, kernels = run[0].label, run[0].kernels

@@ -61,6 +61,8 @@ def test_text_of_names_repeats_and_unlisted_values() -> None:
 
 def test_text_stays_short() -> None:
     """A map that flickers is cut, and says how much is missing."""
+    assert "more" not in map_text(row([i % 2 for i in range(9)]))  # one is shown, not counted
+    assert map_text(row([i % 2 for i in range(10)])).endswith(" | … 2 more")
     text = map_text(row([i % 2 for i in range(100)]))
     assert text.endswith("| … 92 more")
 
