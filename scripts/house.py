@@ -32,7 +32,7 @@ BUDGET = {
     "embedded": 10,
     "endpoint": 3150,
     "export": 520,
-    "kernels": 15720,
+    "kernels": 16020,
     "nondet": 1730,
     "probes": 3670,
     "ranks": 590,
