@@ -9,7 +9,10 @@ TYPE_CHECKING = False  # as in typing, which need not be loaded for it
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["__version__", "batch_invariant", "check", "check_operator", "load", "probe", "rank_free", "sample"]
+__all__ = [
+    "__version__", "batch_invariant", "check", "check_operator", "load", "mismatch_of", "probe", "rank_free", "rl",
+    "sample",
+]  # fmt: skip
 
 __version__ = VERSION
 
@@ -19,8 +22,10 @@ _LAZY = {
     "check": "nondet.api",
     "check_operator": "nondet.api",
     "load": "nondet.api",
+    "mismatch_of": "nondet.training.trl",
     "probe": "nondet.api",
     "rank_free": "nondet.kernels.dispatch.rank_free",
+    "rl": "nondet.api",
     "sample": "nondet.api",
 }
 

@@ -80,7 +80,8 @@ class LoadedRun:
         """Records as a pandas frame.
 
         Args:
-            kind: "rows", "classes", "completions", "rounds" or "cells"; None where the run holds one kind only.
+            kind: "rows", "classes", "completions", "rounds", "training-steps" or "cells"; None where the run holds one
+                kind only.
 
         Raises:
             UnknownNameError: no such kind.
@@ -91,7 +92,7 @@ class LoadedRun:
         return frame([self.records], kind or only_kind([self.records]))
 
     def figure(self, name: str) -> Figure:
-        """A matplotlib figure: class-map, speed, jigsaw, survival or tree.
+        """A matplotlib figure: class-map, speed, jigsaw, survival, training or tree.
 
         Raises:
             UnknownNameError: no such figure.
@@ -211,6 +212,45 @@ def sample(
     from nondet.services import sample as service
 
     return _measured(service.sample, service.SampleRequest, **arguments)
+
+
+def rl(
+    *,
+    arms: str = "stock,stock+tis,sampler-only",
+    steps: int = 60,
+    seeds: int = 1,
+    task: str = "parentheses",
+    tokens: int = 20,
+    lr: float = 1e-4,
+    model: str | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    seed: int = 0,
+    out: str | Path | None = None,
+    **options: Any,
+) -> LoadedRun:
+    """Train by reinforcement with stock and with batch-invariant kernels, as `nondet rl` does.
+
+    Args:
+        arms: Of stock, stock+tis and sampler-only, with commas.
+        steps: Of each arm under each seed.
+        task: "parentheses" or "sums".
+        tokens: Of each rollout.
+        lr: AdamW's learning rate.
+        model: Folder, hub name, or random weights; None: the embedded model.
+        out: Run file to write; checkpoints lie beside it until an arm is through.
+        options: Any other of the command's: prompts, group, epochs, micro, cap, rollouts, threads, force, resume.
+
+    Returns:
+        The run, with a record for each step.
+
+    Raises:
+        UserError: an unknown option, or one that makes no sense; the run file exists; the model can't be loaded.
+    """
+    arguments = dict(locals())
+    from nondet.services import rl as service
+
+    return _measured(service.rl, service.RlRequest, **arguments)
 
 
 def check(

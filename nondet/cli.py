@@ -58,6 +58,10 @@ _COMMANDS = {
         "nondet.commands.certify:certify", "nondet certify", "nondet certify --show",
         "nondet certify linear --impl mykernels:linear --class chain",
     ),
+    "rl": (
+        "nondet.services.rl:rl", "nondet rl", "nondet rl --arms stock,sampler-only --seeds 3 --report rl.html",
+        "nondet rl --rollouts fp8 --lr 1e-3 --steps 20",
+    ),
     "report": (
         "nondet.commands.report:report", "nondet report runs",
         "nondet report a.jsonl b.jsonl --out report.html --out report.md",
@@ -79,6 +83,7 @@ _COMMANDS = {
 _GROUPS = {
     "Start": ("diagnose", "sample", "probe", "embed"),
     "Explain": ("trace", "replay"),
+    "Train": ("rl",),
     "CI": ("gate", "diff", "report", "export"),
     "Kernels": ("bench", "certify", "list"),
 }

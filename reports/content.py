@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from nondet.reports.probes import ProbeSection
     from nondet.reports.samples import Samples, SampleSection
     from nondet.reports.traces import Story, Told
+    from nondet.reports.training import Training
 
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
-_TITLES |= {"certify": "Certificate"}
+_TITLES |= {"certify": "Certificate", "rl": "Training"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _HEADLINE_MOST = 5  # of several that agree, more are counted and told below
 
@@ -76,6 +77,8 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
 def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
     if run.cells:
         return _load("bench:bench_headline")(run)
+    if run.training_steps:
+        return _load("training:training_headline")(run, verdicts)
     if run.neighbours and verdicts:
         return _load("traces:embed_headline")(run, verdicts)
     if run.steps:
@@ -157,6 +160,11 @@ def problems(run: Run) -> list[Problem]:
     ]
     if run.cells:
         listed += [Problem(kinds[status], which, reason) for status, which, reason in _load("bench:untimed")(run)]
+    listed += [
+        Problem("failed", f"{s.impl}, seed {s.seed}, step {s.step}", s.reason)
+        for s in run.training_steps
+        if s.status != "ok"
+    ]
     noted = [r for r in run.rows if r.reason and r.status not in kinds]
     return listed + [Problem("note", _row_name(r), r.reason) for r in noted]
 
@@ -189,6 +197,11 @@ class RunSection:
         return _load("traces:traced")(self.run) if _traced(self.run) else ()
 
     @cached_property
+    def training(self) -> Training | None:
+        """The arms of reinforcement learning."""
+        return _load("training:training")(self.run) if self.run.training_steps else None
+
+    @cached_property
     def bench(self) -> Timings | None:
         """The cells."""
         return _load("bench:timings")(self.run) if self.run.cells else None
@@ -219,6 +232,7 @@ class RunSection:
         counts = [plural(len(run.rows), "row")] if run.rows else []
         counts += [plural(len(run.completions), "completion")] if run.completions else []
         counts += [plural(len(run.cells), "cell")] if run.cells else []
+        counts += [plural(len(run.training_steps), "step")] if run.training_steps else []
         state = "complete" if run.complete else "incomplete: it was stopped or is still running"
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
 
@@ -362,6 +376,7 @@ _TELLERS = {
     "endpoint": "endpoint:endpoint_blocks",
     "axes": "axes:axes_blocks",
     "sampled": "samples:sample_blocks",
+    "training": "training:training_blocks",
     "bench": "bench:bench_blocks",
     "probes": "probes:probe_blocks",
 }

@@ -27,6 +27,7 @@ from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading
 from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.samples import SampleSection, tree_of
 from nondet.reports.traces import Story, embed_steps, pair_of
+from nondet.reports.training import PLOTS, Training
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Finding, Verdict, plural, successful
 from nondet.verdict.rows import axis_of
@@ -77,6 +78,7 @@ class Pill(StrEnum):
     RUNS = "Runs differ"
     MODEL = "Kernels differ in the model"
     KERNELS = "Kernels differ in isolation"
+    SIDES = "Sampler and trainer differ"
     NEIGHBOURS = "Nearest neighbours change"
     VECTORS = "Only vector bits change"
     WRONG = "Wrong result"
@@ -496,6 +498,9 @@ class FirstScreen:
 
 def first_screen(report: Report) -> FirstScreen | None:
     """The first screen; None of a report that holds neither a verdict nor a bench."""
+    trained = [r.training for r in report.runs if r.training]
+    if trained and len(trained) == len(report.runs):
+        return _of_training(report, trained[0])
     affected, pill, answer = _affected(report)
     if not affected:
         return None
@@ -511,6 +516,24 @@ def first_screen(report: Report) -> FirstScreen | None:
         table = speed_table([section for r in report.runs if r.bench for section in r.bench.sections])
         return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, None, table)
     return FirstScreen(affected, pill, answer, tuple(machines), steps, command, why, _picture(report))
+
+
+def _of_training(report: Report, told: Training) -> FirstScreen:
+    """Arms of reinforcement learning: the pictures of the first run, and what it leaves open."""
+    section = report.runs[0]
+    faults = [v for r in report.runs for v in r.verdicts if v.is_fault]
+    pill = Pill.SIDES if faults else Pill.NONE if all(r.run.complete for r in report.runs) else Pill.SO_FAR
+    typed = figures.own_options(section.run.header, ("--model", "--task", "--dtype", *_MACHINE))
+    seeds = {c.seed for c in told.courses}
+    if len(seeds) == 1:
+        more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
+    else:
+        more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
+    picture = Figure("training", told.figure, "fig-answer", PLOTS) if told.figure else None
+    machines = dict.fromkeys(figures.environment_line(r.run.header.environment) for r in report.runs)
+    command = shlex.join(["nondet", "rl", *typed, *more])
+    answer, affected = one_line(section.headline, 900), "yes" if faults else "none observed"
+    return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, picture)
 
 
 def _affected(report: Report) -> tuple[str, Pill, str]:

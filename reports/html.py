@@ -109,6 +109,7 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "limits": msgspec.to_builtins(section.run.limits),
         "cells": msgspec.to_builtins(section.run.cells),
         "trace": msgspec.to_builtins(_traced(section.run)),
+        **({"training": msgspec.to_builtins(section.run.training_steps)} if section.training else {}),
         "coverage": coverage_rows(section.run),
         **_served_data(section.run),
         "overall": [_overall_data(o) for o in (section.sampled.overall if section.sampled else ())],

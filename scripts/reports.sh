@@ -46,7 +46,7 @@ report_of() {
         if [ -f "$name" ]; then axes+=("$name"); fi
     done
     if [ ${#axes[@]} -gt 0 ]; then nondet report "${axes[@]}" --quiet --force --out "$to/axes.html" --out "$to/axes.md"; fi
-    for name in seeds compare; do
+    for name in seeds compare rl; do
         case $from in */h200) continue ;; esac # its ten seeds are ten tables: the run file alone is kept
         for run in $(there "$from" "$name"); do nondet report "$run" --quiet --force --out "$to/$name.md"; done
     done
@@ -66,6 +66,7 @@ done
 nondet export docs/evidence/h200/matmul-12288x4096.jsonl.gz --figure class-map --out "$to/class-map.png" --force
 nondet export docs/evidence/h200/bench.jsonl.gz --figure jigsaw --section linear --out "$to/speed-matmul.png" --force
 nondet export docs/evidence/h200/sample.jsonl.gz --figure tree --out "$to/tree-light.svg" --force
+nondet export docs/evidence/cpu/rl.jsonl.gz --figure training --out "$to/training.svg" --force
 
 # A class map for the page of each probe, of the case that shows most.
 mkdir -p "$to/probes"

@@ -610,6 +610,44 @@ class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
     seconds: float
 
 
+class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_only=True):
+    """One step of reinforcement learning under one arm: what it earned, and how far sampler and trainer were apart.
+
+    Logprobs are of the sampled tokens at temperature 1 over the whole vocabulary; a ratio is the trainer's probability
+    of a token over the sampler's, before any correction. Figures are of the step's first pass over its rollouts, when
+    both sides have the same weights.
+    """
+
+    keyed_by = ("impl", "seed", "step")
+    seed: Count
+    step: Count  # from 0
+    reward: float | None = None  # mean over the rollouts; None of a step that failed, or where nobody says
+    entropy: Figure | None = None  # nats a token, mean over the sampled positions, as the trainer has it
+    grad_norm: Figure | None = None  # over all weights, before it is clipped
+    rollouts: Count = 0
+    groups: Count = 0  # prompts, each with so many rollouts
+    flat: Count = 0  # groups whose rollouts have one reward: their advantage is 0, and they teach nothing
+    alike: Count = 0  # of these, groups whose rollouts are one text, token for token
+    tokens: Count = 0  # sampled
+    differ: Count = 0  # of these, how many have another logprob in the trainer, bit for bit
+    k3: Figure = 0.0  # mean of ratio - 1 - ln ratio, in float64: an estimate of the KL of sampler to trainer
+    ratio_least: Figure = 1.0
+    ratio_most: Figure = 1.0
+    outside: Count = 0  # tokens whose ratio is outside of 0.99 to 1.01
+    tokens_digest: Digest = ""  # of all prompts and rollouts, in order
+    weights_digest: Digest = ""  # after the step
+    sample_seconds: Figure = 0.0
+    train_seconds: Figure = 0.0
+    # what the dispatcher says ran on either side, "trainer: replaced: mm" -> calls; of an arm's first step
+    ran: dict[str, Count] = {}
+    status: str = "ok"
+    reason: str = ""  # why a step failed, and its arm with it
+
+    def refused(self, why: str) -> Self:
+        """As `Record.refused`."""
+        return type(self)(impl=self.impl, seed=self.seed, step=self.step, status="error", reason=why)
+
+
 class Control(Record, frozen=True, tag="control", kw_only=True):
     """One thing that must hold before a trace may say anything, or, where `passed` is None, that a reader must know."""
 
@@ -745,6 +783,7 @@ class Run(msgspec.Struct, kw_only=True):
     axis_values: list[AxisValue] = []
     embed_passes: list[EmbedPass] = []
     neighbours: list[Neighbours] = []
+    training_steps: list[TrainingStep] = []
     complete: bool = True  # whether the end line is there
     source: str = ""  # where it was read from, for messages
 
@@ -894,11 +933,23 @@ def _cell(cell: Cell) -> None:
             _need(0 < t.low_us <= t.median_us <= t.high_us, "timed.median_us", "is not between its quartiles")
 
 
+def _training_step(step: TrainingStep) -> None:
+    _need(step.status in ("ok", "error"), "status", f"{step.status[:40]!r} is unknown")
+    _need(step.status == "error" or bool(step.tokens and step.weights_digest), "tokens", "a step without any")
+    for name, most in (("differ", step.tokens), ("outside", step.tokens), ("flat", step.groups), ("alike", step.flat)):
+        _count(name, getattr(step, name), most=most)
+    _need(abs(step.reward or 0.0) < NUMBER_MOST, "reward", "too large a number")
+    _need(step.ratio_least <= step.ratio_most, "ratio_least", "is above the largest")
+    _need(step.differ > 0 or step.k3 == step.outside == 0, "k3", "a KL between logprobs of equal bits")
+    _tree("training-step", msgspec.to_builtins(step))
+
+
 _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     Row: _row,
     Completion: _completion,
     Round: _round,
     Cell: _cell,
+    TrainingStep: _training_step,
 }
 
 

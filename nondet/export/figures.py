@@ -1,4 +1,4 @@
-"""Figures to publish, by matplotlib: class maps, speed over M, jigsaw, survival, tree. PNG, SVG or PDF.
+"""Figures to publish, by matplotlib: class maps, speed over M, jigsaw, survival, training, tree. PNG, SVG or PDF.
 
 Colours are those of Okabe and Ito, which colour-blind readers tell apart; lines differ in style as well. The font is
 named (DejaVu Sans, which matplotlib brings), text stays text in SVG, and the machine stands under every figure. The
@@ -18,6 +18,7 @@ from nondet.reports.classes import axis_name, kernel_sets, letter, short_kernel
 from nondet.reports.text import environment_line
 from nondet.verdict.samples import is_varied
 from nondet.verdict.served import is_endpoint
+from nondet.verdict.training import courses, lines_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,6 +88,7 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
     """The figures that these runs have anything for."""
     names = ["class-map"] if any(map(_sweeps, runs)) else []
     names += ["speed", "jigsaw"] if any(_curves(section) for run in runs for section in sections(run)) else []
+    names += ["training"] if any(run.training_steps for run in runs) else []
     return [*names, *(["survival", "tree"] if any(map(_is_one_sample, runs)) else [])]
 
 
@@ -289,6 +291,30 @@ def _branches(axis: Any, summary: SampleSummary) -> None:
     axis.set_title(one_line(title, 100), fontsize=8, loc="left")
 
 
+def _training(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
+    """Reward, K3 and entropy by step: a line an arm, of several seeds their mean, with each seed as a thin one."""
+    told = [course for run in runs for course in courses(run) if len(course.steps) > 1]
+    if not told:
+        raise UserError("these runs hold no two steps of an arm", "Draw a run of `nondet rl`.")
+    figure, axes = _subplots(3, 4.2, 2.9, columns=3)
+    impls = list(dict.fromkeys(course.impl for course in told))
+    panels = {"reward": "reward", "k3": "K3, sampler to trainer (0 on the axis)", "entropy": "entropy, nats a token"}
+    for axis, (name, title) in zip(axes, panels.items(), strict=True):
+        for line in lines_of(told, name):
+            i = impls.index(line.impl)
+            thin = (
+                {"linewidth": 0.6, "alpha": 0.4, "linestyle": "-"} if line.thin else {"label": one_line(line.impl, 40)}
+            )
+            axis.plot(*zip(*line.points, strict=True), **_line_style(i) | thin)
+        axis.set_title(title, fontsize=8, loc="left")
+        axis.set_xlabel("step")
+        axis.set_ylim(bottom=0)
+    above = [step.k3 for course in told for step in course.steps if step.k3 > 0]
+    axes[1].set_yscale("symlog", linthresh=min(above, default=1e-6))
+    axes[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
 FIGURES: dict[str, Callable[[Sequence[Run], Callable[[Run], Any]], Figure]] = {
     "class-map": _class_map,
     "speed": lambda runs, _: _bench(
@@ -296,5 +322,6 @@ FIGURES: dict[str, Callable[[Sequence[Run], Callable[[Run], Any]], Figure]] = {
     ),
     "jigsaw": lambda runs, _: _bench(runs, lambda c: c.share, "share of the machine's limit", baseline=True),
     "survival": _survival,
+    "training": _training,
     "tree": _tree,
 }

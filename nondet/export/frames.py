@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from nondet.bench.summary import compare
-from nondet.core.records import ErrorFigures, Row, Run
+from nondet.core.records import ErrorFigures, Row, Run, TrainingStep
 from nondet.errors import UnknownNameError, UserError
 
 __all__ = ["KINDS", "frame", "kinds_of", "only_kind"]
@@ -201,6 +201,7 @@ def _cells(run: Run) -> list[dict[str, Any]]:
 
 _ROUND = ("impl", "round", "targets", "others", "steps", "tokens", "seconds", "arm")
 _AXIS = ("impl", "axis", "value", "arm", "held", "proven", "proof", "changes", "note")
+_STEP = tuple(name for name in TrainingStep.__struct_fields__ if name != "ran")
 
 
 # kind -> (columns beside the machine's, the lines of one run)
@@ -211,5 +212,6 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Run], list[dict[str, Any]]]]] 
     "rounds": (_ROUND, lambda run: [_plain(record, _ROUND) for record in run.rounds]),
     # whether a value of an axis took effect, and the arm that its completions are under
     "axis-values": (_AXIS, lambda run: [_plain(record, _AXIS) for record in run.axis_values]),
+    "training-steps": (_STEP, lambda run: [_plain(record, _STEP) for record in run.training_steps]),
     "cells": ((*_CELL, *_CELL_FIGURES), _cells),
 }

@@ -26,6 +26,7 @@ class Finding(StrEnum):
     CACHE = "dependent on the prefix cache"
     UNATTRIBUTED = "divergent"
     OTHER = "dependent on what was varied"
+    MISMATCH = "mismatched"
     ORDER = "dependent on the order of reduction"
     CLEAN = "no divergence observed"
     UNPROVEN = "no divergence observed under a load that is unproven"
@@ -34,7 +35,8 @@ class Finding(StrEnum):
     @property
     def is_divergence(self) -> bool:
         """Whether bits parted that a user would want equal."""
-        return self in (Finding.RUN_TO_RUN, Finding.BATCH, Finding.CACHE, Finding.UNATTRIBUTED, Finding.OTHER)
+        named = (Finding.RUN_TO_RUN, Finding.BATCH, Finding.CACHE, Finding.UNATTRIBUTED, Finding.OTHER)
+        return self in (*named, Finding.MISMATCH)
 
     @property
     def is_fault(self) -> bool:

@@ -18,6 +18,7 @@ from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
 from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
+from nondet.verdict.training import judge_training
 from nondet.verdict.wording import Reason, phrase, reason, words
 
 
@@ -40,6 +41,8 @@ def judge(run: Run) -> list[Verdict]:
     Raises:
         UserError: the records contradict each other.
     """
+    if run.training_steps:
+        return judge_training(run)
     judge_completions = judge_axes if is_varied(run) else judge_served if is_endpoint(run) else judge_samples
     return judge_completions(run) + judge_rows([r for r in run.rows if not is_replay(r)])
 
@@ -59,6 +62,7 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
         line = words(reason("fail-on", option=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
         return CODES[outcome], line
     measured = [row.measured for row in run.rows] + [completion.status == "ok" for completion in run.completions]
+    measured += [step.status == "ok" for step in run.training_steps]
     measured += [timed.status == Status.TIMED for cell in run.cells for timed in cell.timed]
     if not measured or any(measured):
         return 0, ""
@@ -112,6 +116,7 @@ def _no_answer(
     if not run.complete:
         return reason("incomplete")
     failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
+    failed += sum(s.status != "ok" for s in run.training_steps)
     if failed:
         return reason("cases", n=failed, what="failed")
     if conclusion is not None:
@@ -232,7 +237,7 @@ def of_impls(run: Run, impls: Sequence[str]) -> Run:
     """
     if not impls:
         return run
-    names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions)}
+    names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions, *run.training_steps)}
     for impl in impls:
         if impl not in names:
             raise UnknownNameError("implementation in this run", impl, names - {""})

@@ -191,6 +191,19 @@ WORDS: dict[str, str] = {
     "streamed": "up to {n} answers streamed at the same time",
     "not-formed": "the server ran at most {running:g} at once: the load did not form",
     "not-streamed": "answers did not stream, and the server does not report what it runs",
+    # of reinforcement learning
+    "rl-none": "no step was made",
+    "rl-zero": "no divergence observed: KL 0 in {n:,} of {of:#step} ({differ} of {tokens:#token})",
+    "rl-bound": " (at 95%, one-sided: below {rate:up} of tokens if they were independent)",
+    "rl-apart": "mismatched: {differ:,} of {tokens:#token} in {of:#step} have other logprob bits, K3 {low:.1e} to "
+    "{high:.1e}",
+    "rl-ratios": "ratios {least:.3f} to {most:.3f}",
+    "rl-zero-steps": "KL 0 in {n:#step}",
+    "rl-failed": "Seed {seed} ended after {n:#step}: {why}.",
+    "rl-flat": "{n:#group} of {of:,} had one reward for all rollouts, so the advantage 0, and taught nothing; in "
+    "{alike:,} of them all rollouts were one text.",
+    "rl-nothing": "No group had two rewards: nothing could be learnt, and what the arms earned shows nothing.",
+    "rl-fell": "Seed {seed} fell: {best:.2f} at its best over five steps, {last:.2f} at its end.",
     # of a gate
     "fail-on": "--fail-on {option} can't be decided: {why}.",
     "invariance": "Batch invariance can't be decided: {why}",

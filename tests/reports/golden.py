@@ -27,7 +27,7 @@ DIGESTS = Path(__file__).with_name("golden.txt")
 FORMATS = ("txt", "md", "html")
 PAGES = FORMATS[1:]
 _COMMANDS = (
-    "list", "diagnose", "probe", "sample", "embed", "trace", "replay", "bench", "certify", "report", "gate",
+    "list", "diagnose", "probe", "sample", "embed", "trace", "replay", "bench", "rl", "certify", "report", "gate",
     "diff", "export",
 )  # fmt: skip
 _KINDS = ("rows", "classes", "completions", "rounds", "axis-values", "cells")

@@ -107,6 +107,7 @@ def test_findings_are_these_words_the_strongest_first() -> None:
         ("dependent on the prefix cache", True, True),
         ("divergent", True, True),
         ("dependent on what was varied", True, True),
+        ("mismatched", True, True),
         ("dependent on the order of reduction", False, False),
         ("no divergence observed", False, False),
         ("no divergence observed under a load that is unproven", False, False),

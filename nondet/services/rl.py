@@ -1,0 +1,110 @@
+"""`nondet rl`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from nondet.core.records import TrainingStep
+from nondet.core.runfile import begun, check_free, read_run
+from nondet.errors import UnknownNameError, UserError
+from nondet.services import options as o
+from nondet.services.run import Output, Request, Sink
+from nondet.services.sample import open_model
+from nondet.training.tasks import ARMS, PROMPTS_MOST, TASKS
+
+_MODEL = "Folder, hub name, or random weights such as random:qwen3-12x1024."
+_ARMS = "; ".join(f"{name}: {arm.help}" for name, arm in ARMS.items())
+_TASKS = "; ".join(f"{name}: {task.help}" for name, task in TASKS.items())
+
+
+def _up_to(most: float, least: float = 1) -> o.Range:
+    return o.Range(least, most, f"Give {least:g} to {most:,g}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlRequest(Request):
+    """The options of `nondet rl`."""
+
+    arms: Annotated[str, o.opt(f"Comma-separated: {_ARMS}.", shown="all", complete=o.choices(*ARMS))] = ",".join(ARMS)
+    steps: Annotated[int, o.opt("Steps of each arm.", shown=True), _up_to(100_000)] = 60
+    seeds: Annotated[int, o.opt("Seeds, each with all arms: how far runs scatter.", shown=True), _up_to(100)] = 1
+    task: Annotated[
+        str, o.opt(f"What earns a reward. {_TASKS}.", shown=True, complete=o.choices(*TASKS)), o.OneOf(tuple(TASKS))
+    ] = "parentheses"
+    prompts: Annotated[int, o.opt("Prompts of a step.", shown=True), _up_to(PROMPTS_MOST)] = 6
+    group: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), _up_to(1024, 2)] = 8
+    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), _up_to(100_000)] = 20
+    lr: Annotated[float, o.opt("Learning rate of AdamW.", shown=True), _up_to(1.0, 1e-12)] = 1e-4
+    epochs: Annotated[int, o.opt("Optimizer steps on the same rollouts.", shown=True), _up_to(100)] = 1
+    micro: Annotated[int, o.opt("Rollouts of one forward; 0: all.", shown=True), _up_to(2**20, 0)] = 0
+    cap: Annotated[float, o.opt("Where importance weights are truncated.", shown=True), _up_to(1e6)] = 2.0
+    rollouts: Annotated[
+        str | None,
+        o.opt("fp8: the sampler's matrices are rounded to float8_e4m3fn.", shown="the trainer's weights"),
+        o.OneOf(("fp8",)),
+    ] = None
+    model: Annotated[str | None, o.opt(_MODEL, shown="the embedded model")] = None
+    seed: o.SEED = 0
+    dtype: o.MODEL_DTYPE = "bfloat16"
+    device: o.DEVICE = "auto"
+    threads: o.THREADS = None
+    trust_remote_code: o.TRUST = False
+
+    def _check(self) -> None:
+        if not self.arm_names:
+            raise UserError(f"--arms {self.arms!r} names none", f"Known: {', '.join(ARMS)}.")
+        for name in self.arm_names:
+            if name not in ARMS:
+                raise UnknownNameError("arm", name, ARMS)
+
+    @cached_property
+    def arm_names(self) -> tuple[str, ...]:
+        """Each once, in the order of the table."""
+        named = [name.strip() for name in self.arms.split(",") if name.strip()]
+        return tuple(sorted(dict.fromkeys(named), key=lambda name: list(ARMS).index(name) if name in ARMS else -1))
+
+
+def rl(request: RlRequest, sink: Sink) -> Path:
+    """Train by reinforcement with stock and with batch-invariant kernels: reward and KL of sampler to trainer."""
+    output = Output(request, "rl", sink)
+
+    from nondet.sampling.model import check_lengths
+    from nondet.training.grpo import Settings, checkpoint_path, collect, describe, requests_of
+
+    given: dict[str, Any] = {"arms": request.arm_names, "groups": request.prompts, "rollouts": request.rollouts or ""}
+    same = {f.name: getattr(request, f.name) for f in fields(Settings) if f.name not in given}
+    settings = Settings(**given, **same)
+    resumed = request.resume and begun(output.path)
+    trained = [(arm, settings.seed + i) for i in range(settings.seeds) for arm in settings.arms]
+    checkpoints = [checkpoint_path(output.path, arm, seed) for arm, seed in trained]
+    for path in () if resumed else checkpoints:
+        check_free(path, force=request.force, hint="Go on with its run by --resume, or use --force to overwrite it.")
+    loaded = open_model(request, sink)
+    for asked in requests_of(settings, loaded, settings.seed, 0)[0]:
+        check_lengths(loaded, asked.prompt, settings.tokens)
+    total = settings.steps * len(checkpoints)
+    with output.recording("rl", describe(loaded, settings), request.seed, total) as writer, sink.progress() as progress:
+        earlier = read_run(output.path, allow_truncated=True).training_steps if writer.resumed else []
+        for path in () if writer.resumed else checkpoints:
+            path.unlink(missing_ok=True)
+        tasks = {
+            (arm, seed): progress.add_task(_label(arm, seed, settings.seeds), total=settings.steps, start=False)
+            for arm, seed in trained
+        }
+
+        def advance(arm: str, seed: int, done: int, record: TrainingStep) -> None:
+            task, said = tasks[arm, seed], _label(arm, seed, settings.seeds)
+            if record.status == "ok":
+                said += f": reward {record.reward or 0.0:.2f}, K3 {record.k3:.1e}, entropy {record.entropy or 0.0:.2f}"
+            progress.start_task(task)
+            progress.update(task, completed=done, description=said)
+
+        collect(loaded, settings, writer, earlier, advance)
+    return output.present()
+
+
+def _label(arm: str, seed: int, seeds: int) -> str:
+    return f"{arm}, seed {seed}" if seeds > 1 else arm

@@ -1,0 +1,431 @@
+"""Reinforcement learning on one small model: transformers' engine samples, a full forward with gradients trains.
+
+GRPO, as small as it can be: rewards of a prompt's rollouts less their mean, over their deviation; no reference model.
+Sampler and trainer are one model in one process, so nothing but their kernels can differ: the same weights, the same
+tokens, temperature 1. An arm says on which side they are batch-invariant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from nondet.core.compare import digest, weights_digest
+from nondet.core.records import TrainingStep
+from nondet.core.runfile import RunWriter, replacing
+from nondet.core.traces import tokens_digest
+from nondet.errors import EngineStoppedError, UserError, one_line, reason_of
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.sampling.engine import run_session
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import Load, Outcome, Request, Sampling
+from nondet.training.tasks import ARMS, TASKS
+
+_SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
+_CLIP, _GRADIENT_MOST, _BETAS = 0.2, 1.0, (0.9, 0.95)
+_SOFTENED = 1e-4  # of the deviation of a group's rewards, so that equal ones divide by something
+_ENTROPY_ELEMENTS = 2**24  # of logits that the entropy of a step is taken over: of a large vocabulary every k-th row
+_FP8_MOST = 448.0  # of float8_e4m3fn
+_CLOSE = (0.99, 1.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides a run beside the model; in the plan as it is.
+
+    Attributes:
+        seed, seeds: The first one, and how many.
+        groups, group: Prompts of a step, and rollouts of each.
+        tokens: Of each rollout; none ends early.
+        epochs: Optimizer steps on the same rollouts; from the second on with PPO's clipped ratio.
+        micro: Rollouts of one forward; 0: all.
+        cap: Where importance weights are truncated.
+        rollouts: "" for the trainer's own weights, or "fp8": the sampler's matrices are rounded to float8_e4m3fn.
+    """
+
+    arms: tuple[str, ...]
+    seed: int
+    seeds: int
+    steps: int
+    task: str
+    groups: int
+    group: int
+    tokens: int
+    lr: float
+    epochs: int
+    micro: int
+    cap: float
+    rollouts: str
+
+
+def checkpoint_path(run: Path, arm: str, seed: int) -> Path:
+    """Beside the run file, one for each arm and seed while it trains: RUN.stock+tis.0.safetensors."""
+    return run.with_name(f"{run.name.removesuffix('.jsonl')}.{arm}.{seed}.safetensors")
+
+
+class Policy:
+    """A model with its float32 weights and its optimizer: all that a step changes."""
+
+    def __init__(self, model: Any, lr: float) -> None:
+        self.model = model
+        self.names, self.parameters = map(list, zip(*model.named_parameters(), strict=True))
+        self.master = [p.detach().float().clone() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.master, lr=lr, betas=_BETAS, weight_decay=0.0)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """The float32 weights, rounded, as the model's."""
+        for parameter, exact in zip(self.parameters, self.master, strict=True):
+            parameter.copy_(exact)
+
+    @contextmanager
+    def rounded(self, rollouts: str) -> Iterator[None]:
+        """The sampler's weights: the model's own, or its matrices in float8_e4m3fn with a scale a row."""
+        if rollouts == "fp8":
+            with torch.no_grad():
+                for p in self.parameters:
+                    if p.dim() == 2:
+                        scale = p.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / _FP8_MOST
+                        p.copy_((p.float() / scale).to(torch.float8_e4m3fn).float() * scale)
+        try:
+            yield
+        finally:
+            if rollouts:
+                self.publish()
+
+    def update(self) -> float:
+        """One optimizer step by the gradients that are there; the norm that they had."""
+        gradients = [torch.zeros_like(m) if p.grad is None else p.grad.float() for p, m in self._pairs()]
+        norm = float(torch.stack([g.norm() for g in gradients]).norm())
+        if not np.isfinite(norm):
+            raise ArithmeticError(f"the norm of the gradient is {norm}")
+        scale = min(1.0, _GRADIENT_MOST / (norm + 1e-9))
+        for exact, gradient in zip(self.master, gradients, strict=True):
+            exact.grad = gradient * scale
+        self.optimizer.step()
+        self.publish()
+        return norm
+
+    def _pairs(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        return zip(self.parameters, self.master, strict=True)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and moments by name, as they lie."""
+        named = dict(zip((f"weight.{name}" for name in self.names), self.master, strict=True))
+        for name, exact in zip(self.names, self.master, strict=True):
+            state = self.optimizer.state[exact]
+            named |= {f"{kind}.{name}": state[kind] for kind in ("exp_avg", "exp_avg_sq")}
+        return {name: tensor.contiguous() for name, tensor in sorted(named.items())}
+
+    def save(self, path: Path, record: TrainingStep) -> None:
+        """Write the state after the step of `record`, whole or not at all; its digest and the record are in it."""
+        from safetensors.torch import save_file
+
+        tensors = self._tensors()
+        told = {"record": msgspec.json.encode(record).decode(), "digest": digest(*tensors.values())}
+        told["updates"] = str(int(self.optimizer.state[self.master[0]]["step"]))
+        with replacing(path) as scratch:
+            save_file(tensors, str(scratch), metadata=told)
+
+    def load(self, path: Path) -> TrainingStep:
+        """Go on from a checkpoint; the record of its step.
+
+        Raises:
+            UserError: it is not there, is another model's, or does not have the bits that it says it has.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        hint = "Put back the one that the run wrote, or begin anew with --force."
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                told = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            record = msgspec.json.decode(told["record"], type=TrainingStep)
+            updates = int(told["updates"])
+        except FileNotFoundError:
+            raise UserError(f"the run can't be continued: its checkpoint {path} is not there", hint) from None
+        except (SafetensorError, OSError, LookupError, ValueError) as error:
+            raise UserError(f"{path} is no checkpoint of a run: {one_line(reason_of(error), 120)}", hint) from error
+        if digest(*tensors.values()) != told.get("digest"):
+            raise UserError(f"{path} is damaged: its tensors do not have the digest that it names", hint)
+        shapes = {name: tuple(m.shape) for name, m in zip(self.names, self.master, strict=True)}
+        theirs = {name.removeprefix("weight."): tuple(t.shape) for name, t in tensors.items() if name[:7] == "weight."}
+        if theirs != shapes:
+            raise UserError(f"{path} is a checkpoint of another model", hint)
+        for name, exact in zip(self.names, self.master, strict=True):
+            exact.copy_(tensors[f"weight.{name}"])
+            moments = {kind: tensors[f"{kind}.{name}"].to(exact.device) for kind in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[exact] = {"step": torch.tensor(float(updates)), **moments}
+        self.publish()
+        if weights_digest(self.model) != record.weights_digest:
+            raise UserError(f"{path} does not give the weights of its step {record.step}", hint)
+        return record
+
+
+class Batch(NamedTuple):
+    """Rollouts as the trainer reads them, padded on the right.
+
+    Attributes:
+        ids, mask, positions: [B, T] int64.
+        drawn: [B, T - 1] bool: the positions whose next token was sampled.
+        sampler: [drawn] float32: the sampler's logprob of each, rollout by rollout.
+        rows: Which of `sampler` are of which rollout: [B + 1] offsets.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+    drawn: torch.Tensor
+    sampler: torch.Tensor
+    rows: list[int]
+
+    @staticmethod
+    def of(outcomes: Sequence[Outcome], device: str) -> Batch:
+        """In this order."""
+        texts = [[*o.request.prompt, *o.token_ids] for o in outcomes]
+        ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.long)
+        mask, drawn = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        for row, (outcome, text) in enumerate(zip(outcomes, texts, strict=True)):
+            ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
+            drawn[row, len(outcome.request.prompt) : len(text)] = True
+        logprobs = torch.from_numpy(np.concatenate([np.frombuffer(o.logprobs, dtype="<f4") for o in outcomes]))
+        positions = (mask.cumsum(-1) - 1).clamp(min=0).to(device)
+        rows = [0, *itertools.accumulate(len(o.token_ids) for o in outcomes)]
+        return Batch(ids.to(device), mask.to(device), positions, drawn[:, 1:].to(device), logprobs.to(device), rows)
+
+
+def requests_of(settings: Settings, loaded: LoadedModel, seed: int, step: int) -> tuple[list[Request], list[str]]:
+    """The requests of a step and the text of each group's prompt: of seed and step alone, so alike in all arms."""
+    rng = random.Random(f"nondet rl {seed} {step}")  # noqa: S311 - arrivals and tasks, no secret
+    texts = list(TASKS[settings.task].prompts(settings.groups, rng))
+    requests = []
+    for group, text in enumerate(texts):
+        prompt = tuple(loaded.encode(text))
+        for j in range(settings.group):
+            own = int.from_bytes(hashlib.sha256(f"{seed} {step} {group} {j}".encode()).digest()[:8], "big")
+            name, arrival = f"t{group:03d}-{j:03d}", rng.randrange(_SPREAD)
+            drawn = Sampling(1.0, 0, 1.0, own)
+            requests.append(Request(name, True, prompt, settings.tokens, arrival, group, drawn))
+    return requests, texts
+
+
+def sampled(loaded: LoadedModel, requests: Sequence[Request]) -> list[Outcome]:
+    """The rollouts, in the order of their names. Raises EngineStoppedError: one of them has no end.
+
+    A step of the engine takes so few tokens that prefills are chunked, and decodes share it with them.
+    """
+    unused, count = (1, 1), len(requests)  # lengths of background requests
+    load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
+    loaded.model.eval()
+    with torch.no_grad():
+        session = run_session(loaded.model, sorted(requests, key=lambda r: r.arrival_step), load)
+    bad = next((o for o in session.outcomes if o.reason), None)
+    if session.fatal or bad is not None:
+        raise EngineStoppedError(f"{bad.request.id}: {bad.reason}" if bad is not None else session.fatal)
+    return sorted(session.outcomes, key=lambda o: o.request.id)
+
+
+class Earned(NamedTuple):
+    """What a step's rollouts earned.
+
+    Attributes:
+        advantages: [B] float32; 0 in a group of equal rewards.
+    """
+
+    reward: float
+    advantages: torch.Tensor
+    flat: int
+    alike: int
+
+
+def earned(settings: Settings, loaded: LoadedModel, outcomes: Sequence[Outcome], texts: Sequence[str]) -> Earned:
+    """Rewards by the task, and advantages within each group."""
+    reward = TASKS[settings.task].reward
+    rewards = torch.tensor([reward(texts[o.request.subject], loaded.decode(o.token_ids)) for o in outcomes])
+    grouped = rewards.view(len(texts), settings.group)
+    flat = (grouped == grouped[:, :1]).all(1)
+    answers = [{tuple(o.token_ids) for o in outcomes if o.request.subject == group} for group in range(len(texts))]
+    alike = sum(len(answer) == 1 for answer in answers)
+    centred = grouped - grouped.mean(1, keepdim=True)
+    advantages = torch.where(flat[:, None], 0.0, centred / (grouped.std(1, keepdim=True) + _SOFTENED))
+    return Earned(float(rewards.mean()), advantages.flatten(), int(flat.sum()), alike)
+
+
+def entropy_of(logits: torch.Tensor) -> float:
+    """Nats a token, the mean over rows of logits [N, V]; of a large vocabulary over every k-th row."""
+    rows = logits[:: max(1, logits.numel() // _ENTROPY_ELEMENTS)].float().log_softmax(-1)
+    return float(-(rows.exp() * rows).sum(-1).mean())
+
+
+def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
+    """The fields of a record that say how far logprobs [N] float32 of the two sides are apart.
+
+    Raises ArithmeticError where one of them is no number: then there is nothing to compare, and nothing to learn.
+    """
+    lost = int((~(torch.isfinite(sampler) & torch.isfinite(trainer))).sum())
+    if lost:
+        raise ArithmeticError(f"{lost} of {len(sampler)} logprobs are NaN or infinite")
+    distance = trainer.double() - sampler.double()
+    ratio = distance.exp()
+    return {
+        "tokens": len(sampler),
+        "differ": int((sampler.view(torch.int32) != trainer.view(torch.int32)).sum()),
+        "k3": max(0.0, float((distance.expm1() - distance).mean())),
+        "ratio_least": float(ratio.min()),
+        "ratio_most": float(ratio.max()),
+        "outside": int(((ratio < _CLOSE[0]) | (ratio > _CLOSE[1])).sum()),
+    }
+
+
+@contextmanager
+def kernels(name: str, ran: Counter[str], *, invariant: bool) -> Iterator[None]:
+    """Stock kernels, or batch-invariant ones, under a side of a run; what ran is added under the side's name."""
+    with batch_invariant() if invariant else nullcontext() as block:
+        yield
+        if block is not None:
+            ran.update({f"{name}: {what}": count for what, count in block.coverage().counts().items()})
+
+
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Of each of the ids [N] by its row of logits [N, V], in float32, as trainers compute it."""
+    return logits.float().log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+
+
+def learn(
+    policy: Policy, settings: Settings, arm: str, batch: Batch, advantages: torch.Tensor, ran: Counter[str]
+) -> dict[str, Any]:
+    """The optimizer steps on one batch of rollouts; figures of the first pass, when both sides have the same weights.
+
+    The loss is GRPO's with PPO's clipped ratio to the first pass, which is 1 in it, over a constant number of tokens.
+    Importance weights, where the arm has them, are the first pass's over the sampler's, truncated.
+    """
+    figures: dict[str, Any] = {}
+    size, count = settings.micro or len(batch.ids), len(batch.ids)
+    before = torch.empty_like(batch.sampler)
+    entropy = 0.0
+    for epoch in range(settings.epochs):
+        policy.model.zero_grad(set_to_none=True)
+        for first in range(0, count, size):
+            last = min(first + size, count)
+            part, rows = slice(first, last), slice(batch.rows[first], batch.rows[last])
+            drawn = batch.drawn[part]
+            with kernels("trainer", ran, invariant=ARMS[arm].trainer):
+                inputs = {"attention_mask": batch.mask[part], "position_ids": batch.positions[part]}
+                logits = policy.model(input_ids=batch.ids[part], use_cache=False, **inputs).logits[:, :-1][drawn]
+                logprobs = token_logprobs(logits, batch.ids[part, 1:][drawn])
+                if epoch == 0:
+                    before[rows] = logprobs.detach()
+                ratio = (logprobs - before[rows]).exp()
+                gain = advantages[part][:, None].expand(drawn.shape)[drawn]
+                least = torch.minimum(ratio * gain, ratio.clamp(1 - _CLIP, 1 + _CLIP) * gain)
+                if ARMS[arm].weighted:
+                    least = least * (before[rows] - batch.sampler[rows]).exp().clamp(max=settings.cap)
+                (-least.sum() / (settings.tokens * count)).backward()
+            if epoch == 0:
+                entropy += entropy_of(logits.detach()) * len(logprobs) / len(before)
+        if epoch == 0:
+            figures = apart(batch.sampler, before) | {"entropy": entropy}
+        norm = policy.update()
+        figures.setdefault("grad_norm", norm)
+    return figures
+
+
+def step_of(policy: Policy, loaded: LoadedModel, settings: Settings, arm: str, seed: int, step: int) -> TrainingStep:
+    """Sample, earn, learn: one record."""
+    requests, texts = requests_of(settings, loaded, seed, step)
+    ran: Counter[str] = Counter()
+    started = time.perf_counter()
+    with policy.rounded(settings.rollouts), kernels("sampler", ran, invariant=ARMS[arm].sampler):
+        outcomes = sampled(loaded, requests)
+    drawn = time.perf_counter()
+    got = earned(settings, loaded, outcomes, texts)
+    batch = Batch.of(outcomes, loaded.device)
+    figures = learn(policy, settings, arm, batch, got.advantages.to(loaded.device), ran)
+    return TrainingStep(
+        impl=arm, seed=seed, step=step, reward=got.reward, rollouts=len(outcomes), groups=len(texts), flat=got.flat,
+        alike=got.alike, weights_digest=weights_digest(policy.model), sample_seconds=drawn - started,
+        tokens_digest=tokens_digest([t for o in outcomes for t in (*o.request.prompt, *o.token_ids)]),
+        train_seconds=time.perf_counter() - drawn, ran=dict(ran) if step == 0 else {}, **figures,
+    )  # fmt: skip
+
+
+Progress = Callable[[str, int, int, TrainingStep], None]
+
+
+def collect(
+    loaded: LoadedModel, settings: Settings, writer: RunWriter, earlier: Sequence[TrainingStep], progress: Progress
+) -> None:
+    """Train each arm under each seed, from the same weights, as far as the run file does not hold it yet.
+
+    Args:
+        earlier: The steps that the file holds.
+        progress: Told (arm, seed, steps done, the last of them) after each, and where an arm is gone on with.
+
+    Raises:
+        UserError: what is there can't be gone on with.
+    """
+    initial = [p.detach().clone() for p in loaded.model.parameters()]
+    for seed in range(settings.seed, settings.seed + settings.seeds):
+        for arm in settings.arms:
+            steps = [r for r in earlier if (r.impl, r.seed) == (arm, seed)]
+            if len(steps) == settings.steps or any(r.status == "error" for r in steps):
+                checkpoint_path(writer.path, arm, seed).unlink(missing_ok=True)
+                progress(arm, seed, settings.steps, steps[-1])
+                continue
+            with torch.no_grad():
+                for parameter, value in zip(loaded.model.parameters(), initial, strict=True):
+                    parameter.copy_(value)
+            _train(loaded, settings, arm, seed, writer, steps, progress)
+
+
+def _train(
+    loaded: LoadedModel, settings: Settings, arm: str, seed: int, writer: RunWriter, steps: Sequence[TrainingStep],
+    progress: Progress,
+) -> None:  # fmt: skip
+    """One arm under one seed, from its checkpoint if it has one.
+
+    The checkpoint of a step is written before its record, and holds it: whichever of the two a kill came between, the
+    run goes on with the bits that it would have had.
+    """
+    policy, path, first = Policy(loaded.model, settings.lr), checkpoint_path(writer.path, arm, seed), len(steps)
+    if writer.resumed and (steps or path.exists()):
+        record = policy.load(path)
+        if (record.impl, record.seed, record.step) == (arm, seed, first):
+            writer.write(record)
+            first += 1
+        elif not steps or record != steps[-1]:
+            what = f"{path} is the checkpoint of step {record.step} of {one_line(record.impl, 40)}"
+            raise UserError(f"{what}; the run file has {first} of {arm}", "Begin anew with --force.")
+        progress(arm, seed, first, record)
+    for step in range(first, settings.steps):
+        try:
+            record = step_of(policy, loaded, settings, arm, seed, step)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever ends an arm becomes its last record; the others go on
+            record = TrainingStep(impl=arm, seed=seed, step=step, status="error", reason=reason_of(error))
+        if record.status == "ok":
+            policy.save(path, record)
+        record = writer.write(record)
+        progress(arm, seed, step + 1, record)
+        if record.status != "ok":
+            break
+    path.unlink(missing_ok=True)
+
+
+def describe(loaded: LoadedModel, settings: Settings) -> dict[str, Any]:
+    """The plan, for the header."""
+    where = {"model": {"name": loaded.name, **loaded.identity}, "device": loaded.device, "dtype": loaded.dtype}
+    return {**asdict(settings), "arms": list(settings.arms), **where}

@@ -1,0 +1,77 @@
+"""Tasks whose rewards follow from the text alone, so that no data is fetched; and the arms of a run. No torch."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nondet.embedded import DEFAULT_PROMPT
+
+# Beginnings that the embedded model goes on with in the manner of documentation, where calls have parentheses.
+_BEGINNINGS = (
+    DEFAULT_PROMPT, "Return a", "The class is", "If the argument is not given,", "This function", "The method",
+    "A string", "Raises an error if",
+)  # fmt: skip
+PROMPTS_MOST = len(_BEGINNINGS)
+_LARGEST = 99
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, and what an answer earns.
+
+    Attributes:
+        prompts: prompts(count, rng) are the texts of a step; equal rngs give equal prompts.
+        reward: reward(prompt, completion) is from 0 to 1.
+        help: What earns 1, in a phrase.
+    """
+
+    prompts: Callable[[int, random.Random], Sequence[str]]
+    reward: Callable[[str, str], float]
+    help: str
+
+
+def balanced(_prompt: str, completion: str) -> float:
+    """1 where there is a pair of parentheses and every one has its partner, in order."""
+    depth = 0
+    for char in completion:
+        depth += (char == "(") - (char == ")")
+        if depth < 0:
+            return 0.0
+    return float(depth == 0 and "(" in completion)
+
+
+def summed(prompt: str, completion: str) -> float:
+    """1 where the completion of "17+25=" begins with the sum."""
+    wanted = sum(map(int, re.findall(r"\d+", prompt)))
+    found = re.match(r"\s*(\d{1,9})(?!\d)", completion)
+    return float(found is not None and int(found[1]) == wanted)
+
+
+def _sums(count: int, rng: random.Random) -> list[str]:
+    return [f"{rng.randint(1, _LARGEST)}+{rng.randint(1, _LARGEST)}=" for _ in range(count)]
+
+
+TASKS: dict[str, Task] = {
+    "parentheses": Task(lambda count, _: _BEGINNINGS[:count], balanced, "a pair of parentheses, all of them balanced"),
+    "sums": Task(_sums, summed, "the sum of two numbers up to 99; too hard for the embedded model"),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Which side runs batch-invariant kernels, and whether the difference is corrected by importance weights."""
+
+    sampler: bool = False
+    trainer: bool = False
+    weighted: bool = False
+    help: str = ""
+
+
+ARMS: dict[str, Arm] = {
+    "stock": Arm(help="stock kernels on both sides, nothing corrected"),
+    "stock+tis": Arm(weighted=True, help="the same, with importance weights truncated at --cap"),
+    "sampler-only": Arm(sampler=True, help="a batch-invariant sampler, as an engine's flag gives, and a stock trainer"),
+}

@@ -1,0 +1,162 @@
+"""Arms of reinforcement learning: in how many steps the KL of sampler and trainer was 0, and what rewards came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from statistics import fmean
+from typing import NamedTuple
+
+from nondet.core.records import Run, TrainingStep
+from nondet.core.statistics import one_sided_bound
+from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.wording import Reason, reason
+
+_SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that figures are of: a tenth, and three at least
+_WINDOW = 5  # steps whose mean reward is an arm's best
+_FELL = 0.5  # of its best: an arm that ended lower has fallen
+
+
+@dataclass(frozen=True)
+class Course:
+    """One arm under one seed: its steps in order, failed ones apart.
+
+    Attributes:
+        planned: Steps that it was to have.
+        failed: Why it ended early; "" where it did not.
+    """
+
+    impl: str
+    seed: int
+    steps: Sequence[TrainingStep]
+    planned: int
+    failed: str
+
+    @property
+    def ends(self) -> tuple[Sequence[TrainingStep], Sequence[TrainingStep]]:
+        """Its first and its last steps: a tenth of them, and three at least."""
+        few = max(_LEAST, len(self.steps) // _SHARE)
+        return self.steps[:few], self.steps[-few:]
+
+    def mean(self, name: str, steps: Sequence[TrainingStep] | None = None) -> float | None:
+        """Of a figure over its steps; None where none has it."""
+        values = [value for s in (self.steps if steps is None else steps) if (value := getattr(s, name)) is not None]
+        return fmean(values) if values else None
+
+    @cached_property
+    def best(self) -> float | None:
+        """The best mean reward of steps in a row."""
+        rewards = [s.reward for s in self.steps if s.reward is not None]
+        windows = [rewards[i : i + _WINDOW] for i in range(max(1, len(rewards) - _WINDOW + 1))]
+        return max(map(fmean, windows)) if rewards else None
+
+    @property
+    def fell(self) -> bool:
+        """Whether its last steps earned less than half of its best ones."""
+        last = self.mean("reward", self.ends[1])
+        return self.best is not None and last is not None and last < _FELL * self.best
+
+
+def courses(run: Run) -> list[Course]:
+    """Of a run, arms in the order of the file, seeds within."""
+    found: dict[tuple[str, int], list[TrainingStep]] = {}
+    for step in run.training_steps:
+        found.setdefault((step.impl, step.seed), []).append(step)
+    arms, planned = list(dict.fromkeys(impl for impl, _ in found)), run.header.plan.get("steps")
+    made = []
+    for (impl, seed), steps in sorted(found.items(), key=lambda item: (arms.index(item[0][0]), item[0][1])):
+        done = sorted((s for s in steps if s.status == "ok"), key=lambda s: s.step)
+        failed = next((s.reason for s in steps if s.status != "ok"), "")
+        made.append(Course(impl, seed, done, planned if isinstance(planned, int) else len(done), failed))
+    return made
+
+
+class Line(NamedTuple):
+    """A figure by step: of one seed where `thin`, else the mean over an arm's seeds where all have the step."""
+
+    impl: str
+    thin: bool
+    points: Sequence[tuple[int, float]]
+
+
+def lines_of(told: Sequence[Course], name: str) -> list[Line]:
+    """A figure of the records, drawn: for each arm thin lines of its seeds, where there are several, then its own."""
+    made = []
+    for impl in dict.fromkeys(c.impl for c in told):
+        seeds = [[(s.step, v) for s in c.steps if (v := getattr(s, name)) is not None] for c in told if c.impl == impl]
+        at: dict[int, list[float]] = {}
+        for step, value in chain.from_iterable(seeds):
+            at.setdefault(step, []).append(value)
+        made += [Line(impl, True, points) for points in seeds if len(seeds) > 1]
+        made.append(Line(impl, False, [(i, fmean(v)) for i, v in sorted(at.items()) if len(v) == len(seeds)]))
+    return [line for line in made if len(line.points) > 1]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far mean rewards over all steps are apart.
+
+    Attributes:
+        arms: Largest less smallest of the arms' means over their seeds.
+        seeds: The same of the seeds of one arm, of the arm where they scatter most.
+    """
+
+    arms: float
+    seeds: float
+
+    @property
+    def within(self) -> bool:
+        """Whether arms differ by no more than seeds do."""
+        return self.arms <= self.seeds
+
+
+def spread(told: Sequence[Course]) -> Spread | None:
+    """None where there is one arm, one seed, or an arm without rewards."""
+    rewards: dict[str, list[float]] = {}
+    for course in told:
+        if (mean := course.mean("reward")) is not None:
+            rewards.setdefault(course.impl, []).append(mean)
+    if len(rewards) < 2 or min(map(len, rewards.values())) < 2:
+        return None
+    means = [fmean(values) for values in rewards.values()]
+    return Spread(max(means) - min(means), max(max(values) - min(values) for values in rewards.values()))
+
+
+def judge_training(run: Run) -> list[Verdict]:
+    """One verdict for each arm, over its seeds."""
+    told = courses(run)
+    return [_judge(impl, [c for c in told if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in told)]
+
+
+def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
+    steps = [step for course in mine for step in course.steps]
+    tokens, differ = sum(s.tokens for s in steps), sum(s.differ for s in steps)
+    failed = tuple(reason("rl-failed", n=len(c.steps), seed=c.seed, why=c.failed) for c in mine if c.failed)
+    if not steps:
+        return Verdict(impl, (Finding.UNTESTED,), (reason("rl-none"),), failed)
+    zero = sum(s.differ == 0 for s in steps)
+    figures = {"n": zero, "of": len(steps), "differ": differ, "tokens": tokens}
+    notes: list[Reason] = [*failed, *_learnt(mine)]
+    if differ == 0:
+        bound = reason("rl-bound", rate=one_sided_bound(tokens))
+        return Verdict(impl, (Finding.CLEAN,), (reason("rl-zero", **figures),), tuple(notes), bounds=(bound,))
+    k3, ends = [s.k3 for s in steps], (min(s.ratio_least for s in steps), max(s.ratio_most for s in steps))
+    seen = reason("rl-apart", **figures, low=min(k3), high=max(k3))
+    clauses = [reason("rl-ratios", least=ends[0], most=ends[1])]
+    clauses += [reason("rl-zero-steps", n=zero)] if zero else []
+    return Verdict(impl, (Finding.MISMATCH,), (seen, *clauses), tuple(notes))
+
+
+def _learnt(mine: Sequence[Course]) -> list[Reason]:
+    """What a reader of rewards must know."""
+    steps = [step for course in mine for step in course.steps]
+    groups, flat, alike = (sum(getattr(s, name) for s in steps) for name in ("groups", "flat", "alike"))
+    notes = [reason("rl-flat", n=flat, of=groups, alike=alike)] if flat else []
+    notes += [reason("rl-nothing", n=groups)] if groups and flat == groups else []
+    for course in mine:
+        if course.fell:
+            last = course.mean("reward", course.ends[1])
+            notes.append(reason("rl-fell", seed=course.seed, best=course.best, last=last))
+    return notes

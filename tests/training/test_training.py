@@ -1,0 +1,424 @@
+"""Reinforcement learning in small: what a step records, that a killed run goes on with its bits, what is said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nondet.cli import main
+from nondet.core.records import Header, Run, TrainingStep
+from nondet.core.runfile import read_run, write_run
+from nondet.errors import UserError
+from nondet.sampling.model import load_model
+from nondet.training import grpo
+from nondet.training.tasks import ARMS, TASKS, balanced, summed
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import decide, exit_code, judge
+from nondet.verdict.training import courses, spread
+from tests.sampling.conftest import write_tiny_model
+
+SMALL = (
+    "--steps",
+    "3",
+    "--prompts",
+    "2",
+    "--group",
+    "3",
+    "--tokens",
+    "6",
+    "--lr",
+    "1e-2",
+    "--threads",
+    "1",
+    "--device",
+    "cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-rl"))
+
+
+def settings(**changes: Any) -> grpo.Settings:
+    given: dict[str, Any] = {
+        "arms": ("stock",), "seed": 0, "seeds": 1, "steps": 3, "task": "parentheses", "groups": 2, "group": 3,
+        "tokens": 6, "lr": 1e-2, "epochs": 1, "micro": 0, "cap": 2.0, "rollouts": "",
+    }  # fmt: skip
+    return grpo.Settings(**given | changes)
+
+
+def timeless(path: Path) -> list[TrainingStep]:
+    """Records without what the clock says."""
+    return [msgspec.structs.replace(r, sample_seconds=0, train_seconds=0) for r in read_run(path).training_steps]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("f(a)", 1), ("()", 1), ("(a(b)c)", 1), ("no pair", 0), ("(", 0), (")(", 0), ("(a)) (", 0), ("(a) (", 0)],
+)
+def test_parentheses_are_balanced_or_not(text: str, reward: int) -> None:
+    assert balanced("", text) == reward
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reward"),
+    [("17+25=", "42", 1), ("17+25=", " 42, and", 1), ("17+25=", "421", 0), ("17+25=", "is 42", 0), ("1+1=", "", 0)],
+)
+def test_a_sum_is_right_or_not(prompt: str, text: str, reward: int) -> None:
+    assert summed(prompt, text) == reward
+
+
+def test_prompts_belong_to_the_seed() -> None:
+    def asked(name: str, seed: int) -> Any:
+        return TASKS[name].prompts(4, random.Random(seed))  # noqa: S311 - tasks, no secret
+
+    assert all(asked(name, 7) == asked(name, 7) and len(asked(name, 7)) == 4 for name in TASKS)
+    assert asked("sums", 7) != asked("sums", 8)
+
+
+def test_distances_are_counted_in_bits_and_k3_in_float64() -> None:
+    """Equal bits are 0 in all figures; the smallest difference is one token; K3 is its formula."""
+    a = torch.tensor([-1.0, -2.0, -0.5])
+    assert grpo.apart(a, a.clone()) == {
+        "tokens": 3, "differ": 0, "k3": 0.0, "ratio_least": 1.0, "ratio_most": 1.0, "outside": 0,
+    }  # fmt: skip
+    near = a.clone()
+    near[1] = torch.nextafter(near[1], torch.tensor(0.0))
+    assert grpo.apart(a, near)["differ"] == 1
+    assert grpo.apart(a, near)["outside"] == 0
+    d = torch.tensor([0.5, -0.25, 0.001], dtype=torch.float64)
+    figures = grpo.apart(a, (a.double() + d).float())
+    assert figures["k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in d.tolist()) / 3, rel=1e-5)
+    assert (figures["ratio_least"], figures["ratio_most"]) == pytest.approx((math.exp(-0.25), math.exp(0.5)), rel=1e-6)
+    assert figures["outside"] == 2
+    with pytest.raises(ArithmeticError, match="1 of 3 logprobs"):
+        grpo.apart(a, torch.tensor([-1.0, math.nan, -0.5]))
+
+
+def test_a_run_of_every_arm(folder: Path, tmp_path: Path) -> None:
+    """Each differs, by its own kernels; the tokens of a first step are those of its sampler and the seed."""
+    path = tmp_path / "rl.jsonl"
+    assert main(["rl", "--model", str(folder), *SMALL, "--out", str(path), "--quiet"]) == 0
+    run = read_run(path)
+    assert run.complete
+    assert [(r.impl, r.step) for r in run.training_steps] == [(arm, step) for arm in ARMS for step in range(3)]
+    assert list(tmp_path.iterdir()) == [path], "checkpoints of finished arms go"
+    of = {arm: [r for r in run.training_steps if r.impl == arm] for arm in ARMS}
+    for arm in ("stock", "sampler-only"):
+        assert any(r.differ for r in of[arm]), arm
+    assert of["stock"][0].tokens_digest == of["stock+tis"][0].tokens_digest
+    assert all(r.tokens == 2 * 3 * 6 and r.entropy and r.grad_norm is not None for r in run.training_steps)
+    assert len({r.weights_digest for r in run.training_steps}) > 2
+    assert any(name.startswith("sampler: replaced") for name in of["sampler-only"][0].ran)
+    assert not any(name.startswith("trainer") for name in of["sampler-only"][0].ran)
+    assert not of["stock"][0].ran
+    verdicts = {v.impl: v for v in judge(run)}
+    assert verdicts["stock"].finding == Finding.MISMATCH
+    assert main(["gate", str(path), "--impl", "stock"]) == 3
+
+
+def test_a_killed_run_goes_on_with_its_bits(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between steps, and between a checkpoint and its record: the same tokens, weights and figures."""
+    asked = [
+        "rl",
+        "--model",
+        str(folder),
+        *SMALL,
+        "--arms",
+        "stock,stock+tis",
+        "--epochs",
+        "2",
+        "--micro",
+        "4",
+        "--quiet",
+    ]
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    assert main([*asked, "--out", str(whole)]) == 0
+    real, calls = grpo.step_of, 0
+
+    def dying(*args: Any) -> TrainingStep:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(grpo, "step_of", dying)
+    assert main([*asked, "--out", str(cut)]) == 130
+    monkeypatch.undo()
+    checkpoint = grpo.checkpoint_path(cut, "stock", 0)
+    assert checkpoint.exists()
+    lines = cut.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    cut.write_bytes(b"".join(lines[:2]))  # as if killed before the second record was written
+    assert main([*asked, "--out", str(cut), "--resume"]) == 0
+    assert timeless(cut) == timeless(whole)
+    assert not checkpoint.exists()
+    assert read_run(cut).complete
+
+
+@pytest.mark.parametrize("fault", ["flipped", "gone", "cut", "of another step", "no such file"])
+def test_a_checkpoint_that_is_not_the_run_s_is_refused(
+    fault: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit code 2, and the run file stays as it was."""
+    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock", "--quiet", "--out", str(tmp_path / "a.jsonl")]
+    real = grpo.step_of
+
+    def dying(*args: Any) -> TrainingStep:
+        if args[-1] == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(grpo, "step_of", dying)
+    assert main(asked) == 130
+    monkeypatch.undo()
+    path, run = grpo.checkpoint_path(tmp_path / "a.jsonl", "stock", 0), tmp_path / "a.jsonl"
+    data = bytearray(path.read_bytes())
+    if fault == "flipped":
+        data[-100] ^= 1
+        path.write_bytes(data)
+    elif fault == "cut":
+        path.write_bytes(data[:1000])
+    elif fault == "of another step":
+        run.write_bytes(b"".join(run.read_bytes().splitlines(keepends=True)[:1]))
+    else:
+        path.unlink()
+        if fault == "no such file":
+            path.mkdir()
+    before = run.read_bytes()
+    capsys.readouterr()
+    assert main([*asked, "--resume"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    wanted = {
+        "flipped": "damaged",
+        "gone": "not there",
+        "cut": "no checkpoint",
+        "of another step": "checkpoint of step 1",
+    }
+    assert wanted.get(fault, "no checkpoint") in said
+    assert str(path) in said
+    assert run.read_bytes() == before
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
+    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock", "--quiet", "--out", str(tmp_path / "a.jsonl")]
+    kept = grpo.checkpoint_path(tmp_path / "a.jsonl", "stock", 0)
+    kept.write_bytes(b"somebody's")
+    assert main(asked) == 2
+    assert kept.read_bytes() == b"somebody's"
+    assert main([*asked, "--force"]) == 0
+    assert not kept.exists()
+
+
+def test_rounded_rollouts_differ_and_leave_the_trainer_s_weights(folder: Path) -> None:
+    """float8 weights for the sampler: K3 far above the kernels' floor, and the trainer's weights come back."""
+    loaded = load_model(str(folder), "float32", "cpu")
+    policy = grpo.Policy(loaded.model, 1e-3)
+    before = [p.detach().clone() for p in policy.parameters]
+    with policy.rounded("fp8"):
+        assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters, strict=True))
+        wide = next(p for p in policy.parameters if p.dim() == 2)
+        assert all(len(row.unique()) < 256 for row in wide)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters, strict=True))
+    plain = grpo.step_of(policy, loaded, settings(lr=1e-3), "stock", 0, 0)
+    loaded = load_model(str(folder), "float32", "cpu")
+    rounded = grpo.step_of(grpo.Policy(loaded.model, 1e-3), loaded, settings(lr=1e-3, rollouts="fp8"), "stock", 0, 0)
+    assert rounded.k3 > 1e3 * max(plain.k3, 1e-12)
+
+
+def test_groups_of_one_reward_teach_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their advantage is exactly 0, those of one text are counted, and weights stay where no group has two rewards."""
+    loaded = load_model(str(folder), "float32", "cpu")
+    requests, texts = grpo.requests_of(settings(), loaded, 0, 0)
+    outcomes = grpo.sampled(loaded, requests)
+    task = grpo.TASKS["parentheses"]
+    monkeypatch.setitem(grpo.TASKS, "parentheses", replace(task, reward=lambda *_: 1.0))
+    got = grpo.earned(settings(), loaded, outcomes, texts)
+    assert (got.flat, got.alike, got.reward) == (2, 0, 1.0)
+    assert got.advantages.tolist() == [0.0] * 6
+    policy = grpo.Policy(loaded.model, 1e-2)
+    before = [p.detach().clone() for p in policy.parameters]
+    record = grpo.step_of(policy, loaded, settings(), "stock", 0, 0)
+    assert (record.flat, record.grad_norm) == (2, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters, strict=True))
+    answers = iter([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    monkeypatch.setitem(grpo.TASKS, "parentheses", replace(task, reward=lambda *_: next(answers)))
+    got = grpo.earned(settings(), loaded, outcomes, texts)
+    deviation = math.sqrt(1 / 3)
+    expected = [x / (deviation + 1e-4) for x in (-2 / 3, 1 / 3, 1 / 3)]
+    assert got.advantages.tolist() == pytest.approx([*expected, 0, 0, 0], rel=1e-5)
+    assert got.flat == 1
+    one = [outcomes[0]] * 3 + outcomes[3:]  # one group of one text
+    answers = iter([1.0] * 6)
+    assert grpo.earned(settings(), loaded, one, texts).alike == 1
+
+
+def test_micro_batches_are_the_same_step_but_for_rounding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of all rollouts at once, or of two at a time."""
+    norms = []
+    task = replace(grpo.TASKS["parentheses"], reward=lambda _, text: len(text) / 100)
+    monkeypatch.setitem(grpo.TASKS, "parentheses", task)
+    for micro in (0, 2, 5):
+        loaded = load_model(str(folder), "float32", "cpu")
+        record = grpo.step_of(grpo.Policy(loaded.model, 1e-3), loaded, settings(micro=micro), "stock", 0, 0)
+        norms.append(record.grad_norm)
+    assert norms[0]
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-5)
+
+
+def test_a_failed_step_ends_its_arm_and_no_other(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a record with its reason; a gate has no answer."""
+    real = grpo.step_of
+
+    def failing(policy: Any, loaded: Any, asked: Any, arm: str, seed: int, step: int) -> TrainingStep:
+        if (arm, step) == ("stock", 1):
+            raise ArithmeticError("the norm of the gradient is nan")
+        return real(policy, loaded, asked, arm, seed, step)
+
+    monkeypatch.setattr(grpo, "step_of", failing)
+    path = tmp_path / "rl.jsonl"
+    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock,stock+tis", "--quiet", "--out", str(path)]
+    assert main(asked) == 0
+    run = read_run(path)
+    assert [(r.impl, r.step, r.status) for r in run.training_steps][:3] == [
+        ("stock", 0, "ok"), ("stock", 1, "error"), ("stock+tis", 0, "ok"),
+    ]  # fmt: skip
+    assert "norm of the gradient is nan" in next(v for v in judge(run) if v.impl == "stock").notes[0]
+    lines = path.read_bytes()
+    assert main([*asked, "--resume"]) == 0
+    assert path.read_bytes().splitlines()[:-1] == lines.splitlines()[:-1], "a failed arm is not tried again"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--arms stok", "unknown arm 'stok'. Did you mean stock"),
+        ("--arms ,", "--arms ',' names none"),
+        ("--task riddles", "unknown --task 'riddles'"),
+        ("--group 1", "--group 1 makes no sense"),
+        ("--lr 0", "--lr 0 makes no sense"),
+        ("--lr nan", "--lr nan makes no sense"),
+        ("--rollouts int4", "unknown --rollouts 'int4'"),
+        ("--prompts 9", "--prompts 9 makes no sense"),
+        ("--tokens 2000", "exceed the model's context"),
+        ("--resume", "--resume without --out"),
+        ("--cap 0.5", "--cap 0.5 makes no sense"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", *words.split(), "--device", "cpu", "--quiet"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def step(impl: str, number: int, *, seed: int = 0, reward: float = 0.5, differ: int = 0, **more: Any) -> TrainingStep:
+    apart: dict[str, Any] = {"k3": 1e-4, "ratio_least": 0.9, "ratio_most": 1.1} if differ else {}
+    return TrainingStep(
+        impl=impl, seed=seed, step=number, reward=reward, entropy=2.0, grad_norm=1.0, rollouts=6, groups=2, tokens=100,
+        differ=differ, tokens_digest="0" * 16, weights_digest=f"{number:016x}", **apart | more,
+    )  # fmt: skip
+
+
+def run_of(*steps: TrainingStep, planned: int = 10, complete: bool = True) -> Run:
+    plan = {"steps": planned, "groups": 2, "group": 3, "tokens": 6, "lr": 1e-4, "epochs": 1, "task": "parentheses"}
+    header = Header(format="nondet-run", schema=3, command="rl", plan=plan, environment={}, started="2026-01-01")
+    return Run(header=header, training_steps=list(steps), complete=complete)
+
+
+def test_verdicts_say_in_how_many_steps() -> None:
+    """And a bound where nothing differed, the steps without a difference where some did; --fail-on follows."""
+    stock = [step("stock", i, differ=40 if i % 2 else 0) for i in range(10)]
+    invariant = [step("invariant", i) for i in range(10)]
+    mine, theirs = judge(run_of(*stock, *invariant))
+    assert mine.text == (
+        "mismatched: 200 of 1,000 tokens in 10 steps have other logprob bits, K3 0.0e+00 to 1.0e-04; ratios "
+        "0.900 to 1.100; KL 0 in 5 steps"
+    )
+    assert theirs.text == (
+        "no divergence observed: KL 0 in 10 of 10 steps (0 of 1,000 tokens) (at 95%, one-sided: below 0.30% of tokens "
+        "if they were independent)"
+    )
+    assert exit_code(run_of(*stock), "divergent")[0] == 3
+    assert exit_code(run_of(*invariant), "divergent")[0] == 0
+    assert exit_code(run_of(*invariant, complete=False), "divergent")[0] == 1
+    failed = TrainingStep(impl="invariant", seed=0, step=10, status="error", reason="out of memory")
+    assert exit_code(run_of(*invariant, failed), "divergent")[0] == 1
+    assert judge(run_of(failed))[0].finding == Finding.UNTESTED
+    assert decide(run_of(*stock, *invariant), impls=["invariant"], rate=0.1, confidence=0.9, by="load").code == 0
+
+
+def test_arms_are_held_against_seeds() -> None:
+    """Within the scatter of seeds, beyond it, and not at all with one seed; what fell is said to have."""
+
+    def arms(stock: list[float], invariant: list[float]) -> Run:
+        both = (("stock", stock), ("invariant", invariant))
+        seeds = [(arm, seed, reward) for arm, rewards in both for seed, reward in enumerate(rewards)]
+        return run_of(*(step(arm, i, seed=seed, reward=reward) for arm, seed, reward in seeds for i in range(4)))
+
+    near, far = spread(courses(arms([0.5, 0.7], [0.6, 0.65]))), spread(courses(arms([0.5, 0.52], [0.9, 0.91])))
+    assert near is not None
+    assert near.within
+    assert near.seeds == pytest.approx(0.2)
+    assert far is not None
+    assert not far.within
+    assert spread(courses(arms([0.5], [0.9]))) is None
+    fallen = run_of(*(step("stock", i, reward=0.9 if i < 12 else 0.1) for i in range(20)))
+    assert courses(fallen)[0].fell
+    assert "Seed 0 fell: 0.90 at its best over five steps, 0.10 at its end." in judge(fallen)[0].notes
+    assert not courses(run_of(*(step("stock", i, reward=i / 20) for i in range(20))))[0].fell
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"differ": 101}, {"differ": 0}, {"flat": 3}, {"alike": 1}, {"ratio_least": 2.0}, {"weights_digest": ""},
+        {"k3": float("inf")}, {"status": "maybe"}, {"outside": 101}, {"reward": 1e300},
+    ],
+)  # fmt: skip
+def test_records_that_contradict_themselves_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    """A run file may come from anywhere."""
+    path = tmp_path / "rl.jsonl"
+    write_run(path, run_of(step("stock", 0, differ=40), step("stock", 1, differ=40)))
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[1]) | change
+    lines[1] = json.dumps(record).replace("Infinity", "1e999")
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match="line 2"):
+        read_run(path)
+
+
+def test_a_report_shows_reward_kl_and_entropy_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each arm and a thin one for each seed, once on the page; a name in a file is text."""
+    steps = [
+        step(arm, i, seed=seed, reward=0.1 * i, differ=0 if arm == "invariant" else 30)
+        for arm in ("stock", "<b>evil</b>", "invariant") for seed in (0, 1) for i in range(6)
+    ]  # fmt: skip
+    path = tmp_path / "rl.jsonl"
+    write_run(path, run_of(*steps))
+    page, text = tmp_path / "rl.html", tmp_path / "rl.md"
+    assert main(["report", str(path), "--out", str(page), "--out", str(text)]) == 0
+    html = page.read_text()
+    assert html.count("<h5>reward</h5>") == html.count("<h5>entropy</h5>") == 1
+    assert html.count('<path class="branch') == 3 * 3 * 2
+    assert "<b>evil" not in html
+    assert "Sampler and trainer differ" in html
+    said = text.read_text()
+    assert "`invariant` 0 | 6 of 6 | 0 of 600 | 0 | 0 |" in said
+    assert "Mean rewards of the arms differ by no more than seeds do (0.00 between arms" in said
+    assert "<b>" not in said.replace("`<b>evil</b>`", "")
+    assert main(["report", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 25
+    assert "K3" in shown
+    assert "entropy" in shown

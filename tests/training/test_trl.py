@@ -1,0 +1,89 @@
+"""The real TRL: it samples with transformers' engine and trains in the same process. Asked where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nondet
+from nondet.cli import main
+from nondet.core.records import TrainingStep
+from nondet.core.runfile import read_run
+from nondet.errors import UserError
+from tests.sampling.conftest import write_tiny_model
+
+STEPS = 3
+
+
+def trainer(folder: Path, out: Path, **changes: Any) -> Any:
+    """A GRPOTrainer on a tiny model, prompts of several lengths, so that TRL pads on the left."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install nondet-llm[trl]")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    engine = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 32}
+    given: dict[str, Any] = {
+        "output_dir": str(out), "use_cpu": True, "bf16": False, "max_steps": STEPS, "seed": 5, "logging_steps": 1,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "report_to": [],
+        "max_completion_length": 8, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True,
+        "use_transformers_continuous_batching": True, "transformers_continuous_batching_config": engine,
+    }  # fmt: skip
+    prompts = ["For example, the", "Return", "The class is a kind of", "This"] * 8
+
+    def length(completions: list[str], **_: Any) -> list[float]:
+        return [len(text) / 100 for text in completions]
+
+    return trl.GRPOTrainer(
+        model=model, reward_funcs=length, args=trl.GRPOConfig(**given | changes), processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+    )  # fmt: skip
+
+
+def watched(folder: Path, tmp_path: Path) -> list[TrainingStep]:
+    """What a run of a few steps left; TRL is its own again afterwards."""
+    made, out = trainer(folder, tmp_path / "out"), tmp_path / "rl.jsonl"
+    before = made.continuous_batching_config.return_logprobs
+    with nondet.mismatch_of(made, out=out):
+        made.train()
+    assert not {"generate_batch", "_get_per_token_logps_and_entropies"} & {*vars(made.model), *vars(made)}
+    assert made.continuous_batching_config.return_logprobs == before
+    run = read_run(out)
+    assert run.complete
+    assert [r.step for r in run.training_steps] == list(range(STEPS))
+    assert all(r.tokens > 8 and r.grad_norm and r.reward and r.groups == 2 for r in run.training_steps)
+    assert len({r.weights_digest for r in run.training_steps}) == STEPS
+    return run.training_steps
+
+
+@pytest.mark.trl
+def test_trl_s_sampler_and_trainer_differ(tmp_path: Path) -> None:
+    """As it comes, and nothing in it corrects for that."""
+    steps = watched(write_tiny_model(tmp_path / "model"), tmp_path)
+    assert all(r.impl == "stock" and r.differ > r.tokens / 4 and r.k3 > 0 for r in steps)
+    assert main(["gate", str(tmp_path / "rl.jsonl")]) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "out", "said"),
+    [
+        (SimpleNamespace(), "rl.jsonl", "can't watch this SimpleNamespace"),
+        (
+            SimpleNamespace(use_transformers_continuous_batching=False),
+            "rl.jsonl",
+            "use_transformers_continuous_batching",
+        ),
+    ],
+)
+def test_what_can_t_be_watched_is_refused(given: Any, out: str, said: str, tmp_path: Path) -> None:
+    """One line, before anything is trained or written."""
+    with pytest.raises(UserError, match=said):
+        nondet.mismatch_of(given, out=tmp_path / out)
+    assert not (tmp_path / out).exists()
