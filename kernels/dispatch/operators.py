@@ -40,7 +40,7 @@ def _names(text: str) -> frozenset[str]:
 EXACT: dict[str, frozenset[str]] = {
     "moves numbers, and computes none": _names(
         """
-        _chunk_cat _copy_from _copy_from_and_resize _efficientzerotensor _fw_primal _index_put_impl _lazy_clone
+        _chunk_cat _copy_from _copy_from_and_resize _efficientzerotensor _fw_primal _lazy_clone
         _local_scalar_dense _pack_padded_sequence _pin_memory _reshape_alias _reshape_copy _resize_output _stack
         _to_copy _unsafe_index _unsafe_index_put _unsafe_masked_index _unsafe_view alias_copy as_strided_copy
         as_strided_scatter block_diag cat channel_shuffle clone complex conj_physical constant_pad_nd copy diag_embed
@@ -68,11 +68,13 @@ EXACT: dict[str, frozenset[str]] = {
         fmax fmin ge gt hardshrink hardtanh heaviside is_set_to isfinite isin isinf isnan isneginf isposinf le
         logical_and logical_not logical_or logical_xor lt max max_pool2d_with_indices max_pool3d_with_indices maximum
         min minimum nan_to_num ne nonzero nonzero_static relu searchsorted sign signbit threshold
+        threshold_backward
         """
     ),
     "a real number's one operation that IEEE 754 rounds correctly, or that is exact": _names(
         "ceil copysign floor frac leaky_relu neg nextafter positive _prelu_kernel round round.out round_ trunc"
     ),
+    "a row's own one number, by scalar code": _names("nll_loss_backward"),
     "of integers or truths alone": _names(
         """
         __and__ __iand__ __ilshift__ __ior__ __irshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__
@@ -118,6 +120,10 @@ def _accumulates(x: Any, indices: Any, values: Any, accumulate: bool = False, *r
     return accumulate
 
 
+def _only_moves(*args: Any, **kwargs: Any) -> bool:
+    return not _accumulates(*args, **kwargs)
+
+
 def _weighted(x: Any, weights: Any = None, *rest: Any, **more: Any) -> bool:
     """Without weights it counts."""
     return weights is not None
@@ -138,7 +144,6 @@ _ANYWHERE: dict[str, Matters] = {
     **_every_form({"max": _extreme, "min": _extreme}, "{} {}.unary_out {}.dim"),
     "max.dim_max": _extreme,
     "min.dim_min": _extreme,
-    "_index_put_impl_": _accumulates,
     "bincount": _weighted,
     "bincount.out": _weighted,
     "put_": _accumulates,
@@ -210,9 +215,10 @@ def _power_is_exact(x: torch.Tensor, exponent: Any, *rest: Any, **more: Any) -> 
 
 
 # Calls of replaced operators that need no replacement: a constant, a copy, a product that is rounded once.
-EXEMPT: dict[str, Callable[..., bool]] = dict.fromkeys(
-    ("pow.Tensor_Scalar", "pow.Tensor_Scalar_out", "pow_.Scalar"), _power_is_exact
-)
+EXEMPT: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("pow.Tensor_Scalar", "pow.Tensor_Scalar_out", "pow_.Scalar"), _power_is_exact),
+    "_index_put_impl_": _only_moves,
+}
 
 
 def variants(name: str, replacement: Callable[..., Any]) -> dict[str, Callable[..., Any]]:

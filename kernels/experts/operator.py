@@ -114,9 +114,14 @@ INDEX_ADD = Operator(
     reference="nondet.kernels.reference:index_add",
     implementations=_implementations("index_add"),
     family=EXPERTS,  # expert by expert, tokens are added onto the sequence by it
-    aten=tuple(
-        AtenOperator(name=name, replacement=f"nondet.kernels.dispatch.replacements:{name}")
-        for name in ("index_add_", "index_add")
+    aten=(
+        AtenOperator(name="index_add_", replacement="nondet.kernels.dispatch.replacements:index_add_"),
+        AtenOperator(name="index_add", replacement="nondet.kernels.dispatch.replacements:index_add"),
+        # a gradient's: of an embedding, and of what was gathered
+        AtenOperator(
+            name="embedding_dense_backward", replacement="nondet.kernels.dispatch.gradients:embedding_backward"
+        ),
+        AtenOperator(name="_index_put_impl_", replacement="nondet.kernels.dispatch.gradients:index_put"),
     ),
     accuracy=_BOUND,
 )

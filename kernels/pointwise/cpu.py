@@ -31,44 +31,54 @@ def in_vectors(elements: int) -> bool:
     return -(-elements // shares) % _LANES == 0
 
 
-def vectors_only(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """call(x) for an elementwise `call` that keeps the shape, computed by its vector body alone.
+def vectors_only(call: Callable[..., torch.Tensor], x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """call(x, *others) for an elementwise `call` that keeps the shape, computed by its vector body alone.
 
     Args:
-        call: The operator with all but its first argument bound.
+        call: The operator with all its other arguments bound.
         x: Any shape and strides. The result has those that torch's own would have: x's, where x lies densely in memory
             (channels_last, transposed), else contiguous ones in x's order of axes.
+        others: Of x's shape, any strides.
     """
     like = torch.empty_like(x)  # has the strides of the result
-    if not (x.is_contiguous() or x.stride() == like.stride()):
-        x = like.copy_(x)
-    dense = x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
-    result = _flat(call, dense.view(-1))
-    return result.view(x.shape) if x.is_contiguous() else result.as_strided(x.shape, like.stride())
+    dense = [_dense(t, like) for t in (x, *others)]
+    result = _flat(call, *dense)
+    return result.view(x.shape) if like.is_contiguous() else result.as_strided(x.shape, like.stride())
 
 
-def _flat(call: Callable[[torch.Tensor], torch.Tensor], flat: torch.Tensor) -> torch.Tensor:
-    """call(flat) for flat [n], contiguous, in multiples of 64 elements."""
-    if in_vectors(flat.numel()):
-        return call(flat)
-    if flat.numel() <= _PIECE:
-        return _padded(call, flat)
-    first = call(flat[:_PIECE])
-    out = first.new_empty(flat.numel())
+def _dense(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """x's elements in memory's order of `like`, which lies densely: [n]."""
+    if x.stride() != like.stride() and not (x.is_contiguous() and like.is_contiguous()):
+        x = torch.empty_like(like).copy_(x)
+    return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+
+
+def _flat(call: Callable[..., torch.Tensor], *flat: torch.Tensor) -> torch.Tensor:
+    """call(*flat) for flat [n], contiguous, in multiples of 64 elements."""
+    count = flat[0].numel()
+    if in_vectors(count):
+        return call(*flat)
+    if count <= _PIECE:
+        return _padded(call, *flat)
+    first = call(*(t[:_PIECE] for t in flat))
+    out = first.new_empty(count)
     out[:_PIECE] = first
-    for start in range(_PIECE, flat.numel(), _PIECE):
-        out[start : start + _PIECE] = _padded(call, flat[start : start + _PIECE])
+    for start in range(_PIECE, count, _PIECE):
+        out[start : start + _PIECE] = _padded(call, *(t[start : start + _PIECE] for t in flat))
     return out
 
 
-def _padded(call: Callable[[torch.Tensor], torch.Tensor], piece: torch.Tensor) -> torch.Tensor:
-    spare = -piece.numel() % _LANES
-    if not spare:
-        return call(piece)
-    # ones: no operator here makes an exception of them
-    whole = piece.new_ones(piece.numel() + spare)
-    whole[: piece.numel()] = piece
-    return call(whole)[: piece.numel()]
+def _padded(call: Callable[..., torch.Tensor], *pieces: torch.Tensor) -> torch.Tensor:
+    count = pieces[0].numel()
+    if not -count % _LANES:
+        return call(*pieces)
+    whole = []
+    for piece in pieces:
+        # ones: no operator here makes an exception of them
+        padded = piece.new_ones(count + -count % _LANES)
+        padded[:count] = piece
+        whole.append(padded)
+    return call(*whole)[:count]
 
 
 # transformers' rotary embedding on a CPU: stock's operators, called straight, with stock's bits.

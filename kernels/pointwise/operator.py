@@ -9,6 +9,8 @@ from __future__ import annotations
 from nondet.core.operator import AtenOperator, Family, Operator
 
 _REPLACE = "nondet.kernels.dispatch.replacements"
+_GRADIENTS = "nondet.kernels.dispatch.gradients"
+_BACKWARD = ("silu_backward", "gelu_backward", "sigmoid_backward", "tanh_backward")
 _NO_IN_PLACE = ("softplus", "softshrink")
 _NAMES = (
     *("sqrt", "rsqrt", "silu", "sigmoid", "gelu", "mish", "softplus", "elu", "hardswish", "hardsigmoid", "softshrink"),
@@ -28,6 +30,7 @@ POINTWISE = Operator(
             AtenOperator(name=n, replacement=f"{_REPLACE}:{n}", out=f"{n}.out", in_place=n not in _NO_IN_PLACE)
             for n in _NAMES
         ),
+        *(AtenOperator(name=n, replacement=f"{_GRADIENTS}:{n}") for n in _BACKWARD),
         AtenOperator(name="pow.Tensor_Scalar", replacement=f"{_REPLACE}:pow_scalar", out="pow.Tensor_Scalar_out"),
         AtenOperator(name="pow_.Scalar", replacement=f"{_REPLACE}:pow_scalar_"),
     ),

@@ -21,6 +21,7 @@ from nondet.core.operator import (
 
 _FOLDER = "nondet.kernels.rows"
 _REPLACE = "nondet.kernels.dispatch.replacements"
+_GRADIENTS = "nondet.kernels.dispatch.gradients"
 
 NORMS = Family(
     "norm",
@@ -149,7 +150,10 @@ RMS_NORM_RESIDUAL = Operator(
 LAYER_NORM = Operator(
     name="layer_norm",
     family=NORMS,
-    aten=(AtenOperator(name="native_layer_norm", replacement=f"{_REPLACE}:layer_norm"),),
+    aten=(
+        AtenOperator(name="native_layer_norm", replacement=f"{_REPLACE}:layer_norm"),
+        AtenOperator(name="native_layer_norm_backward", replacement=f"{_GRADIENTS}:layer_norm_backward"),
+    ),
 )
 MEAN = Operator(
     name="mean",
@@ -165,13 +169,15 @@ MEAN = Operator(
 )
 
 
-def _of_logits(name: str, aten: str, moved: int, unit: str, accuracy: AccuracyBound) -> Operator:
+def _of_logits(
+    name: str, aten: str, moved: int, unit: str, accuracy: AccuracyBound, *backward: AtenOperator
+) -> Operator:
     return Operator(
         name=name,
         reference=f"nondet.kernels.reference:{name}",
         implementations=_implementations(name),
         family=SOFTMAXES,
-        aten=(AtenOperator(name=aten, replacement=f"{_REPLACE}:{name}", out=f"{aten}.out"),),
+        aten=(AtenOperator(name=aten, replacement=f"{_REPLACE}:{name}", out=f"{aten}.out"), *backward),
         accuracy=accuracy,
         claims=_CLAIMS,
         operands=(Operand(("M", "V")),),
@@ -182,11 +188,15 @@ def _of_logits(name: str, aten: str, moved: int, unit: str, accuracy: AccuracyBo
 
 
 _PROBABILITIES = AccuracyBound("nondet.core.watch:of_softmax", "gamma_V p, and the error of exp at x - max")
-SOFTMAX = _of_logits("softmax", "_softmax", 2, "", _PROBABILITIES)
-LOG_SOFTMAX = _of_logits("log_softmax", "_log_softmax", 2, "", _LOGARITHM)
+_OF_SOFTMAX = AtenOperator(name="_softmax_backward_data", replacement=f"{_GRADIENTS}:softmax_backward")
+_OF_LOG = AtenOperator(name="_log_softmax_backward_data", replacement=f"{_GRADIENTS}:log_softmax_backward")
+SOFTMAX = _of_logits("softmax", "_softmax", 2, "", _PROBABILITIES, _OF_SOFTMAX)
+LOG_SOFTMAX = _of_logits("log_softmax", "_log_softmax", 2, "", _LOGARITHM, _OF_LOG)
 LOGSUMEXP = _of_logits("logsumexp", "logsumexp", 1, "number a row", _LOGARITHM)
-CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax
+CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax and a pick
     name="cross_entropy",
+    family=SOFTMAXES,
+    aten=(AtenOperator(name="nll_loss_forward", replacement=f"{_GRADIENTS}:nll_loss"),),
     reference="nondet.kernels.reference:cross_entropy",
     implementations=_implementations("cross_entropy"),
     accuracy=_LOGARITHM,

@@ -226,14 +226,15 @@ def test_operators_without_a_kernel_are_counted() -> None:
     with torch.no_grad(), batch_invariant() as block:
         rand(5, 4).scatter_add(0, torch.zeros(3, 4, dtype=torch.int64), rand(3, 4))
         torch.zeros(5, dtype=torch.int64).scatter_add(0, torch.zeros(3, dtype=torch.int64), torch.ones(3).long())
-        rand(5, 4).index_put_((torch.tensor([0, 0]),), rand(2, 4), accumulate=True)
+        rand(5, 4).put_(torch.tensor([0, 0]), rand(2), accumulate=True)
+        rand(5, 4).put_(torch.tensor([0, 1]), rand(2))
         rand(5, 4).index_put_((torch.tensor([0, 1]),), rand(2, 4))
         torch.arange(5).cumsum(0)
         torch.ones(3, 4, dtype=torch.int64).sum(-1)
         torch.ones(3, 4, dtype=torch.bool).sum(-1)
         rand(5, 4).argmax(-1)
-    assert block.coverage().at_risk == {"_index_put_impl_ float32": 1}
-    assert any(line == "at risk: _index_put_impl_ float32 (1 calls)" for line in block.coverage().lines())
+    assert block.coverage().at_risk == {"put_ float32": 1}
+    assert any(line == "at risk: put_ float32 (1 calls)" for line in block.coverage().lines())
     assert block.coverage().replaced == {"scatter_add": 1}
     assert not block.coverage().left
 
