@@ -14,7 +14,7 @@ import torch
 
 # Operators that are called here, of aten where no namespace is named.
 NAMES = (
-    *("mm.out", "addmm.out", "bmm.out", "mul.Tensor", "add.Tensor", "silu", "_softmax.out"),
+    *("mm", "addmm", "mm.out", "addmm.out", "bmm.out", "mul.Tensor", "add.Tensor", "silu", "_softmax.out"),
     "mkldnn::_linear_pointwise",
 )
 
@@ -41,6 +41,15 @@ def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(a, b, out=out)
     else:
         kernel(_CPU, a, b, out=out)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch.mm, or torch.addmm where there is a bias."""
+    kernel = _used.get("mm" if bias is None else "addmm")
+    if kernel is None:
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    out: torch.Tensor = kernel(_CPU, a, b) if bias is None else kernel(_CPU, bias, a, b)
+    return out
 
 
 def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from nondet.kernels import originals
 from nondet.kernels.dispatch import functions, replacements
 from nondet.kernels.dispatch import transformers as hf
 from nondet.kernels.dispatch import transformers_attention as hf_attention
+from nondet.kernels.dispatch.again import short_way
 from nondet.kernels.dispatch.operators import (
     CERTIFIABLE,
     COMPOSED,
@@ -44,7 +45,6 @@ from nondet.kernels.dispatch.operators import (
 )
 from nondet.kernels.dispatch.replacements import VECTORS_ALONE
 from nondet.kernels.dispatch.state import Active, Call, Coverage, Kernels, kernels_for, replace_now
-from nondet.kernels.pointwise.cpu import in_vectors, vectors_only
 
 # Putting functions under torch's operators, and taking them away, while other threads compute.
 #
@@ -248,27 +248,8 @@ def _again(name: str, base: str, family: str, device: str, original: Any) -> Cal
     """The shorter way that an operator has on a CPU, see `functions.replacing`."""
     if device != "CPU":
         return None
-    if name == "linear":
-        return _linear_again
-    if family == "pointwise" and name == base and name in VECTORS_ALONE and name not in EXEMPT:
-        stock, keys = original.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-
-        def whole(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            """The original, straight, over vectors alone: as it is where no element of x is left to scalar code."""
-            if not (x.dtype.is_floating_point and x.is_contiguous() and x.numel()):
-                return None
-            if in_vectors(x.numel()):
-                return stock(keys, x, *args, **kwargs)
-            return vectors_only(lambda piece: stock(keys, piece, *args, **kwargs), x)
-
-        return whole
-    return None
-
-
-def _linear_again(x: Any, weight: Any, bias: Any = None) -> Any:
-    from nondet.kernels.matmul.cpu import linear_again  # with the first product, as every kernel
-
-    return linear_again(x, weight, bias)
+    alone = family == "pointwise" and name == base and name in VECTORS_ALONE and name not in EXEMPT
+    return short_way(name, original.call_boxed, alone)
 
 
 def _kernels(device: str) -> Callable[[], Kernels]:
@@ -496,7 +477,8 @@ _registration, _exact = Registration(keep_originals), Registration(exact_ones)
 
 def _publish() -> None:
     wanted = frozenset().union(*(block.families for block in _entered))
-    replace_now(Active(wanted, tuple(block.coverage() for block in _entered), tuple(_hooks)))
+    unseen = frozenset() if _hooks else wanted
+    replace_now(Active(wanted, tuple(block.coverage() for block in _entered), tuple(_hooks), unseen))
 
 
 def _enter_first() -> None:

@@ -413,7 +413,7 @@ def _note_over_batch(name: str, x: torch.Tensor, axes: Sequence[int]) -> None:
         _note(name, x, why)
 
 
-def _note_hidden(name: str, x: torch.Tensor) -> None:
+def note_hidden(name: str, x: torch.Tensor) -> None:
     """Count a softmax over attention scores some of which are hidden: padding moves the sums' order along the row.
 
     Attention that is written out in a model (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) hides scores by
@@ -430,6 +430,7 @@ def _note_hidden(name: str, x: torch.Tensor) -> None:
 
 _SPREAD = 80.0  # exp(-80) is a normal float32, of which no bit is lost
 _HIDDEN = -1e30
+_SMALL = 2**15
 
 
 def _within(x: torch.Tensor) -> bool:
@@ -443,6 +444,10 @@ def _within(x: torch.Tensor) -> bool:
         plain = x.dtype == torch.float32 and x.is_contiguous()
         lowest = float(np.minimum.reduce(x.detach().numpy(), axis=None) if plain else x.amin())
         return lowest > (-3e4 if x.dtype == torch.float16 else _HIDDEN)
+    if x.numel() <= _SMALL and x.dtype == torch.float32 and x.is_contiguous():
+        numbers = x.detach().numpy()  # the same answer, NaN included, in fewer steps
+        highest, lowest = np.maximum.reduce(numbers, axis=None), np.minimum.reduce(numbers, axis=None)
+        return bool(np.float32(float(highest) - float(lowest)) <= _SPREAD)  # Python's numbers warn of no infinity
     low, high = torch.aminmax(x)
     return bool(high.float() - low.float() <= _SPREAD)
 
@@ -452,7 +457,7 @@ def normalizing(name: str) -> Callable[..., torch.Tensor]:
 
     def replace(kernels: Kernels, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         require(x)
-        _note_hidden(name, x)
+        note_hidden(name, x)
         if x.dim() == 0 or not -x.dim() <= dim < x.dim():
             raise Leave("a scalar, or no such axis")
         _note_over_batch(name, x, (dim,))

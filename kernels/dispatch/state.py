@@ -143,6 +143,7 @@ class Active:
     families: frozenset[str] = frozenset()
     coverages: tuple[Coverage, ...] = ()
     hooks: tuple[Callable[[Call], None], ...] = ()
+    unseen: frozenset[str] = frozenset()  # the families, while nobody listens: calls of theirs may take short ways
 
 
 class _Inside(threading.local):

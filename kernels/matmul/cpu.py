@@ -242,39 +242,40 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     shape = x.shape
     rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     out = mm(rows, weight.t(), bias)
-    _remember(x, weight, bias, rows.shape[0])
+    _remember(_key_of(x, weight, bias, "linear"), rows.shape[0], weight.t(), bias is not None)
     return out if len(shape) == 2 else out.view(*shape[:-1], weight.shape[0])
 
 
 class _Before(NamedTuple):
-    """A call of `linear` that took one library call for all its rows: what has to be so again."""
+    """A product that took one library call for all its rows: its note, and whether that call is the inner product."""
 
-    weight_shape: torch.Size
-    dtype: torch.dtype
-    environment: tuple[object, ...]
-    rows: int
     label: str
-    out_shape: tuple[int, ...]
     inner_product: bool
 
 
 _BEFORE_KEPT = 2**14
-_before: dict[tuple[int, torch.Size, bool], _Before] = shortcut()
+# By whatever chooses the call: both shapes, the second operand's strides, dtype and place on a line of 64 bytes,
+# whether there is a bias, and the settings. Not by the weight itself: layers of one shape are one kind.
+_before: dict[tuple[object, ...], _Before] = shortcut()
 
 
-def _remember(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
-    depth, columns = x.shape[-1], weight.shape[0]
-    if not rows or depth < 2 or columns < 2 or not weight.is_contiguous():
+def _remember(key: tuple[object, ...], rows: int, b: torch.Tensor, with_bias: bool) -> None:
+    depth, columns = b.shape
+    if not rows or depth < 2 or columns < 2 or 0 in b.stride() or key in _before:
         return  # `mm` has other ways with these
-    tiles, whole = _way_of(weight.t(), bias is not None)
+    try:
+        tiles, whole = _way_of(b, with_bias)
+    except NotInvariantError:
+        return
     plan = tiles.plan(rows)
     if plan.whole:
         if len(_before) >= _BEFORE_KEPT:
             _before.clear()
-        _before[weight.data_ptr(), x.shape, bias is None] = _Before(
-            *(weight.shape, x.dtype, environment_key(), rows, plan.label, (*x.shape[:-1], columns)),
-            inner_product=whole is _inner_product,
-        )
+        _before[key] = _Before(plan.label, whole is _inner_product)
+
+
+def _key_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, product: str) -> tuple[object, ...]:
+    return product, a.shape, b.shape, b.stride(), b.dtype, b.data_ptr() & 63, bias is None, environment_key()
 
 
 def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -283,26 +284,42 @@ def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     None where no call was like it. Every layer of a model comes here at every step, and what Python does around a
     product of a small batch costs as much as the product.
     """
-    packed = packed_again(x, weight, bias)
-    if packed is not None:
-        return packed
-    before = _before.get((weight.data_ptr(), x.shape, bias is None))
-    if (
-        before is None
-        or weight.shape != before.weight_shape  # another weight may lie in that place by now
-        or not (x.dtype is weight.dtype is before.dtype)
-        or not (weight.is_contiguous() and x.is_contiguous())
-        or x.data_ptr() % 64
-        or (bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]))
-        or before.environment != environment_key()
-    ):
+    if _packed:
+        packed = packed_again(x, weight, bias)
+        if packed is not None:
+            return packed
+    before = _before.get(_key_of(x, weight, bias, "linear"))
+    if before is None or not _again_takes(x, weight, bias, weight.shape[:1]):
         return None
     note(before.label)
     if before.inner_product:
         return originals.inner_product(x, weight, bias)
-    out = x.new_empty(before.out_shape)
-    flat = (before.rows, -1)
-    _call(x.view(flat), weight.t(), bias, out.view(flat))
+    if x.dim() == 2:
+        return originals.product(x, weight.t(), bias)
+    return originals.product(x.view(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def mm_again(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """`mm_kept` of a call like one before, as `linear_again`."""
+    before = _before.get(_key_of(a, b, bias, "mm"))
+    if before is None or not _again_takes(a, b, bias, b.shape[1:]):
+        return None
+    note(before.label)
+    if before.inner_product:
+        return originals.inner_product(a, b.t(), bias)
+    return originals.product(a, b, bias)
+
+
+def _again_takes(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, columns: torch.Size) -> bool:
+    if a.dtype is not b.dtype or not a.is_contiguous() or a.data_ptr() & 63:
+        return False
+    return bias is None or (bias.dtype is a.dtype and bias.shape == columns)
+
+
+def mm_kept(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`mm`, remembered for `mm_again`."""
+    out = mm(a, b, bias)
+    _remember(_key_of(a, b, bias, "mm"), a.shape[0], b, bias is not None)
     return out
 
 

@@ -26,6 +26,8 @@ from nondet.errors import UserError
 from nondet.kernels import originals
 from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, prove, proven, shortcut, sizes_for
 
+_Rows = np.ndarray[Any, np.dtype[np.float32]]
+
 # A sum is one number a row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
 _CHUNK = 32  # of `sum_over_rows`
@@ -104,22 +106,37 @@ def row_sums(rows: torch.Tensor) -> torch.Tensor:
     return _reduced("sum", _add_up, rows, scalar=True)
 
 
-def sums_of(rows: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """`row_sums` of a tensor's own memory: rows [M, K], contiguous, float32 -> [M], in fewer steps."""
+def sums_of(rows: _Rows, out: _Rows | None = None) -> _Rows:
+    """`row_sums` of a tensor's own memory: rows [M, K], contiguous, float32 -> [M], into out if given; fewer steps."""
+    count = rows.shape[0]
     tiles = _sums.get(rows.shape[1])
-    if tiles is None or rows.shape[0] not in tiles.seconds:
-        return _proven_sums(rows)
-    out = np.empty(rows.shape[0], np.float32)
+    if tiles is None or count not in tiles.seconds:
+        return _proven_sums(rows, out)
+    note(tiles.plan(count).label)
+    if out is None:
+        out = np.empty(count, np.float32)
     np.add.reduce(rows, axis=-1, out=out)
     return out
 
 
-def _proven_sums(rows: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+def whole(name: str, rows: torch.Tensor) -> str | None:
+    """The note of `softmax` or `log_softmax` over rows [M, V], where one library call is known to take them all."""
+    tiles = _tiles.get(_key(name, rows))
+    if tiles is None:
+        return None
+    plan = tiles.plan(rows.shape[0])
+    return plan.label if plan.whole else None
+
+
+def _proven_sums(rows: _Rows, out: _Rows | None) -> _Rows:
     tensor = torch.from_numpy(rows)
-    sums: np.ndarray[Any, np.dtype[np.float32]] = row_sums(tensor).numpy()
+    sums: _Rows = row_sums(tensor).numpy()
     if rows.size:
         _sums[rows.shape[1]] = _tiles[_key("sum", tensor)]
-    return sums
+    if out is None:
+        return sums
+    out[...] = sums
+    return out
 
 
 def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -231,7 +248,6 @@ def _proven(
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _ONE = np.float32(1.0)
-_Rows = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def module_norm(

@@ -1,0 +1,243 @@
+"""Plans: what a call like one before needs and nothing more, on a CPU.
+
+A first call of an operator goes through its replacement, which looks at everything. What it found out holds for every
+call of the same dtypes, shapes, strides, alignment and settings, and those are a plan's key; the numbers in a tensor
+and its place in memory are not. So a model's layers of one shape share one plan, and a weight that changed is met as
+any other. The bits are those of the replacement: the same library call, or the same arithmetic in fewer steps.
+
+A short way takes the operator's own arguments and gives its result; None where it has none, and the replacement runs.
+It is asked for plain tensors without gradients, while its family is on and no hook listens (see
+`nondet.kernels.dispatch.functions.replacing`), and with `inside.active`: its own torch calls go to the originals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from nondet.core.launch import note
+from nondet.errors import UserError
+from nondet.kernels.attention import cpu as attention_cpu
+from nondet.kernels.dispatch.replacements import note_hidden
+from nondet.kernels.dispatch.state import DTYPES
+from nondet.kernels.matmul import cpu as matmul_cpu
+from nondet.kernels.matmul.cpu_tiles import environment_key, shortcut
+from nondet.kernels.pointwise.cpu import in_vectors, vectors_only
+from nondet.kernels.rows import cpu as rows_cpu
+
+Short = Callable[..., Any]
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_PLANS_KEPT = 4096
+_FLOATING, _ONE = frozenset(DTYPES), np.float32(1.0)
+
+_attentions: dict[tuple[Any, ...], Callable[..., torch.Tensor] | None] = shortcut()
+
+
+def short_way(name: str, stock: Callable[..., Any], vectors_alone: bool) -> Short | None:
+    """The short way of aten's `name` on a CPU; None where it has none.
+
+    Args:
+        stock: The original, boxed.
+        vectors_alone: It is replaced by the original over vectors alone.
+    """
+    if vectors_alone:
+        return _pointwise(stock)
+    if name in ("_softmax", "_log_softmax"):
+        return _normalizing(name.removeprefix("_"), stock)
+    return _WAYS.get(name)
+
+
+def _addmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor | None:
+    return matmul_cpu.mm_again(a, b, bias) if beta == 1 and alpha == 1 else None
+
+
+def _normalizing(name: str, stock: Callable[..., Any]) -> Short:
+    def short(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+        shape, dtype = x.shape, x.dtype
+        axes = len(shape)
+        if half_to_float or not axes or dim not in (-1, axes - 1) or dtype not in _FLOATING:
+            return None
+        if not (x.is_contiguous() and x.numel()):
+            return None
+        rows = x if axes == 2 else x.view(-1, shape[-1])
+        if dtype is not torch.float32:
+            rows = rows.float()
+        label = rows_cpu.whole(name, rows)
+        if label is None or rows.data_ptr() & 63:
+            return None
+        note_hidden(name, x)
+        note(label)
+        out = stock(_CPU, rows, 1, False)
+        if dtype is not torch.float32:
+            out = out.to(dtype)
+        return out if axes == 2 else out.view(shape)
+
+    return short
+
+
+def _numbers(x: torch.Tensor, width: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]] | None:
+    """x in float32, contiguous, and the same memory as rows [M, width]; None where it is not for these ways."""
+    if x.dtype not in _FLOATING or not x.numel():
+        return None
+    wide = (x.detach() if x.requires_grad else x).float().contiguous()
+    return wide, wide.numpy().reshape(-1, width)
+
+
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
+def _reduced(
+    mean: bool, x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor | None:
+    axes = x.dim()
+    if dtype is not None or not dim or len(dim) != 1 or not axes or dim[0] not in (-1, axes - 1):
+        return None
+    width = x.shape[-1]
+    found = _numbers(x, width)
+    if found is None:
+        return None
+    out = torch.empty((*x.shape[:-1], 1) if keepdim else x.shape[:-1])
+    into = out.numpy().reshape(-1)
+    rows_cpu.sums_of(found[1], into)
+    if mean:
+        into /= np.float32(width)
+    return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+
+def _factor(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A norm's weight or bias in float32."""
+    numbers: np.ndarray[Any, Any] = (x.detach() if x.requires_grad else x).float().numpy()
+    return numbers
+
+
+@np.errstate(all="ignore")  # as above
+def _rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor | None:
+    if weight is None or eps is None or not x.dim() or len(shape) != 1 or weight.dtype is not x.dtype:
+        return None
+    width = x.shape[-1]
+    found = _numbers(x, width) if weight.shape == x.shape[-1:] and shape[0] == width else None
+    if found is None:
+        return None
+    wide, rows = found
+    out = torch.empty_like(wide)
+    normed = out.numpy().reshape(-1, width)
+    np.multiply(rows, rows, out=normed)
+    np.divide(rows, _roots(normed, eps)[:, None], out=normed)
+    normed *= _factor(weight)
+    return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+
+@np.errstate(all="ignore")  # as above
+def _layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    if not x.dim() or len(shape) != 1:
+        return None
+    ends, dtype = x.shape[-1:], x.dtype
+    width = ends[0]
+    if shape[0] != width or not (weight is None or weight.shape == ends) or not (bias is None or bias.shape == ends):
+        return None
+    found = _numbers(x, width)
+    if found is None:
+        return None
+    wide, rows = found
+    out = torch.empty_like(wide)
+    normed = out.numpy().reshape(-1, width)
+    mean = rows_cpu.sums_of(rows)
+    mean /= np.float32(width)
+    np.subtract(rows, mean[:, None], out=normed)  # rounded, as what is squared and scaled below
+    scale = _roots(normed * normed, eps)
+    np.divide(_ONE, scale, out=scale)
+    normed *= scale[:, None]
+    if weight is not None:
+        normed *= _factor(weight)
+    if bias is not None:
+        normed += _factor(bias)
+    one_each = (*x.shape[:-1], 1)
+    means, scales = torch.from_numpy(mean.reshape(one_each)), torch.from_numpy(scale.reshape(one_each))
+    if dtype is torch.float32 and (weight is None or weight.dtype is dtype):
+        return out, means, scales
+    saved = dtype if weight is None else weight.dtype
+    return out.to(dtype), means.to(saved), scales.to(saved)
+
+
+def _roots(squares: np.ndarray[Any, Any], eps: float) -> np.ndarray[Any, Any]:
+    """squares [M, K] -> sqrt(their sums / K + eps) [M], each step rounded."""
+    scale = rows_cpu.sums_of(squares)
+    scale /= np.float32(squares.shape[1])
+    scale += np.float32(eps)
+    return np.sqrt(scale, out=scale)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    if attn_mask is not None or dropout_p:
+        return None
+    layouts = (q.shape, k.shape, v.shape, q.stride(), q.dtype, k.dtype, v.dtype)
+    key = (layouts, is_causal, scale, enable_gqa, environment_key())
+    if key not in _attentions:
+        if len(_attentions) >= _PLANS_KEPT:
+            _attentions.clear()
+        _attentions[key] = _bound_attention(q, k, v, is_causal, scale, enable_gqa)
+    bound = _attentions[key]
+    return None if bound is None else bound(q, k, v)
+
+
+def _bound_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, gqa: bool
+) -> Callable[..., torch.Tensor] | None:
+    """For what `nondet.kernels.dispatch.replacements.attention` takes as it is: no keys to hide, none to cut off."""
+    sizes = q.dim() == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    if not sizes or q.dtype not in _FLOATING or not (q.dtype is k.dtype is v.dtype):
+        return None
+    heads, kv_heads, q_len, k_len = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    if (
+        not (q.numel() and k.numel())
+        or (heads != kv_heads and not (gqa and heads % kv_heads == 0))
+        or (causal and q_len != k_len)
+    ):
+        return None
+    try:
+        return attention_cpu.bind(q, k, v, causal=causal or q_len == 1, scale=scale)
+    except UserError:
+        return None
+
+
+def _pointwise(stock: Callable[..., Any]) -> Short:
+    def whole(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The original, straight, over vectors alone: as it is where no element of x is left to scalar code."""
+        if not (x.dtype.is_floating_point and x.is_contiguous() and x.numel()):
+            return None
+        if in_vectors(x.numel()):
+            return stock(_CPU, x, *args, **kwargs)
+        return vectors_only(lambda piece: stock(_CPU, piece, *args, **kwargs), x)
+
+    return whole
+
+
+_WAYS: dict[str, Short] = {
+    "linear": matmul_cpu.linear_again,
+    "mm": matmul_cpu.mm_again,
+    "addmm": _addmm,
+    "mean.dim": partial(_reduced, True),
+    "sum.dim_IntList": partial(_reduced, False),
+    "rms_norm": _rms_norm,
+    "native_layer_norm": _layer_norm,
+    "scaled_dot_product_attention": _attention,
+}

@@ -1,0 +1,137 @@
+"""A second call takes a short way: the bits, the coverage and the notes of the first, and nothing stale."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nondet.core.compare import identical
+from nondet.core.inputs import generator
+from nondet.core.launch import listen
+from nondet.kernels.dispatch.block import batch_invariant, on_call
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=generator(seed, "cpu")).to(dtype)
+
+
+def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]:
+    """Operator -> (call, operands); widths that no other test has."""
+    x, wide, cube = drawn(5, 77, dtype=dtype), drawn(5, 320, dtype=dtype), drawn(2, 3, 77, dtype=dtype)
+    weight, bias = drawn(77, dtype=dtype, seed=2), drawn(77, dtype=dtype, seed=3)
+    layer, large = drawn(48, 77, dtype=dtype, seed=4), drawn(320, 320, dtype=dtype, seed=5)
+    q, k = drawn(2, 4, 1, 16, dtype=dtype), drawn(2, 4, 70, 16, dtype=dtype, seed=6)
+    return {
+        "linear": (F.linear, (x, layer)),
+        "linear, 3 axes and a bias": (F.linear, (cube, layer, bias[:48])),
+        "linear, large": (F.linear, (wide, large)),
+        "mm": (torch.mm, (x, layer.t().contiguous())),
+        "mm, transposed": (torch.mm, (wide, large.t())),
+        "addmm": (torch.addmm, (bias[:48], x, layer.t())),
+        "softmax": (lambda x: torch.softmax(x, -1), (x,)),
+        "softmax, 3 axes": (lambda x: torch.softmax(x, -1), (cube,)),
+        "softmax, the other axis": (lambda x: torch.softmax(x, 0), (x,)),
+        "softmax, hidden": (lambda x: torch.softmax(x * 1e4, -1), (cube,)),
+        "log_softmax": (lambda x: torch.log_softmax(x, -1), (x,)),
+        "mean": (lambda x: x.mean(-1), (x,)),
+        "mean, kept": (lambda x: x.mean(-1, keepdim=True), (cube,)),
+        "mean over the batch": (lambda x: x.mean(0), (x,)),
+        "sum": (lambda x: x.sum(1), (x,)),
+        "rms_norm": (lambda x, w: F.rms_norm(x, (77,), w, 1e-6), (cube, weight)),
+        "layer_norm": (lambda x, w, b: F.layer_norm(x, (77,), w, b), (cube, weight, bias)),
+        "layer_norm, bare": (lambda x: F.layer_norm(x, (77,)), (x,)),
+        "attention": (lambda q, k: F.scaled_dot_product_attention(q, k, k), (q, k)),
+        "attention, causal": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), (k,)),
+        "attention, GQA": (
+            lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True, scale=0.3),
+            (q, k[:, :2].contiguous()),
+        ),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", list(calls(torch.float32)))
+def test_a_second_call_is_the_first_one_again(name: str, dtype: torch.dtype) -> None:
+    """A hook sees the replacement run; without one the first call may, and later ones take the short way."""
+    call, operands = calls(dtype)[name]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen, noted, counted = [], [], []
+        for hooked in (True, True, False, False, False):  # the first proves, and notes that too
+            with batch_invariant() as block, listen() as notes:
+                if hooked:
+                    with on_call(lambda call: None):
+                        seen.append(call(*operands))
+                else:
+                    seen.append(call(*operands))
+            noted.append(dict(notes))
+            counted.append(block.coverage().counts())
+    assert all(identical(out, seen[0]) for out in seen)
+    assert all(out.stride() == seen[0].stride() for out in seen)
+    assert noted[1:] == noted[1:2] * 4
+    assert counted == counted[:1] * 5
+
+
+@pytest.mark.parametrize("name", list(calls(torch.float32)))
+def test_what_a_plan_was_not_made_for_is_no_second_call(name: str) -> None:
+    """Strided rows, another place in memory, other numbers there, NaN and infinities: as the replacement has them."""
+    call, operands = calls(torch.float32)[name]
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+    def strided(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(*x.shape[:-1], 2 * x.shape[-1])[..., : x.shape[-1]].copy_(x)
+
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[(0,) * (y.dim() - 1)][:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+        return y
+
+    with torch.no_grad(), batch_invariant(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for change in (torch.clone, moved, strided, odd, torch.neg):
+            for first in (True, False):
+                others = [change(x) if (i == 0) is first else x for i, x in enumerate(operands)]
+                with on_call(lambda call: None):
+                    right = call(*others)
+                for _ in range(3):
+                    call(*operands)
+                    assert identical(call(*others), right)
+
+
+def test_a_plan_is_of_its_settings() -> None:
+    """Another number of threads is another proof; a plan of one is none of the other."""
+    x, weight = drawn(5, 91), drawn(64, 91, seed=2)
+    threads = torch.get_num_threads()
+    with torch.no_grad(), batch_invariant():
+        for _ in range(3):
+            F.linear(x, weight)
+        try:
+            torch.set_num_threads(threads + 1)
+            with on_call(lambda call: None):
+                right = F.linear(x, weight)
+            assert identical(F.linear(x, weight), right)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_gradients_take_no_short_way() -> None:
+    """What autograd records is the operator: a second call has its gradient as the first."""
+    x, weight = drawn(5, 77), drawn(48, 77, seed=4).requires_grad_()
+    gradients = []
+    with batch_invariant():
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(F.linear(x, weight).sum(), weight)
+            gradients.append(gradient)
+            with torch.no_grad():
+                F.linear(x, weight)
+    assert identical(gradients[0], gradients[1])
+    assert identical(gradients[0], gradients[2])
