@@ -30,6 +30,7 @@ from nondet.kernels.matmul.cpu_tiles import (
     NotInvariantError,
     Tiles,
     environment_key,
+    padded,
     prove,
     proven,
     same_bits_at,
@@ -247,9 +248,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class _Before(NamedTuple):
-    """A product that took one library call for all its rows: its note, and whether that call is the inner product."""
+    """A product that took one library call for all its rows, filled up or not.
+
+    Attributes:
+        size: Rows that the call takes.
+        inner_product: It is the inner product, not a GEMM.
+    """
 
     label: str
+    size: int
     inner_product: bool
 
 
@@ -268,10 +275,10 @@ def _remember(key: tuple[object, ...], rows: int, b: torch.Tensor, with_bias: bo
     except NotInvariantError:
         return
     plan = tiles.plan(rows)
-    if plan.whole:
+    if len(plan.sizes) == 1:
         if len(_before) >= _BEFORE_KEPT:
             _before.clear()
-        _before[key] = _Before(plan.label, whole is _inner_product)
+        _before[key] = _Before(plan.label, plan.sizes[0], whole is _inner_product)
 
 
 def _key_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, product: str) -> tuple[object, ...]:
@@ -291,12 +298,10 @@ def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     before = _before.get(_key_of(x, weight, bias, "linear"))
     if before is None or not _again_takes(x, weight, bias, weight.shape[:1]):
         return None
-    note(before.label)
-    if before.inner_product:
-        return originals.inner_product(x, weight, bias)
     if x.dim() == 2:
-        return originals.product(x, weight.t(), bias)
-    return originals.product(x.view(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
+        return _called(before, x, weight, None, bias)
+    out = _called(before, x.view(-1, x.shape[-1]), weight, None, bias)
+    return None if out is None else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def mm_again(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -304,16 +309,30 @@ def mm_again(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
     before = _before.get(_key_of(a, b, bias, "mm"))
     if before is None or not _again_takes(a, b, bias, b.shape[1:]):
         return None
-    note(before.label)
-    if before.inner_product:
-        return originals.inner_product(a, b.t(), bias)
-    return originals.product(a, b, bias)
+    return _called(before, a, None, b, bias)
 
 
 def _again_takes(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, columns: torch.Size) -> bool:
-    if a.dtype is not b.dtype or not a.is_contiguous() or a.data_ptr() & 63:
+    if a.dtype is not b.dtype or not a.is_contiguous():
         return False
     return bias is None or (bias.dtype is a.dtype and bias.shape == columns)
+
+
+def _called(
+    before: _Before, rows: torch.Tensor, weight: torch.Tensor | None, b: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """rows [M, K] times b [K, N], or times weight [N, K] transposed, by the call of before."""
+    count, size = rows.shape[0], before.size
+    if count == size and rows.data_ptr() & 63:
+        return None  # copied to a place like the one that was certified, tile by tile
+    note(before.label)
+    if count < size:
+        rows = padded(rows, 0, size)
+    if before.inner_product:
+        out = originals.inner_product(rows, b.t() if weight is None else weight, bias)  # type: ignore[union-attr] # one is
+    else:
+        out = originals.product(rows, weight.t() if b is None else b, bias)  # type: ignore[union-attr] # the same
+    return out if count == size else out[:count].clone()
 
 
 def mm_kept(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nondet.core.records import Run
     from nondet.core.runfile import RunWriter
 
-ENGINE = "engine"
+ENGINE, HOST = "engine", "host"
 _REQUESTS_MOST, _RUNS_MOST = 4096, 1000
 _IMPLS = ("stock", "stock-no-cudnn", "stock-flash", "invariant")
 _RANK_FREE = "rank-free"
@@ -42,10 +42,10 @@ class BenchRequest(Request):
         typer.Argument(
             metavar="[OPERATOR]...",
             help=f"all, or some of: {', '.join(timed_operators())}. "
-            f"Over several ranks, only by name: {', '.join(RANK_OPERATORS)}. By itself: engine, whole models "
-            "under continuous batching.",
+            f"Over several ranks, only by name: {', '.join(RANK_OPERATORS)}. By themselves: engine, whole models "
+            "under continuous batching; host, what a call costs without CUDA graphs.",
             show_default="all",
-            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS, ENGINE),
+            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS, ENGINE, HOST),
         ),
     ] = None
     impl: Annotated[
@@ -123,10 +123,12 @@ class BenchRequest(Request):
     threads: o.THREADS = None
 
     def _check(self) -> None:
-        engine, others = self.engine, [name for name in self.names or [] if name != ENGINE]
-        if engine and others:
-            what = f"{ENGINE} is timed by itself, and {' '.join(others)} was named beside it"
-            raise UserError(what, "Run it apart.")
+        engine = self.engine
+        for name in (ENGINE, HOST):
+            beside = [other for other in self.names or [] if other != name]
+            if beside and name in (self.names or []):
+                what = f"{name} is timed by itself, and {' '.join(beside)} was named beside it"
+                raise UserError(what, "Run it apart.")
         # options of the other kind, those that were given
         kind = ("m", "k", "n", "jigsaw", "check", "clock") if engine else ("models", "requests", "runs", "cuda_graphs")
         for field in fields(self):
@@ -136,10 +138,13 @@ class BenchRequest(Request):
                     hint = "Leave it out; its sizes are --models and --requests."
                     raise UserError(f"{option} is not for engine", hint)
                 raise UserError(f"{option} is for {ENGINE}, which was not asked for", f"Write nondet bench {ENGINE}.")
+        for name in ("impl", "m", "k", "n", "jigsaw", "ranks", "clock") if self.names == [HOST] else ():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise UserError(f"--{name} is not for {HOST}", "Leave it out: its cells are always the same.")
         if self.slower is not None and self.check is None:
             what = f"--slower {self.slower:g} is a bound of --check, which was not asked for"
             raise UserError(what, "Give --check FILE.")
-        for name in (self.dtype or ()) if engine else ():
+        for name in (self.dtype or ()) if engine or self.names == [HOST] else ():
             o.MODEL_DTYPES.check("--dtype", name)
         _ = self.requests_at_a_time
 
@@ -254,6 +259,8 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     if request.engine:
         _bench_engine(request, output)
         return output.present()
+    if operators == [HOST]:
+        return _bench_host(request, output)
 
     import torch
 
@@ -313,6 +320,28 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
 
     with torch.no_grad():
         _time(output, plan, keys, records)
+    return _checked(request, output, kept)
+
+
+def _bench_host(request: BenchRequest, output: Output) -> Path:
+    """Time calls by what they cost the host."""
+    import torch
+
+    from nondet.bench.host import HostClock, collect_host, plan_host
+
+    target = pick_device(request.device, request.threads or torch.get_num_threads())
+    cases = plan_host(target, request.dtype)
+    kept = None if request.check is None else _kept(request.check, cases, HostClock(target).method)
+    same = {"operators": [HOST], "impls": ["stock", "invariant"], "device": target}
+    plan: dict[str, Any] = {**same, "dtypes": request.dtype, "seed": request.seed}
+    keys, seed = [case.key(target) for case in cases], request.seed
+    with torch.no_grad():
+        _time(output, plan, keys, lambda writer: collect_host(cases, target, seed, writer.done))
+    return _checked(request, output, kept)
+
+
+def _checked(request: BenchRequest, output: Output, kept: Run | None) -> Path:
+    """Present the run, held against a kept one where --check asks for that."""
     if kept is None:
         return output.present()
     from nondet.bench.summary import check_runs

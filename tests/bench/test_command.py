@@ -156,3 +156,45 @@ def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: 
             assert 0.5 < timed.median_us < 10_000
             assert not (cell.cold and cell.limit_us) or timed.median_us > 0.8 * cell.limit_us
     assert {r.distinct for r in run.rows if r.impl == "invariant"} == {1}
+
+
+def test_what_calls_cost_the_host(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell an operator and size, stock beside inside; kept, resumed, and held against itself."""
+    monkeypatch.setattr("nondet.bench.host.HostClock.budget_us", 1.0)
+    monkeypatch.setattr("nondet.bench.host._CALLS", 3)
+    host = ("bench", "host", "--device", "cpu", "--threads", "1")
+    code, out, err = run(*host, "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
+    assert code == 0, err
+    assert "host, linear" in " ".join(out.split())
+    cells = read_run(Path("r.jsonl")).cells
+    assert len(cells) == len({cell.key for cell in cells}) == 15
+    for cell in cells:
+        stock, inside = (cell.timed[0], cell.timed[-1])
+        assert (cell.method, inside.impl, min(inside.samples_us) > 0) == ("thread_time", "invariant", True)
+        assert [t.impl for t in cell.timed] == (["invariant"] if cell.group == "enter" else ["stock", "invariant"])
+        assert stock.ran == [] or cell.group == "enter"
+        assert bool(inside.ran) == (cell.group != "enter")  # that the block was entered
+    lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
+    Path("r.jsonl").write_bytes(b"".join(lines[:4]))
+    assert run(*host, "--out", "r.jsonl", "--resume")[0] == 0
+    assert Path("r.jsonl").read_bytes().splitlines(keepends=True)[:4] == lines[:4]
+    assert len(read_run(Path("r.jsonl")).cells) == 15
+    code, _, err = run(*host, "--out", "n.jsonl", "--check", "r.jsonl", "--slower", "900")
+    assert (code, "14 ratios compared, 0 regressions" in err) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("host", "linear"), "host is timed by itself, and linear"),
+        (("host", "--m", "3"), "--m is not for host"),
+        (("host", "--clock", "cpu"), "--clock is not for host"),
+        (("host", "--dtype", "float64"), "float64"),
+        (("host", "--runs", "3"), "--runs is for engine"),
+    ],
+)
+def test_what_is_not_for_host(run: Command, given: tuple[str, ...], said: str) -> None:
+    """One line, and nothing is written."""
+    code, _, err = run("bench", *given, "--device", "cpu", "--out", "r.jsonl")
+    assert (code, said in " ".join(err.split())) == (2, True)
+    assert not Path("r.jsonl").exists()
