@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 2210,
+    "bench": 2340,
     "certify": 1060,
     "commands": 951,
     "core": 6060,
@@ -32,13 +32,13 @@ BUDGET = {
     "embedded": 10,
     "endpoint": 3150,
     "export": 545,
-    "kernels": 16470,
+    "kernels": 16490,
     "nondet": 1780,
     "probes": 4330,
     "ranks": 590,
     "reports": 5845,
     "sampling": 6155,
-    "services": 2600,
+    "services": 2630,
     "testing": 590,
     "trace": 2410,
     "training": 720,
