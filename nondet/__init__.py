@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__", "batch_invariant", "check", "check_operator", "load", "mismatch_of", "probe", "rank_free", "rl",
-    "sample",
+    "sample", "token_logprobs",
 ]  # fmt: skip
 
 __version__ = VERSION
@@ -27,6 +27,7 @@ _LAZY = {
     "rank_free": "nondet.kernels.dispatch.rank_free",
     "rl": "nondet.api",
     "sample": "nondet.api",
+    "token_logprobs": "nondet.kernels.dispatch.logprobs",
 }
 
 

@@ -29,6 +29,7 @@ from nondet.core.launch import FirstUses, first_uses
 from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
+from nondet.kernels.dispatch.logprobs import largest, log_masses, nucleus_size, weights
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
 from nondet.sampling.schedule import ORDERS, Order, SessionLog, TopRing, run_lengths, session_figures
 from nondet.sampling.speculation import Speculation, make_draft
@@ -263,7 +264,6 @@ def _wake_name(manager: Any) -> str:
 # drawn, a chance of less than 2^-26 for the largest vocabulary. Logprobs are the model's own, at temperature 1 over
 # the whole vocabulary, so that traces show a difference where the nucleus has a single token.
 
-_SCALE = 2.0**44
 _CERTAIN = 1.0e4  # a logit beside zeros: the engine's argmax takes it, and exp(-1e4) is 0 in every dtype
 _BITS = 53
 _MASK = 0xFFFFFFFF
@@ -316,43 +316,9 @@ def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list
     vocabulary = rows.shape[-1]
     # one more than is kept, to see how close the first that is dropped came
     widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in asked)
-    ids, logits = _largest(rows, min(vocabulary, widest))
-    masses = _log_masses(rows)
+    ids, logits = largest(rows, min(vocabulary, widest))
+    masses = log_masses(rows).tolist()
     return [draw_row(ids[i], logits[i], masses[i], sampling, position) for i, (sampling, position) in enumerate(asked)]
-
-
-def _largest(rows: torch.Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Ids and logits of the largest logits of each row, in falling order, equal ones by rising id. [R, count] each."""
-    vocabulary = rows.shape[-1]
-    plain = torch.where(rows == 0, torch.zeros_like(rows), rows).contiguous()  # -0.0 and 0.0 are one logit
-    bits = plain.view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    backwards = torch.arange(vocabulary - 1, -1, -1, device=rows.device)
-    keys = (ordered << 32) + backwards  # all distinct: every sort gives the same
-    best = keys.topk(count, dim=-1, sorted=True).values
-    ids = vocabulary - 1 - (best & _MASK)
-    return ids.cpu().numpy(), plain.gather(-1, ids).cpu().numpy().astype(np.float64)
-
-
-def _log_masses(rows: torch.Tensor) -> list[float]:
-    """ln of the sum of exp(l) of each row, from an exact sum of weights in whole multiples of 2^-44."""
-    top = rows.max(dim=-1, keepdim=True).values
-    if rows.device.type == "cpu":  # row by row: a vectorized exp may treat the last elements of a tensor in another way
-        values, tops = rows.numpy().astype(np.float64), top.numpy().astype(np.float64)
-        sums = [int(_weights(row, t, 1.0).sum()) for row, t in zip(values, tops, strict=True)]
-    else:
-        exact = torch.floor(torch.exp(rows.double() - top.double()) * _SCALE)
-        sums = exact.nan_to_num(0.0, 0.0, 0.0).to(torch.int64).sum(dim=-1).tolist()
-    largest = top.squeeze(-1).double().cpu().tolist()
-    return [
-        t + math.log(s / _SCALE) if s > 0 and math.isfinite(t) else math.nan for t, s in zip(largest, sums, strict=True)
-    ]
-
-
-def _weights(logits: npt.NDArray[np.float64], top: Any, temperature: float) -> npt.NDArray[np.int64]:
-    with np.errstate(invalid="ignore", over="ignore"):
-        weights = np.floor(np.exp((logits - top) / temperature) * _SCALE)
-    return np.nan_to_num(weights, nan=0.0, posinf=0.0).astype(np.int64)
 
 
 def draw_row(
@@ -368,16 +334,16 @@ def draw_row(
     cut = float(logits[kept - 1] - logits[kept]) if kept < len(ids) else math.nan
     if not math.isfinite(logits[0]):  # no numbers to draw by: the trace will say so
         return Draw(int(ids[0]), math.nan, 1.0, cut, math.nan)
-    weights = _weights(logits[:kept], logits[0], sampling.temperature)
-    sums = np.cumsum(weights)  # of integers: exact in any order
+    masses = weights(logits[:kept], logits[0], sampling.temperature)
+    sums = np.cumsum(masses)  # of integers: exact in any order
     whole, nucleus = int(sums[-1]), math.nan
     if sampling.top_p < 1.0:
         need = math.ceil(sampling.top_p * whole)
-        kept = min(int(np.searchsorted(sums, need, side="left")) + 1, kept)
+        kept = nucleus_size(sums, sampling.top_p)
         before = int(sums[kept - 2]) if kept > 1 else 0
         nucleus = min(int(sums[kept - 1]) - need, need - before) / whole
     order = np.argsort(ids[:kept])
-    sums = np.cumsum(weights[:kept][order])
+    sums = np.cumsum(masses[:kept][order])
     mass = int(sums[-1])
     point = (uniform_bits(sampling.seed, position) * mass) >> _BITS
     place = int(np.searchsorted(sums, point, side="right"))

@@ -1,0 +1,133 @@
+"""A token's logprob: one formula for the draw and the trainer, its gradient, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import nondet
+from nondet.core.compare import identical
+from nondet.errors import UserError
+from nondet.sampling.engine import draw_rows
+from nondet.sampling.plan import Sampling
+
+
+def rows_of(count: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count * width)
+    return (torch.randn(count, width, generator=generator) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_has_the_bits_that_the_draw_records(dtype: torch.dtype) -> None:
+    rows = rows_of(37, 1003, dtype)
+    draws = draw_rows(rows.float(), [(Sampling(1.0, 0, 1.0, seed, True), 5) for seed in range(len(rows))])
+    recorded = torch.from_numpy(np.asarray([draw.logprob for draw in draws], dtype="<f4"))
+    ids = torch.tensor([draw.token for draw in draws])
+    assert identical(nondet.token_logprobs(rows, ids), recorded)
+    assert not identical(rows.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0], recorded)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_row_has_its_bits_and_its_gradient_in_any_batch(block: bool) -> None:
+    rows, ids = rows_of(48, 777), torch.arange(48) * 16
+
+    def both(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = rows[part].clone().requires_grad_()
+        out = nondet.token_logprobs(mine, ids[part], 0.7)
+        (out * torch.linspace(-1.0, 2.0, 48)[part]).sum().backward()
+        assert mine.grad is not None
+        return out.detach(), mine.grad
+
+    with nondet.batch_invariant() if block else torch.enable_grad():
+        whole = both(slice(0, 48))
+        for size in (1, 5, 16):
+            parts = [both(slice(i, i + size)) for i in range(0, 48, size)]
+            assert identical(torch.cat([p[0] for p in parts]), whole[0])
+            assert identical(torch.cat([p[1] for p in parts]), whole[1])
+
+
+@pytest.mark.parametrize("support", [{}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 30, "top_p": 0.9}])
+def test_values_and_gradient_against_float64(support: dict[str, float]) -> None:
+    rows, ids = rows_of(20, 200).double().requires_grad_(), rows_of(20, 200).argmax(-1)
+    kept = torch.zeros(rows.shape, dtype=torch.bool)
+    for i, row in enumerate(rows.detach() / 1.5):
+        order = row.argsort(descending=True)[: int(support.get("top_k", 200))]
+        shares = row[order].softmax(-1).cumsum(-1)
+        kept[i, order[: int((shares < support.get("top_p", 2.0)).sum()) + 1]] = True
+    oracle = (rows / 1.5).masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    out = nondet.token_logprobs(rows, ids, 1.5, **support)  # type: ignore[arg-type]  # top_k is whole
+    assert torch.allclose(out, oracle, rtol=0, atol=1e-11)  # weights below 2^-44 of the largest are cut
+    (expected,) = torch.autograd.grad(oracle.sum(), rows)
+    (found,) = torch.autograd.grad(out.sum(), rows)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-11)
+    assert nondet.token_logprobs(rows.detach().float(), ids, 1.5, **support).dtype is torch.float32  # type: ignore[arg-type]
+
+
+def test_the_gradient_is_no_further_from_float64_than_stocks() -> None:
+    rows, ids = rows_of(64, 4096), torch.arange(64)
+
+    def gradient(x: torch.Tensor, ours: bool) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        out = nondet.token_logprobs(x, ids) if ours else x.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        out.sum().backward()
+        assert x.grad is not None
+        return x.grad.double()
+
+    oracle = gradient(rows.double(), False)
+    ours, stock = ((gradient(rows, which) - oracle).norm() for which in (True, False))
+    assert ours <= 1.1 * stock
+
+
+def test_what_is_not_kept_has_no_chance_and_no_gradient() -> None:
+    rows = torch.tensor([[3.0, 2.0, 1.0, 0.0]], requires_grad=True)
+    out = nondet.token_logprobs(rows, torch.tensor([3]), top_k=2)
+    assert out.item() == -torch.inf
+    out.backward(torch.ones(1))
+    assert rows.grad is not None
+    assert not rows.grad.any()
+
+
+def test_rows_that_hold_no_numbers_are_nan() -> None:
+    rows = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf]])
+    out = nondet.token_logprobs(rows, torch.tensor([0, 0, 0]))
+    assert out.isnan().tolist() == [True, True, False]
+    assert out[2] == 0.0
+
+
+def test_no_rows_and_more_axes() -> None:
+    assert nondet.token_logprobs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)).shape == (0,)
+    rows = rows_of(6, 50)
+    ids = torch.arange(6)
+    flat = nondet.token_logprobs(rows, ids)
+    assert identical(nondet.token_logprobs(rows.view(2, 3, 50), ids.view(2, 3)).view(-1), flat)
+
+
+@pytest.mark.parametrize(
+    ("logits", "ids", "more", "words"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), {}, "one for each row"),
+        (torch.zeros(2, 3), torch.tensor([0, 3]), {}, "no token 3 of 3"),
+        (torch.zeros(2, 3), torch.tensor([0, -100]), {}, "no token -100"),
+        (torch.zeros(2, 3, dtype=torch.long), torch.tensor([0, 1]), {}, "no logits torch.int64"),
+        (torch.zeros(2, 3), torch.tensor([0, 1]), {"temperature": 0.0}, "temperature 0.0"),
+        (torch.zeros(2, 3), torch.tensor([0, 1]), {"top_p": 0.0}, "top_p 0.0"),
+        ([[0.0]], torch.tensor([0]), {}, "takes tensors"),
+    ],
+)
+def test_bad_input_is_one_line(logits: torch.Tensor, ids: torch.Tensor, more: dict[str, float], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        nondet.token_logprobs(logits, ids, **more)  # type: ignore[arg-type]  # what a user may give
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_it_has_the_bits_that_the_draw_records(dtype: torch.dtype) -> None:
+    rows = rows_of(64, 32003, dtype).cuda()
+    draws = draw_rows(rows.float(), [(Sampling(1.0, 0, 1.0, seed, True), 5) for seed in range(len(rows))])
+    recorded = torch.from_numpy(np.asarray([draw.logprob for draw in draws], dtype="<f4"))
+    ids = torch.tensor([draw.token for draw in draws]).cuda()
+    assert identical(nondet.token_logprobs(rows, ids).cpu(), recorded)
+    assert identical(
+        torch.cat([nondet.token_logprobs(rows[i : i + 3], ids[i : i + 3]) for i in range(0, 64, 3)]).cpu(), recorded
+    )
