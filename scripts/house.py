@@ -32,6 +32,7 @@ BUDGET = {
     "embedded": 10,
     "endpoint": 3150,
     "export": 545,
+    "mismatch": 1000,
     "kernels": 16490,
     "nondet": 1780,
     "probes": 4330,
