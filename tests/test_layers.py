@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sampling",),
     ("endpoint",),
     ("trace", "bench", "certify", "embed"),
+    ("mismatch",),
     ("training",),  # has an engine sample, and needs nothing of what asks questions
     ("verdict",),
     ("diagnose", "diff"),  # they compare verdicts

@@ -1,0 +1,181 @@
+"""How far a sampler's and a trainer's logprobs of the same tokens are apart, as figures. No torch.
+
+d is the trainer's logprob less the sampler's, in float64; a ratio is exp(d). K1, the mean of d, is of either sign and
+smaller than its own scatter where the two sides differ by rounding: it is not given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from nondet.core.statistics import CONFIDENCE, one_sided_bound
+
+Logprobs = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float64]
+
+LONG = 4096  # tokens of the sequence whose ratio is told
+CLOSE = (0.99, 1.01)
+_RESAMPLES, _SEQUENCES_LEAST = 2000, 5
+_TAILS = (0.5, 0.9, 0.99, 0.999)  # quantiles of |d|
+PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)  # ends of the bins by the sampler's probability
+
+
+class Bin(NamedTuple):
+    """Tokens from `low` on and below `high`, of a position or of a probability; the last bin holds its end, too."""
+
+    low: float
+    high: float
+    tokens: int
+    k3: float
+    mean_abs: float
+    max_abs: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of n tokens in m sequences.
+
+    Attributes:
+        sampler, trainer: [n] float32, sequence by sequence, finite.
+        lengths: Tokens of each sequence; together n.
+    """
+
+    sampler: Logprobs
+    trainer: Logprobs
+    lengths: Sequence[int]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: lengths that disagree, no tokens, or a logprob that is no number."""
+        n = len(self.sampler)
+        if not n or len(self.trainer) != n or sum(self.lengths) != n or min(self.lengths) < 1:
+            raise ValueError(f"{n} and {len(self.trainer)} logprobs are not of {sum(self.lengths)} tokens")
+        if not (np.isfinite(self.sampler).all() and np.isfinite(self.trainer).all()):
+            raise ValueError("a logprob is NaN or infinite")
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return len(self.sampler)
+
+    @cached_property
+    def distance(self) -> Floats:
+        """[n] float64, d."""
+        return self.trainer.astype(np.float64) - self.sampler.astype(np.float64)
+
+    @cached_property
+    def terms(self) -> Floats:
+        """[n] float64, ratio - 1 - d of each token: none is negative, and their mean is K3."""
+        return np.maximum(np.expm1(self.distance) - self.distance, 0.0)
+
+    @cached_property
+    def differ(self) -> int:
+        """Tokens whose two logprobs are not the same 32 bits."""
+        return int(np.count_nonzero(self.sampler.view(np.uint32) != self.trainer.view(np.uint32)))
+
+    @property
+    def bound(self) -> float:
+        """The rate of differing tokens that none of n excludes at 95%, about 3/n, if tokens were independent."""
+        return one_sided_bound(self.tokens)
+
+    @cached_property
+    def k3(self) -> float:
+        """Schulman's K3 in nats a token, an estimate of KL(sampler || trainer); see `nondet.core.statistics.k3`."""
+        return float(self.terms.mean())
+
+    @cached_property
+    def k3_interval(self) -> tuple[float, float] | None:
+        """K3's 95% interval, by sequence: tokens of one are not independent. None of fewer than five sequences.
+
+        Percentiles of 2,000 resamples of whole sequences with replacement, each sum of terms over its own number of
+        tokens; the draws are of seed 0, so that a file has one interval.
+        """
+        if len(self.lengths) < _SEQUENCES_LEAST:
+            return None
+        sums, lengths = self._sums(self.terms), np.asarray(self.lengths)
+        rng = np.random.default_rng(0)
+        drawn = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_RESAMPLES)
+        tail = (1 - CONFIDENCE) / 2
+        low, high = np.quantile((drawn @ sums) / (drawn @ lengths), (tail, 1 - tail))
+        return float(low), float(high)
+
+    @cached_property
+    def ratios(self) -> tuple[float, float]:
+        """The least and the largest."""
+        return math.exp(float(self.distance.min())), _exp(float(self.distance.max()))
+
+    @cached_property
+    def outside(self) -> int:
+        """Tokens whose ratio is not within 0.99 to 1.01."""
+        low, high = map(math.log, CLOSE)
+        return int(np.count_nonzero((self.distance < low) | (self.distance > high)))
+
+    @cached_property
+    def mult_prob_error(self) -> float:
+        """Mean of exp |d|, as NeMo RL has it (token_mult_prob_error); 1 where nothing differs."""
+        return float(np.exp(np.minimum(np.abs(self.distance), 700.0)).mean())
+
+    @cached_property
+    def tails(self) -> dict[float, float]:
+        """Quantile -> |d|: the middle, and what 10, 1 and 0.1 of a hundred tokens exceed."""
+        return dict(zip(_TAILS, map(float, np.quantile(np.abs(self.distance), _TAILS)), strict=True))
+
+    @cached_property
+    def sequences(self) -> Floats:
+        """[m] float64: ln of each sequence's ratio, the sum of its d."""
+        return self._sums(self.distance)
+
+    @cached_property
+    def long(self) -> tuple[float, float]:
+        """Of a sequence of 4,096 tokens: the standard deviation of ln ratio, and the chance of a ratio in 0.5 to 2.
+
+        If such a sequence went on as those seen: mean and variance of ln ratio grow with length. The variance a token
+        is taken between sequences, so that d of one sequence may hang together; the chance is a normal law's.
+        """
+        lengths = np.asarray(self.lengths, dtype=np.float64)
+        mean = float(self.sequences.sum() / lengths.sum())
+        deviation = math.sqrt(LONG * float(((self.sequences - mean * lengths) ** 2).sum() / lengths.sum()))
+        ends = [s * math.log(2.0) - LONG * mean for s in (-1, 1)]
+        if deviation == 0.0:
+            return 0.0, float(ends[0] <= 0.0 <= ends[1])
+        low, high = (math.erf(e / deviation / math.sqrt(2.0)) for e in ends)
+        return deviation, (high - low) / 2
+
+    @cached_property
+    def positions(self) -> list[Bin]:
+        """By place in the sequence: 0 to 1, to 2, to 4, ... doubling."""
+        places = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64)
+        ends = [0.0, *(2.0**i for i in range(max(self.lengths).bit_length() + 1))]
+        return self._bins(places, ends, closed=False)
+
+    @cached_property
+    def probabilities(self) -> list[Bin]:
+        """By the sampler's probability of the token."""
+        return self._bins(np.exp(self.sampler.astype(np.float64)), PROBABILITIES, closed=True)
+
+    def _sums(self, values: Floats) -> Floats:
+        return np.add.reduceat(values, np.cumsum([0, *self.lengths])[:-1])
+
+    def _bins(self, by: Floats, ends: Sequence[float], *, closed: bool) -> list[Bin]:
+        """Those that hold a token."""
+        place = np.searchsorted(ends, by, side="right") - 1
+        if closed:
+            place = np.clip(place, 0, len(ends) - 2)
+        found = []
+        for i in range(len(ends) - 1):
+            mine = place == i
+            if mine.any():
+                terms, size = self.terms[mine], np.abs(self.distance[mine])
+                mean, most = float(size.mean()), float(size.max())
+                found.append(Bin(ends[i], ends[i + 1], int(mine.sum()), float(terms.mean()), mean, most))
+        return found
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
