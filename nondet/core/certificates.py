@@ -65,6 +65,7 @@ _FAMILIES = {
     "cpu-blocks": ("attention",),
     "lanes": ("rows",),
     "cpu-rows": ("rows",),
+    "fold": ("fold",),
     "grouped": ("experts",),
     "ranks-": ("all_reduce",),
     "reduce-scatter": ("all_reduce",),
