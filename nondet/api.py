@@ -337,13 +337,13 @@ def check_operator(
     return _kept(run, out, force=force)
 
 
-def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
+def batch_invariant(families: Iterable[str] | None = None, *, training: bool = False) -> Invariance:
     """`nondet.kernels.dispatch.block.batch_invariant`, whose block also shows what it covers: in a notebook, say."""
     began = time.perf_counter()
     from nondet.kernels.dispatch.block import batch_invariant as made
 
-    plain = made(families)
-    return _shown()(plain.families, time.perf_counter() - began)
+    plain = made(families, training=training)
+    return _shown()(plain.families, plain.training, time.perf_counter() - began)
 
 
 @cache
@@ -360,8 +360,8 @@ def _shown() -> type[Any]:
     Counts.__qualname__ = Coverage.__qualname__  # what its repr begins with
 
     class Block(Invariance):
-        def __init__(self, families: frozenset[str], took: float) -> None:
-            super().__init__(families)
+        def __init__(self, families: frozenset[str], training: bool, took: float) -> None:
+            super().__init__(families, training)
             self._coverage, self._state, self._took = Counts(), "not entered", took
 
         def __enter__(self) -> Invariance:

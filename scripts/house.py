@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 545,
     "mismatch": 1000,
-    "kernels": 17150,
+    "kernels": 17800,
     "nondet": 1780,
     "probes": 4330,
     "ranks": 590,

@@ -91,6 +91,8 @@ def spans_of(visible: np.ndarray, q_len: int, anchored: bool = True) -> list[Spa
     The next span begins at the same first key, or after all keys of the one before: requests packed one after the
     other. In a sliding window the first key moves on with the last one, as soon as the window is full. A span that
     begins with a full window has lost its anchor, its request's first key: it is one only if not `anchored`.
+    A query that does not see the key at its own place, where there are as many keys as queries, is padding behind its
+    request: a span by itself, which nothing continues.
     """
     batch, rows, k_len = visible.shape
     count = visible.sum(-1)
@@ -108,6 +110,9 @@ def spans_of(visible: np.ndarray, q_len: int, anchored: bool = True) -> list[Spa
         open_span: Span | None = None
         for i, (start, end) in enumerate(zip(first[b].tolist(), (last[b] + 1).tolist(), strict=True)):
             if start == end:
+                continue
+            if rows == k_len and end <= i and open_span is not None and open_span.window is not None:
+                spans.append(Span(b, i, i + 1, start, end, causal=False))
                 continue
             extended = _extended(open_span, i, start, end, anchored)
             if extended is not None:

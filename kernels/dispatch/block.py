@@ -355,10 +355,10 @@ def _kinds(model: Any) -> Iterator[tuple[Any, int, bool]]:
 class Invariance:
     """One `with batch_invariant(...)`. May be entered again after it was left, not while it is entered."""
 
-    def __init__(self, families: frozenset[str]) -> None:
-        self.families = families
+    def __init__(self, families: frozenset[str], training: bool = False) -> None:
+        self.families, self.training = families, training
         self._coverage = Coverage()
-        self._packed = ExitStack()
+        self._packed, self.packs = ExitStack(), False
 
     def coverage(self) -> Coverage:
         """What happened so far inside this context, in any thread."""
@@ -393,10 +393,16 @@ class Invariance:
             Bytes kept.
 
         Raises:
-            UserError: outside of the block.
+            UserError: outside of the block, or under one for training.
         """
         if not any(self is block for block in _entered):
             raise UserError("pack() outside of its batch_invariant() block", "Call it inside of `with`.")
+        if any(block.training for block in _entered):
+            raise UserError(
+                "pack() under batch_invariant(training=True): a step changes the weights, and copies go stale",
+                "Leave pack() out, or training=True where nothing is trained.",
+            )
+        self.packs = True
         return self._packed.enter_context(packing(model, most))
 
     def __enter__(self) -> Invariance:
@@ -404,6 +410,11 @@ class Invariance:
             if any(self is other for other in _entered):
                 raise UserError(
                     "this batch_invariant() block is entered already", "Call batch_invariant() again to nest."
+                )
+            if self.training and any(block.packs for block in _entered):
+                raise UserError(
+                    "batch_invariant(training=True) inside a block with packed weights, which training makes stale",
+                    "Leave pack() out, or enter the block for training outside of it.",
                 )
             if not _entered:
                 _enter_first()
@@ -424,6 +435,7 @@ class Invariance:
         with ExitStack() as steps:
             steps.callback(self._leave)
             self._packed.close()
+            self.packs = False
 
     def _leave(self) -> None:
         with _lock:
@@ -435,7 +447,7 @@ class Invariance:
                     _leave_last()
 
 
-def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
+def batch_invariant(families: Iterable[str] | None = None, *, training: bool = False) -> Invariance:
     """Put batch-invariant kernels under everything that runs inside the `with` block, in all threads.
 
     Blocks nest: what is on is what any of them asks for. Leaving one, by an exception too, restores what was before it.
@@ -449,6 +461,8 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     Args:
         families: Names from `FAMILIES`; None for all of them. A subset leaves the rest stock, which tells which family
             a divergence comes from.
+        training: Where a gradient is asked for, attention and norms keep the bits that they have without one, and get
+            a gradient of ours (`nondet.kernels.dispatch.differentiable`); else they are left to torch, and counted.
 
     Raises:
         UnknownNameError: no such family.
@@ -457,7 +471,7 @@ def batch_invariant(families: Iterable[str] | None = None) -> Invariance:
     for family in chosen:
         if family not in FAMILIES:
             raise UnknownNameError("operator family", family, FAMILIES)
-    return Invariance(frozenset(chosen))
+    return Invariance(frozenset(chosen), training)
 
 
 _STAND_INS = (
@@ -478,7 +492,8 @@ _registration, _exact = Registration(keep_originals), Registration(exact_ones)
 def _publish() -> None:
     wanted = frozenset().union(*(block.families for block in _entered))
     unseen = frozenset() if _hooks else wanted
-    replace_now(Active(wanted, tuple(block.coverage() for block in _entered), tuple(_hooks), unseen))
+    training = any(block.training for block in _entered)
+    replace_now(Active(wanted, tuple(block.coverage() for block in _entered), tuple(_hooks), unseen, training))
 
 
 def _enter_first() -> None:

@@ -19,9 +19,11 @@ from nondet.core.certificates import certificates
 from nondet.core.launch import proving
 from nondet.core.proof import distinct, operands_key, settings, switches
 from nondet.errors import UserError, one_line
+from nondet.kernels.dispatch.differentiable import COMPOSED_WITH_GRADIENT, Differentiable, asked_for
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, EXEMPT, OPERATORS, reason
 from nondet.kernels.dispatch.state import (
     MOVED,
+    Active,
     Kernels,
     Leave,
     count,
@@ -449,6 +451,7 @@ def replacing(
     """
     composed = name in COMPOSED
     exempt = EXEMPT.get(name)
+    has_gradient = name in COMPOSED_WITH_GRADIENT
     told_by_parts = name == "linear"  # made of products, which say themselves what became of them
     qualified = f"aten::{name}"
     stock = original.call_boxed
@@ -473,12 +476,14 @@ def replacing(
             return traced(name, original, keyset, args, kwargs)
         elif family not in now.families:
             how = "at_risk"
-        elif composed and (reason := _differentiated(args)):
+        elif composed and (reason := _differentiated(args)) and not (has_gradient and _trains(now, args)):
             how = "left"
         else:
             inside.active = True
             try:
-                if torch.is_grad_enabled():
+                if reason:
+                    out = replacement(Differentiable(kernels()), *args, **kwargs)
+                elif torch.is_grad_enabled():
                     with torch.no_grad():  # a gradient, if any, is recorded by the caller, for the operator as a whole
                         out = replacement(kernels(), *args, **kwargs)
                 else:
@@ -553,6 +558,11 @@ def _plainly(args: tuple[Any, ...]) -> bool:
         if type(x) not in _ASKED:
             return False
     return True
+
+
+def _trains(now: Active, args: tuple[Any, ...]) -> bool:
+    """Is the gradient that is asked for a backward one, under a block for training?"""
+    return now.training and forward_ad._current_level < 0 and asked_for(*args)
 
 
 def _differentiated(args: tuple[Any, ...]) -> str:

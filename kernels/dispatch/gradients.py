@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch.replacements import index_add_, sum
+from nondet.kernels.dispatch.replacements import index_add_, root, sum
 from nondet.kernels.dispatch.state import Kernels, Leave, require
 
 
@@ -97,6 +97,17 @@ def layer_norm_backward(
     if wanted[2] and bias is not None:
         of_bias = sum(kernels, g, [0]).to(bias.dtype)
     return of_x, of_weight, of_bias
+
+
+def rms_norm_backward(
+    kernels: Kernels, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of x [..., H] by two means over its own row, in float32; of weight [H] by sums over all rows, in their order."""
+    wide, g = (t.reshape(-1, x.shape[-1]).float() for t in (x, gradient))
+    scale = 1.0 / root(kernels.mean(wide * wide)[:, None] + eps)
+    normed, weighted = wide * scale, g * weight.float()
+    of_x = (weighted - normed * kernels.mean(weighted * normed)[:, None]) * scale
+    return of_x.to(x.dtype).view(x.shape), sum(kernels, g * normed, [0]).to(weight.dtype)
 
 
 def embedding_backward(

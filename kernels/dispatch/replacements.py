@@ -504,7 +504,7 @@ def layer_norm(
     wide = x.float()
     mean = kernels.mean(wide)[..., None]
     centred = wide - mean
-    scale = 1.0 / _root(kernels.mean(centred * centred)[..., None] + eps)
+    scale = 1.0 / root(kernels.mean(centred * centred)[..., None] + eps)
     out = centred * scale
     if weight is not None:
         out = out * weight.float()
@@ -516,7 +516,7 @@ def layer_norm(
     return out.to(x.dtype).contiguous(), mean.to(saved), scale.to(saved)  # contiguous, whatever x is, as torch's own
 
 
-def _root(x: torch.Tensor) -> torch.Tensor:
+def root(x: torch.Tensor) -> torch.Tensor:
     """Correctly rounded, as a GPU's is; torch's on a CPU may be MKL's."""
     if x.is_cuda:
         return torch.sqrt(x)

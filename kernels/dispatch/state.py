@@ -144,6 +144,7 @@ class Active:
     coverages: tuple[Coverage, ...] = ()
     hooks: tuple[Callable[[Call], None], ...] = ()
     unseen: frozenset[str] = frozenset()  # the families, while nobody listens: calls of theirs may take short ways
+    training: bool = False
 
 
 class _Inside(threading.local):

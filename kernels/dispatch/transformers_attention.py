@@ -14,6 +14,7 @@ import torch
 
 from nondet.errors import UserError
 from nondet.kernels.attention.masks import Packing, attend_packed, one_query_each, packing_of
+from nondet.kernels.dispatch.differentiable import with_gradient
 from nondet.kernels.dispatch.state import DTYPES, count, current, emit, guarded, kernels_for
 from nondet.kernels.dispatch.transformers import Replacement, installed, note_traced
 
@@ -144,17 +145,15 @@ def windowed(
     """
     if torch.compiler.is_compiling():
         return None
-    from nondet.kernels.dispatch.state import DTYPES, kernels_for
-
     positions = kwargs.get("position_ids")
-    kernels = kernels_for(query.device.type)
+    kernels = with_gradient(kernels_for(query.device.type), query, key, value)
+    if kernels is None:
+        return None
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention would, which is not called
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     if positions is None or positions.dim() != 2 or kwargs.get("dropout") or query.dtype not in DTYPES:
         return None
     if not query.dtype == key.dtype == value.dtype:
-        return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return None
     batch, _, q_len, dim = query.shape
     if dim > kernels.max_head_dim or positions.shape[1] != q_len:
@@ -407,9 +406,9 @@ def _compute(
     )
     if (dropout and module.training) or wants_weights or {query.dtype, key.dtype, value.dtype} - set(DTYPES):
         return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+    kernels = with_gradient(kernels_for(query.device.type), query, key, value)
+    if kernels is None:
         return None
-    kernels = kernels_for(query.device.type)
     batch, _, q_len, dim = query.shape
     k_len = key.shape[2]
     if not query.dtype == key.dtype == value.dtype or key.shape != value.shape or not 1 <= dim <= kernels.max_head_dim:

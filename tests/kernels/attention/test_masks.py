@@ -30,6 +30,19 @@ def test_right_padding_sees_all_real_keys() -> None:
     assert spans == [Span(0, 0, 4, 0, 4, causal=True), Span(0, 4, 6, 0, 4, causal=False)]
 
 
+def test_padding_behind_a_window_is_spans_of_one_query() -> None:
+    """It sees fewer and fewer keys, which no window leaves; the real queries keep their anchor. Elsewhere: no spans."""
+    key = np.arange(9)
+    visible = causal(9, 9, hidden_right=3) & (key > key[:, None] - 4)
+    assert spans_of(visible[None], 9) == [
+        Span(0, 0, 6, 0, 6, causal=True, window=4),
+        Span(0, 6, 7, 3, 6, causal=False),
+        Span(0, 7, 8, 4, 6, causal=False),
+        Span(0, 8, 9, 5, 6, causal=False),
+    ]
+    assert spans_of(visible[None, :, :8], 9) is None  # of other keys than the queries' own nothing is known
+
+
 def test_chunks_decodes_and_static_caches() -> None:
     """A chunk after cached keys, one query after many, a cache longer than what it holds, one mask row for all."""
     assert spans_of(causal(3, 10, 4)[None], 3) == [Span(0, 0, 3, 4, 10, causal=True)]

@@ -1,0 +1,128 @@
+"""The gradient of attention on a CPU, request by request: no bit of one depends on another.
+
+Order: of each request the queries in blocks of 512 and the keys filled up with zeros to a multiple of 64, both anchored
+at its first. A block's scores, their gradients and what they give to queries, keys and values are products in class
+"cpu-tiles" (`nondet.kernels.matmul.cpu`) in float32, batched over KV heads; the query heads of a group lie one after
+the other in the summed axis. A row's exponentials are added by NumPy's pairwise sum over its keys. What the blocks give
+to keys and values is added block by block, in order. One rounding to the dtype ends it.
+
+Invariance: everything is computed from the request's own rows, at sizes that follow from its own lengths; products by
+certified tiles, exponentials by vectors alone (`nondet.kernels.pointwise.cpu`), the rest elementwise and correctly
+rounded. Nothing is added by several threads.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nondet.kernels.matmul.cpu import bmm
+from nondet.kernels.pointwise.cpu import vectors_only
+from nondet.kernels.rows.cpu import row_sums
+
+_QUERIES = 512  # whose scores are held at a time
+_KEYS = 64
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+) -> Gradients:
+    """Gradients of packed attention over q, k and v, in their shapes and dtype.
+
+    Args:
+        q, out, gradient: [Tq, Hq, D], requests one after the other; what the forward gave, and its gradient.
+        k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
+        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], where each begins. A request's last query stands at its last
+            key where it is causal.
+        scale: Of the scores.
+        window: Keys that a query sees at most, its own included.
+        softcap: Scores s become softcap * tanh(s / softcap) before the softmax.
+        max_seqlen_q, max_seqlen_k: Not looked at; the signature is that of the CUDA kernel.
+    """
+    parts = [torch.zeros_like(x) for x in (q, k, v)]
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    with torch.no_grad():
+        for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+            if q0 == q1 or k0 == k1:
+                continue
+            mine = q[q0:q1], out[q0:q1], gradient[q0:q1], k[k0:k1], v[k0:k1]
+            found = _request(*mine, scale, causal, window, softcap)
+            for part, (a, b), of in zip(parts, ((q0, q1), (k0, k1), (k0, k1)), found, strict=True):
+                part[a:b] = of
+    return parts[0], parts[1], parts[2]
+
+
+def _request(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    gradient: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Gradients:
+    """Of one request: q, out, gradient [T, Hq, D] and k, v [S, Hkv, D], in float32."""
+    heads, queries, group, dim = k.shape[1], q.shape[0], q.shape[1] // k.shape[1], q.shape[2]
+    keys, values = (_by_head(x, heads, 1) for x in (k, v))  # [Hkv, S', D]
+    of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+    of_queries = torch.empty((queries, q.shape[1], dim))
+    place = torch.arange(keys.shape[1])
+    for start in range(0, queries, _QUERIES):
+        rows = slice(start, min(start + _QUERIES, queries))
+        block, above, result = (_by_head(x[rows], heads, group) for x in (q, gradient, out))  # [Hkv, G * T', D]
+        length = block.shape[1] // group
+        position = torch.arange(start, start + length) + k.shape[0] - queries
+        hidden = (place >= k.shape[0]).expand(length, -1)
+        if causal:
+            hidden = hidden | (place > position[:, None])
+        if window is not None:
+            hidden = hidden | (place <= position[:, None] - window)
+        hidden = hidden.clone()
+        hidden[rows.stop - start :] = place > 0  # rows that fill up: their gradient is zero
+        scores = bmm(block, keys.mT) * scale
+        slope = None
+        if softcap is not None:
+            bent = vectors_only(torch.tanh, scores / softcap)
+            scores, slope = bent * softcap, 1.0 - bent * bent
+        scores = scores.view(heads, group, length, -1).masked_fill_(hidden, -torch.inf).view(scores.shape)
+        weights = vectors_only(torch.exp, scores - scores.amax(-1, keepdim=True))
+        weights = weights / _sums(weights)
+        of_scores = weights * (bmm(above, values.mT) - _sums(above * result))
+        if slope is not None:
+            of_scores = of_scores * slope
+        of_scores = of_scores * scale
+        of_values += bmm(weights.mT.contiguous(), above)
+        of_keys += bmm(of_scores.mT.contiguous(), block)
+        mine = bmm(of_scores, keys).view(heads, group, length, dim)[:, :, : rows.stop - start]
+        of_queries[rows] = mine.permute(2, 0, 1, 3).reshape(-1, q.shape[1], dim)
+    back = [x[:, : k.shape[0]].transpose(0, 1) for x in (of_keys, of_values)]
+    return of_queries, back[0], back[1]
+
+
+def _by_head(x: torch.Tensor, heads: int, group: int) -> torch.Tensor:
+    """x [T, heads * group, D] -> float32 [heads, group * T', D], each head's T filled up with zeros to T'."""
+    tokens, _, dim = x.shape
+    padded = torch.zeros((heads, group, tokens + -tokens % _KEYS, dim))
+    padded[:, :, :tokens] = x.view(tokens, heads, group, dim).permute(1, 2, 0, 3)
+    return padded.view(heads, -1, dim)
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis of [H, R, W] -> [H, R, 1]."""
+    return row_sums(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)

@@ -1,0 +1,127 @@
+"""What a trainer needs: attention and norms with the bits of a forward without gradients, and a gradient.
+
+torch composes both of other operators where a gradient is asked for, and so gives them other bits than a sampler had.
+Under `batch_invariant(training=True)` the very kernel of the sampler runs instead, by the same choice, and a backward
+of ours without atomics (`nondet.kernels.attention_backward`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from nondet.kernels.dispatch.state import Kernels, Leave, count, current, guarded, kernels_for
+
+# Operators that torch composes of others, and that have a gradient here.
+COMPOSED_WITH_GRADIENT = frozenset({"scaled_dot_product_attention", "rms_norm"})
+
+
+def asked_for(*tensors: Any) -> bool:
+    """Whether a gradient of one of them is."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+
+
+class Differentiable:
+    """A device's kernels, those of attention and rms_norm with a gradient; the forward's bits are the kernels'."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        """All others, as they are."""
+        return getattr(self._kernels, name)
+
+    def attention_varlen(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **more: Any
+    ) -> torch.Tensor:
+        """As the kernel's of packed requests, from a cache that has dropped no key."""
+        if "key_index" in more:
+            raise Leave("keys in a paged cache, which has no gradient")
+        out: torch.Tensor = _Attention.apply(q, k, v, _scale(q, scale), more)
+        return out
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """As the kernel's of a batch [B, H, T, D]."""
+        more = {"causal": causal, "softcap": softcap}
+        out: torch.Tensor = _Attention.apply(q, k, v, _scale(q, scale), more)
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """As the kernel's, over the last axis."""
+        out: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+        return out
+
+
+def with_gradient(kernels: Kernels, *tensors: Any) -> Kernels | Differentiable | None:
+    """The kernels for a call on the tensors; None where a gradient is asked for and nobody trains."""
+    if not asked_for(*tensors):
+        return kernels
+    return Differentiable(kernels) if current().training else None
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+class _Attention(torch.autograd.Function):
+    """Packed, q [Tq, Hq, D] with cu_seqlens in `more`, or of a batch, q [B, Hq, Tq, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, more: dict[str, Any]) -> Any:
+        kernels = kernels_for(q.device.type)
+        given = {name: value for name, value in more.items() if value is not None}
+        out = (kernels.attention if q.dim() == 4 else kernels.attention_varlen)(q, k, v, scale=scale, **given)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.scale, ctx.more = scale, more
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        q, k, v, out = ctx.saved_tensors
+        more = {name: value for name, value in ctx.more.items() if name != "positions"}  # where keys lie is enough
+        whole = q.dim() == 4
+        if whole:
+            batch, queries = q.shape[0], q.shape[2]
+            keys = k.shape[2]
+            steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+            more |= {"cu_seqlens_q": steps * queries, "cu_seqlens_k": steps * keys}
+            more |= {"max_seqlen_q": queries, "max_seqlen_k": keys}
+        tensors = (q, k, v, out, gradient)
+        packed = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) if whole else x for x in tensors]
+        of = guarded(kernels_for(q.device.type).attention_backward)(*packed, scale=ctx.scale, **more)
+        count("replaced", "attention_backward")
+        if whole:
+            of = [x.view(batch, -1, x.shape[1], x.shape[2]).transpose(1, 2).contiguous() for x in of]
+        return (*of, None, None)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w x r, r = 1 / sqrt(mean(x^2) + eps): of x by two means over its own row, of w by sums over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return kernels_for(x.device.type).rms_norm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        from nondet.kernels.dispatch.gradients import rms_norm_backward
+
+        x, weight = ctx.saved_tensors
+        of = guarded(rms_norm_backward)(kernels_for(x.device.type), gradient, x, weight, ctx.eps)
+        count("replaced", "rms_norm_backward")
+        return (*of, None)

@@ -1,0 +1,198 @@
+"""`batch_invariant(training=True)`: a forward with gradients has the bits of one without, and a step repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import nondet
+from nondet.core.compare import identical, weights_digest
+from nondet.errors import UserError
+from tests.build import DEVICE
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "gemma3, windows": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, sliding_window=8)),
+    "gemma2, windows and soft caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=8)),
+    "experts": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)),
+}
+DTYPES = [torch.bfloat16, torch.float32]
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def built(name: str, dtype: torch.dtype, device: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]().to(dtype).to(device).train()
+
+
+def batch(device: str) -> dict[str, torch.Tensor]:
+    """Three sequences: one padded on the left, one on the right, one not."""
+    ids = torch.randint(1, 256, (3, 30), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :9], mask[1, 20:] = 0, 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {n: x.to(device) for n, x in (("input_ids", ids), ("attention_mask", mask), ("position_ids", places))}
+
+
+def differing(model: Any, inputs: dict[str, torch.Tensor]) -> int:
+    """Logits of real tokens, over the whole vocabulary, that have other bits with gradients than without."""
+    with torch.no_grad():
+        without = model(**inputs).logits
+    with_gradient = model(**inputs).logits
+    assert with_gradient.requires_grad
+    real = inputs["attention_mask"].bool()
+    bits = torch.int16 if without.dtype == torch.bfloat16 else torch.int32
+    return int((without[real].view(bits) != with_gradient.detach()[real].view(bits)).sum())
+
+
+@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_change_no_bit_of_the_forward(name: str, dtype: torch.dtype, device: str) -> None:
+    """Without training=True they do, since attention is torch's then; with it nothing of attention is left to torch."""
+    model, inputs = built(name, dtype, device), batch(device)
+    with nondet.batch_invariant():
+        assert differing(model, inputs) > 0
+    with nondet.batch_invariant(training=True) as invariance:
+        assert differing(model, inputs) == 0
+        loss(model, inputs).backward()
+    coverage = invariance.coverage()
+    assert not [what for what in (*coverage.left, *coverage.at_risk) if "attention" in what or "backward" in what]
+    assert coverage.replaced["attention_backward"] >= 2  # padding behind a sequence is a packing of its own
+
+
+def loss(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the next token, added up over those that are real."""
+    labels = torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], -100)[:, 1:]
+    logits = model(**inputs).logits[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss(model, inputs).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3, windows"])  # parts of the others have no float64
+def test_the_gradient_is_torchs(name: str, device: str) -> None:
+    """In float32 as near to float64's as torch's own: 1.1 times its error over all tensors, in root mean square."""
+    model, inputs = built(name, torch.float32, device), batch(device)
+    stock = gradients(model, inputs)
+    with nondet.batch_invariant(training=True):
+        ours = gradients(model, inputs)
+    oracle = gradients(model.double(), inputs)
+    assert ours.keys() == stock.keys() == oracle.keys()
+
+    def error(of: dict[str, torch.Tensor]) -> float:
+        squares = [float((of[n].double() - o).square().sum() / o.square().sum()) for n, o in oracle.items() if o.any()]
+        return (sum(squares) / len(squares)) ** 0.5
+
+    assert error(ours) <= 1.1 * error(stock)
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_checkpointing_changes_no_bit(device: str) -> None:
+    """The recomputed forward is the first one, so every gradient has its bits."""
+    model, inputs = built("qwen3", torch.bfloat16, device), batch(device)
+    with nondet.batch_invariant(training=True):
+        plainly = gradients(model, inputs)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        again = gradients(model, inputs)
+    assert all(identical(again[name], x) for name, x in plainly.items())
+
+
+@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("name", ["qwen3", "experts"])
+def test_steps_repeat(name: str, device: str) -> None:
+    """The same 5 steps of AdamW from the same weights end in the same bits; other data end in others."""
+
+    def trained(shift: int) -> str:
+        model, inputs = built(name, torch.bfloat16, device), batch(device)
+        inputs["input_ids"] = (inputs["input_ids"] + shift) % 256
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with nondet.batch_invariant(training=True):
+            for _ in range(5):
+                gradients(model, inputs)
+                optimizer.step()
+        return weights_digest(model)
+
+    once = trained(0)
+    assert once == trained(0)
+    assert once != trained(1)
+
+
+@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_has_its_bits_and_a_gradient(dtype: torch.dtype, device: str) -> None:
+    """torch's rms_norm, which rounds elsewhere where it is taken apart; its gradient's error is at most torch's."""
+    x, weight, upstream = (torch.randn(n, device=device) for n in ((64, 1000), (1000,), (64, 1000)))
+
+    def of(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x.to(start), weight.to(start))]
+        out = F.rms_norm(leaves[0], (1000,), leaves[1], 1e-6)
+        return out.detach(), *torch.autograd.grad(out, leaves, upstream.to(start).to(dtype))
+
+    start = dtype
+    stock, oracle = of(dtype), of(torch.float64)
+    with nondet.batch_invariant(training=True) as invariance:
+        ours = of(dtype)
+        with torch.no_grad():
+            without = F.rms_norm(x.to(dtype), (1000,), weight.to(dtype), 1e-6)
+    assert identical(ours[0], without)
+    for mine, usual, exact in zip(ours, stock, oracle, strict=True):
+        errors = [float((t.double() - exact).square().mean().sqrt()) for t in (mine, usual)]
+        assert errors[0] <= 1.1 * errors[1], errors
+    assert invariance.coverage().replaced["rms_norm"] == 2
+
+
+def test_packed_weights_and_training_exclude_each_other() -> None:
+    """Copies of weights would be stale after a step that goes around torch's counter, without a word."""
+    model = built("qwen3", torch.bfloat16, "cpu")
+    with nondet.batch_invariant(training=True) as block, pytest.raises(UserError, match="training"):
+        block.pack(model)
+    outer = nondet.batch_invariant(training=True)
+    with outer, nondet.batch_invariant() as inner, pytest.raises(UserError, match="training"):
+        inner.pack(model)
+    with nondet.batch_invariant() as block:
+        block.pack(model)
+        with pytest.raises(UserError, match="packed"), nondet.batch_invariant(training=True):
+            pass
+    with nondet.batch_invariant(training=True):  # what was packed went with its block
+        assert differing(model, batch("cpu")) == 0
+
+
+def test_a_forward_gradient_is_torchs() -> None:
+    """Forward mode has none of ours: left, and counted."""
+    x, weight = torch.randn(4, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    with nondet.batch_invariant(training=True) as invariance, torch.autograd.forward_ad.dual_level():
+        F.rms_norm(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), (8,), weight, 1e-6)
+    assert any("a forward gradient" in what for what in invariance.coverage().left)
