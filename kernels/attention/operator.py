@@ -104,6 +104,10 @@ ATTENTION = Operator(
                     "cuda": f"{_FOLDER}.cuda:attention_varlen",
                     "cpu": f"{_FOLDER}.cpu:attention_varlen",
                 },
+                "attention_backward": {
+                    "cuda": f"{_FOLDER}_backward.cuda:attention_backward",
+                    "cpu": f"{_FOLDER}_backward.cpu:attention_backward",
+                },
                 "max_head_dim": {"cuda": f"{_FOLDER}.cuda:MAX_HEAD_DIM", "cpu": f"{_FOLDER}.cpu:MAX_HEAD_DIM"},
             },
         ),

@@ -23,7 +23,6 @@ DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.matmul.operator:MATMUL",
     "nondet.kernels.matmul.operator:SPLIT_K",
     "nondet.kernels.attention.operator:ATTENTION",
-    "nondet.kernels.attention_backward.operator:ATTENTION_BACKWARD",
     "nondet.kernels.rows.operator:RMS_NORM",
     "nondet.kernels.rows.operator:RMS_NORM_RESIDUAL",
     "nondet.kernels.rows.operator:LAYER_NORM",
