@@ -60,23 +60,37 @@ class _Reader:
         return sorted(found)
 
     def split(self, node: int) -> _Split:
-        """A chain down its largest children; a balanced tree down to where its parts are no pairs of equals."""
+        """A chain down its largest children; a balanced tree as far as its parts are alike and lie alike."""
         pairs = [node]
+        apart = None
         while len({self.shapes[n] for n in pairs}) == 1 and self._is_pair(pairs[0]):
+            one, other = self.children(pairs[0])
+            lie_apart = self.members(_Part(one))[-1] < self.firsts[other]
+            if self.sizes[one] > 1 and apart not in (None, lie_apart):
+                break
+            apart = lie_apart if apart is None else apart
             pairs = [c for n in pairs for c in self.children(n)]
         if len(pairs) > 1:
             return _Split([_Part(n) for n in pairs], binary=True)
         parts: list[_Part] = []
-        while not self._is_pair(node) and (children := self.children(node)):
-            if self.is_step(node):
-                break
+        while not self._is_pair(node) and (children := self.children(node)) and not self.is_step(node):
             spine = max(children, key=lambda c: (self.sizes[c], -self.firsts[c]))
             others = tuple(c for c in children if c != spine)
             wide = len(children) > 2 and all(c < self.tree.leaves for c in others)
             parts += [_Part(-1, others)] if wide else [_Part(c) for c in reversed(others)]
             node = spine
-        parts += [_Part(c) for c in reversed(self.children(node))] if self._is_pair(node) else [_Part(node)]
-        return _Split(parts[::-1], binary=False)
+            if self.sizes[spine] < 2 * self.size(parts[-1]):  # no partial sum of a chain: a part as the other is
+                break
+        else:
+            if self._is_pair(node):
+                one, node = self.children(node)
+                parts += [_Part(node), _Part(one)]
+                return _Split(parts[::-1], binary=False)
+        parts.append(_Part(node))
+        return _Split(sorted(parts[-2:], key=self._first) + parts[-3::-1], binary=False)
+
+    def _first(self, part: _Part) -> int:
+        return min(part.leaves) if part.leaves else self.firsts[part.node]
 
     def _is_pair(self, node: int) -> bool:
         children = self.children(node)
@@ -93,7 +107,7 @@ class _Reader:
 
     def in_order(self, parts: list[_Part]) -> str:
         """Whether parts come as they are numbered: "", or how else."""
-        firsts = [min(part.leaves) if part.leaves else self.firsts[part.node] for part in parts]
+        firsts = [self._first(part) for part in parts]
         if firsts == sorted(firsts):
             return ""
         if firsts[1:] == sorted(firsts[1:], reverse=True) and firsts[0] > firsts[-1]:
