@@ -216,14 +216,10 @@ def sample(
 
 def rl(
     *,
-    arms: str = "stock,stock+tis,sampler-only",
+    arms: str = "stock,stock+tis,sampler-only,invariant",
     steps: int = 60,
     seeds: int = 1,
-    task: str = "parentheses",
-    tokens: int = 20,
-    lr: float = 1e-4,
     model: str | None = None,
-    dtype: str = "bfloat16",
     device: str = "auto",
     seed: int = 0,
     out: str | Path | None = None,
@@ -232,14 +228,11 @@ def rl(
     """Train by reinforcement with stock and with batch-invariant kernels, as `nondet rl` does.
 
     Args:
-        arms: Of stock, stock+tis and sampler-only, with commas.
+        arms: With commas.
         steps: Of each arm under each seed.
-        task: "parentheses" or "sums".
-        tokens: Of each rollout.
-        lr: AdamW's learning rate.
         model: Folder, hub name, or random weights; None: the embedded model.
         out: Run file to write; checkpoints lie beside it until an arm is through.
-        options: Any other of the command's: prompts, group, epochs, micro, cap, rollouts, threads, force, resume.
+        options: Any other of the command's: task, prompts, group, tokens, lr, epochs, rollouts, threads, resume, ...
 
     Returns:
         The run, with a record for each step.

@@ -59,7 +59,7 @@ _COMMANDS = {
         "nondet certify linear --impl mykernels:linear --class chain",
     ),
     "rl": (
-        "nondet.services.rl:rl", "nondet rl", "nondet rl --arms stock,sampler-only --seeds 3 --report rl.html",
+        "nondet.services.rl:rl", "nondet rl", "nondet rl --arms stock,invariant --seeds 3 --report rl.html",
         "nondet rl --rollouts fp8 --lr 1e-3 --steps 20",
     ),
     "report": (

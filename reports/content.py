@@ -199,7 +199,7 @@ class RunSection:
     @cached_property
     def training(self) -> Training | None:
         """The arms of reinforcement learning."""
-        return _load("training:training")(self.run) if self.run.training_steps else None
+        return _load("training:Training")(self.run) if self.run.training_steps else None
 
     @cached_property
     def bench(self) -> Timings | None:

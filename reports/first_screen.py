@@ -525,7 +525,9 @@ def _of_training(report: Report, told: Training) -> FirstScreen:
     pill = Pill.SIDES if faults else Pill.NONE if all(r.run.complete for r in report.runs) else Pill.SO_FAR
     typed = figures.own_options(section.run.header, ("--model", "--task", "--dtype", *_MACHINE))
     seeds = {c.seed for c in told.courses}
-    if len(seeds) == 1:
+    if not {"stock", "invariant"} <= {c.impl for c in told.courses}:
+        more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
+    elif len(seeds) == 1:
         more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
     else:
         more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"

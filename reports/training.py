@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,20 +26,19 @@ _FLOOR = 12.0  # of a plot's height, between 0 and the least decade of K3
 
 @dataclass(frozen=True)
 class Training:
-    """The arms of a run, a course for each seed."""
+    """The arms of a run, a course for each seed; its figure is made once, so that a page shows it once."""
 
-    courses: Sequence[Course]
-    plan: Mapping[str, Any]
+    run: Run
+
+    @cached_property
+    def courses(self) -> Sequence[Course]:
+        """All of them."""
+        return courses(self.run)
 
     @cached_property
     def figure(self) -> dict[str, Any] | None:
-        """Made once: a page that shows it on its first screen does not show it again."""
-        return training_figure(self)
-
-
-def training(run: Run) -> Training:
-    """All of them."""
-    return Training(courses(run), run.header.plan)
+        """What the page's macro draws."""
+        return training_figure(self.courses)
 
 
 def training_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
@@ -63,6 +62,8 @@ def _rewards_text(told: Training) -> str:
         said = f"{_spread_text(between).capitalize()}. "
     elif len(arms) > 1 and len(seeds) == 1:
         said = "One seed: what the arms earned is not compared. Other bits draw other texts, as other seeds do. "
+    if all(s.flat == s.groups for c in told.courses for s in c.steps):
+        return f"{said}Every group had one reward: nothing could be learnt."
     fallen = [f"{one_line(c.impl, 40)} (seed {c.seed})" for c in told.courses if c.fell]
     return said + (f"Fell to less than half of its best: {', '.join(fallen)}." if fallen else "No arm's reward fell.")
 
@@ -104,7 +105,7 @@ def arms_table(told: Training, **more: Any) -> Table:
 
 def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
     """What was trained, the table, the pictures, what may be said of rewards, where steps ended."""
-    place, plan = f"training-{number}", told.plan
+    place, plan = f"training-{number}", told.run.header.plan
     names = ("steps", "groups", "group", "tokens", "lr", "epochs", "task")
     how = (
         "GRPO: {} steps of {} prompts x {} rollouts x {} tokens at temperature 1; AdamW, learning rate {}, epochs {}; "
@@ -128,10 +129,10 @@ def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
 # Geometry of the plots. Places are in thousandths of the plot's width and hundredths of its height.
 
 
-def training_figure(told: Training) -> dict[str, Any] | None:
-    """What the page's macro draws: a panel each for reward, K3 and entropy; None of fewer than two steps."""
-    steps = [step for course in told.courses for step in course.steps]
-    impls, last = list(dict.fromkeys(c.impl for c in told.courses)), max((s.step for s in steps), default=0)
+def training_figure(told: Sequence[Course]) -> dict[str, Any] | None:
+    """A panel each for reward, K3 and entropy; None of fewer than two steps."""
+    steps = [step for course in told for step in course.steps]
+    impls, last = list(dict.fromkeys(c.impl for c in told)), max((s.step for s in steps), default=0)
     if last < 1:
         return None
 
@@ -145,7 +146,7 @@ def training_figure(told: Training) -> dict[str, Any] | None:
     }
     drawn = []
     for name, (title, unit, (levels, height)) in panels.items():
-        lines = [(impls.index(x.impl), x.thin, path(x.points, height)) for x in lines_of(told.courses, name)]
+        lines = [(impls.index(x.impl), x.thin, path(x.points, height)) for x in lines_of(told, name)]
         drawn.append({"title": title, "unit": unit, "levels": levels, "lines": lines})
     ticks = [Tick(WIDTH * step / last, f"{step:,}") for step in range(0, last + 1, max(1, -(-last // _TICKS)))]
     return {"impls": [one_line(impl, 60) for impl in impls], "ticks": ticks, "panels": drawn}

@@ -28,7 +28,9 @@ def _up_to(most: float, least: float = 1) -> o.Range:
 class RlRequest(Request):
     """The options of `nondet rl`."""
 
-    arms: Annotated[str, o.opt(f"Comma-separated: {_ARMS}.", shown="all", complete=o.choices(*ARMS))] = ",".join(ARMS)
+    arms: Annotated[str, o.opt(f"Comma-separated: {_ARMS}.", shown="all four", complete=o.choices(*ARMS))] = ",".join(
+        ARMS
+    )
     steps: Annotated[int, o.opt("Steps of each arm.", shown=True), _up_to(100_000)] = 60
     seeds: Annotated[int, o.opt("Seeds, each with all arms: how far runs scatter.", shown=True), _up_to(100)] = 1
     task: Annotated[

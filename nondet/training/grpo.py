@@ -2,7 +2,7 @@
 
 GRPO, as small as it can be: rewards of a prompt's rollouts less their mean, over their deviation; no reference model.
 Sampler and trainer are one model in one process, so nothing but their kernels can differ: the same weights, the same
-tokens, temperature 1. An arm says on which side they are batch-invariant.
+tokens, temperature 1, one formula for a token's logprob. An arm says on which side they are batch-invariant.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from nondet.core.runfile import RunWriter, replacing
 from nondet.core.traces import tokens_digest
 from nondet.errors import EngineStoppedError, UserError, one_line, reason_of
 from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.logprobs import token_logprobs
+from nondet.mismatch.figures import Figures
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Outcome, Request, Sampling
@@ -38,7 +40,6 @@ _CLIP, _GRADIENT_MOST, _BETAS = 0.2, 1.0, (0.9, 0.95)
 _SOFTENED = 1e-4  # of the deviation of a group's rewards, so that equal ones divide by something
 _ENTROPY_ELEMENTS = 2**24  # of logits that the entropy of a step is taken over: of a large vocabulary every k-th row
 _FP8_MOST = 448.0  # of float8_e4m3fn
-_CLOSE = (0.99, 1.01)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ class Policy:
 
     def update(self) -> float:
         """One optimizer step by the gradients that are there; the norm that they had."""
-        gradients = [torch.zeros_like(m) if p.grad is None else p.grad.float() for p, m in self._pairs()]
+        pairs = zip(self.parameters, self.master, strict=True)
+        gradients = [torch.zeros_like(m) if p.grad is None else p.grad.float() for p, m in pairs]
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
         if not np.isfinite(norm):
             raise ArithmeticError(f"the norm of the gradient is {norm}")
@@ -117,9 +119,6 @@ class Policy:
         self.optimizer.step()
         self.publish()
         return norm
-
-    def _pairs(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        return zip(self.parameters, self.master, strict=True)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Weights and moments by name, as they lie."""
@@ -237,21 +236,10 @@ def sampled(loaded: LoadedModel, requests: Sequence[Request]) -> list[Outcome]:
     return sorted(session.outcomes, key=lambda o: o.request.id)
 
 
-class Earned(NamedTuple):
-    """What a step's rollouts earned.
-
-    Attributes:
-        advantages: [B] float32; 0 in a group of equal rewards.
-    """
-
-    reward: float
-    advantages: torch.Tensor
-    flat: int
-    alike: int
-
-
-def earned(settings: Settings, loaded: LoadedModel, outcomes: Sequence[Outcome], texts: Sequence[str]) -> Earned:
-    """Rewards by the task, and advantages within each group."""
+def earned(
+    settings: Settings, loaded: LoadedModel, outcomes: Sequence[Outcome], texts: Sequence[str]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Advantages [B] float32 within each group, 0 where its rewards are equal; and the fields of a record."""
     reward = TASKS[settings.task].reward
     rewards = torch.tensor([reward(texts[o.request.subject], loaded.decode(o.token_ids)) for o in outcomes])
     grouped = rewards.view(len(texts), settings.group)
@@ -260,7 +248,8 @@ def earned(settings: Settings, loaded: LoadedModel, outcomes: Sequence[Outcome],
     alike = sum(len(answer) == 1 for answer in answers)
     centred = grouped - grouped.mean(1, keepdim=True)
     advantages = torch.where(flat[:, None], 0.0, centred / (grouped.std(1, keepdim=True) + _SOFTENED))
-    return Earned(float(rewards.mean()), advantages.flatten(), int(flat.sum()), alike)
+    fields = {"reward": float(rewards.mean()), "rollouts": len(outcomes), "groups": len(texts)}
+    return advantages.flatten(), fields | {"flat": int(flat.sum()), "alike": alike}
 
 
 def entropy_of(logits: torch.Tensor) -> float:
@@ -274,33 +263,21 @@ def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
 
     Raises ArithmeticError where one of them is no number: then there is nothing to compare, and nothing to learn.
     """
-    lost = int((~(torch.isfinite(sampler) & torch.isfinite(trainer))).sum())
-    if lost:
-        raise ArithmeticError(f"{lost} of {len(sampler)} logprobs are NaN or infinite")
-    distance = trainer.double() - sampler.double()
-    ratio = distance.exp()
-    return {
-        "tokens": len(sampler),
-        "differ": int((sampler.view(torch.int32) != trainer.view(torch.int32)).sum()),
-        "k3": max(0.0, float((distance.expm1() - distance).mean())),
-        "ratio_least": float(ratio.min()),
-        "ratio_most": float(ratio.max()),
-        "outside": int(((ratio < _CLOSE[0]) | (ratio > _CLOSE[1])).sum()),
-    }
+    try:
+        figures = Figures(sampler.cpu().numpy(), trainer.cpu().numpy(), [len(sampler)])
+    except ValueError as error:
+        raise ArithmeticError(str(error)) from error
+    named = {name: getattr(figures, name) for name in ("tokens", "differ", "k3", "outside")}
+    return named | dict(zip(("ratio_least", "ratio_most"), figures.ratios, strict=True))
 
 
 @contextmanager
-def kernels(name: str, ran: Counter[str], *, invariant: bool) -> Iterator[None]:
+def kernels(name: str, ran: Counter[str], *, invariant: bool, training: bool) -> Iterator[None]:
     """Stock kernels, or batch-invariant ones, under a side of a run; what ran is added under the side's name."""
-    with batch_invariant() if invariant else nullcontext() as block:
+    with batch_invariant(training=training) if invariant else nullcontext() as block:
         yield
         if block is not None:
             ran.update({f"{name}: {what}": count for what, count in block.coverage().counts().items()})
-
-
-def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Of each of the ids [N] by its row of logits [N, V], in float32, as trainers compute it."""
-    return logits.float().log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
 
 
 def learn(
@@ -321,14 +298,17 @@ def learn(
             last = min(first + size, count)
             part, rows = slice(first, last), slice(batch.rows[first], batch.rows[last])
             drawn = batch.drawn[part]
-            with kernels("trainer", ran, invariant=ARMS[arm].trainer):
+            group, place = drawn.nonzero(as_tuple=True)
+            with kernels("trainer", ran, invariant=ARMS[arm].trainer, training=True):
                 inputs = {"attention_mask": batch.mask[part], "position_ids": batch.positions[part]}
-                logits = policy.model(input_ids=batch.ids[part], use_cache=False, **inputs).logits[:, :-1][drawn]
+                whole = policy.model(input_ids=batch.ids[part], use_cache=False, **inputs).logits
+                # by index_select, whose gradient is added in the order of the rows
+                logits = whole.flatten(0, 1).index_select(0, group * whole.shape[1] + place)
                 logprobs = token_logprobs(logits, batch.ids[part, 1:][drawn])
                 if epoch == 0:
                     before[rows] = logprobs.detach()
                 ratio = (logprobs - before[rows]).exp()
-                gain = advantages[part][:, None].expand(drawn.shape)[drawn]
+                gain = advantages[part][group]
                 least = torch.minimum(ratio * gain, ratio.clamp(1 - _CLIP, 1 + _CLIP) * gain)
                 if ARMS[arm].weighted:
                     least = least * (before[rows] - batch.sampler[rows]).exp().clamp(max=settings.cap)
@@ -347,17 +327,15 @@ def step_of(policy: Policy, loaded: LoadedModel, settings: Settings, arm: str, s
     requests, texts = requests_of(settings, loaded, seed, step)
     ran: Counter[str] = Counter()
     started = time.perf_counter()
-    with policy.rounded(settings.rollouts), kernels("sampler", ran, invariant=ARMS[arm].sampler):
+    with policy.rounded(settings.rollouts), kernels("sampler", ran, invariant=ARMS[arm].sampler, training=False):
         outcomes = sampled(loaded, requests)
     drawn = time.perf_counter()
-    got = earned(settings, loaded, outcomes, texts)
-    batch = Batch.of(outcomes, loaded.device)
-    figures = learn(policy, settings, arm, batch, got.advantages.to(loaded.device), ran)
+    advantages, figures = earned(settings, loaded, outcomes, texts)
+    figures |= learn(policy, settings, arm, Batch.of(outcomes, loaded.device), advantages.to(loaded.device), ran)
     return TrainingStep(
-        impl=arm, seed=seed, step=step, reward=got.reward, rollouts=len(outcomes), groups=len(texts), flat=got.flat,
-        alike=got.alike, weights_digest=weights_digest(policy.model), sample_seconds=drawn - started,
+        impl=arm, seed=seed, step=step, ran=dict(ran) if step == 0 else {}, weights_digest=weights_digest(policy.model),
         tokens_digest=tokens_digest([t for o in outcomes for t in (*o.request.prompt, *o.token_ids)]),
-        train_seconds=time.perf_counter() - drawn, ran=dict(ran) if step == 0 else {}, **figures,
+        sample_seconds=drawn - started, train_seconds=time.perf_counter() - drawn, **figures,
     )  # fmt: skip
 
 

@@ -74,4 +74,5 @@ ARMS: dict[str, Arm] = {
     "stock": Arm(help="stock kernels on both sides, nothing corrected"),
     "stock+tis": Arm(weighted=True, help="the same, with importance weights truncated at --cap"),
     "sampler-only": Arm(sampler=True, help="a batch-invariant sampler, as an engine's flag gives, and a stock trainer"),
+    "invariant": Arm(sampler=True, trainer=True, help="batch-invariant kernels on both sides"),
 }

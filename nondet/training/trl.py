@@ -23,6 +23,7 @@ from nondet.core.records import TrainingStep
 from nondet.core.runfile import open_run
 from nondet.core.traces import tokens_digest
 from nondet.errors import UserError
+from nondet.kernels.dispatch.state import current
 from nondet.training.grpo import apart
 
 _SCORE = "_get_per_token_logps_and_entropies"
@@ -43,7 +44,8 @@ class Watch(ExitStack):
 
     def __enter__(self) -> Watch:
         trainer, args = self._trainer, self._trainer.args
-        self._impl = "stock"
+        self._invariant = current().training
+        self._impl = "invariant" if self._invariant else "stock"
         model = {"class": type(self._model).__name__, "weights": weights_digest(self._model)}
         plan = {"arms": [self._impl], "steps": args.max_steps, "lr": args.learning_rate, "trainer": "trl.GRPOTrainer"}
         plan |= {"model": model, "dtype": str(self._model.dtype).removeprefix("torch.")}
@@ -86,8 +88,8 @@ class Watch(ExitStack):
         return outputs
 
     def _scoring(self, original: Callable[..., Any], model: Any, ids: Any, mask: Any, keep: int, **kw: Any) -> Any:
-        """The trainer's logprobs, compared with the sampler's."""
-        scored = original(model, ids, mask, keep, **kw)
+        """The trainer's logprobs: its own, or under the block by one formula; compared with the sampler's."""
+        scored = (self._score if self._invariant else original)(model, ids, mask, keep, **kw)
         if self._fresh and scored[0].requires_grad:
             for row in range(len(ids)):
                 known = self._sampled.get(tuple(ids[row][mask[row].bool()].tolist()))
@@ -96,6 +98,34 @@ class Watch(ExitStack):
                 trained = scored[0].detach()[row][mask[row, -keep:].bool()].float()
                 self._pairs.append((known.pop(0).to(trained.device), trained))
         return scored
+
+    def _score(
+        self,
+        model: Any,
+        ids: Any,
+        mask: Any,
+        keep: int,
+        batch_size: int = 0,
+        compute_entropy: bool = False,
+        **other: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """As TRL's, from whole logits by the engine's formula, and at the positions that tokens have without padding.
+
+        TRL's own counts the padding before a prompt as positions, a shift that changes rounding and nothing else.
+        """
+        if odd := [name for name, value in other.items() if value not in (None, False)]:
+            raise UserError(f"mismatch_of() can't score {', '.join(odd)}", "Train on text only.")
+        logprobs, entropies, size = [], [], batch_size or len(ids)
+        for first in range(0, len(ids), size):
+            part = slice(first, first + size)
+            inputs = {"attention_mask": mask[part], "position_ids": (mask[part].cumsum(-1) - 1).clamp(min=0)}
+            logits = model(input_ids=ids[part], logits_to_keep=keep + 1, use_cache=False, **inputs).logits[:, :-1]
+            shares = (logits.float() / self._trainer.temperature).softmax(-1)
+            logprobs.append(shares.gather(-1, ids[part, -keep:, None]).squeeze(-1).log())
+            if compute_entropy:
+                fixed = shares.detach()
+                entropies.append(-(fixed * fixed.clamp_min(torch.finfo(fixed.dtype).tiny).log()).sum(-1))
+        return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
 
     def stepped(self, number: int) -> None:
         """The optimizer has made a step."""
@@ -122,11 +152,13 @@ class Watch(ExitStack):
 def mismatch_of(trainer: Any, out: str | Path, *, force: bool = False) -> Watch:
     """Record, for as long as the block is entered, how far the sampler and the trainer of a TRL trainer are apart.
 
-        with nondet.mismatch_of(trainer, out="rl.jsonl"):
+        with nondet.batch_invariant(training=True), nondet.mismatch_of(trainer, out="rl.jsonl"):
             trainer.train()
 
-    Steps whose weights are no longer those that sampled (`num_iterations` above 1, say) have no record. `nondet report`
-    and `nondet gate` read the file.
+    By itself it only looks. Within `batch_invariant(training=True)` it also takes TRL's logprobs by the engine's
+    formula, at the positions that tokens have there: then the two have equal bits, and training is on-policy. Steps
+    whose weights are no longer those that sampled (`num_iterations` above 1, say) have no record. `nondet report` and
+    `nondet gate` read the file.
 
     Args:
         trainer: A `trl.GRPOTrainer` with `use_transformers_continuous_batching=True`.

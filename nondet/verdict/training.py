@@ -21,17 +21,11 @@ _FELL = 0.5  # of its best: an arm that ended lower has fallen
 
 @dataclass(frozen=True)
 class Course:
-    """One arm under one seed: its steps in order, failed ones apart.
-
-    Attributes:
-        planned: Steps that it was to have.
-        failed: Why it ended early; "" where it did not.
-    """
+    """One arm under one seed: its steps in order, and why it ended early, where it did."""
 
     impl: str
     seed: int
     steps: Sequence[TrainingStep]
-    planned: int
     failed: str
 
     @property
@@ -46,17 +40,13 @@ class Course:
         return fmean(values) if values else None
 
     @cached_property
-    def best(self) -> float | None:
-        """The best mean reward of steps in a row."""
-        rewards = [s.reward for s in self.steps if s.reward is not None]
-        windows = [rewards[i : i + _WINDOW] for i in range(max(1, len(rewards) - _WINDOW + 1))]
-        return max(map(fmean, windows)) if rewards else None
-
-    @property
-    def fell(self) -> bool:
-        """Whether its last steps earned less than half of its best ones."""
-        last = self.mean("reward", self.ends[1])
-        return self.best is not None and last is not None and last < _FELL * self.best
+    def fell(self) -> tuple[float, float] | None:
+        """The best mean reward of steps in a row and that of the last ones, where these earned less than half."""
+        rewards, last = [s.reward for s in self.steps if s.reward is not None], self.mean("reward", self.ends[1])
+        if last is None:
+            return None
+        best = max(fmean(rewards[i : i + _WINDOW]) for i in range(max(1, len(rewards) - _WINDOW + 1)))
+        return (best, last) if last < _FELL * best else None
 
 
 def courses(run: Run) -> list[Course]:
@@ -64,12 +54,10 @@ def courses(run: Run) -> list[Course]:
     found: dict[tuple[str, int], list[TrainingStep]] = {}
     for step in run.training_steps:
         found.setdefault((step.impl, step.seed), []).append(step)
-    arms, planned = list(dict.fromkeys(impl for impl, _ in found)), run.header.plan.get("steps")
-    made = []
+    arms, made = list(dict.fromkeys(impl for impl, _ in found)), []
     for (impl, seed), steps in sorted(found.items(), key=lambda item: (arms.index(item[0][0]), item[0][1])):
         done = sorted((s for s in steps if s.status == "ok"), key=lambda s: s.step)
-        failed = next((s.reason for s in steps if s.status != "ok"), "")
-        made.append(Course(impl, seed, done, planned if isinstance(planned, int) else len(done), failed))
+        made.append(Course(impl, seed, done, next((s.reason for s in steps if s.status != "ok"), "")))
     return made
 
 
@@ -138,15 +126,14 @@ def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rl-none"),), failed)
     zero = sum(s.differ == 0 for s in steps)
     figures = {"n": zero, "of": len(steps), "differ": differ, "tokens": tokens}
-    notes: list[Reason] = [*failed, *_learnt(mine)]
+    notes = (*failed, *_learnt(mine))
     if differ == 0:
         bound = reason("rl-bound", rate=one_sided_bound(tokens))
-        return Verdict(impl, (Finding.CLEAN,), (reason("rl-zero", **figures),), tuple(notes), bounds=(bound,))
-    k3, ends = [s.k3 for s in steps], (min(s.ratio_least for s in steps), max(s.ratio_most for s in steps))
-    seen = reason("rl-apart", **figures, low=min(k3), high=max(k3))
-    clauses = [reason("rl-ratios", least=ends[0], most=ends[1])]
+        return Verdict(impl, (Finding.CLEAN,), (reason("rl-zero", **figures),), notes, bounds=(bound,))
+    k3, least, most = [s.k3 for s in steps], min(s.ratio_least for s in steps), max(s.ratio_most for s in steps)
+    clauses = [reason("rl-apart", **figures, low=min(k3), high=max(k3)), reason("rl-ratios", least=least, most=most)]
     clauses += [reason("rl-zero-steps", n=zero)] if zero else []
-    return Verdict(impl, (Finding.MISMATCH,), (seen, *clauses), tuple(notes))
+    return Verdict(impl, (Finding.MISMATCH,), tuple(clauses), notes)
 
 
 def _learnt(mine: Sequence[Course]) -> list[Reason]:
@@ -154,9 +141,5 @@ def _learnt(mine: Sequence[Course]) -> list[Reason]:
     steps = [step for course in mine for step in course.steps]
     groups, flat, alike = (sum(getattr(s, name) for s in steps) for name in ("groups", "flat", "alike"))
     notes = [reason("rl-flat", n=flat, of=groups, alike=alike)] if flat else []
-    notes += [reason("rl-nothing", n=groups)] if groups and flat == groups else []
-    for course in mine:
-        if course.fell:
-            last = course.mean("reward", course.ends[1])
-            notes.append(reason("rl-fell", seed=course.seed, best=course.best, last=last))
-    return notes
+    notes += [reason("rl-nothing")] if flat and flat == groups else []
+    return notes + [reason("rl-fell", seed=c.seed, best=c.fell[0], last=c.fell[1]) for c in mine if c.fell]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,11 +48,12 @@ def trainer(folder: Path, out: Path, **changes: Any) -> Any:
     )  # fmt: skip
 
 
-def watched(folder: Path, tmp_path: Path) -> list[TrainingStep]:
+def watched(folder: Path, tmp_path: Path, *, invariant: bool) -> list[TrainingStep]:
     """What a run of a few steps left; TRL is its own again afterwards."""
     made, out = trainer(folder, tmp_path / "out"), tmp_path / "rl.jsonl"
     before = made.continuous_batching_config.return_logprobs
-    with nondet.mismatch_of(made, out=out):
+    block: Any = nondet.batch_invariant(training=True) if invariant else nullcontext()
+    with block, nondet.mismatch_of(made, out=out):
         made.train()
     assert not {"generate_batch", "_get_per_token_logps_and_entropies"} & {*vars(made.model), *vars(made)}
     assert made.continuous_batching_config.return_logprobs == before
@@ -66,9 +68,19 @@ def watched(folder: Path, tmp_path: Path) -> list[TrainingStep]:
 @pytest.mark.trl
 def test_trl_s_sampler_and_trainer_differ(tmp_path: Path) -> None:
     """As it comes, and nothing in it corrects for that."""
-    steps = watched(write_tiny_model(tmp_path / "model"), tmp_path)
+    steps = watched(write_tiny_model(tmp_path / "model"), tmp_path, invariant=False)
     assert all(r.impl == "stock" and r.differ > r.tokens / 4 and r.k3 > 0 for r in steps)
     assert main(["gate", str(tmp_path / "rl.jsonl")]) == 3
+
+
+@pytest.mark.trl
+def test_trl_is_on_policy_with_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not one bit in any step, with padding on the left, after optimizer steps, in micro-batches."""
+    steps = watched(write_tiny_model(tmp_path / "model"), tmp_path, invariant=True)
+    assert [(r.impl, r.differ, r.k3) for r in steps] == [("invariant", 0, 0.0)] * STEPS
+    assert main(["gate", str(tmp_path / "rl.jsonl")]) == 0
+    assert main(["report", str(tmp_path / "rl.jsonl"), "--quiet"]) == 0
+    assert f"KL 0 in {STEPS} of {STEPS} steps (0 of" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
