@@ -12,7 +12,19 @@ from nondet.core.records import Axis, Row
 from nondet.core.registry import PROBES
 from nondet.errors import one_line
 from nondet.reports.classes import axis_name, map_text
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table, grid
+from nondet.reports.document import (
+    BRIEF,
+    Bit,
+    Block,
+    Details,
+    Figure,
+    Heading,
+    Inline,
+    Items,
+    Paragraph,
+    Table,
+    grid,
+)
 from nondet.reports.text import apart_text, counted, error_span, extras, run_rate, sentence
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
@@ -205,6 +217,18 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
             "this run by itself draws them."
         )
         made.append(Paragraph(text, "soft", "p"))
+    ordered = [(case, trees) for case in probe.cases if (trees := orders(case))]
+    if ordered:
+        every = [tree.proven for _, trees in ordered for tree in trees]
+        text = (
+            f"Reduction trees: {sum(every)} of {len(every)} proven, each by predicting every bit of real numbers' sums."
+        )
+        made.append(Paragraph(text))
+        pages = [
+            Figure("orders", trees, f"{place}-order-{i}", _named(case)) for i, (case, trees) in enumerate(ordered, 1)
+        ]
+        made.append(Details("Reduction trees", pages, opened=opened, only="p"))
+        made.append(Details("Reduction trees", [block for pair in ordered for block in _orders(*pair)], only="vm"))
     if probe.parted:
         made.append(Details("How far apart, and how far from float64", [_figures(probe.parted)], opened=opened))
         maps = [block for case in probe.parted for block in _maps(case)]
@@ -217,6 +241,79 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
         title = f"{plural(len(probe.clean), 'case')} without a difference: identical bits"
         made.append(Details(title, [_clean(probe.clean)], opened=few, only="mp"))
     return made
+
+
+@dataclass(frozen=True)
+class OrderDrawn:
+    """The reduction tree of one class of a row.
+
+    Attributes:
+        lines: (depth, what is drawn there, text) from the root down; what repeats is there once.
+        between: How it differs from the next class's tree; "" for the last.
+    """
+
+    impl: str
+    m: int
+    proven: bool
+    said: str
+    lines: tuple[tuple[int, str, str], ...]
+    between: str
+
+
+# What a line of a folded tree begins with or holds -> the glyph that a page draws.
+_GLYPHS = (("binary tree", "tree"), ("lanes", "lanes"), ("splits", "lanes"), ("parts", "lanes"), ("step", "step"))
+_DRAWN_DEEP = 8
+
+
+def orders(case: CaseGroup) -> list[OrderDrawn]:
+    """The trees that a probe found, of every implementation; what a foreign file has in their place is left out."""
+    found = []
+    for row in case.measured:
+        held = row.extra.get("reduction_trees")
+        classes = held.get("classes") if isinstance(held, dict) else None
+        between = held.get("between") if isinstance(held, dict) else None
+        for i, tree in enumerate(classes if isinstance(classes, list) else ()):
+            if not isinstance(tree, dict) or not isinstance(tree.get("drawn"), list):
+                continue
+            drawn = [line for line in tree["drawn"] if isinstance(line, list) and len(line) == 2]
+            lines = [
+                (min(d, _DRAWN_DEEP), _glyph(str(t)), one_line(str(t), 300))
+                for d, t in drawn
+                if isinstance(d, int) and d >= 0
+            ]
+            next_to = between[i] if isinstance(between, list) and i < len(between) else ""
+            found.append(
+                OrderDrawn(
+                    row.impl,
+                    tree["M"] if isinstance(tree.get("M"), int) else 0,
+                    tree.get("proven") is True,
+                    one_line(_proof(tree), 600),
+                    tuple(lines),
+                    one_line(str(next_to), 300),
+                )
+            )
+    return found
+
+
+def _glyph(line: str) -> str:
+    return next((glyph for word, glyph in _GLYPHS if word in line.partition(":")[0]), "chain")
+
+
+def _proof(tree: dict[str, Any]) -> str:
+    if tree.get("proven") is not True:
+        return f"unproven: {tree.get('failed_on') or 'no reason was kept'}"
+    return f"proven: {tree.get('checked')} sums predicted bit for bit, {tree.get('arithmetic')}"
+
+
+def _named(case: CaseGroup) -> str:
+    return f"{_without_inputs(case.head)}, {case.head.dtype}"
+
+
+def _orders(case: CaseGroup, drawn: Sequence[OrderDrawn]) -> list[Block]:
+    """The trees as indented lines."""
+    heads: list[Inline] = [(Bit(tree.impl, "code"), f", M = {tree.m}: {tree.said}") for tree in drawn]
+    notes = [[*("· " * depth + text for depth, _, text in tree.lines), *filter(None, [tree.between])] for tree in drawn]
+    return [Paragraph(Bit(_named(case), "strong")), Items(heads, notes)]
 
 
 def _maps(case: CaseGroup) -> list[Block]:

@@ -120,8 +120,10 @@ def _accumulates(x: Any, indices: Any, values: Any, accumulate: bool = False, *r
     return accumulate
 
 
-def _only_moves(*args: Any, **kwargs: Any) -> bool:
-    return not _accumulates(*args, **kwargs)
+def _only_moves(x: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any, **more: Any) -> bool:
+    """Nothing is added, or at most once to each place: the gradient of what a mask of truths picks."""
+    given = [index for index in indices if index is not None]
+    return not accumulate or (len(given) == 1 and given[0].dtype in (torch.bool, torch.uint8))
 
 
 def _weighted(x: Any, weights: Any = None, *rest: Any, **more: Any) -> bool:

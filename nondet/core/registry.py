@@ -242,6 +242,10 @@ PROBES: dict[str, tuple[str, str]] = {
         "decode in a batch, prefill, chunks and other concurrent requests, per backend",
     ),
     **_row_probes(),
+    "reduction-order": (
+        "nondet.probes.reduction_order:ReductionOrder",
+        "in which order row 0 of a sum or product is added: its reduction tree, proven by predicting bits",
+    ),
     "reduction": ("nondet.probes.rows:Reduction", "one row of sum and mean while the number of rows changes"),
     "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
     "all-reduce": (

@@ -1,0 +1,420 @@
+"""What adds in which order, as data, and the exact arithmetic of adding so: one fused step of a matrix unit, and trees.
+
+A fused step of a tensor core adds k products and the accumulator at once: products are exact, every term is cut to F
+fraction bits below the largest exponent, the integers are added exactly, and the sum is cut to the accumulator's
+digits. The order inside a step is therefore irrelevant, and a product of a model's size is a sequence of steps.
+
+A reduction tree says which partial sums meet. Bits predicted from a tree and an arithmetic are bits, not an estimate:
+IEEE additions, fused multiply-adds and fused steps are all computed exactly here, then rounded as the machine rounds.
+It needs NumPy alone, and is vectorized over sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# ---- one fused step
+
+
+class Format(NamedTuple):
+    """A format of operands: digits of its significand, and the exponent of its smallest normal number."""
+
+    digits: int
+    smallest: int
+
+
+FORMATS = {
+    "float16": Format(11, -14),
+    "bfloat16": Format(8, -126),
+    "tf32": Format(11, -126),  # operands are float32, of which the last 13 bits are dropped
+    "float8_e4m3fn": Format(4, -6),
+    "float8_e5m2": Format(3, -14),
+    "float32": Format(24, -126),
+    "float64": Format(53, -1022),
+}
+
+
+class Unit(NamedTuple):
+    """How a chip adds products of one type.
+
+    Attributes:
+        fraction: Bits that a term keeps below the largest exponent of its step.
+        terms: Products of one step; a longer instruction is several steps, one after the other.
+        kept: Fraction bits of a float32 result; what is beyond them is cut.
+        floor: The largest exponent of a step is at least this.
+        measured: Where it was compared with the chip: "" for what was only read.
+    """
+
+    fraction: int
+    terms: int
+    kept: int = 23
+    floor: int = -132
+    measured: str = ""
+
+
+# Read from two independent models that agree where both have a chip: microsoft/MMA-Sim (MIT,
+# mmasim/simulator/{nv,functions}.py at 16a0188) and north-numerical-computing/MATLAB-tensor-core (BSD-2). The floor is
+# Hopper's, of the second; for the other chips it is an assumption, which only sums below 2^-100 would show.
+# `scripts/emulator_gpu.py` compares the entries of the chip at hand with it. None is measured yet.
+UNITS: dict[tuple[str, str], Unit] = {
+    ("Volta", "float16"): Unit(23, 4),
+    **{(chip, dtype): Unit(24, 8) for chip in ("Ampere", "Ada") for dtype in ("float16", "bfloat16")},
+    ("Turing", "float16"): Unit(24, 8),
+    **{(chip, "tf32"): Unit(24, 4) for chip in ("Ampere", "Ada")},
+    **{("Ada", dtype): Unit(13, 16, kept=13) for dtype in ("float8_e4m3fn", "float8_e5m2")},
+    **{(chip, dtype): Unit(25, 16) for chip in ("Hopper", "Blackwell") for dtype in ("float16", "bfloat16")},
+    **{(chip, "tf32"): Unit(25, 8) for chip in ("Hopper", "Blackwell")},
+    **{("Hopper", dtype): Unit(13, 32, kept=13) for dtype in ("float8_e4m3fn", "float8_e5m2")},
+    **{("Blackwell", dtype): Unit(25, 32) for dtype in ("float8_e4m3fn", "float8_e5m2")},
+}
+CHIPS = {(7, 0): "Volta", (7, 5): "Turing", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+
+
+def _parts(x: Array, form: Format) -> tuple[Array, Array]:
+    """Finite float64 numbers of a format -> (signed integer significand, exponent): m * 2^(e - digits + 1)."""
+    _, exponent = np.frexp(x)
+    e = np.maximum(exponent.astype(np.int64) - 1, form.smallest)
+    return np.ldexp(x, form.digits - 1 - e).astype(np.int64), e
+
+
+def _shifted(m: Array, by: Array) -> Array:
+    """m * 2^by, cut towards zero."""
+    cut = np.abs(m) >> np.clip(-by, 0, 63)
+    return np.where(by >= 0, np.abs(m) << np.clip(by, 0, 62), cut) * np.sign(m)
+
+
+def fused_step(a: Array, b: Array, c: Array, dtype: str, unit: Unit, out: str = "float32") -> Array:
+    """a [..., k] times b [..., k], added up with c [...] in one step of the unit -> [...] float32, or float16.
+
+    The sum of all k + 1 terms is exact, so the order within a step changes nothing.
+
+    Args:
+        a, b: float64 that holds numbers of `dtype`, a key of `FORMATS`; for tf32 of float32, which are cut.
+        c: The accumulator, float64 that holds float32 (or float16) numbers.
+        out: float32 is cut; float16 is rounded to the nearest even.
+    """
+    if dtype == "tf32":
+        a, b = (_cut_to_tf32(x) for x in (a, b))
+    form, single = FORMATS[dtype], FORMATS["float32"]
+    with np.errstate(invalid="ignore", over="ignore"):
+        loose = (a * b).sum(-1) + c
+    lost = ~np.isfinite(loose)
+    a, b, c = (np.where(np.isfinite(x), x, 0.0) for x in (a, b, c))
+    (ma, ea), (mb, eb), (mc, ec) = _parts(a, form), _parts(b, form), _parts(c, single)
+    product, exponent, nothing = ma * mb, ea + eb, -(10**6)
+    top = np.maximum(np.where(product == 0, nothing, exponent).max(-1), np.where(mc == 0, nothing, ec))
+    top = np.maximum(top, unit.floor)
+    grid = top - unit.fraction  # everything is a multiple of 2^grid from here on
+    total = _shifted(product, exponent - 2 * (form.digits - 1) - grid[..., None]).sum(-1)
+    total = total + _shifted(mc, ec - 23 - grid)
+    _, digits = np.frexp(total.astype(np.float64))
+    if out == "float16":
+        value = round_to(np.ldexp(total.astype(np.float64), grid), "float16")
+    else:
+        lowest = np.maximum(np.maximum(digits + grid - 1, -126) - unit.kept, grid)
+        value = np.ldexp(_shifted(total, grid - lowest).astype(np.float64), lowest)
+    result = np.where(lost, loose, value)
+    with np.errstate(over="ignore"):
+        return result.astype(np.float16 if out == "float16" else np.float32)
+
+
+def _cut_to_tf32(x: Array) -> Array:
+    whole = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+    return whole.view(np.float32).astype(np.float64)
+
+
+def fused_chain(a: Array, b: Array, c: Array, dtype: str, unit: Unit) -> Array:
+    """Steps one after the other over the last axis of a and b [..., K], the accumulator going in as c [...]."""
+    for start in range(0, a.shape[-1], unit.terms):
+        stop = start + unit.terms
+        c = fused_step(a[..., start:stop], b[..., start:stop], c, dtype, unit).astype(np.float64)
+    return c.astype(np.float32)
+
+
+# ---- roundings
+
+
+def round_to(x: Array, dtype: str) -> Array:
+    """float64 -> float64 that holds the nearest numbers of `dtype`, ties to even, subnormal ones included."""
+    if dtype == "float64":
+        return x
+    if dtype == "float32":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float32).astype(np.float64)
+    form = FORMATS[dtype]
+    finite = np.where(np.isfinite(x), x, 0.0)
+    _, exponent = np.frexp(finite)
+    lowest = np.maximum(exponent.astype(np.int64) - form.digits, form.smallest - form.digits + 1)
+    near = np.ldexp(np.rint(np.ldexp(finite, -lowest)), lowest)
+    most = {"float16": 65504.0, "bfloat16": float(np.ldexp(255.0, 120))}[dtype]
+    return np.where(np.isfinite(x), np.where(np.abs(near) > most, np.copysign(np.inf, x), near), x)
+
+
+def _odd_sum(a: Array, b: Array) -> Array:
+    """a + b in float64, rounded to odd: rounded again, to half as many digits, it is a + b rounded once."""
+    total = a + b
+    back = total - a
+    rest = (a - (total - back)) + (b - back)  # what rounding took, exactly (Knuth)
+    even = (total.view(np.int64) & 1) == 0
+    toward = np.where(rest > 0, np.inf, -np.inf)
+    return np.where(np.isfinite(total) & (rest != 0) & even, np.nextafter(total, toward), total)
+
+
+# ---- reduction trees
+
+
+class Tree(NamedTuple):
+    """Which partial sums meet.
+
+    Attributes:
+        leaves: Terms, numbered 0 ... leaves - 1 in the operator's own order.
+        nodes: Children of node `leaves + i`, each a leaf or an earlier node. Two are added; more are one fused step.
+            The last node is the root. A leaf that nobody names is dropped. Without nodes, `root` is the one leaf.
+    """
+
+    leaves: int
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Leaves under each leaf (1) and node."""
+        sizes = [1] * self.leaves
+        for children in self.nodes:
+            sizes.append(sum(sizes[c] for c in children))
+        return sizes
+
+    @property
+    def firsts(self) -> list[int]:
+        """The smallest leaf under each leaf and node."""
+        firsts = list(range(self.leaves))
+        for children in self.nodes:
+            firsts.append(min(firsts[c] for c in children))
+        return firsts
+
+    @property
+    def dropped(self) -> list[int]:
+        """Leaves that are in no sum."""
+        named = {c for children in self.nodes for c in children}
+        return [leaf for leaf in range(self.leaves) if leaf not in named] if self.nodes else []
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that two trees share if and only if the same partial sums meet in them."""
+        return self._hashes(shape=False)[-1].hex()
+
+    def shapes(self) -> list[bytes]:
+        """For each leaf and node a digest of what it looks like, its leaves' numbers left out."""
+        return self._hashes(shape=True)
+
+    def _hashes(self, *, shape: bool) -> list[bytes]:
+        def of(data: bytes) -> bytes:
+            return hashlib.sha256(data).digest()[:8]
+
+        made = [of(b"leaf")] * self.leaves if shape else [of(b"%d" % leaf) for leaf in range(self.leaves)]
+        for children in self.nodes:
+            made.append(of(b"|".join(sorted(made[c] for c in children))))
+        return made
+
+
+def chain(leaves: int, order: Iterable[int] | None = None, terms: int = 1) -> Tree:
+    """One accumulator that takes `terms` leaves at a time, in `order` (default: rising)."""
+    left = list(range(leaves) if order is None else order)
+    nodes: list[tuple[int, ...]] = []
+    while left:
+        taken, left = left[:terms], left[terms:]
+        if nodes:
+            taken.insert(0, leaves + len(nodes) - 1)
+        elif len(taken) == 1 and left:
+            taken.append(left.pop(0))
+        nodes.append(tuple(taken))
+    return Tree(leaves, tuple(nodes))
+
+
+class Arithmetic(NamedTuple):
+    """How the additions of a tree are done.
+
+    Attributes:
+        accumulator: Dtype of partial sums.
+        fused: A product is not rounded before it is added to a partial sum (a fused multiply-add).
+        first: Which of two products that meet is the accumulator, and so is rounded first: "low" or "high" number.
+        unit: Who adds more than two at once.
+        dtype: Of the operands, for `unit`.
+        finish: "", "divided by K" or "times 1/K", of the root; rounded to the accumulator.
+    """
+
+    accumulator: str = "float32"
+    fused: bool = False
+    first: str = "low"
+    unit: Unit | None = None
+    dtype: str = ""
+    finish: str = ""
+
+    @property
+    def words(self) -> str:
+        """ "float32, each product fused into its addition"."""
+        how = ", each product fused into its addition" if self.fused else ""
+        fused = f", {self.unit.terms} products a fused step" if self.unit is not None else ""
+        return f"in {self.accumulator}{how}{fused}{self.finish and ', ' + self.finish}"
+
+
+def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic | None = None) -> Array:
+    """The sums of x [R, K], or of the products x * y, in the order of the tree -> [R] float64 before the last rounding.
+
+    Args:
+        x, y: float64 that holds the operands' own numbers. Products of float32 and shorter types are exact in it.
+
+    Raises:
+        NotImplementedError: a node adds more than two and no unit is given, or joins two partial sums to products.
+    """
+    how = arithmetic or Arithmetic()
+    terms = x if y is None else x * y
+    if not tree.nodes:
+        return round_to(terms[:, 0], how.accumulator)
+    K = tree.leaves
+    values = np.empty((K + len(tree.nodes), len(terms)))
+    values[:K] = terms.T if how.fused else round_to(terms.T, how.accumulator)
+    for pairs in _levels(tree):
+        wide = [i for i in pairs if len(tree.nodes[i]) > 2]
+        for i in wide:
+            values[K + i] = _wide_step(tree.nodes[i], values, x, y, how, K)
+        two = np.array([(K + i, *tree.nodes[i]) for i in pairs if len(tree.nodes[i]) == 2], dtype=np.int64)
+        if not len(two):
+            continue
+        one, other = values[two[:, 1]], values[two[:, 2]]
+        if not how.fused:
+            values[two[:, 0]] = round_to(one + other, how.accumulator)
+            continue
+        # of two products one becomes the accumulator, and is rounded as it goes in
+        both = (two[:, 1] < K) & (two[:, 2] < K)
+        low = (two[:, 1] < two[:, 2]) == (how.first == "low")
+        one = np.where((both & low)[:, None], round_to(one, how.accumulator), one)
+        other = np.where((both & ~low)[:, None], round_to(other, how.accumulator), other)
+        values[two[:, 0]] = round_to(_odd_sum(one, other), how.accumulator)
+    root = values[-1]
+    if how.finish == "divided by K":
+        root = round_to(root / K, how.accumulator)
+    elif how.finish:
+        root = round_to(root * round_to(np.array([1.0 / K]), how.accumulator), how.accumulator)
+    return root
+
+
+def _levels(tree: Tree) -> list[list[int]]:
+    """Nodes by height: those of one level depend on lower levels alone."""
+    height = [0] * tree.leaves
+    levels: list[list[int]] = []
+    for i, children in enumerate(tree.nodes):
+        height.append(1 + max(height[c] for c in children))
+        if height[-1] > len(levels):
+            levels.append([])
+        levels[height[-1] - 1].append(i)
+    return levels
+
+
+def _wide_step(children: Sequence[int], values: Array, x: Array, y: Array | None, how: Arithmetic, K: int) -> Array:
+    sums = [c for c in children if c >= K]
+    terms = [c for c in children if c < K]
+    if how.unit is None or len(sums) > 1 or len(terms) > how.unit.terms:
+        raise NotImplementedError(f"no arithmetic is known that adds {len(children)} at once")
+    other = np.ones_like(x[:, terms]) if y is None else y[:, terms]
+    start = values[sums[0]] if sums else np.zeros(len(x))
+    return fused_step(x[:, terms], other, start, how.dtype, how.unit).astype(np.float64)
+
+
+# ---- a tree found by masks
+
+Survivors = Callable[[int, Array, Array], Array]
+
+
+def find_tree(survivors: Survivors, places: Sequence[int], leaves: int, exact: int, seed: int = 0) -> Tree:
+    """The tree of a sum, from what survives where +big and -big meet (FPRev, USENIX ATC 2025).
+
+    What is added to a partial sum that holds one of the two is lost; what comes after both have met is not. So the
+    ones that survive are those outside the smallest subtree that holds both.
+
+    Args:
+        survivors: survivors(i, js, ones): for each j how many of the `ones` (leaves; i and j themselves count for
+            nothing) survive +big at i and -big at j. Counts from `exact` on may be rounded, rising as they do.
+        places: The leaves that are in the sum.
+        exact: Counts below this are never rounded, nor is any other rounded to one of them.
+        seed: Of the leaves that are asked about first; the tree is the same for each. A chain takes about 2 K masks, a
+            balanced tree K log K.
+    """
+    rng = np.random.default_rng(seed)
+    nodes: list[tuple[int, ...]] = []
+    done: dict[int, int] = {}  # number of a task -> the node or leaf that it made
+    # a task makes the subtree of some leaves: first it is split by one leaf, then its parts are joined
+    tasks: list[tuple[int, Array, list[tuple[int, Array]], int]] = [(0, np.array(sorted(places)), [], -1)]
+    count = 0
+    while tasks:
+        number, group, parts, pivot = tasks.pop()
+        if len(group) == 1:
+            done[number] = int(group[0])
+        elif pivot < 0:
+            pivot = int(rng.choice(group))
+            rest = group[group != pivot]
+            parts = []
+            for part in _outwards(survivors, pivot, rest, rest, exact):
+                count += 1
+                parts.append((count, part))
+            tasks.append((number, group, parts, pivot))
+            tasks += [(part_number, part, [], -1) for part_number, part in parts]
+        else:
+            now = pivot
+            for part_number, _ in parts:
+                made = done.pop(part_number)
+                joined = [now, made]
+                if made >= leaves and _is_one_step(survivors, nodes, made - leaves, leaves, pivot):
+                    joined = [now, *nodes[made - leaves]]
+                    nodes[made - leaves] = ()
+                nodes.append(tuple(joined))
+                now = leaves + len(nodes) - 1
+            done[number] = now
+    return _canonical(leaves, nodes, done[0])
+
+
+def _outwards(survivors: Survivors, pivot: int, group: Array, ones: Array, exact: int) -> list[Array]:
+    """The leaves of a group in parts, by how soon they meet the pivot: the first part meets it first."""
+    counts = survivors(pivot, group, ones)
+    parts = []
+    for value in sorted(set(counts.tolist()), reverse=True):
+        part = group[counts == value]
+        if value < exact or len(part) == 1 or len(part) == len(group) == len(ones):
+            parts.append(part)
+        else:  # rounded: asked again with ones on these alone, until counts are exact
+            parts += _outwards(survivors, pivot, part, part, exact)
+    return parts
+
+
+def _is_one_step(survivors: Survivors, nodes: list[tuple[int, ...]], at: int, leaves: int, pivot: int) -> bool:
+    """Whether the node is no partial sum by itself: its children meet where they meet the pivot."""
+
+    def leaf(c: int) -> int:
+        while c >= leaves:
+            c = nodes[c - leaves][0]
+        return c
+
+    one, other = (leaf(c) for c in nodes[at][:2])
+    return int(survivors(one, np.array([other]), np.array([pivot]))[0]) == 0
+
+
+def _canonical(leaves: int, nodes: list[tuple[int, ...]], root: int) -> Tree:
+    """Nodes in an order that depends on the tree alone: children before parents, by their smallest leaves."""
+    firsts = Tree(leaves, tuple(n or (0,) for n in nodes)).firsts
+    order: list[int] = []
+    stack = [root] if root >= leaves else []
+    while stack:
+        at = stack.pop()
+        order.append(at)
+        stack += sorted((c for c in nodes[at - leaves] if c >= leaves), key=firsts.__getitem__)
+    number = {at: leaves + i for i, at in enumerate(reversed(order))}
+    made = []
+    for at in reversed(order):
+        children = sorted(nodes[at - leaves], key=firsts.__getitem__)
+        made.append(tuple(number.get(c, c) for c in children))
+    return Tree(leaves, tuple(made))

@@ -1,0 +1,226 @@
+"""A reduction tree in words, folded: what repeats is said, and drawn, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from nondet.kernels.emulator import Tree
+
+_DEEP = 8  # folds inside of folds that are told
+_KINDS = 4  # kinds of parts of one sum that are told
+_NUMBERS = 4  # elements that are listed
+
+
+class _Part(NamedTuple):
+    """A node, or leaves that one fused step takes beside its accumulator."""
+
+    node: int
+    leaves: tuple[int, ...] = ()
+
+
+class _Split(NamedTuple):
+    """What a sum is made of: parts in the order in which they are added, or a binary tree over them."""
+
+    parts: list[_Part]
+    binary: bool
+
+
+class _Reader:
+    """Looks at one tree."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree, self.sizes, self.shapes, self.firsts = tree, tree.sizes, tree.shapes(), tree.firsts
+
+    def children(self, node: int) -> tuple[int, ...]:
+        return self.tree.nodes[node - self.tree.leaves] if node >= self.tree.leaves else ()
+
+    def shape(self, part: _Part) -> tuple[bytes, int]:
+        step = len(part.leaves)
+        if not step and self.is_step(part.node):  # the first step of a chain has no accumulator yet
+            step = self.sizes[part.node]
+        return (b"", step) if step else (self.shapes[part.node], 0)
+
+    def is_step(self, node: int) -> bool:
+        children = self.children(node)
+        return len(children) > 2 and all(c < self.tree.leaves for c in children)
+
+    def size(self, part: _Part) -> int:
+        return len(part.leaves) or self.sizes[part.node]
+
+    def members(self, part: _Part) -> list[int]:
+        """The leaves of a part, rising."""
+        found, pending = list(part.leaves), [] if part.leaves else [part.node]
+        while pending:
+            node = pending.pop()
+            if node < self.tree.leaves:
+                found.append(node)
+            pending += self.children(node)
+        return sorted(found)
+
+    def split(self, node: int) -> _Split:
+        """A chain down its largest children; a balanced tree as far as its parts are alike and lie alike."""
+        pairs = [node]
+        apart = None
+        while len({self.shapes[n] for n in pairs}) == 1 and self._is_pair(pairs[0]):
+            one, other = self.children(pairs[0])
+            lie_apart = self.members(_Part(one))[-1] < self.firsts[other]
+            if self.sizes[one] > 1 and apart not in (None, lie_apart):
+                break
+            apart = lie_apart if apart is None else apart
+            pairs = [c for n in pairs for c in self.children(n)]
+        if len(pairs) > 1:
+            return _Split([_Part(n) for n in pairs], binary=True)
+        parts: list[_Part] = []
+        while not self._is_pair(node) and (children := self.children(node)) and not self.is_step(node):
+            spine = max(children, key=lambda c: (self.sizes[c], -self.firsts[c]))
+            others = tuple(c for c in children if c != spine)
+            wide = len(children) > 2 and all(c < self.tree.leaves for c in others)
+            parts += [_Part(-1, others)] if wide else [_Part(c) for c in reversed(others)]
+            node = spine
+            if self.sizes[spine] < 2 * self.size(parts[-1]):  # no partial sum of a chain: a part as the other is
+                break
+        else:
+            if self._is_pair(node):
+                one, node = self.children(node)
+                parts += [_Part(node), _Part(one)]
+                return _Split(parts[::-1], binary=False)
+        parts.append(_Part(node))
+        return _Split(sorted(parts[-2:], key=self._first) + parts[-3::-1], binary=False)
+
+    def _first(self, part: _Part) -> int:
+        return min(part.leaves) if part.leaves else self.firsts[part.node]
+
+    def _is_pair(self, node: int) -> bool:
+        children = self.children(node)
+        return len(children) == 2 and self.shapes[children[0]] == self.shapes[children[1]]
+
+    def layout(self, parts: list[_Part]) -> str:
+        """How the leaves of equal parts lie: "lanes of stride 8", "splits of 512"."""
+        lists = [self.members(part) for part in parts]
+        steps = {b - a for leaves in lists for a, b in pairwise(leaves)}
+        stride = f" of stride {min(steps):,}" if len(steps) == 1 and steps != {1} else ""
+        if all(a[-1] < b[0] for a, b in pairwise(sorted(lists))):
+            return f"splits of {len(lists[0]):,}{stride}"
+        return f"lanes{stride}" if stride else f"interleaved parts of {len(lists[0]):,}"
+
+    def in_order(self, parts: list[_Part]) -> str:
+        """Whether parts come as they are numbered: "", or how else."""
+        firsts = [self._first(part) for part in parts]
+        if firsts == sorted(firsts):
+            return ""
+        if firsts[1:] == sorted(firsts[1:], reverse=True) and firsts[0] > firsts[-1]:
+            return ", the last first"
+        swapped = [firsts[i ^ 1] if i ^ 1 < len(firsts) else firsts[i] for i in range(len(firsts))]
+        near = [sorted(firsts[i : i + 2]) for i in range(0, len(firsts), 2)]
+        if swapped == sorted(firsts) or [n for two in near for n in two] == sorted(firsts):
+            return ", of each two the second first"
+        return f", in the order {_listed(firsts)}"
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(f"{n:,}" for n in numbers[:_NUMBERS])
+    return shown if len(numbers) <= _NUMBERS else f"{shown}, ... {numbers[-1]:,}"
+
+
+def folded(tree: Tree) -> list[tuple[int, str]]:
+    """(depth, line) from the root down: of parts that look alike the first is drawn."""
+    reader = _Reader(tree)
+    lines = list(_lines(reader, _Part(tree.leaves + len(tree.nodes) - 1 if tree.nodes else 0), 0))
+    dropped = tree.dropped
+    return [*lines, (0, f"not added: {len(dropped):,} of {tree.leaves:,}: {_listed(dropped)}")] if dropped else lines
+
+
+def _lines(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str]]:
+    if part.leaves or reader.is_step(part.node):
+        yield depth, f"one fused step of {reader.size(part):,}: {_listed(reader.members(part))}"
+        return
+    if reader.size(part) == 1:
+        yield depth, f"element {reader.members(part)[0]:,}"
+        return
+    split = reader.split(part.node)
+    kinds = [list(run) for _, run in groupby(split.parts, key=reader.shape)]
+    if len(kinds) == 1:
+        yield depth, _alike(reader, split)
+        if reader.size(kinds[0][0]) > 1 and reader.shape(kinds[0][0])[1] == 0:
+            yield from _deeper(reader, kinds[0][0], depth + 1)
+        return
+    whole = reader.size(kinds[0][0]) == 1 or reader.shape(kinds[0][0])[1]  # a chain of elements goes on as this sum
+    count = len(split.parts) - (len(kinds[0]) - 1 if whole else 0)
+    yield depth, f"{count:,} parts, added in order"
+    for i, run in enumerate(kinds[:_KINDS]):
+        inner = list(_lines(reader, run[0], depth + 1)) if depth + 1 < _DEEP else []
+        if len(run) > 1:
+            alone = reader.size(run[0]) == 1 or reader.shape(run[0])[1]
+            told = [(depth + 1, _alike(reader, _Split(run, binary=False)))]
+            inner = told + [(d + 1, line) for d, line in inner if not alone]
+        inner = inner or [(depth + 1, f"a sum of {reader.size(run[0]):,}")]
+        yield inner[0][0], f"{'then' if i else 'first'} {inner[0][1]}"
+        yield from inner[1:]
+    if len(kinds) > _KINDS:
+        yield depth + 1, f"and {sum(map(len, kinds[_KINDS:])):,} more"
+
+
+def _deeper(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str]]:
+    if depth < _DEEP:
+        yield from _lines(reader, part, depth)
+    else:
+        yield depth, f"a sum of {reader.size(part):,}"
+
+
+def _alike(reader: _Reader, split: _Split) -> str:
+    """A sum of parts that look alike."""
+    parts, count = split.parts, len(split.parts)
+    step = reader.shape(parts[0])[1]
+    how = "a binary tree" if split.binary and count > 2 else "added in order" + reader.in_order(parts)
+    if step:
+        return f"one chain of {count:,} groups of {step}{reader.in_order(parts)}"
+    if reader.size(parts[0]) > 1:
+        return f"{count:,} {reader.layout(parts)}, {how if count > 2 else 'added'}"
+    leaves = [reader.members(part)[0] for part in parts]
+    steps = {b - a for a, b in pairwise(sorted(leaves))}
+    stride = f" of stride {min(steps):,}" if len(steps) == 1 and steps != {1} else ""
+    if split.binary and count > 2:
+        return f"a binary tree over {count:,}{stride}: {_listed(leaves)}"
+    order = reader.in_order(parts) if count > 2 else ""
+    return f"{f'one chain of {count:,}' if count > 2 else 'a pair'}{stride}{order}: {_listed(leaves)}"
+
+
+def words(tree: Tree) -> str:
+    """One line: "8 lanes of stride 8, added in order; each one chain of 128 of stride 8"."""
+    lines = folded(tree)
+    said = [
+        line.partition(":")[0] if "chain of" in line or "pair" in line or "tree" in line else line for _, line in lines
+    ]
+    return "; each ".join(said) if all(b == a + 1 for (a, _), (b, _) in pairwise(lines)) else "; ".join(said)
+
+
+def compared(one: Tree, other: Tree) -> str:
+    """Two trees over the same leaves: that they are one, or the first pair of elements that meets elsewhere."""
+    if one.digest == other.digest:
+        return "the same reduction tree"
+    if one.leaves != other.leaves:
+        return f"trees of {one.leaves:,} and {other.leaves:,} elements"
+    if one.dropped != other.dropped:
+        return f"one leaves out {len(one.dropped):,} elements, the other {len(other.dropped):,}"
+    for leaf in range(min(one.leaves, 64)):
+        first, second = _meetings(one, leaf), _meetings(other, leaf)
+        for at in range(one.leaves):
+            if first[at] != second[at]:
+                return f"elements {leaf:,} and {at:,} meet in a sum of {first[at]:,}, and of {second[at]:,}"
+    return "other partial sums meet"
+
+
+def _meetings(tree: Tree, leaf: int) -> list[int]:
+    """For each leaf the size of the smallest sum that holds it and this one."""
+    sizes, found, at = tree.sizes, [1] * tree.leaves, leaf
+    reader = None
+    for i, children in enumerate(tree.nodes):
+        if at in children:
+            reader = reader or _Reader(tree)
+            for other in children:
+                for member in reader.members(_Part(other)) if other != at else ():
+                    found[member] = sizes[tree.leaves + i]
+            at = tree.leaves + i
+    return found

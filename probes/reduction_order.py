@@ -1,0 +1,367 @@
+"""In which order a sum is added: its reduction tree, found by masks and proven by predicting bits.
+
+Where +big and -big meet, what was added to either before is lost: how much of the rest survives tells the size of the
+smallest partial sum that holds both (FPRev, USENIX ATC 2025). A tree found so is a claim; it is proven when an exact
+emulator (`nondet.kernels.emulator`) that adds real numbers in that order gives the implementation's very bits, on
+ordinary and on hard inputs. Where it does not, the row says that the tree is unproven, and what it failed on: the
+function may be no sum, or round where no tree shows.
+
+The masks are columns of the weight, or one row of x at a time; never more rows than the M asked about, since the number
+of rows is what the order may follow from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nondet.core.compare import bits, identical
+from nondet.core.inputs import generator, make, product_operands
+from nondet.core.measure import Trial
+from nondet.errors import reason_of
+from nondet.kernels import emulator, reference
+from nondet.kernels.emulator import Arithmetic, Array, Tree
+from nondet.kernels.order_words import compared, folded, words
+from nondet.probes import base
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
+
+_WIDTHS = {"sum": (1000, 4096), "mean": (1000,)}
+_LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 4096), (12288, 4096))}  # K, N
+_LONGEST = 16384  # asked as well where the run is full
+_BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
+_KINDS = ("bell", "wide", "cancel", "order", "outlier")  # inputs whose bits a proven tree predicts
+_SUMS = 24  # of each kind, where a call gives one
+_COLUMNS = 256  # of each kind, where it gives many
+_CLASSES = 4  # of one row, each with a tree of its own
+_BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+_SEEDS = 1000
+
+
+class NotASumError(Exception):
+    """What the masks show is no sum of these terms."""
+
+
+class Sum(NamedTuple):
+    """One element of a result as a function of its terms, at one number of rows.
+
+    Attributes:
+        ask: terms [n, K] of the dtype -> [n]: the element, for each of n lists of terms, at this M.
+        draw: draw(kind, seed) -> (x [n, K], y [n, K] or None, got [n]): real operands, and what it gave for them.
+        at_once: Lists of terms that one call takes.
+        K, dtype, device: Of the terms.
+        finishes: What may be done to the root, of `Arithmetic.finish`.
+    """
+
+    ask: Callable[[torch.Tensor], torch.Tensor]
+    draw: Callable[[str, int], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+    at_once: int
+    K: int
+    dtype: torch.dtype
+    device: str
+    finishes: tuple[str, ...] = ("",)
+
+
+class Found(NamedTuple):
+    """A tree and what is known of it.
+
+    Attributes:
+        proven: The arithmetic with which it predicts every bit that was checked; None: there is none.
+        checked, missed: Sums predicted; of them, with the arithmetic that misses fewest, those of other bits.
+        failed_on: Kinds of input on which that arithmetic misses any, or why nothing could be predicted.
+    """
+
+    tree: Tree
+    masks: int
+    proven: Arithmetic | None
+    best: Arithmetic
+    checked: int
+    missed: int
+    failed_on: str
+
+    @property
+    def words(self) -> str:
+        """ "8 lanes of stride 8, ...: proven: 120 of 120 sums predicted bit for bit, in float32"."""
+        said = words(self.tree)
+        if self.proven is not None:
+            return (
+                f"{said}: proven, {self.checked:,} of {self.checked:,} sums predicted bit for bit {self.proven.words}"
+            )
+        return f"{said}: unproven, {self.failed_on}"
+
+    def record(self) -> dict[str, Any]:
+        """As it is kept in a row."""
+        return {
+            "words": words(self.tree),
+            "digest": self.tree.digest,
+            "proven": self.proven is not None,
+            "arithmetic": (self.proven or self.best).words,
+            "checked": self.checked,
+            "missed": self.missed,
+            "failed_on": self.failed_on,
+            "masks": self.masks,
+            "drawn": [[depth, line] for depth, line in folded(self.tree)],
+        }
+
+
+def find(asked: Sum, seed: int = 0) -> Found:
+    """The reduction tree of one element, and whether it predicts the element's bits.
+
+    Raises:
+        NotASumError: the masks show no sum: a term alone is not given back, or ones are not counted.
+    """
+    masks = _Masks(asked)
+    places = masks.places()
+    tree = emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed)
+    return _proven(asked, tree, masks.count, seed)
+
+
+class _Masks:
+    """Asks a sum about terms of +big, -big, one and nothing."""
+
+    def __init__(self, asked: Sum) -> None:
+        self._asked, self.count = asked, 0
+        self._big, self._one = _BIG.get(asked.dtype, (2.0**100, 1.0))
+        self._terms = torch.zeros((asked.at_once, asked.K), dtype=asked.dtype, device=asked.device)
+        self._scale = 1.0 / self._one
+        if asked.finishes != ("",):  # a mean: what survives is divided by K
+            self._scale *= asked.K
+
+    def places(self) -> list[int]:
+        """The terms that are in the sum. Raises NotASumError."""
+        self._terms.zero_()
+        alone = self._each(np.arange(self._asked.K), self._one)
+        if not set(np.unique(alone).tolist()) <= {0.0, 1.0}:
+            odd = alone[~np.isin(alone, (0.0, 1.0))]
+            raise NotASumError(f"of a term by itself it gives {float(odd[0]):.6g} times as much")
+        named = np.flatnonzero(alone).tolist()
+        if len(named) < min(2, self._asked.K):
+            raise NotASumError(f"it gives back {len(named)} of {self._asked.K:,} terms, each by itself")
+        return [int(place) for place in named]
+
+    def survivors(self, i: int, js: Array, ones: Array) -> Array:
+        """As `nondet.kernels.emulator.find_tree` asks."""
+        self._terms.zero_()
+        self._terms[:, torch.from_numpy(ones).to(self._terms.device)] = self._one
+        self._terms[:, i] = self._big
+        counts = self._each(js, -self._big)
+        most = len(ones) * (1 + 2.0 ** -_DIGITS[self._asked.dtype])  # a short dtype rounds them, maybe upwards
+        odd = ~(np.isfinite(counts) & (counts >= 0) & (counts <= most))
+        if odd.any():
+            raise NotASumError(f"of {len(ones):,} ones {float(counts[odd][0]):.6g} survive")
+        return counts
+
+    def _each(self, places: Array, value: float) -> Array:
+        """What is given where the term at each place in turn is `value`; the others are as they were set."""
+        self.count += len(places)
+        made = []
+        for start in range(0, len(places), self._asked.at_once):
+            some = torch.from_numpy(places[start : start + self._asked.at_once]).to(self._terms.device)
+            rows = torch.arange(len(some), device=some.device)
+            before = self._terms[rows, some]
+            self._terms[rows, some] = value
+            made.append(self._asked.ask(self._terms)[: len(some)])
+            self._terms[rows, some] = before
+        counts: Array = torch.cat(made).double().cpu().numpy() * self._scale
+        return np.where(np.isfinite(counts), np.rint(counts), counts)
+
+
+# ---- the proof
+
+
+def _arithmetics(asked: Sum, products: bool) -> list[Arithmetic]:
+    """What may add so, the simplest first."""
+    name = str(asked.dtype).removeprefix("torch.")
+    accumulators = dict.fromkeys(("float32", "float64", name) if name != "float64" else ("float64",))
+    unit = None
+    if asked.device == "cuda" and products:
+        chip = emulator.CHIPS.get(torch.cuda.get_device_capability(), "")
+        unit = emulator.UNITS.get((chip, name))
+    ways: list[Mapping[str, Any]] = [{}]
+    if products and name != "float64":
+        ways += [{"fused": True, "first": first} for first in ("low", "high")]
+    return [
+        Arithmetic(accumulator=accumulator, finish=finish, unit=unit, dtype=name, **way)
+        for accumulator in accumulators
+        for way in ways
+        for finish in asked.finishes
+        if not (way and accumulator == "float64")
+    ]
+
+
+def _proven(asked: Sum, tree: Tree, masks: int, seed: int) -> Found:
+    """Predict what the sum gave for real operands, under each arithmetic that has not failed yet."""
+    name = str(asked.dtype).removeprefix("torch.")
+    missed: dict[Arithmetic, dict[str, int]] = {}
+    checked, reason = 0, ""
+    for kind in _KINDS:
+        x, y, got = asked.draw(kind, seed + _SEEDS)
+        if not missed:
+            missed = {how: {} for how in _arithmetics(asked, y is not None)}
+        wide = [None if t is None else t.double().cpu().numpy() for t in (x, y)]
+        checked += len(got)
+        sound = [how for how in missed if not missed[how]]
+        for how in sound or [min(missed, key=lambda how: sum(missed[how].values()))]:
+            try:
+                said = emulator.predict(tree, wide[0], wide[1], how)  # type: ignore[arg-type] # x is never None
+            except NotImplementedError as error:
+                reason, said = str(error), np.full(len(got), np.nan)
+            rounded = torch.from_numpy(emulator.round_to(said, name)).to(asked.dtype)
+            wrong = int((bits(rounded) != bits(got.cpu())).sum())
+            if wrong:
+                missed[how][kind] = wrong
+    best = min(missed, key=lambda how: sum(missed[how].values()))
+    failed = missed[best]
+    if failed and not reason:
+        of = checked // len(_KINDS)
+        reason = ", ".join(f"{count:,} of {of:,} sums of {kind} numbers" for kind, count in failed.items())
+        reason = f"other bits in {reason} (nearest: {best.words})"
+    return Found(tree, masks, None if failed else best, best, checked, sum(failed.values()), reason if failed else "")
+
+
+# ---- what is asked
+
+
+def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, finishes: tuple[str, ...]) -> Sum:
+    """Element 0 of `operator(x [M, K]) -> [M]`: the sum of row 0."""
+    x = torch.ones((M, K), dtype=dtype, device=device)
+
+    def ask(terms: torch.Tensor) -> torch.Tensor:
+        x[0] = terms[0]
+        return operator(x)[:1].clone()
+
+    def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        rows = make(kind, (_SUMS, K), dtype, device, generator(seed, device))
+        return rows, None, torch.cat([ask(row[None]) for row in rows])
+
+    return Sum(ask, draw, 1, K, dtype, device, finishes)
+
+
+def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, device: str) -> Sum:
+    """Row 0 of `operator(x [M, K], w [N, K]) -> [M, N]`: every column a sum of its own."""
+    x = torch.ones((M, K), dtype=dtype, device=device)
+    if dtype == torch.float16:
+        x *= 16.0  # so that what survives is no subnormal number
+
+    def ask(terms: torch.Tensor) -> torch.Tensor:
+        return operator(x, terms)[0] / x[0, 0]
+
+    def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        drawn = []
+        columns = torch.linspace(0, N - 1, min(N, _COLUMNS), device=device).round().long()
+        for i in range(-(-_SUMS // N)):
+            a, w = product_operands(kind, (M, K), (N, K), dtype, device, seed + i, weight_kind="bell")
+            w = w * weight_scale(K)
+            drawn.append((a[:1].expand(len(columns), K), w[columns], operator(a, w)[0, columns]))
+        x, y, got = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        return x, y, got
+
+    return Sum(ask, draw, N, K, dtype, device)
+
+
+class ReductionOrder(Probe):
+    """The tree of row 0 at some M; where its bits part, the tree of each class."""
+
+    name = "reduction-order"
+
+    def __init__(self) -> None:
+        self._operators: dict[str, Operator] = {}
+
+    def cases(self, options: Options) -> Iterable[Case]:
+        """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer."""
+        device, given = options.device, base.given_layer(options)
+        largest = None if options.m is None else base.size("--m", options.m, 1)
+        batches = [m for m in _BATCHES[device] if largest is None or m < largest] + ([largest] if largest else [])
+        for operator in ("sum", "mean", "linear"):
+            sizes = list(_LAYERS[device]) if operator == "linear" else [(K, 1) for K in _WIDTHS[operator]]
+            sizes += [(_LONGEST, 64 if operator == "linear" else 1)] if options.full else []
+            if operator == "linear" and options.layers:
+                sizes = [(K, N) for _, K, N in options.layers]
+            if given is not None:
+                sizes = [given if operator == "linear" else (given[0], 1)]
+            for K, N in dict.fromkeys(sizes):
+                for dtype in dtypes(options, "reduction-order", ("float32", "bfloat16")):
+                    M = max(batches)
+                    needed = (M * K + 3 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8 + K * 400
+                    require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
+                    what = f"{operator}: the order in which row 0 of M is added, K={K}"
+                    shape = {"M": M, "K": K} | ({"N": N} if operator == "linear" else {})
+                    title = what + (f" N={N}" if operator == "linear" else "")
+                    data = {"values": batches if len(batches) > 1 else [1, *batches]}
+                    yield Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
+
+    def prepare(self, case: Case, device: str, seed: int) -> Any:
+        """x [M, K], and for products w [N, K]."""
+        M, K = case.shape["M"], case.shape["K"]
+        if case.operator != "linear":
+            return {"x": make("order", (M, K), case.torch_dtype, device, generator(seed, device))}
+        x, w = product_operands(
+            "order", (M, K), (case.shape["N"], K), case.torch_dtype, device, seed, weight_kind="bell"
+        )
+        return {"x": x, "w": w * weight_scale(K)}
+
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
+        """Row 0 in batches of M."""
+        self._operators[case.operator] = operator
+        for M in case.data["values"]:
+            yield Trial(M, partial(_row_0, operator, inputs["x"][:M], inputs.get("w")))
+
+    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
+        """Row 0 in float64."""
+        x = inputs["x"][:1]
+        return reference.linear(x, inputs["w"]) if "w" in inputs else getattr(reference, case.operator)(x)
+
+    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+        """The tree of each class, at the first M that has it, and how the trees differ."""
+        operator = self._operators[case.operator]
+        given = [_row_0(operator, inputs["x"][:M], inputs.get("w")) for M in case.data["values"]]
+        firsts = [next((i for i, got in enumerate(given) if identical(got, result)), None) for result in results]
+        sizes = [case.data["values"][i] for i in firsts if i is not None]
+        K, dtype, device = case.shape["K"], case.torch_dtype, str(inputs["x"].device.type)
+        if case.operator == "linear":
+            made = [of_product(operator, M, K, case.shape["N"], dtype, device) for M in sizes[:_CLASSES]]
+        else:
+            finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
+            made = [of_rows(operator, M, K, dtype, device, finishes) for M in sizes[:_CLASSES]]
+        return trees_of(made, sizes[:_CLASSES])
+
+
+def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    return operator(x.contiguous(), *(() if w is None else (w,)))[:1]
+
+
+def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
+    """For a row's extra: the tree at each of these M, each of another class, and how neighbours differ."""
+    kept: list[dict[str, Any]] = []
+    trees: list[Found | None] = []
+    for M, one in zip(sizes, asked, strict=True):
+        started = time.perf_counter()
+        try:
+            found: Found | None = find(one)
+        except NotASumError as error:
+            found, said = None, {"words": "no tree", "proven": False, "failed_on": str(error), "drawn": []}
+        except NotImplementedError as error:
+            found, said = None, {"words": "no tree", "proven": False, "failed_on": reason_of(error), "drawn": []}
+        if found is not None:
+            said = found.record()
+        trees.append(found)
+        kept.append({"M": M, "K": one.K, **said, "seconds": round(time.perf_counter() - started, 3)})
+    between = [
+        f"M = {m} and M = {n}: {_between(a, b)}"
+        for (m, a), (n, b) in pairwise(zip(sizes, trees, strict=True))
+        if a is not None and b is not None
+    ]
+    return {"reduction_trees": {"classes": kept, "between": between}}
+
+
+def _between(a: Found, b: Found) -> str:
+    said = compared(a.tree, b.tree)
+    if a.tree.digest != b.tree.digest:
+        return said
+    return f"{said}, and other bits: something else than the order (precision, fused multiply-adds, promotion)"

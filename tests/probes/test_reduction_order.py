@@ -1,0 +1,269 @@
+"""Orders that were planted are found and proven; what is no sum, or rounds elsewhere, is reported as unproven."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nondet.core.records import Row
+from nondet.kernels.emulator import Tree, chain
+from nondet.kernels.order_words import compared, folded, words
+from nondet.probes.base import Options
+from nondet.probes.reduction_order import NotASumError, find, of_product, of_rows
+from nondet.probes.runner import plan_jobs, run_jobs
+
+Node = int | tuple["Node", "Node"]
+
+
+def in_chain(parts: Sequence[Node]) -> Node:
+    total, *rest = parts
+    for part in rest:
+        total = (total, part)
+    return total
+
+
+def in_pairs(parts: Sequence[Node]) -> Node:
+    left = list(parts)
+    while len(left) > 1:
+        paired: list[Node] = [(a, b) for a, b in zip(left[::2], left[1::2], strict=False)]
+        left = paired + left[len(left) // 2 * 2 :]
+    return left[0]
+
+
+def lanes(leaves: Sequence[int], count: int) -> list[Node]:
+    return [in_chain(leaves[i::count]) for i in range(count)]
+
+
+def splits(leaves: Sequence[int], edges: Sequence[int]) -> list[Node]:
+    return [in_chain(leaves[a:b]) for a, b in zip((0, *edges), (*edges, len(leaves)), strict=True)]
+
+
+def drawn(rng: random.Random, leaves: list[int], depth: int = 0) -> Node:
+    """An order from a grammar: chains, lanes, splits of any size, trees, reversed and shuffled, one in another."""
+    if len(leaves) < 4 or depth == 3:
+        return in_chain(leaves) if len(leaves) > 1 else leaves[0]
+    if rng.random() < 0.3:
+        leaves = rng.choice([leaves[::-1], rng.sample(leaves, len(leaves))])
+    count = rng.randint(2, min(8, len(leaves) // 2))
+    parts = [leaves[i::count] for i in range(count)]
+    if rng.random() < 0.5:
+        cuts = sorted(rng.sample(range(1, len(leaves)), count - 1))
+        parts = [leaves[a:b] for a, b in zip((0, *cuts), (*cuts, len(leaves)), strict=True)]
+    join = rng.choice([in_chain, in_pairs])
+    return join([drawn(rng, part, depth + 1) for part in parts])
+
+
+def as_tree(root: Node, leaves: int) -> Tree:
+    nodes: list[tuple[int, ...]] = []
+    made: dict[int, int] = {}
+    pending = [(root, False)]
+    while pending:
+        node, seen = pending.pop()
+        if isinstance(node, int):
+            made[id(node)] = node
+        elif not seen:
+            pending += [(node, True), (node[0], False), (node[1], False)]
+        else:
+            nodes.append(tuple(child if isinstance(child, int) else made[id(child)] for child in node))
+            made[id(node)] = leaves + len(nodes) - 1
+    return Tree(leaves, tuple(nodes))
+
+
+def adder(tree: Tree, dtype: type = np.float32) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A sum over the last axis in the order of the tree, one NumPy addition a node."""
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        sums = []
+        for row in x.float().numpy():
+            values = [dtype(value) for value in row]
+            for one, other in tree.nodes:
+                values.append(values[one] + values[other])
+            sums.append(float(values[-1]))
+        return torch.tensor(sums).to(x.dtype)
+
+    return add
+
+
+def found(tree: Tree, **more: Any) -> Any:
+    return find(of_rows(adder(tree, **more), 1, tree.leaves, torch.float32, "cpu", ("",)))
+
+
+PLANTED: dict[str, tuple[Node, str]] = {
+    "chain": (in_chain(range(100)), "one chain of 100"),
+    "reversed chain": (in_chain(range(99, -1, -1)), "one chain of 100, the last first"),
+    "8 lanes": (in_chain(lanes(range(96), 8)), "8 lanes of stride 8, added in order; each one chain of 12 of stride 8"),
+    "4 lanes": (in_pairs(lanes(range(96), 4)), "4 lanes of stride 4, a binary tree; each one chain of 24 of stride 4"),
+    "pairwise": (in_pairs(range(64)), "a binary tree over 64"),
+    "4 splits": (in_chain(splits(range(96), (24, 48, 72))), "4 splits of 24, added in order; each one chain of 24"),
+    "unequal splits": (
+        in_chain(splits(range(100), (60,))),
+        "2 parts, added in order; first one chain of 60; then one chain of 40",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_order_is_found_proven_and_named(name: str) -> None:
+    root, said = PLANTED[name]
+    tree = as_tree(
+        root, 1 + max(int(n) for n in str(root).replace("(", " ").replace(")", " ").replace(",", " ").split())
+    )
+    result = found(tree)
+    assert result.tree.digest == tree.digest
+    assert words(result.tree) == said
+    assert result.proven is not None
+    assert result.proven.words == "in float32"
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_an_order_drawn_from_a_grammar_is_found_and_proven(seed: int) -> None:
+    rng = random.Random(seed)  # noqa: S311 - an order, nothing secret
+    leaves = rng.randint(4, 150)
+    tree = as_tree(drawn(rng, list(range(leaves))), leaves)
+    result = found(tree)
+    assert result.tree.digest == tree.digest
+    assert result.proven is not None
+    assert result.missed == 0
+    assert folded(result.tree)
+
+
+def test_a_tail_that_is_dropped_is_named() -> None:
+    result = find(of_rows(lambda x: adder(chain(90))(x[:, :90]), 1, 100, torch.float32, "cpu", ("",)))
+    assert result.tree.dropped == list(range(90, 100))
+    assert "not added: 10 of 100" in words(result.tree)
+    assert result.proven is not None
+
+
+def test_partial_sums_of_another_precision_are_proven_as_such() -> None:
+    result = found(chain(200), dtype=np.float64)
+    assert result.proven is not None
+    assert result.proven.accumulator == "float64"
+
+
+def precision_lost(x: torch.Tensor) -> torch.Tensor:
+    """A sum of numbers that were rounded first: its tree is there, its bits are not."""
+    return adder(chain(x.shape[1]))(x.bfloat16().float())
+
+
+def promoted(x: torch.Tensor) -> torch.Tensor:
+    """Blocks of 32 added in float16 digits, the blocks in float32."""
+    total = torch.zeros(len(x))
+    for block in x.split(32, 1):
+        part = torch.zeros(len(x), dtype=torch.bfloat16)
+        for column in block.unbind(1):
+            part = (part.float() + column).bfloat16()
+        total = total + part.float()
+    return total
+
+
+def squares(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum(-1)
+
+
+@pytest.mark.parametrize("faulty", [precision_lost, promoted])
+def test_what_rounds_elsewhere_is_unproven(faulty: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    result = find(of_rows(faulty, 1, 96, torch.float32, "cpu", ("",)))
+    assert result.proven is None
+    assert result.missed > 0
+    assert "other bits in" in result.failed_on
+    assert "unproven" in result.words
+
+
+def planted_sum(x: torch.Tensor) -> torch.Tensor:
+    """One chain from 16 rows on, two splits below."""
+    root = in_chain(range(96)) if len(x) >= 16 else in_chain(splits(range(96), (48,)))
+    return adder(as_tree(root, 96))(x)
+
+
+def same_order_other_digits(x: torch.Tensor) -> torch.Tensor:
+    return adder(chain(96), np.float64 if len(x) >= 16 else np.float32)(x)
+
+
+def run(impl: str, **options: Any) -> list[Row]:
+    jobs = plan_jobs(["reduction-order"], [impl], Options(dtypes=("float32",), **options))
+    return list(run_jobs(jobs, 0, set()))
+
+
+def test_each_class_of_a_row_has_its_tree() -> None:
+    (row,) = [r for r in run(f"sum={__name__}:planted_sum", k=96) if r.operator == "sum"]
+    assert row.status == "divergent"
+    trees = row.extra["reduction_trees"]
+    assert [(t["M"], t["words"], t["proven"]) for t in trees["classes"]] == [
+        (1, "2 splits of 48, added; each one chain of 48", True),
+        (16, "one chain of 96", True),
+    ]
+    assert "elements 0 and" in trees["between"][0]
+
+
+def test_one_tree_and_other_bits_are_something_else_than_order() -> None:
+    (row,) = [r for r in run(f"sum={__name__}:same_order_other_digits", k=96) if r.operator == "sum"]
+    trees = row.extra["reduction_trees"]
+    assert {t["digest"] for t in trees["classes"]} == {chain(96).digest}
+    assert "something else than the order" in trees["between"][0]
+
+
+@pytest.mark.parametrize("function", [squares, lambda x: x.amax(-1), lambda x: 2 * x.sum(-1), lambda x: x[:, 0]])
+def test_what_is_no_sum_has_no_tree(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(NotASumError):
+        find(of_rows(function, 1, 96, torch.float32, "cpu", ("",)))
+
+
+def test_a_row_says_why_there_is_no_tree() -> None:
+    (row,) = [r for r in run(f"sum={__name__}:squares", k=96) if r.operator == "sum"]
+    (said,) = row.extra["reduction_trees"]["classes"]
+    assert (said["words"], said["proven"]) == ("no tree", False)
+    assert "ones" in said["failed_on"]
+
+
+def fused_chain_of(order: Sequence[int]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """linear by one chain of products that are rounded before they are added."""
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(x), len(weight))
+        for k in order:
+            total = total + x[:, k, None] * weight[None, :, k]
+        return total
+
+    return linear
+
+
+def test_products_take_masks_as_columns() -> None:
+    order = list(range(0, 64, 2)) + list(range(1, 64, 2))
+    calls = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return fused_chain_of(order)(x, weight)
+
+    result = find(of_product(counted, 3, 64, 16, torch.float32, "cpu"))
+    assert result.tree.digest == chain(64, order).digest
+    assert result.proven is not None
+    assert not result.proven.fused
+    assert set(calls) == {(3, 64)}, "never another number of rows than the one asked about"
+    assert len(calls) < 64, "a mask a column"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("K", [64, 1000])
+def test_torch_s_sum_on_this_machine_is_proven(dtype: torch.dtype, K: int) -> None:
+    """Whatever the order is here: it must predict every bit."""
+    for M in (1, 5):
+        result = find(of_rows(lambda x: x.sum(-1), M, K, dtype, "cpu", ("",)))
+        assert result.proven is not None, result.words
+
+
+def test_trees_are_compared_in_words() -> None:
+    assert compared(chain(8), chain(8)) == "the same reduction tree"
+    assert compared(chain(8), chain(8, reversed(range(8)))) == "elements 0 and 1 meet in a sum of 2, and of 8"
+    assert words(chain(1024, terms=16)) == "one chain of 64 groups of 16"
+
+
+@pytest.mark.gpu
+def test_torch_s_sum_on_a_gpu_is_proven() -> None:
+    result = find(of_rows(lambda x: x.sum(-1), 1, 1000, torch.float32, "cuda", ("",)))
+    assert result.proven is not None, result.words

@@ -1,0 +1,303 @@
+"""Two promises of `batch_invariant(training=True)`, each tested by itself, on whole models of four architectures.
+
+A: the trainer's logprobs have the sampler's bits (KL is 0), however the trainer lays its batch out.
+B: a run that is made again ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import nondet
+from nondet.core.compare import identical
+from nondet.errors import UserError
+from nondet.sampling.engine import pinned, run_session
+from nondet.sampling.plan import Load, Request, Sampling
+
+VOCABULARY, TOKENS = 257, 12
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LOAD = Load(others=0, targets=16, spread=8, prompt=(2, 40), tokens=(TOKENS, TOKENS), budget=24, requests=12)
+GPU = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+DTYPES = ["bfloat16", "float32"]
+
+
+def qwen3() -> tuple[Any, Any]:
+    return transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
+
+
+def llama() -> tuple[Any, Any]:
+    return transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
+
+
+def gemma3() -> tuple[Any, Any]:
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(
+        **SIZES, sliding_window=9, layer_types=kinds, query_pre_attn_scalar=24, final_logit_softcapping=30.0
+    )
+    return transformers.Gemma3ForCausalLM, config
+
+
+def qwen3_moe() -> tuple[Any, Any]:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=40, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
+    )
+    return transformers.Qwen3MoeForCausalLM, config
+
+
+MODELS = {"qwen3": qwen3, "llama": llama, "gemma3": gemma3, "qwen3-moe": qwen3_moe}
+
+
+def make(name: str, dtype: str, device: str) -> Any:
+    """A model of random weights, biases among them, that are large enough to tell tokens apart."""
+    kind, config = MODELS[name]()
+    model = kind._from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa").to(device)
+    drawn = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=drawn)
+            if weight.dim() > 1:
+                weight.copy_(noise * (2.0 / weight.shape[-1] ** 0.5))
+            else:  # what a norm or a bias begins with is a constant
+                weight.add_((noise * 0.1).to(weight))
+    return model
+
+
+class Rollouts(NamedTuple):
+    """What the sampler gave: prompts with their completions, where those begin, their logprobs, rows of logits."""
+
+    sequences: list[list[int]]
+    prompts: list[int]
+    logprobs: list[torch.Tensor]
+    rows: frozenset[bytes]  # digests of every row of logits that it drew from
+
+
+def sample(model: Any, seed: int = 0, count: int = 16) -> Rollouts:
+    """Requests that come and go under a token budget, so that prefills are chunked; drawn at temperature 1."""
+    draw = random.Random(seed)  # noqa: S311 - a plan, no secret
+    requests = [
+        Request(
+            f"t{i:03d}", True, tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, 40))), TOKENS,
+            draw.randrange(8), i, Sampling(1.0, 0, 1.0, 1000 * seed + i, True),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    rows: set[bytes] = set()
+
+    def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        rows.update(map(digest, output.logits[0]))
+
+    hook = model.register_forward_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            session = run_session(model.eval(), sorted(requests, key=lambda r: (r.arrival_step, r.id)), LOAD)
+    finally:
+        hook.remove()
+    assert not session.fatal, session.fatal
+    assert all(o.finish == "length" for o in session.outcomes)
+    done = sorted(session.outcomes, key=lambda o: o.request.id)
+    return Rollouts(
+        [[*o.request.prompt, *o.token_ids] for o in done],
+        [len(o.request.prompt) for o in done],
+        [torch.from_numpy(np.frombuffer(o.logprobs, dtype="<f4").copy()) for o in done],
+        frozenset(rows),
+    )
+
+
+def digest(x: torch.Tensor) -> bytes:
+    return hashlib.sha256(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
+
+
+def layouts(rollouts: Rollouts, layout: str, micro: int) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Inputs of each micro-batch, and which of their tokens were sampled [B, T]."""
+    for first in range(0, len(rollouts.sequences), micro):
+        part = rollouts.sequences[first : first + micro]
+        starts = rollouts.prompts[first : first + micro]
+        if layout == "packed":
+            ids = torch.tensor([[token for sequence in part for token in sequence]])
+            positions = torch.cat([torch.arange(len(s)) for s in part])[None]
+            of = torch.cat([torch.arange(len(s)) >= start for s, start in zip(part, starts, strict=True)])[None]
+            yield {"input_ids": ids, "position_ids": positions}, of
+            continue
+        width = max(map(len, part)) + (3 if layout == "wide" else 0)
+        ids, mask = torch.zeros((2, len(part), width), dtype=torch.long)
+        of = torch.zeros((len(part), width), dtype=torch.bool)
+        for i, (sequence, start) in enumerate(zip(part, starts, strict=True)):
+            begin = width - len(sequence) if layout == "left" else 0
+            ids[i, begin : begin + len(sequence)] = torch.tensor(sequence)
+            mask[i, begin : begin + len(sequence)] = 1
+            of[i, begin + start : begin + len(sequence)] = True
+        yield {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}, of
+
+
+class Trained(NamedTuple):
+    """The trainer's side: logprobs of the sampled tokens, rows of logits, whether each is one that was drawn from."""
+
+    logprobs: torch.Tensor
+    rows_known: int
+    rows: int
+
+
+def train(
+    model: Any,
+    rollouts: Rollouts,
+    layout: str = "right",
+    micro: int = 16,
+    block: AbstractContextManager[Any] | None = None,
+    stock_formula: bool = False,
+) -> Trained:
+    """A forward and a backward pass of every micro-batch in train(); gradients are left in the parameters."""
+    model.train()
+    kept, known, count = [], 0, 0
+    with block or nullcontext():
+        for inputs, of in layouts(rollouts, layout, micro):
+            inputs = {name: x.to(model.device) for name, x in inputs.items()}
+            logits = model(**inputs, use_cache=False).logits[:, :-1][of[:, 1:].to(model.device)]
+            ids = inputs["input_ids"][:, 1:][of[:, 1:].to(model.device)]
+            if stock_formula:
+                out = logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            else:
+                out = nondet.token_logprobs(logits, ids)
+            assert out.requires_grad
+            (-out.sum() / 100).backward()
+            kept.append(out.detach().cpu())
+            known += sum(digest(row) in rollouts.rows for row in logits[::5])
+            count += len(logits[::5])
+    return Trained(torch.cat(kept), known, count)
+
+
+@functools.cache
+def sampled(name: str, dtype: str, device: str) -> Rollouts:
+    with pinned(1), nondet.batch_invariant():
+        return sample(make(name, dtype, device))
+
+
+def same(rollouts: Rollouts, trained: Trained) -> bool:
+    return identical(torch.cat(rollouts.logprobs), trained.logprobs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_the_trainer_has_the_sampler_s_bits_in_every_layout(name: str, dtype: str, device: str) -> None:
+    """Each sampled token's logprob, and every fifth position's row of logits over the whole vocabulary."""
+    rollouts = sampled(name, dtype, device)
+    with pinned(1):
+        for layout, micro in (("right", 16), ("left", 16), ("packed", 16), ("wide", 5), ("right", 1), ("left", 3)):
+            trained = train(make(name, dtype, device), rollouts, layout, micro, nondet.batch_invariant(training=True))
+            assert same(rollouts, trained), (layout, micro)
+            assert trained.rows_known == trained.rows > 0, (layout, micro)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_not_so_is_seen(name: str, dtype: str, device: str) -> None:
+    """A stock trainer, and one under a block that is not for training, come to other bits; so does another formula."""
+    rollouts = sampled(name, dtype, device)
+    with pinned(1):
+        assert not same(rollouts, train(make(name, dtype, device), rollouts))
+        assert not same(rollouts, train(make(name, dtype, device), rollouts, block=nondet.batch_invariant()))
+        block = nondet.batch_invariant(training=True)
+        assert not same(rollouts, train(make(name, dtype, device), rollouts, block=block, stock_formula=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_holds_with_gradient_checkpointing(name: str, device: str) -> None:
+    rollouts = sampled(name, "bfloat16", device)
+    gradients = []
+    for checkpointing in (False, True):
+        model = make(name, "bfloat16", device)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        with pinned(1):
+            assert same(rollouts, train(model, rollouts, "left", block=nondet.batch_invariant(training=True)))
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(identical(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def steps(name: str, dtype: str, device: str, seed: int, count: int, *, whole: bool = True) -> tuple[bytes, int, int]:
+    """Sample and train, `count` times: (digest of the weights, tokens, tokens whose bits differed)."""
+    model = make(name, dtype, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    tokens = differing = 0
+    with pinned(1):
+        for step in range(count):
+            with nondet.batch_invariant(training=True) if whole else nullcontext():
+                rollouts = sample(model, seed + step, 6)
+                trained = train(model, rollouts, ("right", "left", "packed")[step % 3], 1 + step % 6)
+            optimizer.step()
+            optimizer.zero_grad()
+            tokens += len(trained.logprobs)
+            bits = [torch.cat(rollouts.logprobs).view(torch.int32), trained.logprobs.view(torch.int32)]
+            differing += int((bits[0] != bits[1]).sum())
+    return b"".join(digest(p) for p in model.parameters()), tokens, differing
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_b_a_run_repeats_and_a_holds_after_every_step(name: str, device: str) -> None:
+    first, again = (steps(name, "bfloat16", device, 7, 4) for _ in range(2))
+    assert first == again
+    assert first[1] == 4 * 6 * TOKENS
+    assert first[2] == 0
+    other = steps(name, "bfloat16", device, 8, 1)
+    assert other[0] != first[0]
+    assert steps(name, "bfloat16", device, 7, 1, whole=False)[2] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3"])
+def test_nothing_of_a_dense_pass_is_left_stock_or_at_risk(name: str) -> None:
+    """Forward and backward; what is left is the loss's own sum over all tokens, which is the batch's by meaning."""
+    rollouts = sampled(name, "bfloat16", "cpu")
+    model = make(name, "bfloat16", "cpu")
+    with nondet.batch_invariant(training=True) as block:
+        train(model, rollouts)
+    coverage = block.coverage()
+    assert coverage.replaced["attention_backward"] >= 2
+    assert {what.partition(":")[0] for what in coverage.left} == {"sum.dim_IntList float32"}, coverage.left
+    assert not coverage.at_risk, coverage.at_risk
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradient_is_no_further_from_float64_than_stock_s(name: str, dtype: str) -> None:
+    """All weights' gradients together, on rollouts laid out to the left; the oracle is torch's in float64.
+
+    In bfloat16 0.81 to 1.01 of stock's error was seen; in float32, where products are chains here and blocks there, up
+    to 1.15.
+    """
+    rollouts = sampled(name, dtype, "cpu")
+
+    def gradient(model: Any, block: AbstractContextManager[Any] | None, formula: bool) -> torch.Tensor:
+        with pinned(1):
+            train(model, rollouts, "left", 8, block, stock_formula=formula)
+        return torch.cat([p.grad.double().reshape(-1) for p in model.parameters()])
+
+    exact = make(name, dtype, "cpu").double()
+    exact.set_experts_implementation("eager")  # torch's grouped product has no float64
+    oracle = gradient(exact, None, True)
+    stock = (gradient(make(name, dtype, "cpu"), None, True) - oracle).norm()
+    ours = (gradient(make(name, dtype, "cpu"), nondet.batch_invariant(training=True), False) - oracle).norm()
+    assert ours <= {"bfloat16": 1.1, "float32": 1.2}[dtype] * stock
+
+
+def test_packed_weights_are_refused() -> None:
+    model = make("qwen3", "bfloat16", "cpu")
+    with nondet.batch_invariant(training=True) as block, pytest.raises(UserError, match="pack"):
+        block.pack(model)
