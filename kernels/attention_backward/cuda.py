@@ -1,7 +1,7 @@
 """The gradient of attention in Triton: no atomics, each request by itself, in an order that its own lengths decide.
 
 Order, of one request: queries and keys in tiles anchored at its first. `_queries_kernel` owns a tile of queries of one
-head: it walks the keys' tiles in order once for the maximum and the sum of exponentials, which it keeps, and once more
+head: it walks the keys' tiles in order once for the maximum and the sum of exponentials, both kept, and once more
 for the queries' gradient. `_keys_kernel` owns a tile of keys of one KV head: it walks the query heads of the group in
 order, and of each the queries' tiles in order. Both add in float32 in registers; products of half precision take their
 probabilities and score gradients rounded to the input's dtype, as FlashAttention does; one rounding ends it.
@@ -56,20 +56,25 @@ def _scores(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(scores in units of log2, hidden ones -inf; the soft cap's slope) of a tile [queries, keys]."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    """(scores in units of log2, hidden ones -inf; the soft cap's slope) of a tile [queries, keys].
+
+    `scale` has log2(e) in it, so that one product rounds.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     slope = tl.full(s.shape, 1.0, tl.float32)
     if CAPPED:
-        bent = 1.0 - 2.0 / (tl.exp2(s * (2.0 * 1.4426950408889634) / cap) + 1.0)
+        bent = 1.0 - 2.0 / (tl.exp2(s * (2.0 * scale / cap)) + 1.0)
         slope = 1.0 - bent * bent
-        s = bent * cap
+        s = bent * (cap * 1.4426950408889634)
+    else:
+        s = s * scale
     position = query + keys - queries
     seen = (key[None, :] < keys) & (query[:, None] < queries)
     if CAUSAL:
         seen = seen & (key[None, :] <= position[:, None])
     if WINDOW:
         seen = seen & (key[None, :] > position[:, None] - window)
-    return tl.where(seen, s * 1.4426950408889634, float("-inf")), slope
+    return tl.where(seen, s, float("-inf")), slope
 
 
 @triton.jit
@@ -80,11 +85,13 @@ def _queries_kernel(
     out_ptr,
     g_ptr,
     dq_ptr,
-    log_ptr,
+    top_ptr,
+    share_ptr,
     delta_ptr,
     cu_q_ptr,
     cu_k_ptr,
     scale,
+    slope_scale,
     cap,
     window,
     stride_qt,
@@ -138,14 +145,15 @@ def _queries_kernel(
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
         top = new
     # a row that sees nothing (one beyond the last query) has no probability at all
-    log = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("inf"))
+    top = tl.where(total > 0.0, top, float("inf"))
+    share = 1.0 / tl.where(total > 0.0, total, 1.0)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for block in range(first_tile, tl.cdiv(last, KEYS)):
         key = block * KEYS + tl.arange(0, KEYS)
         k = _rows_of(k_ptr, k0, block, keys, kv_head, stride_kt, stride_kh, DIM, KEYS, BLOCK_D)
         v = _rows_of(v_ptr, k0, block, keys, kv_head, stride_vt, stride_vh, DIM, KEYS, BLOCK_D)
         s, slope = _scores(q, k, query, key, queries, keys, scale, cap, window, CAUSAL, WINDOW, CAPPED, PRECISION)
-        p = tl.exp2(s - log[:, None])
+        p = tl.exp2(s - top[:, None]) * share[:, None]
         ds = p * (tl.dot(g, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         if CAPPED:
             ds = ds * slope
@@ -153,10 +161,13 @@ def _queries_kernel(
     column = tl.arange(0, BLOCK_D)
     row = (q0 + query).to(tl.int64) * heads + head
     there = query < queries
-    tl.store(log_ptr + row, log, mask=there)
+    tl.store(top_ptr + row, top, mask=there)
+    tl.store(share_ptr + row, share, mask=there)
     tl.store(delta_ptr + row, delta, mask=there)
     place = row[:, None] * DIM + column[None, :]
-    tl.store(dq_ptr + place, (acc * scale).to(dq_ptr.dtype.element_ty), mask=there[:, None] & (column[None, :] < DIM))
+    tl.store(
+        dq_ptr + place, (acc * slope_scale).to(dq_ptr.dtype.element_ty), mask=there[:, None] & (column[None, :] < DIM)
+    )
 
 
 @triton.jit
@@ -167,11 +178,13 @@ def _keys_kernel(
     g_ptr,
     dk_ptr,
     dv_ptr,
-    log_ptr,
+    top_ptr,
+    share_ptr,
     delta_ptr,
     cu_q_ptr,
     cu_k_ptr,
     scale,
+    slope_scale,
     cap,
     window,
     stride_qt,
@@ -217,12 +230,13 @@ def _keys_kernel(
             query = tile * ROWS + tl.arange(0, ROWS)
             there = query < queries
             row = (q0 + query).to(tl.int64) * heads + head
-            log = tl.load(log_ptr + row, mask=there, other=float("inf"))
+            top = tl.load(top_ptr + row, mask=there, other=float("inf"))
+            share = tl.load(share_ptr + row, mask=there, other=0.0)
             delta = tl.load(delta_ptr + row, mask=there, other=0.0)
             q = _rows_of(q_ptr, q0, tile, queries, head, stride_qt, stride_qh, DIM, ROWS, BLOCK_D)
             g = _rows_of(g_ptr, q0, tile, queries, head, stride_gt, stride_gh, DIM, ROWS, BLOCK_D)
             s, slope = _scores(q, k, query, key, queries, keys, scale, cap, window, CAUSAL, WINDOW, CAPPED, PRECISION)
-            p = tl.exp2(s - log[:, None])
+            p = tl.exp2(s - top[:, None]) * share[:, None]
             of_v += tl.dot(tl.trans(p.to(g.dtype)), g, input_precision=PRECISION)
             ds = p * (tl.dot(g, tl.trans(v), input_precision=PRECISION) - delta[:, None])
             if CAPPED:
@@ -231,7 +245,7 @@ def _keys_kernel(
     column = tl.arange(0, BLOCK_D)
     place = ((k0 + key).to(tl.int64) * (heads // group) + kv_head)[:, None] * DIM + column[None, :]
     there = (key[:, None] < keys) & (column[None, :] < DIM)
-    tl.store(dk_ptr + place, (of_k * scale).to(dk_ptr.dtype.element_ty), mask=there)
+    tl.store(dk_ptr + place, (of_k * slope_scale).to(dk_ptr.dtype.element_ty), mask=there)
     tl.store(dv_ptr + place, of_v.to(dv_ptr.dtype.element_ty), mask=there)
 
 
@@ -266,13 +280,13 @@ def attention_backward(
     requests = cu_seqlens_q.numel() - 1
     if not (tokens and k.shape[0] and requests):
         return of_q, of_k, of_v
-    log, delta = (torch.empty((tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
+    top, share, delta = (torch.empty((tokens, heads), dtype=torch.float32, device=q.device) for _ in range(3))
     block_d = max(16, triton.next_power_of_2(dim))
     small = q.dtype == torch.float32 or block_d > 128
     rows, keys = (32, 32) if small else (64, 64)
     group = heads // k.shape[1]
     cu_q, cu_k = (x.to(device=q.device, dtype=torch.int32) for x in (cu_seqlens_q, cu_seqlens_k))
-    numbers = (float(scale), float(softcap or 1.0), int(window or 0))
+    numbers = (scale * _LOG2_E, float(scale), float(softcap or 1.0), int(window or 0))
     modes = {
         "CAUSAL": causal,
         "WINDOW": window is not None,
@@ -288,14 +302,14 @@ def attention_backward(
     note(f"attention_backward[{rows}x{keys}]")
     with on_device(q):
         _queries_kernel[(triton.cdiv(max_seqlen_q, rows), heads, requests)](
-            *(q, k, v, out, gradient, of_q, log, delta, cu_q, cu_k),
+            *(q, k, v, out, gradient, of_q, top, share, delta, cu_q, cu_k),
             *numbers,
             *(step for x in (q, k, v, out, gradient) for step in x.stride()[:2]),
             *(heads, group, dim),
             **modes,
         )
         _keys_kernel[(triton.cdiv(max_seqlen_k, keys), k.shape[1], requests)](
-            *(q, k, v, gradient, of_k, of_v, log, delta, cu_q, cu_k),
+            *(q, k, v, gradient, of_k, of_v, top, share, delta, cu_q, cu_k),
             *numbers,
             *(step for x in (q, k, v, gradient) for step in x.stride()[:2]),
             *(heads, group, dim),

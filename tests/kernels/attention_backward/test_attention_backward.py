@@ -52,9 +52,9 @@ def starts(lengths: Sequence[int], device: str) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def drawn(case: Case, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+def drawn(case: Case, dtype: torch.dtype, device: str, seed: int = 3) -> tuple[torch.Tensor, ...]:
     """q, k, v and a gradient, packed."""
-    rng = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(seed)
     queries, keys = (sum(n) for n in zip(*case.lengths, strict=True))
     shapes = ((queries, case.heads), (keys, case.kv_heads), (keys, case.kv_heads), (queries, case.heads))
     return tuple(torch.randn((*s, case.dim), generator=rng).to(dtype).to(device) for s in shapes)
@@ -143,22 +143,26 @@ def place(way: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_right_against_float64(name: str, way: str, dtype: torch.dtype) -> None:
-    """Error in root mean square at most 1.1 times that of torch's own scaled_dot_product_attention under autograd.
+    """At most 1.1 times the error of torch's own scaled_dot_product_attention under autograd.
 
-    torch has no soft cap there: then of plain operators, which round what we keep in float32. In float32 that is less
-    exact than they are, by one product more; 1.27 was the most seen over these cases.
+    Of all gradients and three draws together, relative to each gradient's size, in root mean square. torch has no soft
+    cap there: then compared with plain operators, which in float32 keep one product less (1.16 was the most seen).
     """
     case = CASES[name]
     if way == "triton" and DEVICE == "cpu" and name == "more blocks than one":
         pytest.skip("takes minutes in the interpreter")
-    tensors = drawn(case, dtype, place(way))
-    out, oracle = by_autograd(case, [x.double() for x in tensors])
-    _, stock = by_autograd(case, tensors, plain if case.softcap is not None else torchs)
-    most = 1.4 if case.softcap is not None and dtype == torch.float32 else 1.1
-    for mine, usual, exact in zip(gradients(case, tensors, out.to(dtype), way), stock, oracle, strict=True):
-        assert mine.dtype == dtype
-        errors = [float((x.double() - exact).square().mean().sqrt()) for x in (mine, usual)]
-        assert errors[0] <= most * errors[1], errors
+    errors = [0.0, 0.0]
+    for seed in range(3):
+        tensors = drawn(case, dtype, place(way), seed)
+        out, oracle = by_autograd(case, [x.double() for x in tensors])
+        _, stock = by_autograd(case, tensors, plain if case.softcap is not None else torchs)
+        ours = gradients(case, tensors, out.to(dtype), way)
+        assert all(x.dtype == dtype for x in ours)
+        for i, got in enumerate((ours, stock)):
+            pairs = zip(got, oracle, strict=True)
+            errors[i] += sum(float((x.double() - o).square().sum() / o.square().sum()) for x, o in pairs)
+    most = 1.2 if case.softcap is not None and dtype == torch.float32 else 1.1
+    assert errors[0] <= most**2 * errors[1], (errors[0] / errors[1]) ** 0.5
 
 
 @pytest.mark.parametrize("way", WAYS)
