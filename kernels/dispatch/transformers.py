@@ -707,7 +707,28 @@ def _where_known(form_of: Callable[[type], Any], make: Callable[..., Any]) -> Ca
     return lambda cls, original: None if (form := form_of(cls)) is None else make(original, form)
 
 
+def _grouped(original: Any) -> Any:
+    """Whether sdpa gets keys without a copy for each query head: always where somebody trains.
+
+    With a mask transformers repeats them. What a group gives to a key would then be rounded head by head and added up
+    outside of attention, so that a gradient's bits would depend on whether a batch is padded.
+    """
+
+    @functools.wraps(original)
+    def grouped(*args: Any, **kwargs: Any) -> bool:
+        now = current()
+        ours = now.training and "attention" in now.families and torch.is_grad_enabled()
+        return bool(ours or original(*args, **kwargs))
+
+    return grouped
+
+
 REPLACEMENTS = (
+    Replacement(
+        "use_gqa_in_sdpa",
+        lambda _, original: _grouped(original),
+        modules=r"transformers\.integrations\.sdpa_attention$",
+    ),
     Replacement("_batched_linear", lambda _, original: _telling(original), modules=r"transformers\.integrations\.moe$"),
     Replacement("forward", lambda _, original: _counted(original), "RotaryEmbedding"),
     Replacement("forward", lambda cls, original: gated(original) if is_known(cls) else None, "MLP"),

@@ -9,15 +9,15 @@ padded place is no token, and a step of zeros adds none.
 - A linear layer's weight: acc[n, k] += sum over the step's 16 tokens of grad[t, n] * x[t, k], by one library call of
   the same sizes and layout for every step on a CPU (so whatever order that takes within a step, it is the same one),
   by one kernel's chain on CUDA (`nondet.kernels.fold.cuda`).
-- Norms' weights and biases: 16 rows by halves in float32, then step by step in float64: as near to the exact sum as
-  torch's own, which adds all rows by halves.
+- Norms' weights and biases: 16 tokens' rows by halves in float32, then step by step in float64: as near to the exact
+  sum as torch's own, which adds all rows by halves.
 - Embeddings: row after row, in the order of the tokens.
 
 Every use of a weight has a chain of its own (tied embeddings have two), and these are added at the end in the order of
 the model's modules: else micro-batches would interleave them in another order than one batch does.
 
-What it rests on: the gradients of activations have to be batch-invariant, which is for `batch_invariant()`, and the
-loss has to be a sum over tokens with weights that were fixed beforehand.
+What it rests on: the gradients of activations have to be batch-invariant, which is for `batch_invariant(training=True)`
+to see to, and the loss has to be a sum over tokens with weights that were fixed beforehand.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from nondet.kernels.dispatch.state import count, current, guarded
 from nondet.kernels.dispatch.transformers import form_of, installed_form
 
 STEP = 16  # tokens: of wgmma's and mma.sync's k in 16-bit formats
-_TRAINING = "Ask for batch_invariant(training=True), and for a model whose operators it covers."
-NEEDED = frozenset({"matmul", "attention", "norm", "pointwise"})
+_COVERED = "Take a model whose operators batch_invariant(training=True) covers, in all families."
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Arguments of a call that are read here, or move no token.
 _KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -207,11 +206,11 @@ def fold_product(acc: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None
 
 
 def fold_rows(acc: torch.Tensor, rows: torch.Tensor) -> None:
-    """acc [H] float64 += rows [S, H] float32, S a multiple of 16: by halves within 16 rows, then step by step."""
-    part = rows.view(-1, STEP, rows.shape[-1])
+    """acc [H] float64 += rows [S, heads, H] float32, S a multiple of 16: 16 tokens by halves, then step by step."""
+    part = rows.reshape(-1, STEP * rows.shape[1], rows.shape[2])
     while part.shape[1] > 1:
         half = part.shape[1] // 2
-        part = part[:, :half] + part[:, half:]
+        part = torch.cat((part[:, :half] + part[:, half : 2 * half], part[:, 2 * half :]), 1)
     steps = part[:, 0].double()
     if acc.is_cuda:
         from nondet.kernels.fold import cuda
@@ -321,7 +320,7 @@ class _Use:
         if "weight" in self.learnt:
             fold_product(self._sum("weight"), out, _placed(x[:, 0].to(grad.dtype), at))  # as autocast had it
         if "bias" in self.learnt:
-            fold_rows(self._sum("bias"), out.float())
+            fold_rows(self._sum("bias"), out[:, None].float())
 
     def _embedding(self, at: Places, x: torch.Tensor, grad: torch.Tensor) -> None:
         ids, rows = x[:, 0, 0][at.rows], grad[:, 0][at.rows].float()
@@ -337,8 +336,7 @@ class _Use:
         normed = normed.to(x.dtype).float() if form.round_first else normed
 
         def add() -> None:
-            rows = _placed(grad.float() * normed, at)
-            fold_rows(self._sum("weight"), rows.view(-1, rows.shape[-1]))
+            fold_rows(self._sum("weight"), _placed(grad.float() * normed, at))
 
         guarded(add)()
 
@@ -525,13 +523,13 @@ def _refuse_risks(risks: Counter[str]) -> None:
     """A gradient that was added up well of parts that follow the batch follows it as well."""
     if risks:
         what = "; ".join(f"{name} ({times} calls)" for name, times in risks.most_common(3))
-        raise UserError(f"fold has nothing to stand on, the model's own gradient is at risk: {what}", _TRAINING)
+        raise UserError(f"fold has nothing to stand on, the model's own gradient is at risk: {what}", _COVERED)
 
 
 def _refuse_surroundings() -> None:
     """Without what the promise rests on."""
-    if not current().families >= NEEDED:
-        raise UserError("fold(model) outside of batch_invariant()", "Enter both, and run the backward pass inside.")
+    if not current().training:
+        raise UserError("fold(model) outside of batch_invariant(training=True)", "Run the backward pass inside, too.")
     if torch.compiler.is_compiling():
         raise UserError("fold does not follow torch.compile", "Leave the model uncompiled.")
     if (
@@ -543,7 +541,7 @@ def _refuse_surroundings() -> None:
 
 
 def fold(model: torch.nn.Module) -> Fold:
-    """Inside of `batch_invariant()`: gradients whose bits follow neither micro-batch size, nor padding, nor packing.
+    """Have a model's gradients follow neither micro-batch size, nor padding, nor packing, bit for bit.
 
         with nondet.batch_invariant(training=True), nondet.fold(model):
             for micro_batch in batch:
@@ -564,8 +562,8 @@ def fold(model: torch.nn.Module) -> Fold:
             (use_reentrant=False).
 
     Raises:
-        UserError: a layer that is not known here; on entering outside of `batch_invariant()`; and in a pass: an unknown
-            layout, operators at risk, a gradient at padding, two calls before one backward pass, a gradient that was
-            changed between micro-batches. What was added up is dropped then.
+        UserError: a layer that is not known here; on entering outside of `batch_invariant(training=True)`; and in a
+            pass: an unknown layout, operators at risk, a gradient at padding, two calls before one backward pass, a
+            gradient that was changed between micro-batches. What was added up is dropped then.
     """
     return Fold(model)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import nondet
@@ -92,7 +93,7 @@ def backward(model: torch.nn.Module, micro: int = 8, layout: str = "right", widt
 
 def gradients(dtype: torch.dtype, tied: bool = True, **how: Any) -> dict[str, torch.Tensor]:
     model = Tiny(dtype, tied)
-    with nondet.batch_invariant(), nondet.fold(model) as sums:
+    with nondet.batch_invariant(training=True), nondet.fold(model) as sums:
         backward(model, **how)
         got = {name: sums.main_grad(p) for name, p in model.named_parameters()}
     assert all(g is not None and g.dtype is torch.float32 for g in got.values())
@@ -163,7 +164,7 @@ def test_sums_are_as_near_to_float64_as_torchs(tokens: int) -> None:
     ones = F.one_hot(ids, 9).double()
     product, rows, lookup = torch.zeros(96, 80), torch.zeros(96, dtype=torch.float64), torch.zeros(9, 96)
     fold_product(product, grad, x)
-    fold_rows(rows, grad)
+    fold_rows(rows, grad[:, None])
     fold_lookup(lookup, grad, ids)
     embedded = torch.ops.aten.embedding_dense_backward(grad, ids, 9, -1, False)
     for ours, theirs, right in (
@@ -179,7 +180,7 @@ def test_what_a_trainer_sees() -> None:
     model = Tiny(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen = []
-    with nondet.batch_invariant(), nondet.fold(model) as sums:
+    with nondet.batch_invariant(training=True), nondet.fold(model) as sums:
         for to_none in (True, False, True):
             backward(model, micro=4)
             for parameter in model.parameters():
@@ -201,7 +202,7 @@ def test_twenty_steps_end_in_the_same_weights() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with ExitStack() as stack:
             if ours:
-                stack.enter_context(nondet.batch_invariant())
+                stack.enter_context(nondet.batch_invariant(training=True))
                 stack.enter_context(nondet.fold(model))
             for _ in range(20):
                 backward(model, micro)
@@ -216,12 +217,62 @@ def test_twenty_steps_end_in_the_same_weights() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(trained(8, False), trained(1, False), strict=True))
 
 
+class Checkpointed(Tiny):
+    """What lies between embedding and head is computed again on the way back."""
+
+    reentrant = False
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None) -> torch.Tensor:  # noqa: D102
+        def between(x: torch.Tensor) -> torch.Tensor:
+            x = self.heads(x.view(*x.shape[:2], -1, 12)).flatten(2)
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+        out: torch.Tensor = self.head(checkpoint(between, self.embed(input_ids), use_reentrant=self.reentrant))
+        return out
+
+
+def test_checkpointing_changes_nothing() -> None:
+    """The bits without it, for whole batches and single sequences; the reentrant form is refused."""
+    for micro in (8, 1):
+        model = Checkpointed()
+        with nondet.batch_invariant(training=True), nondet.fold(model) as sums:
+            backward(model, micro)
+            got = [sums.main_grad(p) for p in model.parameters()]
+        assert all(
+            g is not None and torch.equal(g, w) for g, w in zip(got, gradients(torch.float32).values(), strict=True)
+        )
+    model.reentrant = True
+    model.zero_grad()
+    with (
+        nondet.batch_invariant(training=True),
+        nondet.fold(model),
+        pytest.raises(UserError, match="reentrant checkpointing"),
+    ):
+        backward(model)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_autocast_and_threads(threads: int) -> None:
+    """float32 weights under bfloat16 autocast, as trainers have it, on one thread and on three."""
+    torch.set_num_threads(threads)
+
+    def run(micro: int) -> list[torch.Tensor]:
+        model = Tiny()
+        with nondet.batch_invariant(training=True), nondet.fold(model), torch.autocast("cpu", torch.bfloat16):
+            backward(model, micro)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    whole, apart = run(8), run(1)
+    assert len(whole) == len(gradients(torch.float32))
+    assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
+
+
 def test_columns_that_the_head_leaves_out_change_nothing() -> None:
     """`logits_to_keep`, as TRL calls models, with a loss on the kept columns alone."""
 
     def run(keep: int) -> list[torch.Tensor]:
         model = Tiny()
-        with nondet.batch_invariant(), nondet.fold(model):
+        with nondet.batch_invariant(training=True), nondet.fold(model):
             for arguments, weights in batches(4, "left", 64):
                 scores = model(**arguments, logits_to_keep=keep)[:, -6:]
                 scores[..., 2].mul(weights[:, -6:]).sum().backward()
@@ -235,14 +286,14 @@ def test_sequences_can_be_said() -> None:
     arguments, weights = next(batches(2, "right", 64))
     arguments = {"input_ids": arguments["input_ids"], "more": arguments["attention_mask"]}
     model = Tiny()
-    with nondet.batch_invariant(), nondet.fold(model) as sums:
+    with nondet.batch_invariant(training=True), nondet.fold(model) as sums:
         with pytest.raises(UserError, match="'more' may move tokens"):
             model(**arguments)
         sums.sequences([(row, 0, n) for row, n in enumerate(LENGTHS[:2])])
         model(**arguments)[..., 1].mul(weights).sum().backward()
         said = [p.grad for p in model.parameters()]
     other = Tiny()
-    with nondet.batch_invariant(), nondet.fold(other):
+    with nondet.batch_invariant(training=True), nondet.fold(other):
         arguments, weights = next(batches(2, "left", 64))
         other(**arguments)[..., 1].mul(weights).sum().backward()
     assert all(a is not None and b is not None for a, b in zip(said, other.parameters(), strict=True))
@@ -349,7 +400,7 @@ def past_the_model(model: Any, arguments: dict[str, Any]) -> None:
 def test_mistakes_are_refused_and_leave_nothing(mistake: Callable[..., None], line: str) -> None:
     """One line; parameters learn again; after zero_grad the sums are those of a fresh start."""
     model = Tiny()
-    with nondet.batch_invariant(), nondet.fold(model) as sums:
+    with nondet.batch_invariant(training=True), nondet.fold(model) as sums:
         with pytest.raises(UserError, match=line):
             mistake(model, {"input_ids": IDS})
         assert all(p.requires_grad and sums.main_grad(p) is None for p in model.parameters())
@@ -366,9 +417,13 @@ def test_what_is_no_layer_of_ours_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"weight, bias of other \(LayerNorm\)"):
         nondet.fold(model)
     model.other.requires_grad_(False)
-    with pytest.raises(UserError, match="outside of batch_invariant"):
+    with nondet.batch_invariant(), pytest.raises(UserError, match=r"outside of batch_invariant\(training"):
         nondet.fold(model).__enter__()
-    with nondet.batch_invariant(), nondet.fold(model) as sums, pytest.raises(UserError, match="entered already"):
+    with (
+        nondet.batch_invariant(training=True),
+        nondet.fold(model) as sums,
+        pytest.raises(UserError, match="entered already"),
+    ):
         sums.__enter__()
     with pytest.raises(UserError, match=r"embed\.weight: Parameter of torch.float64"):
         nondet.fold(Tiny(torch.float64))
@@ -389,8 +444,8 @@ class Shaky(Tiny):
 def test_a_gradient_at_risk_is_refused() -> None:
     """A sum of parts that follow the batch follows it as well: what is not covered is named."""
     model = Shaky()
-    with nondet.batch_invariant(), nondet.fold(model):
-        with pytest.raises(UserError, match=r"at risk: .*convolution.*training=True"):
+    with nondet.batch_invariant(training=True), nondet.fold(model):
+        with pytest.raises(UserError, match=r"at risk: .*convolution.*Take a model"):
             model(IDS).sum().backward()
         assert all(p.grad is None for p in model.parameters())
 
@@ -398,7 +453,7 @@ def test_a_gradient_at_risk_is_refused() -> None:
 def test_a_model_is_as_before_afterwards() -> None:
     """Without gradients nothing is counted or asked; after the block autograd is torch's."""
     model = Tiny()
-    with nondet.batch_invariant(), nondet.fold(model):
+    with nondet.batch_invariant(training=True), nondet.fold(model):
         with torch.no_grad():
             model(IDS, more=IDS)
         inside = model(IDS)
@@ -423,7 +478,7 @@ def test_a_chain_goes_on_from_what_was_there() -> None:
     def rows(*borders: int) -> torch.Tensor:
         acc = torch.zeros(40, dtype=torch.float64)
         for begin, end in zip((0, *borders), (*borders, 96), strict=True):
-            fold_rows(acc, grad[begin:end])
+            fold_rows(acc, grad[begin:end, None])
         return acc
 
     assert torch.equal(product(), product(16, 80))

@@ -1,0 +1,205 @@
+"""Promise C on whole models of transformers: a training run has the same bits however its batch is cut and laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import nondet
+from nondet.errors import UserError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+}
+DTYPES = [torch.bfloat16, torch.float32]
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LENGTHS = (5, 33, 16, 47, 20, 64, 9, 31)  # one of them fills its row, and some whole steps of 16
+
+
+class Way(NamedTuple):
+    """How a batch of 8 sequences is cut and laid out."""
+
+    micro: int
+    layout: str = "right"
+    width: int = 64
+    checkpointing: bool = False
+
+
+WHOLE = Way(8)
+WAYS = [
+    Way(4),
+    Way(2),
+    Way(1),
+    Way(8, width=96),
+    Way(4, "left", 71),
+    Way(8, "packed"),
+    Way(2, "packed"),
+    Way(4, checkpointing=True),
+]
+
+
+def built(name: str, dtype: torch.dtype, device: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]().to(dtype).to(device).train()
+
+
+def micro_batches(way: Way, device: str) -> list[tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]]:
+    """(arguments, what each place has to say next, its weight in the loss), the weights fixed beforehand."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = [torch.randint(1, 128, (n,), generator=generator) for n in LENGTHS]
+    weights = [torch.randn(n, generator=generator) / 64 for n in LENGTHS]
+    made = []
+    for first in range(0, len(drawn), way.micro):
+        part = range(first, min(first + way.micro, len(drawn)))
+        columns = sum(LENGTHS[i] for i in part) if way.layout == "packed" else way.width
+        rows = torch.zeros(5, 1 if way.layout == "packed" else len(part), columns)
+        begin = 0
+        for row, i in enumerate(part):
+            n = LENGTHS[i]
+            if way.layout != "packed":
+                begin = columns - n if way.layout == "left" else 0
+            at = rows[:, 0 if way.layout == "packed" else row, begin : begin + n]
+            at[0], at[1], at[2] = drawn[i], 1, torch.arange(n)
+            at[3, :-1], at[4, :-1] = drawn[i][1:], weights[i][1:]
+            begin += n
+        ids, mask, places, following = rows[:4].long().to(device)
+        arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+        if way.layout == "packed":
+            del arguments["attention_mask"]
+        made.append((arguments, following, rows[4].to(device)))
+    return made
+
+
+def backward(model: Any, way: Way, ours: bool) -> None:
+    for arguments, following, weights in micro_batches(way, model.device.type):
+        logits = model(**arguments, use_cache=False).logits
+        if ours:
+            said = nondet.token_logprobs(logits, following)
+        else:
+            said = F.log_softmax(logits.float(), -1).gather(-1, following[..., None])[..., 0]
+        (said * weights).sum().backward()
+
+
+def trained(
+    name: str, dtype: torch.dtype, device: str, way: Way, *, ours: bool = True, steps: int = 20
+) -> list[torch.Tensor]:
+    """The weights after so many steps of AdamW with clipping."""
+    model = built(name, dtype, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if way.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with ExitStack() as stack:
+        if ours:
+            stack.enter_context(nondet.batch_invariant(training=True))
+            stack.enter_context(nondet.fold(model))
+        for _ in range(steps):
+            backward(model, way, ours)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def gradients(name: str, dtype: torch.dtype, device: str, way: Way) -> dict[str, torch.Tensor]:
+    model = built(name, dtype, device)
+    if way.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with nondet.batch_invariant(training=True), nondet.fold(model) as sums:
+        backward(model, way, True)
+        got = {n: sums.main_grad(p) for n, p in model.named_parameters()}
+    return {n: g.clone() for n, g in got.items() if g is not None}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device", WHERE)
+def test_a_gradient_is_the_same_in_every_way(name: str, dtype: torch.dtype, device: str) -> None:
+    """All tensors of every way equal those of the batch in one piece, in float32 before they are rounded."""
+    whole = gradients(name, dtype, device, WHOLE)
+    assert len(whole) == len(list(built(name, dtype, device).parameters()))
+    for way in WAYS:
+        got = gradients(name, dtype, device, way)
+        assert [n for n in whole if not torch.equal(whole[n], got[n])] == [], way
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device", WHERE)
+def test_twenty_steps_end_in_the_same_weights(name: str, dtype: torch.dtype, device: str) -> None:
+    """All tensors equal; of stock's runs, cut in the same two ways, none is."""
+    whole = trained(name, dtype, device, WHOLE)
+    for way in (Way(1), Way(4, "left", 96), Way(2, "packed")):
+        other = trained(name, dtype, device, way)
+        assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), way
+    usual = [trained(name, dtype, device, way, ours=False) for way in (WHOLE, Way(1))]
+    equal = [torch.equal(a, b) for a, b in zip(*usual, strict=True)]
+    assert len(equal) == len(whole)
+    assert not any(equal)
+    start = list(built(name, dtype, device).parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(whole, start, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gradient_is_as_near_to_float64_as_torchs(name: str, dtype: torch.dtype) -> None:
+    """The whole gradient's error against the same weights in float64, at most 1.1 times stock's."""
+    device = "cpu"
+    oracle, usual = built(name, dtype, device).double(), built(name, dtype, device)
+    for module in oracle.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _norm_in_float64.__get__(module)
+    backward(usual, WHOLE, False)
+    for arguments, following, weights in micro_batches(WHOLE, "cpu"):
+        said = F.log_softmax(oracle(**arguments, use_cache=False).logits, -1).gather(-1, following[..., None])[..., 0]
+        (said * weights.double()).sum().backward()
+    ours = gradients(name, dtype, device, WHOLE)
+    mine, theirs, right = (
+        torch.cat([x.flatten().double() for x in parts])
+        for parts in (
+            [ours[n] for n, _ in usual.named_parameters()],
+            [p.grad for p in usual.parameters()],
+            [p.grad for p in oracle.parameters()],
+        )
+    )
+    assert (mine - right).norm() <= 1.1 * (theirs - right).norm()
+
+
+def _norm_in_float64(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))  # type: ignore[no-any-return]
+
+
+def test_attention_without_a_gradient_of_ours_is_refused() -> None:
+    """A custom attention is at risk, and no sum over it promises anything."""
+    from transformers import AttentionInterface
+
+    def plain(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)).transpose(
+            1, 2
+        ), None
+
+    AttentionInterface.register("plain", plain)
+    model = built("qwen3", torch.float32, "cpu")
+    model.set_attn_implementation("plain")
+    with (
+        nondet.batch_invariant(training=True),
+        nondet.fold(model),
+        pytest.raises(UserError, match=r"at risk: .*'plain'"),
+    ):
+        backward(model, WHOLE, True)
+    assert all(p.grad is None for p in model.parameters())
