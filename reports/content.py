@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
-_TITLES |= {"certify": "Certificate", "rl": "Training"}
+_TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _HEADLINE_MOST = 5  # of several that agree, more are counted and told below
 
@@ -109,7 +109,7 @@ def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
 def _traced(run: Run) -> bool:
     """Whether it has records of a trace, of replays, or of an encoder's passes."""
     traced = (run.trace_verdicts, run.controls, run.culprits, run.substitutions)
-    return any((*traced, run.replayed, run.embed_passes))
+    return any((*traced, run.replayed, run.embed_passes, run.layer_standings))
 
 
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:

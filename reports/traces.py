@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -53,6 +54,11 @@ def trace_headline(run: Run) -> str:
         return f"{sum(r.same for r in again)} of {plural(len(again), 'completion')} were bit-identical when replayed"
     if run.culprits:
         return f"the first operator to differ: {run.culprits[0].sentence}"
+    if run.layer_standings:
+        counts = Counter[str]()
+        for one in run.layer_standings:
+            counts[one.standing] += one.layers
+        return ", ".join(f"{plural(n, 'layer')} {name}" for name, n in counts.items())
     if run.controls:
         return "no operator was named yet"
     return ""
@@ -83,6 +89,13 @@ def traced(run: Run) -> list[Told]:
         told.append(Told("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left))
     if run.replayed:
         told.append(Told("Replays", [r.sentence for r in run.replayed]))
+    if run.layer_standings:
+        ordered = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
+        lines = [
+            f"{one.standing}: {plural(one.layers, 'layer')} {one.kind}, the first {one.first}: {one.why}"
+            for one in ordered
+        ]
+        told.append(Told("Layers under vLLM", lines))
     return told + _encoded(run)
 
 

@@ -506,10 +506,16 @@ def _check(
     require("attention", _DTYPES, q, k, v)
 
 
-def _compute(call: Call, split: bool | None) -> None:
-    """In the quickest way that is proven on this machine, else by the one plan; or in the way that is asked for."""
-    way = quickest(call, split)
-    if split is not None or INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
+def compute(call: Call, way: Way, *, asked: bool = False) -> None:
+    """Compute call.out in this way where it is proven on this machine, else by the one plan.
+
+    Args:
+        asked: In this way whatever is proven.
+
+    Raises:
+        NotImplementedError: the one plan itself was seen to give a row other bits at another place.
+    """
+    if asked or INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
         launch(call, way)
         return
     one = one_plan(call.q.shape[3], call.q.dtype)
@@ -527,7 +533,7 @@ def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _as_dense(x: torch.Tensor) -> torch.Tensor:
+def as_dense(x: torch.Tensor) -> torch.Tensor:
     """Packed [T, H, D] as a view [1, H, T, D]."""
     return _unit_last_stride(x)[None].transpose(1, 2)
 
@@ -580,7 +586,8 @@ def attention(
     if out.numel() == 0:
         return out
     operands = (_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v), out)
-    _compute(Call(*operands, batch, tq, k.shape[2], scale, causal, window, softcap), split)
+    call = Call(*operands, batch, tq, k.shape[2], scale, causal, window, softcap)
+    compute(call, quickest(call, split), asked=split is not None)
     return out
 
 
@@ -661,7 +668,7 @@ def attention_varlen(
     if out.numel() == 0 or requests < 1 or max_seqlen_q < 1:
         return out
     call = Call(
-        *(_as_dense(q), _as_dense(k), _as_dense(v), _as_dense(out), requests, max_seqlen_q, max_seqlen_k),
+        *(as_dense(q), as_dense(k), as_dense(v), as_dense(out), requests, max_seqlen_q, max_seqlen_k),
         scale=scale,
         causal=causal,
         window=window,
@@ -671,5 +678,5 @@ def attention_varlen(
         positions=positions,
         key_index=None if key_index is None else key_index.contiguous(),
     )
-    _compute(call, split)
+    compute(call, quickest(call, split), asked=split is not None)
     return out

@@ -532,9 +532,22 @@ def forget() -> None:
     forget_tables()
 
 
-def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    alignment = alignment_of(a, b, bias)
-    key = (
+def bound_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
+    """`linear`, bound to operands of these shapes, strides, alignments and device, which it does not look at again.
+
+    A caller that knows its operands by a key of its own saves the making of ours. None: there is no lasting plan (no
+    such call was made, a proof is still owing, or rows are no view of x), so `linear` has to be asked.
+    """
+    plan = _plans.get(_key(True, alignment_of(x, weight, bias), x, weight, bias))
+    return None if plan is None else partial(_launched, plan)
+
+
+def _key(
+    is_linear: bool, alignment: int, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[Any, ...]:
+    return (
         is_linear,
         alignment,
         a.shape,
@@ -548,6 +561,11 @@ def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor |
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
         a.dtype is torch.float32 and _tf32(),
     )
+
+
+def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    alignment = alignment_of(a, b, bias)
+    key = _key(is_linear, alignment, a, b, bias)
     plan = _plans.get(key)
     if plan is None:
         a3, b3, bias = linear_operands(a, b, bias) if is_linear else (*matmul_operands(a, b), None)
@@ -560,6 +578,10 @@ def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor |
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
+    return _launched(plan, a, b, bias)
+
+
+def _launched(plan: _Plan, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     if plan.launch is not None:
         if plan.label:

@@ -423,6 +423,18 @@ class Neighbours(ImplementationRecord, frozen=True, tag="neighbours", kw_only=Tr
     first: int | None = None  # index of the first text whose vector parted; None where none did
 
 
+class LayerStanding(Record, frozen=True, tag="layer-standing", kw_only=True):
+    """Layers of one kind that an engine has loaded, and what they compute by under nondet's plugin."""
+
+    keyed_by = ("number",)
+    number: Count
+    kind: str  # the class, with the method of a quantized one
+    standing: str  # "replaced", "certified stock", "elementwise" or "at risk"
+    why: str
+    first: str  # name of the first of them
+    layers: Size
+
+
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a server answered one request."""
 
@@ -784,6 +796,7 @@ class Run(msgspec.Struct, kw_only=True):
     embed_passes: list[EmbedPass] = []
     neighbours: list[Neighbours] = []
     training_steps: list[TrainingStep] = []
+    layer_standings: list[LayerStanding] = []
     complete: bool = True  # whether the end line is there
     source: str = ""  # where it was read from, for messages
 

@@ -1,0 +1,5 @@
+"""nondet's kernels under vLLM, through its entry point `vllm.general_plugins`; what a user reads is docs/vllm.md.
+
+Importing this package imports neither torch nor vLLM. `plugin` is what vLLM calls in each of its processes, `operators`
+and `attention` are loaded by it, where vLLM is there and NONDET_BATCH_INVARIANT=1.
+"""

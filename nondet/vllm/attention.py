@@ -1,0 +1,377 @@
+"""nondet's class "segments" as an attention backend of vLLM: prefill, chunks of it, decode, warm prefixes, one class.
+
+The cache is FlashAttention's, [blocks, 2, page, heads, dim], and so is the writing of keys and values into it. For
+each step one small kernel writes down where every key lies in the flat cache, from the block tables, into a buffer that
+stays where it is: captured graphs read it. K is then the flat cache without its last page and V the one without its
+first, [tokens, heads, dim] both, and a request's keys are looked up by `Call.key_index`.
+
+A step is cut into launches: the requests of one query together, further requests together, and each chunk that is large
+enough for the dense prefill alone, its keys and values gathered first. Which launch serves a request changes no bit: a
+query's bits follow from its position and its keys (`nondet.kernels.attention.cuda`), and each way is proven at start.
+
+Imports vLLM at its top: vLLM loads it by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from nondet.errors import UserError
+from nondet.kernels.attention.cuda import MAX_HEAD_DIM, Call, as_dense, attention, compute, quickest, stands
+from nondet.kernels.attention.triton_kernels import SEGMENT, Way, plan_for
+from nondet.vllm.operators import float32_default
+
+_CACHES = (None, "auto", "float16", "bfloat16")
+_DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk is computed densely, as `attention` does
+_LARGE_SPAN = 4  # segments of one program where a chunk's queries alone do not fill a GPU
+_FEW_PROGRAMS = 66
+
+
+class Piece(NamedTuple):
+    """One launch: requests first ... last - 1 of a step.
+
+    Attributes:
+        queries, keys: The most of a request.
+        dense: (first query, end) of a chunk that is computed alone, over as many keys; else None.
+    """
+
+    first: int
+    last: int
+    queries: int
+    keys: int
+    dense: tuple[int, int] | None = None
+
+
+def pieces_of(starts: list[int], lengths: list[int] | None, longest: int, heads: int, may_gather: bool) -> list[Piece]:
+    """How a step's requests are launched.
+
+    Args:
+        starts: Each request's first query, and the end.
+        lengths: Keys of each, exactly; None where the host does not know.
+        longest: At least the keys of any.
+        heads: Query heads.
+        may_gather: Whether chunks may be computed densely.
+    """
+    counts = [b - a for a, b in itertools.pairwise(starts)]
+    pieces: list[Piece] = []
+    begin = 0
+    for i, count in enumerate(counts):
+        if may_gather and lengths and lengths[i] >= count > 64 and heads * -(-count // 128) >= _DENSE_ITEMS:
+            if begin < i:
+                pieces.append(Piece(begin, i, max(counts[begin:i]), longest))
+            pieces.append(Piece(i, i + 1, count, lengths[i], (starts[i], starts[i + 1])))
+            begin = i + 1
+        elif i + 1 == len(counts) or (count <= 1) != (counts[i + 1] <= 1):
+            pieces.append(Piece(begin, i + 1, max(counts[begin : i + 1]), longest))
+            begin = i + 1
+    return [piece for piece in pieces if piece.queries]
+
+
+@triton.jit(do_not_specialize=["stride", "page_step"])
+def places_kernel(cu_ptr, table_ptr, out_ptr, stride, page_step, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # Triton reads annotations itself
+    """out[cu[r] + j] = page_step table[r, j // PAGE] + j % PAGE: key j of request r is that token of the cache."""
+    r = tl.program_id(0)
+    first = tl.load(cu_ptr + r)
+    count = tl.load(cu_ptr + r + 1) - first
+    for start in range(tl.program_id(1) * BLOCK, count, BLOCK * tl.num_programs(1)):
+        j = start + tl.arange(0, BLOCK)
+        page = tl.load(table_ptr + r.to(tl.int64) * stride + j // PAGE, mask=j < count, other=0)
+        tl.store(out_ptr + first + j, page * page_step + j % PAGE, mask=j < count)
+
+
+def way_for(call: Call) -> Way:
+    """The way that a call is launched in, one of those that `warm` has proven and compiled.
+
+    One query a request: spans of segments are powers of two. More: the largest block, one program a block or one for
+    each `_LARGE_SPAN` segments. Speed alone, as in `nondet.kernels.attention.cuda.quickest`.
+    """
+    heads, dim = call.q.shape[1], call.q.shape[3]
+    way = quickest(call)
+    if call.tq == 1:
+        return way._replace(span=1 << (way.span - 1).bit_length() if way.span else 0)
+    group = heads // call.k.shape[1]
+    plan = plan_for(128, dim, call.q.dtype)
+    programs = call.requests * call.k.shape[1] * -(-call.tq * group // plan.block_m)
+    split = way.span and programs < _FEW_PROGRAMS and call.tk > _LARGE_SPAN * SEGMENT
+    plan = plan if call.window is None else plan._replace(peel=False)
+    return Way(plan, _LARGE_SPAN if split else 0, bool(split) and way.pdl)
+
+
+@dataclass
+class SegmentsMetadata(FlashAttentionMetadata):
+    """What FlashAttention's has, each key's place in the cache, and the step's launches."""
+
+    cu_k: torch.Tensor | None = None
+    key_index: torch.Tensor | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    places: dict[int, torch.Tensor] = field(default_factory=dict)  # of a chunk that is computed alone, by its request
+
+
+class SegmentsBuilder(FlashAttentionMetadataBuilder):
+    """Metadata of a step. Buffers that a captured graph reads are made once."""
+
+    # the place of each key would stay that of the other block table
+    supports_update_block_table: bool = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Whole graphs for steps of one query a request; other steps' attention runs between pieces of graphs."""
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        requests, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
+        self.cu_k = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+        self.key_index = torch.zeros(requests * longest, dtype=torch.int32, device=device)
+        layers = vllm_config.compilation_config.static_forward_context
+        impls = [layers[name].impl for name in layer_names if name in layers]
+        # the dense prefill takes neither window nor soft cap
+        self.may_gather = all(i.sliding_window[0] < 0 and not i.logits_soft_cap for i in impls)
+        if device.type == "cuda":
+            for impl in {(i.num_heads, i.num_kv_heads, i.sliding_window, i.logits_soft_cap): i for i in impls}.values():
+                warm(impl, kv_cache_spec.dtype, requests, longest, device)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """Never: a shared prefix is attended to by each request itself."""
+        return False
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SegmentsMetadata:
+        """The step's metadata, and on the device where its keys lie."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise UserError("nondet's attention under vLLM is causal", "Unset NONDET_BATCH_INVARIANT for this model.")
+        base = super().build(0, common, fast_build)
+        meta = SegmentsMetadata(**{f.name: getattr(base, f.name) for f in fields(FlashAttentionMetadata)})
+        n = common.num_reqs
+        torch.cumsum(meta.seq_lens[:n], 0, dtype=torch.int32, out=self.cu_k[1 : n + 1])
+        grid = (n, max(1, min(32, -(-meta.max_seq_len // 1024))))
+        table = meta.block_table
+        page = self.block_size
+        places_kernel[grid](self.cu_k, table, self.key_index, table.stride(0), 2 * page, PAGE=page, BLOCK=1024)
+        meta.cu_k, meta.key_index = self.cu_k[: n + 1], self.key_index
+        if meta.max_query_len <= 1:
+            meta.pieces = [Piece(0, n, 1, meta.max_seq_len)]
+        else:
+            lengths = common.seq_lens_cpu_upper_bound  # exact without speculation, which is refused
+            meta.pieces = pieces_of(
+                common.query_start_loc_cpu[: n + 1].tolist(),
+                None if lengths is None else lengths[:n].tolist(),
+                meta.max_seq_len,
+                self.num_heads_q,
+                self.may_gather,
+            )
+            token = torch.arange(page, dtype=torch.int32, device=table.device)
+            for piece in meta.pieces:
+                if piece.dense is not None:
+                    pages = table[piece.first, : -(-piece.keys // page), None] * (2 * page)
+                    meta.places[piece.first] = (pages + token).flatten()[: piece.keys]
+        return meta
+
+
+def ways_of(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device) -> dict[Way, Call]:
+    """The ways that `way_for` can choose, each with a call that it is chosen for; the calls are never computed."""
+    cache = torch.zeros(64, impl.num_kv_heads, impl.head_size, dtype=dtype, device=device)
+    k, v = as_dense(cache[:32]), as_dense(cache[32:])
+    q = as_dense(cache.new_zeros(1, impl.num_heads, impl.head_size))
+    places = torch.zeros(1, dtype=torch.int32, device=device)
+    decodes = [(n, 1) for n in dict.fromkeys((*(2**i for i in range(requests.bit_length())), requests))]
+    ways: dict[Way, Call] = {}
+    for count, queries in [*decodes, (1, 2), (1, 128), (1, 4096), (8, 128)]:
+        for segments in dict.fromkeys(
+            (*(2**i for i in range((longest // SEGMENT).bit_length())), -(-longest // SEGMENT))
+        ):
+            keys = min(segments * SEGMENT, longest)
+            call = impl.call(q, k, v, torch.empty_like(q), count, queries, keys, places, places, places)
+            ways.setdefault(way_for(call), call)
+    return ways
+
+
+def warm(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device) -> None:
+    """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served."""
+    with float32_default(), torch.inference_mode():
+        for way, call in ways_of(impl, dtype, requests, longest, device).items():
+            stands(call, way)
+        if impl.sliding_window[0] < 0 and not impl.logits_soft_cap:  # the dense prefill of a large chunk
+            q, kv = (
+                as_dense(torch.zeros(4096, heads, impl.head_size, dtype=dtype, device=device))
+                for heads in (impl.num_heads, impl.num_kv_heads)
+            )
+            attention(q, kv, kv.clone())
+
+
+class SegmentsImpl(FlashAttentionImpl):
+    """Attention of one layer; the cache is written as FlashAttention's is."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """As FlashAttention's. Raises UserError: what nondet's attention does not do, by name."""
+        faults = {
+            "ALiBi": alibi_slopes is not None,
+            "attention sinks": sinks is not None,
+            f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in _CACHES,
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            f"heads of {head_size}": head_size > MAX_HEAD_DIM or head_size % 8 != 0,
+        }
+        for what in (name for name, given in faults.items() if given):
+            raise UserError(
+                f"nondet's attention under vLLM has no {what}", "Unset NONDET_BATCH_INVARIANT for this model."
+            )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            sinks,
+        )
+
+    def call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        requests: int,
+        queries: int,
+        keys: int,
+        cu_q: torch.Tensor,
+        cu_k: torch.Tensor,
+        index: torch.Tensor,
+    ) -> Call:
+        """A launch of this layer's attention: operands [1, H, T, D], cu_q and cu_k [requests + 1], index [keys]."""
+        window = None if self.sliding_window[0] < 0 else self.sliding_window[0] + 1
+        cap = self.logits_soft_cap or None
+        sizes = (requests, queries, keys, self.scale, True, window, cap)
+        return Call(q, k, v, out, *sizes, cu_q=cu_q, cu_k=cu_k, key_index=index)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query [T, Hq, D] over the cache [blocks, 2, page, Hkv, D] into output [T, Hq, D]."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        meta = attn_metadata
+        page, kv_heads, dim = kv_cache.shape[2:]
+        flat = kv_cache.view(-1, kv_heads, dim)
+        k, v = flat[:-page], flat[page:]
+        query, out = query.view(-1, self.num_heads, dim), output.view(-1, self.num_heads, dim)
+        for piece in meta.pieces:
+            first, last = piece.first, piece.last
+            if piece.dense is not None:
+                begin, end = piece.dense
+                places = meta.places[first]
+                q, dense_k, dense_v = query[begin:end], k.index_select(0, places), v.index_select(0, places)
+                done = attention(as_dense(q), as_dense(dense_k), as_dense(dense_v), scale=self.scale)
+                out[begin:end].copy_(done[0].transpose(0, 1))
+                continue
+            upto = last if piece.queries == 1 and first == 0 else meta.num_actual_tokens
+            operands = (as_dense(query[:upto]), as_dense(k), as_dense(v), as_dense(out[:upto]))
+            cu_q, cu_k = meta.query_start_loc[first : last + 1], meta.cu_k[first : last + 1]
+            call = self.call(*operands, last - first, piece.queries, piece.keys, cu_q, cu_k, meta.key_index)
+            compute(call, way_for(call))
+        return output
+
+
+class SegmentsBackend(FlashAttentionBackend):
+    """Registered as vLLM's CUSTOM attention backend."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name of the place in vLLM's list that it is registered under."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[SegmentsImpl]:
+        """What a layer computes by."""
+        return SegmentsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SegmentsBuilder]:
+        """What makes a step's metadata."""
+        return SegmentsBuilder
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str | None:
+        """Tokens of a page before its heads, as the flat cache is read."""
+        return "NHD"
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """What it is for."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """No."""
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders alone."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """As the kernels."""
+        return head_size <= MAX_HEAD_DIM and head_size % 8 == 0
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        """Half precision alone."""
+        return kv_cache_dtype in _CACHES
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """No."""
+        return False
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """No."""
+        return False
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """No: nothing is quantized here."""
+        return False

@@ -1,0 +1,256 @@
+"""What vLLM's layers compute by under the plugin: opaque operators over nondet's kernels, and their proofs at start.
+
+An operator is opaque to torch.compile, so Inductor, which tunes its own reductions anew in every process, has none of
+these to tune, and the member of a class is chosen by the real number of rows, when it is launched or captured.
+
+Products: class "chain" (`nondet.kernels.matmul.cuda`). Members are certified for the row counts that `row_counts` lists
+and for no other; any other M is padded to the next one, with whatever lies in memory: no row minds its neighbours.
+Norms: class "lanes" (`nondet.kernels.rows.cuda`), rounded once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from nondet.core import inputs
+from nondet.core.certificates import Certificates
+from nondet.core.launch import first_uses, listen
+from nondet.core.proof import Claim, prove
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+_FINE, _COARSE, _FINE_TO = 64, 256, 2048  # rows between certified counts, up to _FINE_TO rows and above
+_MOST_BOUND = 2**16
+_ALIGNED = 256  # bytes at which every allocation begins
+
+_counts: list[int] = []
+_bound: dict[tuple[Any, ...], Product] = {}
+
+
+def row_counts(graphs: Sequence[int], tokens: int) -> list[int]:
+    """The numbers of rows that products are certified for, ascending, the last at least `tokens`.
+
+    Args:
+        graphs: Sizes of vLLM's CUDA graphs; empty where there are none.
+        tokens: Most rows of a step.
+    """
+    sizes = [m for m in graphs or (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)) if m <= tokens]
+    top = max(sizes, default=0)
+    fine = range(-(-top // _FINE) * _FINE, min(tokens, _FINE_TO) + 1, _FINE)
+    coarse = range(max(_FINE_TO, -(-top // _COARSE) * _COARSE), tokens + 1, _COARSE)
+    return sorted({m for m in (*sizes, *fine, *coarse, tokens) if m})
+
+
+def use_counts(counts: Iterable[int]) -> None:
+    """Pad products to these numbers of rows from now on, and forget what was bound."""
+    _counts[:] = sorted(counts)
+    _bound.clear()
+
+
+def room_for(rows: int) -> int:
+    """The next certified number of rows; above the last a multiple of `_COARSE`, which is proven when it is met."""
+    place = bisect.bisect_left(_counts, rows)
+    return _counts[place] if place < len(_counts) else -(-rows // _COARSE) * _COARSE
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], by a certified member of class "chain"."""
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    room = room_for(count)
+    if room != count:
+        wide = rows.new_empty((room, rows.shape[1]))
+        wide[:count].copy_(rows)
+        rows = wide
+    elif not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:
+        rows = rows.clone(memory_format=torch.contiguous_format)  # what was certified begins at such an address
+    key = (room, weight.data_ptr(), weight.shape, weight.dtype, 0 if bias is None else bias.data_ptr())
+    call = _bound.get(key)
+    out = _first(key, rows, weight, bias) if call is None else call(rows, weight, bias)
+    out = out[:count] if room != count else out
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _first(key: tuple[Any, ...], rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    from nondet.kernels.matmul.cuda import bound_linear, linear
+
+    weight = weight.data  # without vLLM's subclass
+    out = linear(rows, weight, bias)
+    call = bound_linear(rows, weight, bias)
+    if call is not None:
+        if len(_bound) >= _MOST_BOUND:
+            _bound.clear()
+        _bound[key] = call
+    return out
+
+
+def product_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What `product` gives, for a tracer."""
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x [..., H] normalized and weighted, class "lanes": `nondet.kernels.rows.cuda.rms_norm`."""
+    from nondet.kernels.rows.cuda import rms_norm as compute
+
+    return compute(x, weight, epsilon)
+
+
+def rms_norm_shape(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """What `rms_norm` gives, for a tracer."""
+    return x.new_empty(x.shape)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of x + residual, x + residual), the sum rounded first: `nondet.kernels.rows.cuda.rms_norm_residual`."""
+    from nondet.kernels.rows.cuda import rms_norm_residual
+
+    return rms_norm_residual(x, residual, weight, epsilon)
+
+
+def add_rms_norm_shape(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `add_rms_norm` gives, for a tracer."""
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+# name under torch.ops.vllm -> what computes it, what a tracer is told
+OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "nondet_product": (product, product_shape),
+    "nondet_rms_norm": (rms_norm, rms_norm_shape),
+    "nondet_add_rms_norm": (add_rms_norm, add_rms_norm_shape),
+}
+
+
+# The implementations that vLLM's IR dispatches to. It inlines them when it compiles: each is nothing but its operator.
+
+
+def norm_fits(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    """Whether `ir_rms_norm` computes it: a weight over the whole width."""
+    return weight is not None and variance_size is None
+
+
+def ir_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """As `vllm.ir.ops.rms_norm`."""
+    out: torch.Tensor = torch.ops.vllm.nondet_rms_norm(x, weight, epsilon)
+    return out
+
+
+def add_norm_fits(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    """Whether `ir_add_rms_norm` computes it."""
+    return weight is not None and variance_size is None
+
+
+def ir_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `vllm.ir.ops.fused_add_rms_norm`."""
+    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.vllm.nondet_add_rms_norm(x, x_residual, weight, epsilon)
+    return out
+
+
+# operator of vLLM's IR -> implementation, whether it takes the arguments
+IR: dict[str, tuple[Callable[..., Any], Callable[..., bool]]] = {
+    "rms_norm": (ir_rms_norm, norm_fits),
+    "fused_add_rms_norm": (ir_add_rms_norm, add_norm_fits),
+}
+
+
+class Certified(NamedTuple):
+    """What was done for one shape of weights.
+
+    Attributes:
+        proofs: New ones: of a machine's second start there are none.
+        ran: The member at each row count.
+    """
+
+    seconds: float
+    proofs: int
+    ran: dict[int, str]
+
+
+@contextmanager
+def float32_default() -> Iterator[None]:
+    """A proof draws its inputs in float32; vLLM loads weights under the model's own dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def certify_product(weight: torch.Tensor, bias: torch.Tensor | None, counts: Sequence[int]) -> Certified:
+    """Prove a member for each number of rows that this weight can meet, as `product` will ask for it."""
+    began, ran = time.perf_counter(), {}
+    with float32_default(), torch.inference_mode(), first_uses() as uses:
+        for rows in counts:
+            with listen() as noted:
+                product(weight.data.new_zeros((rows, weight.shape[1])), weight, bias)
+            ran[rows] = next((name for name, _ in noted.most_common(1)), "?")
+    return Certified(time.perf_counter() - began, uses.proofs, ran)
+
+
+# A quantized layer keeps its own kernel, which is asked whether it is invariant: at each number of rows against itself
+# at the largest, on ordinary and on hard inputs, its rows at the beginning and at the end of the large call.
+_KINDS = ("bell", "wide", "outlier", "cancel")
+
+
+def stands_alone(
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    counts: Sequence[int],
+) -> int | None:
+    """Has compute([M, width]) in every row the bits of the largest call? The first M where not, else None.
+
+    Args:
+        counts: Every M that is asked; the largest is what the others are compared with.
+
+    A kernel that fails to run at some M, or gives another shape, does not stand there either. Nothing is kept for the
+    next start: which kernel a quantized layer has follows from settings that no key of ours would name.
+    """
+    most, kept = max(counts), Certificates({"device": str(device)}, None)
+    whole: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    with float32_default(), torch.inference_mode():
+        for kind in _KINDS:
+            drawn = inputs.make(kind, (most, width), dtype, device, inputs.generator(1, device))
+            whole[kind] = (drawn, compute(drawn))
+        for rows in counts:
+            claim = Claim("own kernel", f"M={rows} of {most}", _Rows(compute, rows))
+            places = [(kind, start) for kind in _KINDS for start in sorted({0, most - rows})]
+            asked = ((f"{kind} from row {start}", (*whole[kind], start)) for kind, start in places)
+            known = prove([claim], lambda x, large, start, n=rows: large[start : start + n], asked, kept)[0]
+            if not known:
+                return rows
+    return None
+
+
+class _Rows(NamedTuple):
+    compute: Callable[[torch.Tensor], torch.Tensor]
+    rows: int
+
+    def __call__(self, x: torch.Tensor, large: torch.Tensor, start: int) -> torch.Tensor:
+        return self.compute(x[start : start + self.rows].clone())

@@ -1,0 +1,543 @@
+"""What vLLM calls at start in each of its processes: nothing at all, or batch invariance by nondet's kernels.
+
+`register` is the entry point. Where NONDET_BATCH_INVARIANT=1 it checks every seam of this vLLM by its signature before
+it touches the first, so vLLM is never half-patched; then it sets vLLM's own flag underneath (which keeps cascade
+attention, fused sums over ranks and split products off), registers the operators, and puts itself before two calls:
+where the engine's configuration is made, to say what it needs and to refuse what it does not do; and where a worker has
+loaded the weights, to prove members for them, look at every layer, and refuse to start with one at risk.
+
+Whoever asked for invariance gets it, or an error that names what stands against it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nondet.errors import UserError, one_line
+from nondet.version import VERSION
+
+ASKED, ALLOWED, WRITTEN = "NONDET_BATCH_INVARIANT", "NONDET_ALLOW_AT_RISK", "NONDET_COVERAGE"
+OWN = "VLLM_BATCH_INVARIANT"
+TRIED = ("0.25.1",)  # versions of vLLM whose seams fit, and that were run
+_BACKEND = "nondet.vllm.attention.SegmentsBackend"
+_PROVIDER = "nondet"
+_STOCK = "Unset NONDET_BATCH_INVARIANT to run vLLM as it is."
+
+
+class Seam(NamedTuple):
+    """A place in vLLM that the plugin builds on: "module:attribute", and the names of its parameters there."""
+
+    place: str
+    takes: str
+
+
+_LAYERS = "vllm.model_executor.layers"
+_FLASH = "vllm.v1.attention.backends.flash_attn"
+SEAMS = (
+    Seam(f"{_LAYERS}.linear:UnquantizedLinearMethod.apply", "self layer x bias"),
+    Seam(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "self layer x bias"),
+    Seam(
+        "vllm.utils.torch_utils:direct_register_custom_op",
+        "op_name op_func mutates_args fake_impl target_lib dispatch_key tags",
+    ),
+    Seam("vllm.ir.ops.layernorm:rms_norm", "x weight epsilon variance_size"),
+    Seam("vllm.ir.ops.layernorm:fused_add_rms_norm", "x x_residual weight epsilon variance_size"),
+    Seam("vllm.ir.op:IrOp.register_impl", "self provider supported supports_args inplace"),
+    Seam("vllm.v1.attention.backends.registry:register_backend", "backend class_path is_mamba"),
+    Seam(
+        f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape",
+        "num_blocks block_size num_kv_heads head_size cache_dtype_str",
+    ),
+    Seam(f"{_FLASH}:FlashAttentionMetadataBuilder.__init__", "self kv_cache_spec layer_names vllm_config device"),
+    Seam(f"{_FLASH}:FlashAttentionMetadataBuilder.build", "self common_prefix_len common_attn_metadata fast_build"),
+    Seam(
+        f"{_FLASH}:FlashAttentionImpl.__init__",
+        "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
+        "attn_type kv_sharing_target_layer_name sinks",
+    ),
+    Seam(
+        f"{_FLASH}:FlashAttentionImpl.forward",
+        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
+    ),
+    Seam(f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update", "self layer key value kv_cache slot_mapping"),
+    Seam("vllm.engine.arg_utils:EngineArgs.create_engine_config", "self usage_context headless"),
+    Seam("vllm.v1.worker.gpu_worker:Worker.load_model", "self load_dummy_weights"),
+    Seam("vllm.v1.worker.gpu_worker:Worker.reload_weights", "self args kwargs"),
+    Seam("vllm.v1.worker.gpu_worker:Worker.update_weights", "self update_info"),
+    Seam("vllm.v1.worker.gpu_worker:Worker.sleep", "self level"),
+    Seam("vllm.v1.worker.gpu_worker:Worker.add_lora", "self lora_request"),
+)
+_NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
+_done: list[int] = []  # the process that has registered: a fork inherits what was patched, and patches nothing again
+
+
+def asked() -> bool:
+    """Whether the environment asks for the plugin. Raises UserError: a value that means nothing."""
+    value = os.environ.get(ASKED, "")
+    if value not in ("", "0", "1"):
+        raise UserError(f"{ASKED}={one_line(value, 40)} makes no sense", "Set it to 1, or unset it.")
+    return value == "1"
+
+
+def register() -> None:
+    """vLLM's entry point: does nothing unless NONDET_BATCH_INVARIANT=1.
+
+    Raises:
+        UserError: no Linux, no NVIDIA GPU, a vLLM whose seams do not fit, or another plugin in the way. Nothing was
+            changed then.
+    """
+    if not asked() or _done:
+        return
+    if sys.platform != "linux":
+        raise UserError(f"{ASKED}=1 needs Linux and an NVIDIA GPU, this is {sys.platform}", _STOCK)
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        raise UserError(f"{ASKED}=1 needs an NVIDIA GPU, vLLM runs on {current_platform.device_type} here", _STOCK)
+    if os.environ.get(OWN, "1") not in ("", "1"):
+        raise UserError(f"{ASKED}=1 and {OWN}={os.environ[OWN]} exclude each other", f"Unset {OWN}.")
+    before = os.environ.get(OWN)
+    os.environ[OWN] = "1"  # before modules are loaded that read it once
+    try:
+        found = check_seams()
+    except UserError:
+        if before is None:
+            del os.environ[OWN]
+        raise
+    _install(found)
+    _done.append(os.getpid())
+    _log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
+
+
+def _log(text: str) -> None:
+    from vllm.logger import init_logger
+
+    init_logger("vllm.nondet").info("nondet: %s", text)
+
+
+def seam_at(place: str) -> Any:
+    """What is at "module:attribute.attribute". Raises ImportError or AttributeError."""
+    module, _, path = place.partition(":")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def parameters(found: Any) -> str:
+    """The names of its parameters; of an operator of vLLM's IR those of its native implementation."""
+    implementations = getattr(found, "impls", None)
+    if isinstance(implementations, Mapping):
+        found = implementations["native"].impl_fn
+    return " ".join(inspect.signature(found).parameters)
+
+
+def check_seams(seams: Iterable[Seam] = SEAMS) -> dict[str, Any]:
+    """Every seam by its place.
+
+    Raises:
+        UserError: one that is not there, takes other parameters, or is not vLLM's own any more.
+    """
+    import vllm
+
+    found = {}
+    for place, takes in seams:
+        try:
+            found[place] = seam_at(place)
+            taken = parameters(found[place])
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
+            raise _misfit(vllm.__version__, f"{place} is not there ({type(error).__name__})") from error
+        if taken != takes:
+            raise _misfit(vllm.__version__, f"{place} takes ({taken}), not ({takes})")
+        owner = found[place].__module__ if inspect.isfunction(found[place]) else "vllm"
+        if owner.partition(".")[0] != "vllm":
+            raise UserError(f"{place} was replaced by {owner} before nondet could", "Run one of the two plugins.")
+    if seam_at(f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape")(2, 16, 3, 64) != (2, 2, 16, 3, 64):
+        raise _misfit(vllm.__version__, "FlashAttention's KV cache has another layout")
+    registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
+    with_custom = _path_of(registry.CUSTOM)
+    if with_custom not in ("", _BACKEND):
+        raise UserError(f"the attention backend CUSTOM is {with_custom} already", "Run one of the two plugins.")
+    return found
+
+
+def _path_of(backend: Any) -> str:
+    try:
+        return str(backend.get_path())
+    except ValueError:  # CUSTOM that nobody has registered
+        return ""
+
+
+def _misfit(version: str, what: str) -> UserError:
+    tried = ", ".join(TRIED)
+    return UserError(f"vLLM {version} does not fit nondet {VERSION}: {what}", f"Use vLLM {tried}. {_STOCK}")
+
+
+def _install(found: Mapping[str, Any]) -> None:
+    """Put everything in place; nothing here can fail on a seam that was checked."""
+    import torch
+
+    from nondet.vllm import operators
+
+    for name, (compute, shape) in operators.OPERATORS.items():
+        if not hasattr(torch.ops.vllm, name):
+            found["vllm.utils.torch_utils:direct_register_custom_op"](name, compute, fake_impl=shape)
+    for name, (compute, fits) in operators.IR.items():
+        operator = found[f"vllm.ir.ops.layernorm:{name}"]
+        if _PROVIDER not in operator.impls:
+            operator.register_impl(_PROVIDER, supports_args=fits)(compute)
+
+    def apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:  # dynamo traces it and keeps the operator whole
+        return torch.ops.vllm.nondet_product(x, layer.weight, bias)
+
+    for method in (
+        f"{_LAYERS}.linear:UnquantizedLinearMethod",
+        f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+    ):
+        seam_at(method).apply = apply
+    registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
+    found["vllm.v1.attention.backends.registry:register_backend"](registry.CUSTOM, _BACKEND)
+    _before_configuration(found["vllm.engine.arg_utils:EngineArgs.create_engine_config"])
+    _after_loading(found["vllm.v1.worker.gpu_worker:Worker.load_model"])
+
+
+def _before_configuration(original: Callable[..., Any]) -> None:
+    def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False) -> Any:
+        prepare(self)
+        config = original(self, usage_context, headless)
+        refuse(config)
+        return config
+
+    create_engine_config.__doc__ = original.__doc__
+    seam_at("vllm.engine.arg_utils:EngineArgs").create_engine_config = create_engine_config
+
+
+def _after_loading(original: Callable[..., Any]) -> None:
+    worker = seam_at("vllm.v1.worker.gpu_worker:Worker")
+
+    def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
+        original(self, load_dummy_weights=load_dummy_weights)
+        start(self.model_runner.get_model(), self.vllm_config, getattr(self, "rank", 0))
+
+    load_model.__doc__ = original.__doc__
+    worker.load_model = load_model
+    for name in _NOT_COVERED:
+        setattr(worker, name, _uncovered(name))
+
+
+def _uncovered(name: str) -> Callable[..., None]:
+    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise UserError(f"{name} is not covered by nondet's batch invariance", f"Start the engine anew. {_STOCK}")
+
+    return refused
+
+
+# The configuration.
+
+
+def sources() -> str:
+    """First 16 hex digits of the SHA-256 over the plugin's files: vLLM's compile cache is keyed on it."""
+    sha = hashlib.sha256(VERSION.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        sha.update(path.read_bytes())
+    return sha.hexdigest()[:16]
+
+
+def prepare(arguments: Any) -> None:
+    """Say in the engine's arguments what the plugin needs.
+
+    Raises:
+        UserError: somebody asked for something else.
+    """
+    custom = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum").CUSTOM
+    wanted = arguments.attention_backend or arguments.attention_config.backend
+    if wanted not in (None, custom, "CUSTOM"):
+        name = getattr(wanted, "name", wanted)
+        raise UserError(f"--attention-backend {name} and {ASKED}=1 exclude each other", "Leave the option out.")
+    if arguments.attention_config.backend is None:
+        arguments.attention_backend = custom
+    for name in ("rms_norm", "fused_add_rms_norm"):
+        given = getattr(arguments.ir_op_priority, name) or getattr(arguments.kernel_config.ir_op_priority, name)
+        if given and given[0] != _PROVIDER:
+            raise UserError(
+                f"--ir-op-priority {name}={','.join(given)} and {ASKED}=1 exclude each other", "Leave it out."
+            )
+        if not given:
+            setattr(arguments.ir_op_priority, name, [_PROVIDER])
+    # norms by the IR, in eager mode as well; SiLU and rotary by vLLM's own kernels, so that Inductor fuses nothing anew
+    operators = arguments.compilation_config.custom_ops
+    for name in ("-rms_norm", "+silu_and_mul", "+rotary_embedding"):
+        if not {f"+{name[1:]}", f"-{name[1:]}"} & set(operators):
+            operators.append(name)
+    arguments.compilation_config.pass_config.enable_qk_norm_rope_fusion = False  # it would take the norms out again
+    if not isinstance(arguments.additional_config, dict):
+        what = f"--additional-config is a {type(arguments.additional_config).__name__}"
+        raise UserError(f"{what}: the compile cache can't be keyed on nondet's version", "Give a dictionary, or none.")
+    arguments.additional_config["nondet"] = f"{VERSION} {sources()}"
+
+
+def _get(config: Any, path: str, default: Any = None) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name, None)
+        if config is None:
+            return default
+    return config
+
+
+def refuse(config: Any) -> None:
+    """Refuse, as a `UserError`, whatever of a configuration the plugin does not do, by its name."""
+    cache = str(_get(config, "cache_config.cache_dtype", "auto"))
+    faults = {
+        "LoRA adapters": _get(config, "lora_config") is not None,
+        "speculative decoding": _get(config, "speculative_config") is not None,
+        f"a KV cache of {cache}": cache not in ("auto", "float16", "bfloat16"),
+        "decode context parallelism": _get(config, "parallel_config.decode_context_parallel_size", 1) > 1,
+        "prefill context parallelism": _get(config, "parallel_config.prefill_context_parallel_size", 1) > 1,
+        "two batches at a time (DBO)": bool(_get(config, "parallel_config.enable_dbo", False)),
+        "MLA": bool(_get(config, "model_config.use_mla", False)),
+        "sleep mode": bool(_get(config, "model_config.enable_sleep_mode", False)),
+        "a transfer of KV caches": _get(config, "kv_transfer_config") is not None,
+        "a transfer of weights": _get(config, "weight_transfer_config") is not None,
+        "offloaded weights": bool(_get(config, "offload_config.uva.cpu_offload_gb", 0)),
+        f"{_get(config, 'model_config.dtype')} as the model's dtype": str(_get(config, "model_config.dtype"))
+        not in ("torch.bfloat16", "torch.float16"),
+    }
+    given = [name for name, is_given in faults.items() if is_given]
+    if given:
+        raise UserError(f"nondet's batch invariance under vLLM does not cover {', '.join(given)}", _STOCK)
+
+
+# Coverage: what each layer of a loaded model computes by.
+
+REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK = "replaced", "certified stock", "elementwise", "at risk"
+# Layers without a sum of their own: vLLM's, by the name of a class that they are or descend from, and torch's.
+_ELEMENTWISE = frozenset(
+    (
+        *("SiluAndMul", "MulAndSilu", "GeluAndMul", "NewGELU", "FastGELU", "QuickGELU", "ReLUSquaredActivation"),
+        *("FatreluAndMul", "SwigluOAIAndMul", "SiluAndMulWithClamp", "RotaryEmbeddingBase", "ApplyRotaryEmb"),
+        *("LogitsProcessor", "PPMissingLayer", "Identity", "Dropout", "SiLU", "GELU", "ReLU", "Sigmoid", "Tanh"),
+    )
+)
+
+
+class Standing(NamedTuple):
+    """What one layer, or the configuration as a whole, computes by, and why that is said."""
+
+    layer: str
+    kind: str
+    standing: str
+    why: str
+
+
+def _ancestors(module: Any) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def standing_of(name: str, module: Any, own: Callable[[str, Any], Standing]) -> Standing | None:
+    """What a module computes by; None of one that only holds others.
+
+    Args:
+        own: own(name, module) -> the standing of a quantized layer's own kernel.
+    """
+    ancestors, kind = _ancestors(module), type(module).__name__
+
+    def said(standing: str, why: str) -> Standing:
+        return Standing(name, kind, standing, why)
+
+    method = getattr(module, "quant_method", None)
+    if "MoERunner" in ancestors or "FusedMoE" in kind or "MoERunner" in kind:
+        return said(AT_RISK, "experts by vLLM's own kernels, which are not proven")
+    if {"LinearBase", "VocabParallelEmbedding"} & ancestors:
+        if type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+            return said(REPLACED, "products in class chain, certified at start")
+        return own(name, module)
+    if "Attention" in ancestors and hasattr(module, "impl"):
+        if type(module.impl).__name__ == "SegmentsImpl":
+            return said(REPLACED, "attention in class segments")
+        return said(AT_RISK, f"attention by {type(module.impl).__name__}, which is not proven")
+    if {"RMSNorm", "GemmaRMSNorm"} & ancestors:
+        whole = getattr(module, "variance_size_override", None) is None and getattr(module, "has_weight", True)
+        return said(REPLACED, "norm in class lanes") if whole else said(AT_RISK, "a norm without weight, or of a part")
+    if _ELEMENTWISE & ancestors:
+        return said(ELEMENTWISE, "nothing is added up")
+    if next(module.children(), None) is not None:
+        return None
+    return said(AT_RISK, "a layer that nondet does not know")
+
+
+def config_standings(config: Any) -> Iterator[Standing]:
+    """What of a configuration, beside its layers, is not proven."""
+    for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
+        ranks = _get(config, f"parallel_config.{path}", 1)
+        if ranks > 1:
+            yield Standing(
+                f"{name} parallelism", f"{ranks} ranks", AT_RISK, "what ranks exchange was not proven under vLLM"
+            )
+
+
+def limits_of(config: Any) -> tuple[list[int], int, int]:
+    """(sizes of CUDA graphs, most tokens of a step, most requests of a step)."""
+    graphs = list(_get(config, "compilation_config.cudagraph_capture_sizes", ()) or ())
+    tokens = _get(config, "scheduler_config.max_num_batched_tokens")
+    requests = _get(config, "scheduler_config.max_num_seqs")
+    return graphs, int(tokens), int(requests)
+
+
+_MOST_ASKED = 4096  # row counts that a layer's own kernel is asked for
+
+
+def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
+    """Asks a quantized layer's own kernel; layers of one kind and shape once."""
+    from nondet.vllm.operators import stands_alone
+
+    graphs, tokens, _ = limits_of(config)
+    top = max(graphs, default=0)
+    met = sorted({*(m for m in graphs if m <= tokens), *range(top + 1, tokens + 1)})
+    known: dict[str, tuple[str, str]] = {}
+
+    def judged(layer: Any) -> tuple[str, str]:
+        if len(met) > _MOST_ASKED:
+            return (
+                AT_RISK,
+                f"its kernel would have to be asked at {len(met):,} row counts: lower --max-num-batched-tokens",
+            )
+        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None)
+        parameter = next(layer.parameters())
+        bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+
+        def compute(x: Any) -> Any:
+            return layer.quant_method.apply(layer, x, bias)
+
+        try:
+            failed = stands_alone(compute, int(width), config.model_config.dtype, parameter.device, met)
+        except Exception as error:  # noqa: BLE001 - whatever somebody's kernel raises, it is not proven
+            return AT_RISK, f"its kernel could not be asked: {one_line(str(error), 120) or type(error).__name__}"
+        if failed is not None:
+            return AT_RISK, f"its kernel gives a row other bits at M={failed} than at M={met[-1]}"
+        return CERTIFIED, f"its kernel gives equal bits at all {len(met)} row counts"
+
+    def own(name: str, layer: Any) -> Standing:
+        method = type(getattr(layer, "quant_method", None))
+        shapes = " ".join(f"{n}{list(p.shape)}{p.dtype}" for n, p in layer.named_parameters())
+        inside = {**vars(layer.quant_method), "scheme": getattr(layer, "scheme", None)}
+        parts = " ".join(
+            f"{n}:{v if isinstance(v, int | str) else type(v).__name__}" for n, v in sorted(inside.items())
+        )
+        words = f"{method.__qualname__} {parts} {shapes}"
+        if words not in known:
+            known[words] = judged(layer)
+        standing, why = known[words]
+        return Standing(name, f"{type(layer).__name__} by {method.__name__}", standing, why)
+
+    return own
+
+
+def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
+    """Prove members for a loaded model's products, look at every layer, write down what it computes by.
+
+    Raises:
+        UserError: a layer at risk, and NONDET_ALLOW_AT_RISK is not 1.
+    """
+    import torch
+
+    from nondet.vllm import operators
+
+    graphs, tokens, requests = limits_of(config)
+    counts = operators.row_counts(graphs, tokens)
+    operators.use_counts(counts)
+    seen: dict[tuple[Any, ...], operators.Certified] = {}
+    found = list(config_standings(config))
+    own = own_kernel(config)
+    for name, module in model.named_modules():
+        standing = standing_of(name, module, own)
+        if standing is None:
+            continue
+        found.append(standing)
+        weight = getattr(module, "weight", None)
+        if standing.standing != REPLACED or "products" not in standing.why or weight is None or not weight.is_cuda:
+            continue
+        bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+        key = (weight.shape, weight.stride(), weight.dtype, bias is None)
+        if key not in seen:
+            is_head = "VocabParallelEmbedding" in _ancestors(module)  # logits: a row a request
+            most = operators.room_for(requests) if is_head else counts[-1]
+            seen[key] = operators.certify_product(weight, bias, [m for m in counts if m <= most])
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    seconds, proofs = sum(c.seconds for c in seen.values()), sum(c.proofs for c in seen.values())
+    _log(f"{len(seen)} shapes of weights at {len(counts)} row counts: {proofs} proofs in {seconds:.1f} s.")
+    _tell(found, config, seen, rank)
+    return found
+
+
+def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int) -> None:
+    kinds = Counter(one.standing for one in found)
+    _log(", ".join(f"{kinds[name]} {name}" for name in (REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK)) + ".")
+    risky = {(one.kind, one.why): one for one in found if one.standing == AT_RISK}
+    for one in list(risky.values())[:20]:
+        _log(f"at risk: {one.layer} ({one.kind}): {one.why}.")
+    allowed = os.environ.get(ALLOWED) == "1"
+    path = write_coverage(found, config, seen, rank)
+    if path is not None:
+        _log(f"coverage: nondet report {path}")
+    if risky and not allowed:
+        first = next(iter(risky.values()))
+        raise UserError(
+            f"{kinds[AT_RISK]} layers are at risk, the first {first.layer} ({first.kind}): {first.why}",
+            f"Set {ALLOWED}=1 to start all the same. {_STOCK}",
+        )
+
+
+def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int = 0) -> Path | None:
+    """The run file that `nondet report` reads; None where there is no place for one.
+
+    NONDET_COVERAGE names it; else it lies in nondet's cache folder, under the date and the process.
+    """
+    from nondet.core.certificates import cache_folder
+    from nondet.core.environment import collect
+    from nondet.core.records import LayerStanding
+    from nondet.core.runfile import open_run
+
+    folder, named = cache_folder(), os.environ.get(WRITTEN)
+    if named:
+        path = Path(named)
+        path = path if not rank else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+    elif folder is not None:
+        path = folder.parent / "vllm" / f"coverage-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.jsonl"
+    else:
+        return None
+    import vllm
+
+    graphs, tokens, requests = limits_of(config)
+    plan = {
+        "model": str(_get(config, "model_config.model", "")),
+        "vllm": vllm.__version__,
+        "dtype": str(_get(config, "model_config.dtype")).removeprefix("torch."),
+        "graphs": len(graphs),
+        "tokens": tokens,
+        "requests": requests,
+        "shapes": len(seen),
+    }
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for one in found:
+        groups.setdefault((one.kind, one.standing, one.why), []).append(one.layer)
+    try:
+        writer = open_run(path, command="vllm", plan=plan, environment=collect())
+        for number, ((kind, standing, why), layers) in enumerate(groups.items()):
+            writer.write(
+                LayerStanding(number=number, kind=kind, standing=standing, why=why, first=layers[0], layers=len(layers))
+            )
+        writer.finish()
+    except UserError as error:  # a full disk does not keep a server from starting: its log has the same
+        _log(f"no coverage file: {error}")
+        return None
+    return path

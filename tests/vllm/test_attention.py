@@ -1,0 +1,173 @@
+"""The attention backend against toys of vLLM's, in Triton's interpreter: places of keys, launches, pages anywhere."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.core import compare
+from nondet.errors import UserError
+from tests.vllm import toys
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
+NEEDED = {"num_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5, "num_kv_heads": KV_HEADS, "alibi_slopes": None}
+NEEDED |= {"sliding_window": None, "kv_cache_dtype": "auto"}
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """nondet.vllm.attention over the toy's FlashAttention; it is loaded anew, and gone afterwards."""
+    for name, module in toys.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules.pop("nondet.vllm.attention", None)
+    yield importlib.import_module("nondet.vllm.attention")
+    sys.modules.pop("nondet.vllm.attention", None)
+
+
+def step(
+    backend: ModuleType, impl: Any, lengths: list[int], new: list[int], seed: int = 0, pages_seed: int = 1, pad: int = 0
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+    """Requests of so many keys, the last `new` of each asked: (output [T, H, D], each one's q, k, v).
+
+    Requests' contents follow from `seed`, the places of their pages from `pages_seed`; `pad` requests have no token.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    each = [tuple(torch.randn(n, h, DIM, generator=rng).half() for n, h in ((q, HEADS), (t, KV_HEADS), (t, KV_HEADS)))
+            for t, q in zip(lengths, new, strict=True)]  # fmt: skip
+    most = -(-max(lengths) // PAGE)
+    free = torch.randperm(len(lengths) * most + 3, generator=torch.Generator().manual_seed(pages_seed)).tolist()
+    cache = torch.full((len(free), 2, PAGE, KV_HEADS, DIM), 7.0).half()
+    table = torch.zeros(len(lengths) + pad, most, dtype=torch.int32)
+    for i, (_, k, v) in enumerate(each):
+        pages = [free.pop() for _ in range(-(-len(k) // PAGE))]
+        table[i, : len(pages)] = torch.tensor(pages)
+        slots = torch.tensor([pages[j // PAGE] * PAGE + j % PAGE for j in range(len(k))])
+        impl.do_kv_cache_update(None, k, v, cache, slots)
+    starts = torch.tensor([0, *new, *[0] * pad]).cumsum(0).to(torch.int32)
+    common = SimpleNamespace(
+        num_reqs=len(lengths) + pad, num_actual_tokens=sum(new), max_query_len=max(new), max_seq_len=max(lengths),
+        query_start_loc=starts, query_start_loc_cpu=starts, causal=True, block_table_tensor=table,
+        seq_lens=torch.tensor([*lengths, *[0] * pad], dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor([*lengths, *[0] * pad]),
+    )  # fmt: skip
+    config = toys.config(
+        compilation_config__static_forward_context={"layer": SimpleNamespace(impl=impl)}, model_config__heads=HEADS
+    )
+    builder = backend.SegmentsBuilder(
+        SimpleNamespace(block_size=PAGE, dtype=torch.float16), ["layer"], config, torch.device("cpu")
+    )
+    meta = builder.build(0, common)
+    query = torch.cat([q for q, _, _ in each])
+    out = torch.full((len(query) + pad, HEADS, DIM), torch.nan).half()
+    padded = torch.cat([query, query.new_zeros(pad, HEADS, DIM)])
+    impl.forward(None, padded, None, None, cache, meta, out)
+    return out[: len(query)], each
+
+
+def exact(each: list[tuple[torch.Tensor, ...]], window: int | None = None) -> torch.Tensor:
+    """The answers in float64, each request alone."""
+    parts = []
+    for q, k, v in each:
+        far, wide = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None], HEADS // KV_HEADS
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(wide, 1)) * DIM**-0.5
+        hidden = (far > 0) | (far <= -window if window else far > len(k))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v.double().repeat_interleave(wide, 1)))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [([5, 40, 17], [1, 1, 1]), ([5, 40, 33, 20], [1, 1, 9, 20]), ([30], [30]), ([20, 9, 40], [20, 1, 7])],
+)
+def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new: list[int]) -> None:
+    """Decodes, chunks of prefill and both; requests in no order; pages elsewhere change no bit."""
+    impl = backend.SegmentsImpl(**NEEDED)
+    out, each = step(backend, impl, lengths, new)
+    torch.testing.assert_close(out.double(), exact(each), rtol=5e-3, atol=5e-3)
+    assert compare.identical(out, step(backend, impl, lengths, new, pages_seed=9)[0])
+    assert compare.identical(out, step(backend, impl, lengths, new, pad=2)[0])
+    assert not compare.identical(out, step(backend, impl, lengths, new, seed=1)[0])
+
+
+def test_windows_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
+    impl = backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8}))
+    out, each = step(backend, impl, [40, 33], [1, 9])
+    torch.testing.assert_close(out.double(), exact(each, window=8), rtol=5e-3, atol=5e-3)
+
+
+def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes to the dense prefill on a GPU: its keys and values are found through the block table."""
+    monkeypatch.setattr(backend, "_DENSE_ITEMS", 1)
+    seen: list[tuple[int, ...]] = []
+    dense = backend.attention
+    monkeypatch.setattr(backend, "attention", lambda q, *rest, **more: seen.append(q.shape) or dense(q, *rest, **more))
+    impl = backend.SegmentsImpl(**NEEDED)
+    out, each = step(backend, impl, [20, 90, 9], [1, 70, 9])
+    assert seen == [(1, HEADS, 70, DIM)]
+    torch.testing.assert_close(out.double(), exact(each), rtol=5e-3, atol=5e-3)
+
+
+def test_launches_of_a_step(backend: ModuleType) -> None:
+    piece = backend.Piece
+    of = backend.pieces_of
+    assert of([0, 1, 2, 3], [9, 9, 9], 50, 8, True) == [piece(0, 3, 1, 50)]
+    assert of([0, 1, 2, 7, 20], [9, 9, 9, 30], 50, 8, True) == [piece(0, 2, 1, 50), piece(2, 4, 13, 50)]
+    assert of([0, 1, 1025, 1030], [9, 2000, 30], 2000, 8, True) == [
+        piece(0, 1, 1, 2000),
+        piece(1, 2, 1024, 2000, (1, 1025)),
+        piece(2, 3, 5, 2000),
+    ]
+    assert of([0, 1024], None, 2000, 8, True) == of([0, 1024], [1024], 2000, 8, False) == [piece(0, 1, 1024, 2000)]
+    assert of([0, 1, 6, 6, 6], [9, 9, 0, 0], 50, 8, True) == [piece(0, 1, 1, 50), piece(1, 2, 5, 50)]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"alibi_slopes": [1.0]}, "no ALiBi"),
+        ({"sinks": torch.zeros(4)}, "no attention sinks"),
+        ({"kv_cache_dtype": "fp8"}, "no a fp8 KV cache|no fp8 KV cache"),
+        ({"attn_type": "encoder"}, "no encoder attention"),
+        ({"head_size": 512}, "no heads of 512"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_by_name(backend: ModuleType, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        backend.SegmentsImpl(**(NEEDED | given))
+
+
+def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
+    it = backend.SegmentsBackend
+    assert it.supports_batch_invariance()
+    assert it.get_required_kv_cache_layout() == "NHD"
+    assert it.supports_head_size(64)
+    assert not it.supports_head_size(260)
+    assert not it.supports_kv_cache_dtype("fp8_e4m3")
+    assert not any([it.supports_sink(), it.supports_mm_prefix(), it.supports_non_causal()])
+    assert not backend.SegmentsBuilder.supports_update_block_table
+    assert it.get_kv_cache_shape(3, 16, 2, 32) == (3, 2, 16, 2, 32)
+
+
+def test_a_step_that_is_not_causal_is_refused(backend: ModuleType) -> None:
+    builder = backend.SegmentsBuilder(
+        SimpleNamespace(block_size=PAGE, dtype=torch.float16), [], toys.config(), torch.device("cpu")
+    )
+    with pytest.raises(UserError, match="is causal"):
+        builder.build(0, SimpleNamespace(causal=False))
+
+
+def test_ways_are_few(backend: ModuleType) -> None:
+    """What is chosen by the batch's size is one of a handful: all are proven and compiled at start."""
+    impl = backend.SegmentsImpl(**NEEDED)
+    ways = backend.ways_of(impl, torch.float16, 256, 16384, torch.device("cpu"))
+    assert 3 < len(ways) <= 12
+    assert all(way.span & (way.span - 1) == 0 for way in ways)

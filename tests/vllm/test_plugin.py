@@ -1,0 +1,376 @@
+"""The plugin's contract with vLLM, against toys of its seams: all of it or nothing, and refusals by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nondet.core import compare
+from nondet.core.runfile import read_run
+from nondet.errors import UserError
+from nondet.vllm import operators, plugin
+from tests.vllm import toys
+
+Toy = dict[str, ModuleType]
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
+    """vLLM, as the plugin sees it; what was asked for is asked for, and nothing was done yet."""
+    yield from _with(monkeypatch, toys.modules())
+
+
+def _with(monkeypatch: pytest.MonkeyPatch, made: Toy) -> Iterator[Toy]:
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv(plugin.ASKED, "1")
+    monkeypatch.delenv(plugin.OWN, raising=False)
+    monkeypatch.setattr(plugin, "_done", [])
+    toys.LOG.clear()
+    yield made
+    os.environ.pop(plugin.OWN, None)
+    operators.use_counts([])
+
+
+def method(toy: Toy) -> Any:
+    return toy["vllm.model_executor.layers.linear"].UnquantizedLinearMethod
+
+
+def untouched(toy: Toy) -> bool:
+    return method(toy).apply.__module__.startswith("vllm") and not toys.OVERRIDES and plugin.OWN not in os.environ
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_nothing_is_touched_unless_asked(toy: Toy, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(plugin.ASKED, value)
+    plugin.register()
+    assert untouched(toy)
+
+
+def test_a_value_that_means_nothing_is_refused(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.ASKED, "yes")
+    with pytest.raises(UserError, match="=yes makes no sense"):
+        plugin.register()
+    assert untouched(toy)
+
+
+def test_importing_the_plugin_loads_nothing_heavy() -> None:
+    code = "import sys, nondet.vllm.plugin as p; p.register(); print({'torch', 'vllm', 'triton'} & set(sys.modules))"
+    environment = {k: v for k, v in os.environ.items() if k != plugin.ASKED}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "set()"
+
+
+def test_it_installs_every_seam_once(toy: Toy) -> None:
+    plugin.register()
+    apply = method(toy).apply
+    assert apply.__module__ == "nondet.vllm.plugin"
+    assert os.environ[plugin.OWN] == "1"
+    assert list(toys.OVERRIDES.values()) == ["nondet.vllm.attention.SegmentsBackend"]
+    assert {"native", "nondet"} == set(toy["vllm.ir.ops.layernorm"].rms_norm.impls)
+    plugin.register()  # vLLM calls it more than once in a process
+    assert method(toy).apply is apply
+
+
+def _takes_another(toy: Toy) -> None:
+    method(toy).apply = lambda self, layer, x, bias, scale: None
+
+
+def _is_gone(toy: Toy) -> None:
+    del toy["vllm.v1.worker.gpu_worker"].Worker.add_lora
+    toy["vllm.v1.worker.gpu_worker"].Worker = type("Worker", (), {"load_model": toys.Worker.load_model})
+
+
+def _other_layout(toy: Toy) -> None:
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    get_kv_cache_shape.__module__ = "vllm.x"
+    backend = type("FlashAttentionBackend", (), {"get_kv_cache_shape": staticmethod(get_kv_cache_shape)})
+    toy["vllm.v1.attention.backends.flash_attn"].FlashAttentionBackend = backend
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_takes_another, r"UnquantizedLinearMethod.apply takes \(self layer x bias scale\).*Use vLLM 0\.25\.1"),
+        (_is_gone, r"Worker\.\w+ is not there.*Use vLLM 0\.25\.1"),
+        (_other_layout, r"KV cache has another layout.*Use vLLM 0\.25\.1"),
+    ],
+)
+def test_a_version_that_does_not_fit_is_never_half_patched(toy: Toy, change: Any, named: str) -> None:
+    change(toy)
+    before = method(toy).apply
+    with pytest.raises(UserError, match=named):
+        plugin.register()
+    assert method(toy).apply is before
+    assert not toys.OVERRIDES
+    assert plugin.OWN not in os.environ
+    assert "nondet" not in toy["vllm.ir.ops.layernorm"].rms_norm.impls
+
+
+def test_two_plugins_do_not_fight(toy: Toy) -> None:
+    toys.OVERRIDES[toys.AttentionBackendEnum.CUSTOM] = "theirs.Backend"
+    with pytest.raises(UserError, match=r"CUSTOM is theirs\.Backend already"):
+        plugin.register()
+    toys.OVERRIDES.clear()
+
+    def apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
+        return x
+
+    method(toy).apply = apply
+    with pytest.raises(UserError, match=r"was replaced by .*test_plugin"):
+        plugin.register()
+    assert method(toy).apply is apply
+
+
+def test_no_gpu_and_vllms_flag_off_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for made in _with(monkeypatch, toys.modules(cuda=False)):
+        with pytest.raises(UserError, match="needs an NVIDIA GPU, vLLM runs on cpu here"):
+            plugin.register()
+        assert untouched(made)
+    for made in _with(monkeypatch, toys.modules()):
+        monkeypatch.setenv(plugin.OWN, "0")
+        with pytest.raises(UserError, match="exclude each other"):
+            plugin.register()
+        assert not toys.OVERRIDES
+        assert made
+
+
+def test_the_configuration_says_what_the_plugin_needs(toy: Toy) -> None:
+    plugin.register()
+    arguments = toy["vllm.engine.arg_utils"].EngineArgs()
+    arguments.create_engine_config()
+    assert arguments.attention_backend is toys.AttentionBackendEnum.CUSTOM
+    assert arguments.ir_op_priority.rms_norm == arguments.ir_op_priority.fused_add_rms_norm == ["nondet"]
+    assert arguments.compilation_config.custom_ops == ["-rms_norm", "+silu_and_mul", "+rotary_embedding"]
+    # vLLM keys its compile cache on this; two states of the plugin must not share one
+    assert arguments.additional_config == {"nondet": f"{plugin.VERSION} {plugin.sources()}"}
+    arguments.create_engine_config()  # once more changes nothing
+    assert arguments.compilation_config.custom_ops == ["-rms_norm", "+silu_and_mul", "+rotary_embedding"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"attention_backend": toys.AttentionBackendEnum.FLASH_ATTN}, "--attention-backend FLASH_ATTN"),
+        ({"ir_op_priority": SimpleNamespace(rms_norm=["vllm_c"], fused_add_rms_norm=None)}, "rms_norm=vllm_c"),
+        ({"additional_config": object()}, "compile cache can't be keyed"),
+    ],
+)
+def test_options_that_ask_for_something_else_are_refused(toy: Toy, given: dict[str, Any], named: str) -> None:
+    plugin.register()
+    with pytest.raises(UserError, match=named):
+        toy["vllm.engine.arg_utils"].EngineArgs(**given).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lora_config": object()}, "LoRA"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"cache_config__cache_dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"model_config__use_mla": True}, "MLA"),
+        ({"model_config__enable_sleep_mode": True}, "sleep mode"),
+        ({"kv_transfer_config": object()}, "a transfer of KV caches"),
+        ({"model_config__dtype": torch.float32}, "torch.float32 as the model's dtype"),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_name(toy: Toy, change: dict[str, Any], named: str) -> None:
+    plugin.register()
+    arguments = toy["vllm.engine.arg_utils"].EngineArgs(made=toys.config(**change))
+    with pytest.raises(UserError, match=f"does not cover {named}"):
+        arguments.create_engine_config()
+    toy["vllm.engine.arg_utils"].EngineArgs(made=toys.config()).create_engine_config()
+
+
+def test_calls_of_a_worker_that_are_not_covered_raise(toy: Toy) -> None:
+    plugin.register()
+    worker = toy["vllm.v1.worker.gpu_worker"].Worker(nn.Module(), toys.config())
+    for name in ("reload_weights", "update_weights", "sleep", "add_lora"):
+        with pytest.raises(UserError, match=f"{name} is not covered"):
+            getattr(worker, name)(1)
+
+
+# Coverage.
+
+
+class Fp8(toys.UnquantizedLinearMethod):
+    """A quantized layer's own kernel; `parts` from so many rows on its sums are taken in another order."""
+
+    def __init__(self, parts: int = 10**9) -> None:
+        self.parts = parts
+
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        """In one order of K below `parts` rows, in the other from there on."""
+        order = torch.arange(x.shape[1])
+        if x.shape[0] >= self.parts:
+            order = order.flip(0)
+        total = torch.zeros(x.shape[0], layer.weight.shape[0], dtype=x.dtype)
+        for i in order.tolist():
+            total = total + x[:, i, None] * layer.weight[:, i].to(x.dtype)
+        return total
+
+
+class Block(nn.Module):
+    """One of each kind that is covered."""
+
+    def __init__(self, method: Any = None) -> None:
+        super().__init__()
+        self.qkv = toys.QKVParallelLinear(8, 12, method)
+        self.norm = toys.RMSNorm(8)
+        self.act = toys.SiluAndMul()
+        self.attn = toys.Attention(toys.SegmentsImpl())
+
+
+def model(*more: nn.Module, method: Any = None) -> nn.Module:
+    return nn.Sequential(Block(method), Block(method), toys.VocabParallelEmbedding(8, 32), *more)
+
+
+def loaded(toy: Toy, it: nn.Module, **changes: Any) -> Any:
+    plugin.register()
+    worker = toy["vllm.v1.worker.gpu_worker"].Worker(it, toys.config(**changes))
+    worker.load_model()
+    return worker
+
+
+def test_a_covered_model_starts_and_writes_a_run_file(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "coverage.jsonl"
+    monkeypatch.setenv(plugin.WRITTEN, str(path))
+    assert loaded(toy, model()).loaded
+    run = read_run(path)
+    assert {(s.kind, s.standing): s.layers for s in run.layer_standings} == {
+        ("QKVParallelLinear", "replaced"): 2,
+        ("RMSNorm", "replaced"): 2,
+        ("SiluAndMul", "elementwise"): 2,
+        ("Attention", "replaced"): 2,
+        ("VocabParallelEmbedding", "replaced"): 1,
+    }
+    assert "7 replaced, 0 certified stock, 2 elementwise, 0 at risk." in "\n".join(toys.LOG)
+    from nondet.reports.content import build
+    from nondet.reports.markdown import render
+
+    assert "7 layers replaced, 2 layers elementwise" in render([run])
+    assert build([run]).runs[0].title.startswith("Layers under vLLM of toy")
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (toys.MoERunner(), "experts by vLLM's own kernels"),
+        (toys.Attention(object()), "attention by object"),
+        (toys.RMSNorm(8, has_weight=False), "a norm without weight"),
+        (toys.RMSNorm(8, variance_size_override=4), "a norm without weight, or of a part"),
+        (nn.LayerNorm(8), "a layer that nondet does not know"),
+    ],
+)
+def test_at_risk_refuses_to_start(toy: Toy, monkeypatch: pytest.MonkeyPatch, layer: nn.Module, named: str) -> None:
+    with pytest.raises(UserError, match=f"1 layers are at risk, the first 3 .*{named}"):
+        loaded(toy, model(layer))
+    monkeypatch.setenv(plugin.ALLOWED, "1")
+    loaded(toy, model(layer))
+    assert any("at risk: 3" in line for line in toys.LOG)
+
+
+def test_ranks_are_at_risk(toy: Toy) -> None:
+    with pytest.raises(UserError, match="the first tensor parallelism"):
+        loaded(toy, model(), parallel_config__tensor_parallel_size=2)
+
+
+def test_a_quantized_layer_is_asked_and_not_replaced(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "coverage.jsonl"
+    monkeypatch.setenv(plugin.WRITTEN, str(path))
+    kept = Fp8()
+    it = loaded(toy, model(method=kept)).model
+    standings = {s.kind: s for s in read_run(path).layer_standings}
+    asked = standings["QKVParallelLinear by Fp8"]
+    assert (asked.standing, asked.layers) == ("certified stock", 2)
+    assert "all 7 row counts" in asked.why
+    assert it[0].qkv.quant_method is kept
+
+
+def test_a_quantized_layer_whose_bits_depend_on_m_is_refused(toy: Toy) -> None:
+    """It parts at 32 rows, which is one of the graphs' sizes; at 33 no step of this configuration asks it."""
+    with pytest.raises(UserError, match=r"2 layers are at risk.*by Fp8.*other bits at M=1 than at M=64"):
+        loaded(toy, model(method=Fp8(parts=32)))
+
+
+def test_every_row_count_that_a_step_can_have_is_asked(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the largest graph steps have their own sizes; so many are a refusal, not a sample."""
+    few = [1, 2, 4, 8]
+    method = Fp8(parts=40)
+    with pytest.raises(UserError, match="other bits at M=1 than at M=64"):
+        loaded(toy, model(method=method), compilation_config__cudagraph_capture_sizes=few)
+    changes = {"compilation_config__cudagraph_capture_sizes": few, "scheduler_config__max_num_batched_tokens": 9000}
+    plugin._done.clear()
+    with pytest.raises(UserError, match="lower --max-num-batched-tokens"):
+        plugin.start(model(method=Fp8()), toys.config(**changes))
+
+
+# Products.
+
+
+def test_row_counts_reach_every_step() -> None:
+    counts = operators.row_counts([1, 2, 4, 8, 512], 8192)
+    assert counts[:5] == [1, 2, 4, 8, 512]
+    assert counts[-1] == 8192
+    assert {576, 2048, 2304} <= set(counts)
+    assert 2112 not in counts
+    assert operators.row_counts([1, 2, 1024], 100)[-1] == 100
+    assert operators.row_counts([], 600)[-1] == 600
+
+
+def test_a_product_is_padded_and_a_row_minds_no_neighbour(toy: Toy) -> None:
+    """Any M, three dimensions, odd strides. At another place NumPy's products, the interpreter's, have other bits."""
+    plugin.register()
+    operators.use_counts([1, 2, 4, 8, 16])
+    x, layer = torch.randn(16, 40), toys.LinearBase(40, 24, bias=True)
+    apply = method(toy)().apply
+    whole = apply(layer, x, layer.bias)
+    assert compare.identical(whole, method(toy)().apply(layer, x, layer.bias))
+    for rows in (1, 3, 5, 16):
+        assert compare.identical(apply(layer, x[:rows], layer.bias), whole[:rows])
+    assert compare.identical(apply(layer, x.view(2, 8, 40), layer.bias), whole.view(2, 8, 24))
+    strided = torch.stack([x, x], 2)[:, :, 0]
+    assert compare.identical(apply(layer, strided, layer.bias), whole)
+    torch.testing.assert_close(whole, toys.UnquantizedLinearMethod().apply(layer, x, layer.bias), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tracer_sees_the_same_shapes(toy: Toy) -> None:
+    plugin.register()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, weight = torch.empty(3, 5, 8, dtype=torch.float16), torch.empty(12, 8, dtype=torch.float16)
+        assert torch.ops.vllm.nondet_product(x, weight, None).shape == (3, 5, 12)
+        norm = toy["vllm.ir.ops.layernorm"]
+        assert norm.rms_norm.impls["nondet"].impl_fn(x, weight[0], 1e-6).shape == x.shape
+        first, second = norm.fused_add_rms_norm.impls["nondet"].impl_fn(x, x, weight[0], 1e-6)
+        assert first.shape == second.shape == x.shape
+        assert not norm.rms_norm.fits["nondet"](x, None, 1e-6)
+        assert not norm.fused_add_rms_norm.fits["nondet"](x, x, weight[0], 1e-6, 4)
+
+
+def test_norms_are_invariant(toy: Toy) -> None:
+    plugin.register()
+    norm = toy["vllm.ir.ops.layernorm"]
+    x, residual, weight = torch.randn(9, 64), torch.randn(9, 64), torch.randn(64)
+    whole = norm.rms_norm.impls["nondet"].impl_fn(x, weight, 1e-6)
+    assert compare.identical(norm.rms_norm.impls["nondet"].impl_fn(x[4:5], weight, 1e-6), whole[4:5])
+    out, added = norm.fused_add_rms_norm.impls["nondet"].impl_fn(x, residual, weight, 1e-6)
+    assert compare.identical(added, x + residual)
+    assert compare.identical(out, norm.rms_norm.impls["nondet"].impl_fn(x + residual, weight, 1e-6))

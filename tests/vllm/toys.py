@@ -1,0 +1,323 @@
+"""A small `vllm` whose seams have the signatures of vLLM 0.25.1, read from its sources: contract tests run without it.
+
+Nothing here computes what vLLM computes but the toys' own products and the writing of a cache, which tests look at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+VERSION = "0.25.1"
+
+
+class Op:
+    """As vllm.ir.op.IrOp: `impls` by provider, the native one first."""
+
+    def __init__(self, native: Any) -> None:
+        self.impls = {"native": SimpleNamespace(impl_fn=native)}
+        self.fits: dict[str, Any] = {}
+
+    def register_impl(self, provider: str, *, supported: bool = True, supports_args: Any = None, inplace: bool = False):  # type: ignore[no-untyped-def]
+        def keep(function: Any) -> Any:
+            self.impls[provider] = SimpleNamespace(impl_fn=function)
+            self.fits[provider] = supports_args
+            return function
+
+        return keep
+
+
+def rms_norm(x: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
+    raise AssertionError("the native norm")
+
+
+def fused_add_rms_norm(x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
+    raise AssertionError("the native norm")
+
+
+class UnquantizedLinearMethod:
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class LinearBase(nn.Module):
+    def __init__(self, width: int, out: int, method: Any = None, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width), requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(out), requires_grad=False) if bias else None
+        self.input_size_per_partition, self.skip_bias_add = width, False
+        self.quant_method = method or UnquantizedLinearMethod()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.quant_method.apply(self, x, self.bias)
+
+
+class QKVParallelLinear(LinearBase):
+    pass
+
+
+class VocabParallelEmbedding(LinearBase):
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out, UnquantizedEmbeddingMethod())
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, has_weight: bool = True, variance_size_override: Any = None) -> None:
+        super().__init__()
+        self.weight, self.has_weight = nn.Parameter(torch.ones(width), requires_grad=False), has_weight
+        self.variance_size_override = variance_size_override
+
+
+class SiluAndMul(nn.Module):
+    pass
+
+
+class MoERunner(nn.Module):
+    pass
+
+
+class Attention(nn.Module):
+    def __init__(self, impl: Any) -> None:
+        super().__init__()
+        self.impl = impl
+
+
+class SegmentsImpl:
+    """Of the name that coverage looks for."""
+
+
+class AttentionBackendEnum(Enum):
+    FLASH_ATTN = "flash"
+    CUSTOM = "custom"
+
+    def get_path(self) -> str:
+        if self not in OVERRIDES:
+            raise ValueError("not registered")
+        return OVERRIDES[self]
+
+
+OVERRIDES: dict[AttentionBackendEnum, str] = {}
+
+
+def register_backend(backend: Any, class_path: Any = None, is_mamba: bool = False) -> Any:
+    OVERRIDES[backend] = class_path
+
+
+class AttentionType:
+    DECODER = "decoder"
+    ENCODER = "encoder"
+
+
+class AttentionCGSupport(Enum):
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+
+
+@dataclass
+class FlashAttentionMetadata:
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: torch.Tensor
+    max_seq_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class FlashAttentionMetadataBuilder:
+    supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        self.block_size, self.num_heads_q = kv_cache_spec.block_size, vllm_config.model_config.heads
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        c = common_attn_metadata
+        return FlashAttentionMetadata(
+            c.num_actual_tokens,
+            c.max_query_len,
+            c.query_start_loc,
+            c.max_seq_len,
+            c.seq_lens,
+            c.block_table_tensor,
+            None,
+        )  # type: ignore[arg-type] # the toy writes the cache itself
+
+
+class FlashAttentionImpl:
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any, sliding_window: Any,
+        kv_cache_dtype: str, logits_soft_cap: Any = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: Any = None, sinks: Any = None,
+    ) -> None:  # fmt: skip
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
+        self.sliding_window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.logits_soft_cap = logits_soft_cap or 0
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any,
+        output_scale: Any = None, output_block_scale: Any = None,
+    ) -> Any:  # fmt: skip
+        raise AssertionError("FlashAttention's own")
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        k, v = kv_cache.unbind(1)
+        page = k.shape[1]
+        for i, slot in enumerate(slot_mapping.tolist()):
+            k[slot // page, slot % page], v[slot // page, slot % page] = key[i], value[i]
+
+
+class FlashAttentionBackend:
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+
+def direct_register_custom_op(
+    op_name: str, op_func: Any, mutates_args: Any = None, fake_impl: Any = None, target_lib: Any = None,
+    dispatch_key: Any = None, tags: Any = (),
+) -> None:  # fmt: skip
+    library = torch.library.Library("vllm", "FRAGMENT")
+    LIBRARIES.append(library)
+    library.define(op_name + torch.library.infer_schema(op_func, mutates_args=[]))
+    library.impl(op_name, op_func, "CPU")
+    library._register_fake(op_name, fake_impl)
+
+
+LIBRARIES: list[Any] = []  # a library that is collected takes its operators along
+
+
+@dataclass
+class EngineArgs:
+    attention_backend: Any = None
+    attention_config: Any = field(default_factory=lambda: SimpleNamespace(backend=None))
+    ir_op_priority: Any = field(default_factory=lambda: SimpleNamespace(rms_norm=None, fused_add_rms_norm=None))
+    kernel_config: Any = field(
+        default_factory=lambda: SimpleNamespace(ir_op_priority=SimpleNamespace(rms_norm=None, fused_add_rms_norm=None))
+    )
+    compilation_config: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            custom_ops=[], pass_config=SimpleNamespace(enable_qk_norm_rope_fusion=None)
+        )
+    )
+    additional_config: Any = field(default_factory=dict)
+    made: Any = None
+
+    def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> Any:
+        return self.made or config()
+
+
+class Worker:
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self.model, self.vllm_config, self.rank = model, vllm_config, 0
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
+        self.loaded = False
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self.loaded = True
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def add_lora(self, lora_request: Any) -> bool:
+        return True
+
+
+def config(**changes: Any) -> Any:
+    """A configuration as the plugin reads one; changes: dotted names with two underscores."""
+    made = SimpleNamespace(
+        lora_config=None, speculative_config=None, kv_transfer_config=None, weight_transfer_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False,
+            tensor_parallel_size=1, pipeline_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(
+            use_mla=False, enable_sleep_mode=False, dtype=torch.bfloat16, model="toy", max_model_len=512, heads=4
+        ),
+        offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0)),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64], static_forward_context={}),
+    )  # fmt: skip
+    for path, value in changes.items():
+        *above, name = path.split("__")
+        at = made
+        for part in above:
+            at = getattr(at, part)
+        setattr(at, name, value)
+    return made
+
+
+def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
+    """A fresh toy, for sys.modules: classes that the plugin patches are made anew each time."""
+
+    def module(name: str, **members: Any) -> None:
+        made[name] = ModuleType(name)
+        for key, value in members.items():
+            if isinstance(value, type) and key in (
+                "UnquantizedLinearMethod",
+                "UnquantizedEmbeddingMethod",
+                "EngineArgs",
+                "Worker",
+            ):
+                value = type(key, (value,), dict(value.__dict__))
+                for function in vars(value).values():
+                    if callable(function) and hasattr(function, "__module__"):
+                        function.__module__ = name
+            elif callable(value) and not isinstance(value, type | Op) and hasattr(value, "__module__"):
+                value.__module__ = name
+            setattr(made[name], key, value)
+
+    made: dict[str, ModuleType] = {}
+    for function in (
+        *(FlashAttentionBackend.get_kv_cache_shape, FlashAttentionMetadataBuilder.__init__),
+        *(FlashAttentionMetadataBuilder.build, FlashAttentionImpl.__init__, FlashAttentionImpl.forward),
+        *(FlashAttentionImpl.do_kv_cache_update, Op.register_impl),
+    ):
+        function.__module__ = "vllm.toys"
+    OVERRIDES.clear()
+    logger = SimpleNamespace(info=lambda text, *values: LOG.append(text % values))
+    platform = SimpleNamespace(is_cuda=lambda: cuda, device_type="cuda" if cuda else "cpu")
+    module("vllm", __version__=version)
+    module("vllm.logger", init_logger=lambda name: logger)
+    module("vllm.platforms", current_platform=platform)
+    module("vllm.model_executor.layers.linear", UnquantizedLinearMethod=UnquantizedLinearMethod)
+    module("vllm.model_executor.layers.vocab_parallel_embedding", UnquantizedEmbeddingMethod=UnquantizedEmbeddingMethod)
+    module("vllm.utils.torch_utils", direct_register_custom_op=direct_register_custom_op)
+    module("vllm.ir.op", IrOp=Op)
+    module("vllm.ir.ops.layernorm", rms_norm=Op(rms_norm), fused_add_rms_norm=Op(fused_add_rms_norm))
+    module(
+        "vllm.v1.attention.backends.registry", register_backend=register_backend,
+        AttentionBackendEnum=AttentionBackendEnum,
+    )  # fmt: skip
+    module("vllm.v1.attention.backend", AttentionCGSupport=AttentionCGSupport, AttentionType=AttentionType)
+    module(
+        "vllm.v1.attention.backends.flash_attn", FlashAttentionBackend=FlashAttentionBackend,
+        FlashAttentionImpl=FlashAttentionImpl, FlashAttentionMetadata=FlashAttentionMetadata,
+        FlashAttentionMetadataBuilder=FlashAttentionMetadataBuilder,
+    )  # fmt: skip
+    module("vllm.engine.arg_utils", EngineArgs=EngineArgs)
+    module("vllm.v1.worker.gpu_worker", Worker=Worker)
+    for name in list(made):
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            made.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+        if len(parts) > 1:
+            setattr(made[".".join(parts[:-1])], parts[-1], made[name])
+    return made
+
+
+LOG: list[str] = []
