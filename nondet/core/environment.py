@@ -102,7 +102,7 @@ def deciding() -> dict[str, Any]:
         **numerics(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "allow_tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
-        "allow_tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        "allow_tf32_cudnn": _flag(lambda: torch.backends.cudnn.allow_tf32),
         **{name: _flag(functools.partial(getattr, torch.backends.cuda.matmul, name)) for name in _REDUCTIONS},
         "preferred_blas": _flag(lambda: str(torch.backends.cuda.preferred_blas_library())),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
