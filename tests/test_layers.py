@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probes",),
     ("sampling",),
     ("endpoint",),
+    ("vllm",),
     ("trace", "bench", "certify", "embed"),
     ("mismatch",),
     ("training",),  # has an engine sample, and needs nothing of what asks questions
@@ -50,12 +51,12 @@ REGISTRIES = ("nondet.reports.content", "nondet.kernels.matmul.cuda")
 # Modules whose only importer lies in their own folder: two files for one idea, but for the reason given.
 ANNEXES: dict[str, str] = {
     "nondet.kernels.all_reduce.tree_cuda": "CUDA source and its calls, which no CPU loads",
-    "nondet.kernels.attention.cuda": "the backend of another device, named by the declaration as well",
     "nondet.kernels.attention.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.fold.cuda": "the backend of another device, which no CPU loads",
     "nondet.kernels.matmul.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.dispatch.again": "calls found again, a page by themselves",
     "nondet.kernels.dispatch.functions": "torch's functions, a page by themselves",
+    "nondet.vllm.attention": "imports vLLM at its top, which loads it by name",
     "nondet.testing.messages": "loads torch and the verdicts, once a test has failed; the assertions load neither",
 }
 

@@ -14,6 +14,7 @@ import bisect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -239,7 +240,7 @@ def stands_alone(
             drawn = inputs.make(kind, (most, width), dtype, device, inputs.generator(1, device))
             whole[kind] = (drawn, compute(drawn))
         for rows in counts:
-            claim = Claim("own kernel", f"M={rows} of {most}", _Rows(compute, rows))
+            claim = Claim("own kernel", f"M={rows} of {most}", partial(_from, compute, rows))
             places = [(kind, start) for kind in _KINDS for start in sorted({0, most - rows})]
             asked = ((f"{kind} from row {start}", (*whole[kind], start)) for kind, start in places)
             known = prove([claim], lambda x, large, start, n=rows: large[start : start + n], asked, kept)[0]
@@ -248,9 +249,7 @@ def stands_alone(
     return None
 
 
-class _Rows(NamedTuple):
-    compute: Callable[[torch.Tensor], torch.Tensor]
-    rows: int
-
-    def __call__(self, x: torch.Tensor, large: torch.Tensor, start: int) -> torch.Tensor:
-        return self.compute(x[start : start + self.rows].clone())
+def _from(
+    compute: Callable[[torch.Tensor], torch.Tensor], rows: int, x: torch.Tensor, large: torch.Tensor, start: int
+) -> torch.Tensor:
+    return compute(x[start : start + rows].clone())

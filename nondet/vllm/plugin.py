@@ -408,9 +408,9 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
         if len(met) > _MOST_ASKED:
             return (
                 AT_RISK,
-                f"its kernel would have to be asked at {len(met):,} row counts: lower --max-num-batched-tokens",
+                f"its kernel would have to be tested at {len(met):,} row counts: lower --max-num-batched-tokens",
             )
-        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None)
+        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", 0)
         parameter = next(layer.parameters())
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
 
@@ -418,9 +418,9 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
             return layer.quant_method.apply(layer, x, bias)
 
         try:
-            failed = stands_alone(compute, int(width), config.model_config.dtype, parameter.device, met)
+            failed = stands_alone(compute, int(width or 0), config.model_config.dtype, parameter.device, met)
         except Exception as error:  # noqa: BLE001 - whatever somebody's kernel raises, it is not proven
-            return AT_RISK, f"its kernel could not be asked: {one_line(str(error), 120) or type(error).__name__}"
+            return AT_RISK, f"its kernel could not be tested: {one_line(str(error), 120) or type(error).__name__}"
         if failed is not None:
             return AT_RISK, f"its kernel gives a row other bits at M={failed} than at M={met[-1]}"
         return CERTIFIED, f"its kernel gives equal bits at all {len(met)} row counts"
