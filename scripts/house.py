@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 545,
     "mismatch": 1000,
-    "kernels": 18440,
+    "kernels": 18500,
     "nondet": 1780,
     "probes": 4250,
     "ranks": 590,
