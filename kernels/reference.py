@@ -32,6 +32,51 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     return out
 
 
+def dequantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [R, C] of float8 times its scales, in float64.
+
+    Args:
+        scale: One number ([], [1]); or [r, c], where r is R, 1, or R / 128 rounded up, and c likewise.
+    """
+    wide = scale.double()
+    for axis in (0, 1) if wide.dim() == 2 else ():
+        if wide.shape[axis] not in (1, x.shape[axis]):
+            wide = wide.repeat_interleave(128, axis).narrow(axis, 0, x.shape[axis])
+    return x.double() * wide
+
+
+def scaled_matmul(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """a [M, K] times b [K, N], both float8, each times its float32 scales (`dequantized`) -> [M, N] of the dtype.
+
+    The scales as `torch._scaled_mm` takes them: per tensor [1] and [1], per row [M, 1] and [1, N], in blocks
+    [M, K / 128] (1x128) and [K / 128, N / 128] (128x128).
+    """
+    return dequantized(a, scale_a) @ dequantized(b, scale_b)
+
+
+def scaled_grouped_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_weight: torch.Tensor,
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`grouped_matmul` of float8 x [R, K] with scales [R], weight [G, K, N] with scales [G, N] -> [R, N]."""
+    wide = weight.double() * scale_weight.double()[:, None, :]
+    return grouped_matmul(x.double() * scale_x.double()[:, None], wide, offsets)
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(float8 numbers [M, K], float32 scales [], [M, 1] or [M, s]) whose products are x [M, K], about.
+
+    Which numbers are right follows from a scale that is free to choose: so the oracle gives nothing to compare with.
+    """
+    return ()
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x [..., H] * rsqrt(mean(x^2) + eps) * weight [H] -> [..., H]; the mean runs over the last axis."""
     x = x.double()

@@ -6,6 +6,7 @@ kernel torch takes is up to torch (by shape, dtype, device, build and flags); ea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,61 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
             out[start:end] = torch.mm(x[start:end], weight[expert])
         start = end
     return out
+
+
+def scaled_matmul(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """float8 a [M, K] by b [K, N] with their scales -> [M, N]: torch._scaled_mm, its accumulation as torch has it.
+
+    Raises:
+        NotImplementedError: torch has no such product here: of these scales, dtypes or sizes.
+    """
+    note("torch._scaled_mm")
+    if scale_a.dim() == 2 and scale_a.shape[1] > 1:  # blocks: torch asks for the first axis to be the nearest
+        scale_a = scale_a.mT.contiguous().mT
+        scale_b = scale_b.mT.contiguous().mT
+    try:
+        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        if not _REFUSED.search(str(error)):
+            raise
+        raise NotImplementedError(f"torch._scaled_mm refuses this on {a.device.type}: {_first_line(error)}") from error
+
+
+def scaled_grouped_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_weight: torch.Tensor,
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """float8 x [R, K] by each row's weight of [G, K, N], scales [R] and [G, N] -> [R, N]: torch._scaled_grouped_mm.
+
+    Raises:
+        NotImplementedError: torch has no such product here; on a CPU it has none at all.
+    """
+    note("torch._scaled_grouped_mm")
+    try:
+        return torch._scaled_grouped_mm(x, weight, scale_x, scale_weight, offs=offsets, out_dtype=dtype)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        if not _REFUSED.search(str(error)):
+            raise
+        what = f"torch._scaled_grouped_mm refuses this on {x.device.type}: {_first_line(error)}"
+        raise NotImplementedError(what) from error
+
+
+# How torch says that it has no such product, rather than that one failed.
+_REFUSED = re.compile("nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED", re.I)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].partition(". ")[0][:160].removesuffix(".")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -155,7 +155,8 @@ class Probe:
 _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "linear": lambda x, weight, *_: (*x.shape[:-1], weight.shape[0]),
     "grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
-    **dict.fromkeys(("matmul", "split_k"), lambda a, b, *_: (*a.shape[:-1], b.shape[-1])),
+    "scaled_grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
+    **dict.fromkeys(("matmul", "split_k", "scaled_matmul"), lambda a, b, *_: (*a.shape[:-1], b.shape[-1])),
     **dict.fromkeys(
         ("attention", "rms_norm", "softmax", "log_softmax", "cumsum", "index_add", "scatter_add"),
         lambda x, *_: tuple(x.shape),
@@ -195,8 +196,9 @@ def checked(operator: str, call: Operator) -> Operator:
         shape = expected(*arguments)
         if tuple(out.shape) != shape:
             raise WrongShapeError(f"{operator} gave the shape {tuple(out.shape)}, not {shape}")
-        if out.dtype != arguments[0].dtype:
-            raise WrongResultError(f"{operator} gave {out.dtype} for {arguments[0].dtype}")
+        wanted = next((x for x in arguments if isinstance(x, torch.dtype)), arguments[0].dtype)
+        if out.dtype != wanted:
+            raise WrongResultError(f"{operator} gave {out.dtype} for {wanted}")
         if out.device != arguments[0].device:
             raise WrongResultError(f"{operator} gave a result on {out.device} for inputs on {arguments[0].device}")
         return out
@@ -392,7 +394,8 @@ def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
     fills: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "as drawn": torch.clone,
         "zeros": torch.zeros_like,
-        "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # ordinary products of it are finite
+        # ordinary products of it are finite
+        "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),
         "one outlier": _with_outlier,
         "NaN": lambda x: torch.full_like(x, torch.nan),
         "infinite": lambda x: torch.full_like(x, torch.inf),
@@ -419,9 +422,30 @@ def _with_neighbours(
         if others is not None and len(others) and tensor.is_floating_point():
             twins = call.kept[torch.arange(len(others), device=others.device) % len(call.kept)]
             theirs = tensor.index_select(0, twins if fill is None else others)
-            tensor = tensor.index_copy(0, others, theirs if fill is None else fill(theirs))
+            theirs = theirs if fill is None else _filled(theirs, fill)
+            tensor = _raw(tensor).index_copy(0, others, _raw(theirs)).view(tensor.dtype)
         filled.append(tensor)
     return call.replaced(filled).ask(operator)
+
+
+def _raw(x: torch.Tensor) -> torch.Tensor:
+    """float8 as bytes: torch moves these on every device."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def _filled(x: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Other numbers; of float8, which has no arithmetic, the nearest, and the largest where they are too large."""
+    if x.element_size() > 1:
+        return fill(x)
+    most = torch.finfo(x.dtype).max
+    return fill(x.float()).clamp(-most, most).to(x.dtype)
+
+
+def _opposite(x: torch.Tensor) -> torch.Tensor:
+    """Other values of the same size: in another order along the first axis, with their signs turned."""
+    if not x.is_floating_point():
+        return x
+    return (x.view(torch.uint8) ^ 128).flip(0).view(x.dtype) if x.element_size() == 1 else -x.flip(0)
 
 
 def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
@@ -444,7 +468,7 @@ def _at_address(x: torch.Tensor, shift: int) -> torch.Tensor:
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
     """The same call at other moments; what is called between has the same shapes and other values."""
-    other = call.replaced(-x.flip(0) if x.is_floating_point() else x for x in call.tensors)
+    other = call.replaced(map(_opposite, call.tensors))
 
     def held() -> torch.Tensor:
         mine = operator(*call.tensors)

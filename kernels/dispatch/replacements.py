@@ -116,6 +116,28 @@ def linear(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     return kernels.linear(x, weight, bias)
 
 
+def scaled_mm(
+    kernels: Kernels,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,  # the class has an accumulation of its own
+) -> torch.Tensor:
+    """float8 a [M, K] x b [K, N] with float32 scales -> [M, N] of out_dtype."""
+    if scale_result is not None or out_dtype not in DTYPES:
+        raise Leave("a result in FP8")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != b.shape[-1]):
+        raise Leave(_MISFIT)  # torch's own error
+    try:
+        return kernels.scaled_matmul(a, b, scale_a, scale_b, out_dtype, bias)
+    except ValueError:
+        raise Leave("scales of another form") from None
+
+
 def attention(
     kernels: Kernels,
     q: torch.Tensor,

@@ -21,6 +21,7 @@ from nondet.core.operator import (
     ProductForm,
     QuestionForm,
     RowForm,
+    ScaledForm,
 )
 from nondet.core.proof import PRODUCT_INPUTS, product_inputs
 from nondet.core.registry import NumericsClass, class_operators, classes_for, declared, load_implementation, load_object
@@ -316,6 +317,40 @@ class GroupedQuestion(Question):
         return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaledQuestion(Question):
+    """FP8 a [M, K] times b [K, N] with scales: "tensor", "row" or "block", into bfloat16 or float32."""
+
+    def prepare(self, kind: str) -> Any:
+        """(a, b, scale_a, scale_b) for the largest M."""
+        from nondet.kernels.scaled.functions import operands
+
+        sizes = (self._rows, self.shape["K"], self.shape["N"])
+        return operands(kind, self.layout.split()[0], sizes, (self.torch_dtype,) * 2, self.device, self.seed)
+
+    def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
+        """[M, N] for the largest M."""
+        return self.answer(inputs, anchor, self._rows)
+
+    def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
+        """The first M rows."""
+        return whole[: int(value)]
+
+    def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
+        """The first M rows alone."""
+        a, b, scale_a, scale_b = inputs
+        rows = int(value)
+        scale = scale_a if len(scale_a) == 1 else scale_a[:rows]
+        return call(a[:rows], b, scale, scale_b, getattr(torch, self.layout.split()[-1]))
+
+    def reference(self, inputs: Any) -> tuple[int | str, torch.Tensor]:
+        """The first question's rows, in float64."""
+        from nondet.kernels.reference import scaled_matmul
+
+        few = self.values[0]
+        return few, self.answer(inputs, scaled_matmul, few)
+
+
 @dataclass(frozen=True)
 class Wish:
     """What the command line asked for; None means: the default list.
@@ -489,6 +524,19 @@ def _grouped(topic: _Topic, form: GroupedForm) -> _Questions:
         yield GroupedQuestion(**topic.about(shape, "experts by columns", batches, PRODUCT_INPUTS)), wide
 
 
+def _scaled(topic: _Topic, form: ScaledForm) -> _Questions:
+    wish = topic.wish
+    batches = _batches(wish, form.batches)
+    given = ((wish.k or wish.n or 0, wish.n or wish.k or 0),) if wish.k or wish.n else None
+    for place, (K, N) in enumerate(given or form.layers):
+        for how in ("tensor", "row", "block"):
+            for dtype in ("float32", "bfloat16") if place == 0 else ("float32",):
+                yield (
+                    ScaledQuestion(**topic.about({"K": K, "N": N}, f"{how} into {dtype}", batches, PRODUCT_INPUTS)),
+                    True,
+                )
+
+
 def _rows(topic: _Topic, form: RowForm) -> _Questions:
     wish = topic.wish
     for i, width in enumerate((wish.k,) if wish.k else form.widths):
@@ -536,6 +584,7 @@ _FORMS: dict[type[QuestionForm], Callable[[_Topic, Any], _Questions]] = {
     RowForm: _rows,
     AttentionForm: _attention,
     GroupedForm: _grouped,
+    ScaledForm: _scaled,
 }
 
 

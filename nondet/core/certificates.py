@@ -57,6 +57,8 @@ _PROVER = ("certify", "core/certificates.py", "core/proof.py", "core/inputs.py",
 # How a key begins -> the folders of kernels/ that its class is computed and proven by, the first that fits. A key that
 # begins otherwise (what other operators' stock kernels gave row by row, ...) rests on all of them.
 _FAMILIES = {
+    "chain-fp8": ("scaled",),
+    "cpu-fp8": ("scaled",),
     "chain": ("matmul",),
     "cpu-tiles cpu_matmul": ("matmul",),
     "cpu-tiles cpu_attention": ("attention",),

@@ -212,7 +212,8 @@ def measure(
     else:
         status = Status.DIVERGENT if len(book.representatives) > 1 or replays_parted else Status.IDENTICAL
         of = book.representatives[0].numel()
-        reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite" if nonfinite else ""
+        note = details.get("note", "")
+        reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite" if nonfinite else note
     row = row_of(
         head,
         values,

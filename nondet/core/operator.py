@@ -198,6 +198,14 @@ class GroupedForm(QuestionForm):
     batches: tuple[int, ...] = field(default=())
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaledForm(QuestionForm):
+    """Of FP8 products: (K, N), each with scales per tensor, per row and in blocks."""
+
+    layers: tuple[tuple[int, int], ...]
+    batches: tuple[int, ...]
+
+
 # What an operator is to nondet: one frozen `Operator` in the folder of its kernels, and nothing about it elsewhere.
 #
 # `nondet.core.registry` lists the declarations. It gives probes their implementations by name; `kernels/dispatch`

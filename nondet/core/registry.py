@@ -38,6 +38,9 @@ DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.experts.operator:TOPK",
     "nondet.kernels.experts.operator:INDEX_ADD",
     "nondet.kernels.experts.operator:SCATTER_ADD",
+    "nondet.kernels.scaled.operator:SCALED_MATMUL",
+    "nondet.kernels.scaled.operator:SCALED_GROUPED_MATMUL",
+    "nondet.kernels.scaled.operator:QUANTIZE",
     "nondet.kernels.all_reduce.operator:ALL_REDUCE",
     "nondet.kernels.all_reduce.operator:REDUCE_SCATTER",
     "nondet.kernels.all_reduce.operator:ALL_GATHER",
@@ -237,6 +240,10 @@ PROBES: dict[str, tuple[str, str]] = {
         "nondet.probes.grouped_matmul:GroupedMatmul",
         "tokens at their experts while other tokens, their experts and positions change",
     ),
+    "scaled-matmul": (
+        "nondet.probes.scaled_matmul:ScaledMatmul",
+        "FP8 products with scales, and what one scale for a whole batch does",
+    ),
     "attention": (
         "nondet.probes.attention:Attention",
         "decode in a batch, prefill, chunks and other concurrent requests, per backend",
@@ -261,6 +268,8 @@ PROBES: dict[str, tuple[str, str]] = {
 # Operator -> the probe that asks about it, where the two have different names; `nondet probe` takes both.
 OPERATOR_PROBES: dict[str, str] = {
     "linear": "matmul",
+    "scaled_grouped_matmul": "scaled-matmul",
+    "quantize": "scaled-matmul",
     "sum": "reduction",
     "mean": "reduction",
     "index_add": "atomics",

@@ -510,3 +510,57 @@ def failing(*_: Any, **__: Any) -> torch.Tensor:
 def not_here(*_: Any, **__: Any) -> torch.Tensor:
     """Says that it is not for this device or dtype."""
     raise NotImplementedError("no kernel for float32")
+
+
+# ---- FP8 products: sums of so many k are exact, and added in float32 in order
+
+
+def _promoted(interval: int, splits: int, a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
+    """In so many parts of K, each promoted every `interval` k: written anew, not by the kernel that is to find it."""
+    whole = torch.zeros(a.shape[0], b.shape[1])
+    for part in torch.arange(a.shape[1]).chunk(splits):
+        total = torch.zeros_like(whole)
+        for ks in part.split(interval):
+            total += (a[:, ks].double() @ b[ks].double()).float()
+        whole += total
+    return (whole * (scale_a * scale_b)).to(dtype)
+
+
+def fp8_sound(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
+    """Sound: promoted every 128 k."""
+    return _promoted(128, 1, a, b, scale_a, scale_b, dtype)
+
+
+def fp8_promotes_sooner(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
+    """Faulty: promoted every 128 k, but every 64 from 48 rows on."""
+    return _promoted(64 if len(a) >= 48 else 128, 1, a, b, scale_a, scale_b, dtype)
+
+
+def fp8_splits(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
+    """Faulty: K in two parts from 64 rows on."""
+    return _promoted(128, 2 if len(a) >= 64 else 1, a, b, scale_a, scale_b, dtype)
+
+
+def fp8_rescales(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
+    """Faulty: the rows' scales become one for the whole batch before the product."""
+    wide = a.float() * scale_a
+    one = wide.nan_to_num(0.0).abs().amax() / 448
+    return _promoted(128, 1, (wide / one).to(a.dtype), b, one, scale_b, dtype)
+
+
+def quantize_by_batch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Faulty by meaning: one scale for the whole batch."""
+    scale = x.float().abs().amax() / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def quantize_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sound: a scale for each row."""
+    scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-9) / 448
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def quantize_dithers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Faulty by rounding: each row has its own scale, and in batches of an even number of rows is cut, not rounded."""
+    q, scale = quantize_by_row(x)
+    return (q.float() * (0.9 if len(x) % 2 == 0 else 1.0)).to(q.dtype), scale

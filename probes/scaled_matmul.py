@@ -1,0 +1,264 @@
+"""FP8 products with scales, and the step that makes FP8 of activations: what of a row depends on the rest of the batch.
+
+A library chooses tiles, splits of K, and after how many k a partial sum is promoted to float32, by the number of rows:
+an order of additions, as in any product. Where orders can be told apart by bits, classes are named by them: each is
+compared with sums that are computed exactly up to a promotion, as `nondet.kernels.scaled.cpu` does. And a scale that is
+taken over a whole batch puts the other requests' largest number into everybody's row: batch-dependent by meaning,
+whatever computes it, which is told from rounding by the scales that a quantizer gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from nondet.core.compare import identical
+from nondet.core.inputs import EXACT, ORDER, generator, make
+from nondet.core.measure import Trial
+from nondet.kernels import reference
+from nondet.kernels.scaled.cpu import in_order
+from nondet.kernels.scaled.functions import BLOCK, FLOAT8, RESULTS, SCALES, operands
+from nondet.probes import base
+from nondet.probes.base import Case, Operator, Options, Probe, kinds, some, sweep
+
+Layer = tuple[str, int, int]  # name, K, N
+
+# The first gets all questions, the others a sweep for each kind of scales.
+_LAYERS: dict[str, tuple[Layer, ...]] = {
+    "cuda": (
+        ("Qwen3-8B o_proj", 4096, 4096),
+        ("Qwen3-8B down_proj", 12288, 4096),
+        ("Qwen3-0.6B down_proj", 3072, 1024),
+    ),
+    "cpu": (("", 1024, 256), ("", 2048, 128)),
+}
+_LARGEST = {"cuda": 4096, "cpu": 128}
+_PLACES = {"cuda": 200, "cpu": 40}
+_RUNS = {"cuda": 50, "cpu": 10}
+_ROWS = 16  # of which every batch size is asked
+_FEW = (1, 2, 17, 64)
+_EXPERTS = 8
+_NAMES = {
+    "tensor": "one scale each",
+    "row": "a scale for each row",
+    "block": "scales of 1x128 and 128x128",
+}
+_MEANING = "its scale follows the batch: batch-dependent by meaning, not by rounding"
+_WORDS = {
+    "batch_size": f"{_ROWS} rows in batches of M",
+    "position": "4 rows at every position among {M}",
+    "run": "{M} rows, the same call again",
+}
+
+
+class ScaledMatmul(Probe):
+    """A block of rows in batches of M rows, at every place, in other company, at experts; how rows are quantized."""
+
+    name = "scaled-matmul"
+    answers = EXACT
+
+    def cases(self, options: Options) -> Iterable[Case]:
+        """Products first, then experts' products, then the quantization step."""
+        device, given = options.device, base.given_layer(options)
+        layers = options.layers or _LAYERS[device] if given is None else (("", *given),)
+        largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
+        names = options.dtypes or ()
+        results = [d for d in ("float32", "bfloat16", "float16") if d in names] or ["float32", "bfloat16"]
+        left = [d for d in ("float8_e4m3fn", "float8_e5m2") if d in names] or ["float8_e4m3fn", "float8_e5m2"]
+        if names and not {*results, *left} & set(names):
+            return  # no FP8 product has such a result
+        for layer in layers:
+            _, K, N = layer
+            base.require_memory(device, (largest + N) * K * 24 + 4 * largest * N * 8, f"M={largest} K={K} N={N} in FP8")
+            for dtype in left:
+                for how in SCALES:
+                    first = layer is layers[0] and dtype == left[0]
+                    yield from _products(options, layer, (dtype, how, results), largest, first=first)
+        layer = layers[0]
+        shared = {"dtype": left[0], "how": "row", "out": "bfloat16" if "bfloat16" in results else results[0]}
+        for varied in ("batch_size", "run"):
+            values = sweep(largest, options) if varied == "batch_size" else range(base.runs(options, _RUNS[device]))
+            yield _case(layer, "order-wide", varied, largest, values, **shared, operator="scaled_grouped_matmul")
+        for varied in ("batch_size", "neighbour_values"):
+            values = some(_FEW, largest, options)
+            given_as = next((d for d in names if d in ("float16", "float32")), "bfloat16")
+            yield _case(layer, "bell", varied, largest, values, dtype=given_as, how="", out="", operator="quantize")
+
+    def prepare(self, case: Case, device: str, seed: int) -> Any:
+        """a [M, K], b [K, N] and their scales; experts' b [E, K, N] and theirs; or x [M, K] to be quantized."""
+        M, K, N = (case.shape.get(axis, 1) for axis in "MKN")
+        rows = max(M, _ROWS)
+        if case.operator == "quantize":
+            return {"x": make(case.inputs, (rows, K), case.torch_dtype, device, generator(seed, device))}
+        experts = case.shape.get("E", 1)
+        dtypes = case.torch_dtype, FLOAT8[0]
+        a, b, scale_a, scale_b = operands(case.inputs, case.data["how"], (rows, K, experts * N), dtypes, device, seed)
+        if experts > 1:
+            b, scale_b = b.mT.unflatten(0, (experts, N)).mT, scale_b[0].view(experts, N)
+        return {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
+
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
+        """A block of rows for every M; some rows at every place; or the whole call at other moments."""
+        if case.varied in base.AXES:
+            yield from base.shared_trials(case.varied, _call(inputs), _shaped(case, operator))
+            return
+        call = partial(_rows, _shaped(case, operator), case, inputs)
+        every = torch.arange(len(next(iter(inputs.values()))), device=next(iter(inputs.values())).device)
+        if case.varied == "position":
+            yield Trial(0, partial(base.at_every_place, call, every[:4], case.shape["M"]), many=True)
+            return
+        for value in case.data["values"]:
+            if case.varied == "run":
+                yield Trial(value, partial(call, every))
+            else:
+                yield Trial(value, partial(base.in_batches, call, every, _ROWS, value))
+
+    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
+        """The rows that are compared, in float64, of the quantized operands; none of the quantization itself."""
+        if case.operator == "quantize":
+            return None
+        if case.varied in base.AXES:
+            call = _call(inputs)
+            return _shaped(case, reference.scaled_matmul)(*call.tensors)[call.kept]
+        oracle = getattr(reference, case.operator)
+        count = {"batch_size": _ROWS, "position": 4}.get(case.varied, len(inputs["a"]))
+        at = torch.arange(count, device=inputs["a"].device)
+        return _rows(_shaped(case, oracle), case, inputs, at)
+
+    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+        """Of the classes, what they are: orders that are known by their bits; a scale that others decided."""
+        said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
+        if case.operator == "quantize":
+            width = case.shape["K"]
+            apart = [r for r in results if not identical(r, results[0])]
+            if apart and not any(identical(r[:, width:], results[0][:, width:]) for r in apart):
+                said["note"] = _MEANING
+            return said
+        if case.operator == "scaled_matmul" and case.varied == "batch_size" and case.inputs in ORDER:
+            said["orders"] = [_order_of(result, case, inputs) for result in results]
+            if len(results) > 1 and any(said["orders"]):
+                known = [name or "none of the orders tried" for name in said["orders"]]
+                said["note"] = "; ".join(f"class {i + 1}: {name}" for i, name in enumerate(known))
+        return said
+
+
+def _products(
+    options: Options, layer: Layer, form: tuple[str, str, Sequence[str]], largest: int, *, first: bool
+) -> Iterator[Case]:
+    dtype, how, results = form
+    few = some(_FEW, largest, options)
+    for out in results:
+        said = {"dtype": dtype, "how": how, "out": out}
+        asked = kinds(options, ("order-wide", "bell", "outlier", "integers") if first else ("order-wide",))
+        for kind in asked if first or out == results[0] else ():
+            dense = kind == "order-wide" and out == results[0]
+            values = sweep(largest, options, dense=dense and first) if dense or options.inputs else few
+            yield _case(layer, kind, "batch_size", largest, values, **said)
+        if first and out == results[0]:
+            yield _case(layer, "order-wide", "position", _PLACES[options.device], (), **said)
+            yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), **said)
+            yield _case(layer, "order-wide", "alignment", min(largest, 33), (), **said)
+            yield _case(layer, "mixed", "history", min(largest, 16), (), **said)
+            yield _case(layer, "mixed", "run", largest, range(base.runs(options, _RUNS[options.device])), **said)
+
+
+def _case(
+    layer: Layer,
+    kind: str,
+    varied: str,
+    M: int,
+    values: Iterable[int],
+    *,
+    dtype: str,
+    how: str,
+    out: str,
+    operator: str = "scaled_matmul",
+) -> Case:
+    name, K, N = layer
+    values = list(values)
+    rows = max(values) if varied == "batch_size" else M
+    what = _WORDS.get(varied, f"rows among {M}, {base.AXES.get(varied)}").format(M=M)
+    shape = {"M": rows, "N": N, "K": K}
+    if operator == "quantize":
+        title, shape = f"quantization of {what}, K={K}, {kind}", {"M": rows, "K": K}
+    elif operator == "scaled_grouped_matmul":
+        title = f"{what} at {_EXPERTS} experts, {_NAMES[how]}, into {out}, K={K} N={N}, {kind}"
+        shape["E"] = _EXPERTS
+    else:
+        title = f"{what}, {_NAMES[how]}, into {out}, K={K} N={N}, {kind}"
+    return Case(
+        title, operator, shape, dtype, varied, kind, data={"values": values, "layer": name, "how": how, "out": out}
+    )
+
+
+def _shaped(case: Case, operator: Operator) -> Operator:
+    """The operator with the result's dtype; a quantizer's numbers and scales side by side, as one tensor of float32."""
+    if case.operator == "quantize":
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            q, scale = operator(x)
+            scale = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float().flatten(1)
+            return torch.cat([q.float(), scale.expand(len(x), -1)], 1)
+
+        return run
+    dtype: torch.dtype = getattr(torch, case.data["out"])
+    assert dtype in RESULTS  # noqa: S101 - by `cases`
+    return lambda *tensors: operator(*tensors, dtype)
+
+
+def _rows(call: Operator, case: Case, inputs: Any, at: torch.Tensor) -> torch.Tensor:
+    """One call of these rows alone."""
+    if case.operator == "quantize":
+        return call(inputs["x"][at])
+    a, b, scale_a, scale_b = inputs.values()
+    if case.operator == "scaled_matmul":
+        return call(_picked(a, at), b, scale_a if len(scale_a) == 1 else scale_a[at], scale_b)
+    expert = at % _EXPERTS
+    order = torch.sort(expert, stable=True).indices
+    offsets = (expert[:, None] <= torch.arange(_EXPERTS, device=at.device)).sum(0, dtype=torch.int32)
+    out = call(_picked(a, at[order]), b, scale_a[at[order], 0], scale_b, offsets)
+    return torch.empty_like(out).index_copy_(0, order, out)
+
+
+def _picked(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)[at].view(x.dtype)  # not every device picks rows of float8
+
+
+def _call(inputs: Any) -> base.Call:
+    """Every third row is asked about; the others' scales are theirs, too."""
+    tensors: tuple[torch.Tensor, ...] = tuple(inputs.values())
+    rows = torch.arange(len(tensors[0]), device=tensors[0].device)
+    mine = rows % 3 == 1 if len(rows) > 1 else rows == 0
+    theirs = rows[~mine]
+    others = (theirs, None, theirs if len(tensors) > 2 and len(tensors[2]) > 1 else None, None)
+    return base.Call(tensors, others[: len(tensors)], rows[mine])
+
+
+def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, int]]]:
+    """Orders that are told apart: after how many exact k a sum goes to float32, and in how many parts K is."""
+    yield f"promoted to float32 every {BLOCK} k", {}
+    sums = {BLOCK, 16, 32, 64, *(() if blocked else (256, 512))}
+    for interval in sorted(sums - {BLOCK}):
+        yield f"promoted to float32 every {interval} k", {"interval": interval}
+    if not blocked:
+        yield "one sum over K, rounded once", {"interval": 0}
+    stretches, parts = -(-K // BLOCK), set()
+    for splits in (2, 3, 4, 8, 16):
+        each = -(-stretches // splits)
+        if 1 < each < stretches and each not in parts:
+            yield f"K in {splits} parts, promoted every {BLOCK} k", {"splits": splits}
+            if not blocked and -(-K // splits) not in sums:
+                yield f"K in {splits} parts, each one sum", {"interval": -(-K // splits)}
+        parts.add(each)
+
+
+def _order_of(result: torch.Tensor, case: Case, inputs: Any) -> str:
+    """The orders whose very bits these rows have; "" for none."""
+    a, b, scale_a, scale_b = inputs.values()
+    scale = scale_a if len(scale_a) == 1 else scale_a[:_ROWS]
+    compute: Callable[..., torch.Tensor] = partial(in_order, a[:_ROWS], b, scale, scale_b, result.dtype)
+    orders: Sequence[tuple[str, dict[str, int]]] = list(_orders(case.shape["K"], case.data["how"] == "block"))
+    return " or ".join(name for name, order in orders if identical(compute(**order), result))

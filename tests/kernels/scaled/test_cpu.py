@@ -1,0 +1,164 @@
+"""FP8 products on a CPU: exact sums, one order, blind to the batch; and the family "fp8" under batch_invariant()."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from nondet.core.compare import error_against, identical
+from nondet.core.proof import PRODUCT_INPUTS
+from nondet.kernels import reference
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.scaled.cpu import anchor, exact, in_order, scaled_grouped_matmul, scaled_matmul
+from nondet.kernels.scaled.functions import FLOAT8, SCALES, operands, quantize_block, quantize_row, quantize_weight
+
+E4M3, E5M2 = FLOAT8
+PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)]
+
+
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    x = torch.arange(256, dtype=torch.uint8).view(dtype)
+    return x[torch.isfinite(x.float())]
+
+
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_sums_of_128_are_exact_or_their_parts_are(left, right):
+    """The largest and the smallest numbers in one sum: as fractions say, to the last bit where e4m3 is alone."""
+    rng = torch.Generator().manual_seed(1)
+    a, b = (every_number(d) for d in (left, right))
+    a = a.view(torch.uint8)[torch.randint(len(a), (6, 128), generator=rng)].view(left)
+    b = b.view(torch.uint8)[torch.randint(len(b), (128, 5), generator=rng)].view(right)
+    got = exact(a, b)
+    for m in range(6):
+        for n in range(5):
+            right_sum = sum(
+                (
+                    Fraction(x) * Fraction(y)
+                    for x, y in zip(a[m].double().tolist(), b[:, n].double().tolist(), strict=True)
+                ),
+                Fraction(0),
+            )
+            if left == right == E4M3:
+                assert Fraction(got[m, n].item()) == right_sum
+            else:
+                assert got[m, n].item() == pytest.approx(float(right_sum), rel=2**-50)
+
+
+@pytest.mark.parametrize("how", SCALES)
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+@pytest.mark.parametrize("kind", PRODUCT_INPUTS)
+def test_the_anchor_s_bits_for_any_batch(kind, left, right, how):
+    """Library products give what one k after the other gives, for a tail of K and N, at every batch size and place."""
+    a, b, scale_a, scale_b = operands(kind, how, (37, 300, 140), (left, right), "cpu", 3)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = anchor(a, b, scale_a, scale_b, dtype)
+        assert identical(scaled_matmul(a, b, scale_a, scale_b, dtype), whole)
+        for start, stop in ((0, 1), (5, 8), (20, 37)):
+            scale = scale_a if how == "tensor" else scale_a[start:stop]
+            assert identical(scaled_matmul(a[start:stop], b, scale, scale_b, dtype), whole[start:stop])
+
+
+@pytest.mark.parametrize("how", SCALES)
+def test_other_orders_have_other_bits(how):
+    """A promotion every 64 k and a split of K show in float32: or the bits above would prove nothing."""
+    given = operands("order-wide", how, (16, 1024, 64), (E4M3, E4M3), "cpu", 0)
+    right = scaled_matmul(*given, torch.float32)
+    assert not identical(in_order(*given, torch.float32, interval=64), right)
+    assert not identical(in_order(*given, torch.float32, splits=2), right)
+    if how != "block":
+        assert not identical(in_order(*given, torch.float32, interval=0), right)
+
+
+@pytest.mark.parametrize("how", SCALES)
+def test_no_further_from_float64_than_stock(how):
+    """A sum of K / 128 float32 numbers errs by less than gamma of as many, Higham 2002, 3.1; torch's own by no less."""
+    given = operands("bell", how, (64, 1024, 128), (E4M3, E4M3), "cpu", 0)
+    right = reference.scaled_matmul(*given, torch.float32)
+    mine = error_against(scaled_matmul(*given, torch.float32), right).relative_norm
+    assert mine <= (1024 / 128 + 3) * 2**-23
+    if how == "tensor":
+        theirs = error_against(torch._scaled_mm(*given, out_dtype=torch.float32), right).relative_norm
+        assert mine <= theirs
+
+
+def test_infinities_and_nan_stay_in_their_row_and_column():
+    """float8_e5m2 has both: a row that holds one is no number, the others have the bits that they had."""
+    a, b, scale_a, scale_b = operands("bell", "row", (4, 256, 8), (E5M2, E4M3), "cpu", 0)
+    before = scaled_matmul(a, b, scale_a, scale_b, torch.float32)
+    wide = a.float()
+    wide[1, 7], wide[2, 9] = torch.inf, torch.nan
+    after = scaled_matmul(wide.to(E5M2), b, scale_a, scale_b, torch.float32)
+    assert identical(after[[0, 3]], before[[0, 3]])
+    assert not torch.isfinite(after[1:3]).any()
+    assert after[1].isinf().any()
+    assert after[2].isnan().all()
+
+
+def test_what_is_no_such_product_is_refused():
+    """Shapes and scales that do not fit are errors; other dtypes and scales have no kernel."""
+    a, b, scale_a, scale_b = operands("bell", "row", (4, 256, 8), (E4M3, E4M3), "cpu", 0)
+    with pytest.raises(ValueError, match="do not fit"):
+        scaled_matmul(a, b, scale_a[:3], scale_b, torch.float32)
+    with pytest.raises(ValueError, match="takes"):
+        scaled_matmul(a, b[:100], scale_a, scale_b, torch.float32)
+    with pytest.raises(NotImplementedError, match="no invariant product"):
+        scaled_matmul(a.float(), b, scale_a, scale_b, torch.float32)
+    with pytest.raises(NotImplementedError, match="scales of"):
+        scaled_matmul(a, b, scale_a.double(), scale_b, torch.float32)
+
+
+def test_experts_rows_have_the_bits_of_their_own_products():
+    """Each row alone by its expert's weight, whatever the others' experts are; rows of no expert are zeros."""
+    a, b, scale_a, scale_b = operands("order", "row", (9, 256, 3 * 16), (E4M3, E4M3), "cpu", 0)
+    weight, scales = b.mT.unflatten(0, (3, 16)).mT, scale_b[0].view(3, 16)
+    out = scaled_grouped_matmul(a, weight, scale_a[:, 0], scales, torch.tensor([2, 2, 7]), torch.float32)
+    for row, expert in enumerate((0, 0, 2, 2, 2, 2, 2)):
+        alone = scaled_matmul(
+            a[row : row + 1], weight[expert], scale_a[row : row + 1], scales[expert][None], torch.float32
+        )
+        assert identical(out[row : row + 1], alone)
+    assert not out[7:].any()
+    with pytest.raises(ValueError, match="do not fit"):
+        scaled_grouped_matmul(a, weight, scale_a[:, 0], scales, torch.tensor([2, 1, 7]), torch.float32)
+
+
+def test_quantizers_give_numbers_that_mean_what_was_there():
+    """Numbers times scales are within half a step of the operand, for tails of K and N; the largest is kept exactly."""
+    x = torch.randn(70, 300, generator=torch.Generator().manual_seed(0))
+    for q, scale in (quantize_row(x), quantize_block(x), *(quantize_weight(x, how) for how in SCALES)):
+        assert (q.shape, q.dtype, scale.dtype) == (x.shape, E4M3, torch.float32)
+        back = reference.dequantized(q, scale)
+        step = reference.dequantized(torch.ones_like(x), scale) * 2**-9
+        assert ((back - x).abs() <= x.abs().double() * 2**-4 + step).all()
+        assert (back.abs().amax() - x.abs().amax()).abs() <= x.abs().amax() * 2**-22
+
+
+def test_under_batch_invariant_scaled_mm_is_replaced_and_told():
+    """Stock float32 results of one row part from those of many; the family's do not, and the coverage says who ran."""
+    a, b, scale_a, scale_b = operands("order", "row", (32, 1024, 256), (E4M3, E4M3), "cpu", 0)
+    bias = torch.randn(256, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def rows(**more):
+        whole = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.float32, **more)
+        return whole[:1], torch._scaled_mm(a[:1], b, scale_a[:1], scale_b, out_dtype=torch.float32, **more)
+
+    with batch_invariant(["fp8"]) as block:
+        assert identical(*rows())
+        assert identical(rows()[0], scaled_matmul(a[:1], b, scale_a[:1], scale_b, torch.float32))
+        for fast in (False, True):
+            got = torch._scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+            assert identical(got, scaled_matmul(a, b, scale_a, scale_b, torch.bfloat16, bias))
+        out = torch.empty(32, 256)
+        torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.float32, out=out)
+        assert identical(out, scaled_matmul(a, b, scale_a, scale_b, torch.float32))
+        torch._scaled_mm(a, b, scale_a, scale_b)  # a result in FP8
+    told = block.coverage()
+    assert told.replaced == {"_scaled_mm": 6, "_scaled_mm.out": 1}
+    assert [name for name in told.left if name.startswith("_scaled_mm")] == [
+        "_scaled_mm float8_e4m3fn: a result in FP8"
+    ]
+    with batch_invariant(["matmul"]) as block:
+        rows()
+    assert block.coverage().at_risk["_scaled_mm float8_e4m3fn"] == 2

@@ -1,0 +1,163 @@
+"""FP8 products by Triton: the logic in the interpreter, the bits on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nondet.core import certificates as store
+from nondet.core.certificates import Certificates
+from nondet.core.compare import error_against, identical
+from nondet.core.launch import listen
+from nondet.core.proof import PRODUCT_INPUTS
+from nondet.kernels import reference, triton_common
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.scaled import cpu, cuda
+from nondet.kernels.scaled.functions import FLOAT8, SCALES, operands
+from tests.build import DEVICE
+
+E4M3, E5M2 = FLOAT8
+PAIRS = [(E4M3, E4M3), (E5M2, E4M3)]
+OUT = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's bfloat16 is wrong
+SIZES = (37, 300, 140)  # tails of every tile and of the stretch of 128
+
+
+@pytest.mark.parametrize("tile", cuda.TILES, ids=lambda tile: tile.name)
+@pytest.mark.parametrize("how", SCALES)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_exact_sums_come_out_in_every_tile(pair, how, tile):
+    """Of -1, 0 and 1 with scales of powers of two there is one answer: no k, row or column is lost or read twice."""
+    given = operands("integers", how, SIZES, pair, DEVICE, 0)
+    right = reference.scaled_matmul(*given, torch.float32)
+    for dtype in (torch.float32, OUT):
+        assert identical(cuda.scaled_matmul(*given, dtype, tile=tile), right.to(dtype))
+
+
+@pytest.mark.parametrize("how", SCALES)
+def test_right_beside_float64(how):
+    """Ordinary numbers, with a bias, in another layout: beside the same sums by the class of a CPU."""
+    a, b, scale_a, scale_b = operands("bell", how, SIZES, (E4M3, E4M3), DEVICE, 0)
+    bias = torch.rand(SIZES[2], device=DEVICE)
+    right = reference.scaled_matmul(a, b, scale_a, scale_b, torch.float32) + bias.double()
+    for right_b in (b, b.contiguous()):
+        got = cuda.scaled_matmul(a, right_b, scale_a, scale_b, torch.float32, bias)
+        # a GPU's matrix unit may keep 13 bits within 128 k: tensor core models of Hopper (microsoft/MMA-Sim)
+        assert error_against(got, right).relative_norm <= (2**-11 if DEVICE == "cuda" else 2**-20)
+
+
+@pytest.mark.parametrize("how", SCALES)
+def test_scales_belong_to_their_stretch_row_and_column(how):
+    """A scale that is doubled doubles what it belongs to, and nothing else."""
+    a, b, scale_a, scale_b = operands("integers", how, SIZES, (E4M3, E4M3), DEVICE, 0)
+    before = cuda.scaled_matmul(a, b, scale_a, scale_b, torch.float32)
+    if how == "tensor":
+        assert identical(cuda.scaled_matmul(a, b, scale_a * 2, scale_b, torch.float32), before * 2)
+        return
+    row = scale_a.clone()
+    row[5] *= 2
+    after = cuda.scaled_matmul(a, b, row, scale_b, torch.float32)
+    assert identical(after[5], before[5] * 2)
+    assert identical(torch.cat([after[:5], after[6:]]), torch.cat([before[:5], before[6:]]))
+    if how == "block":
+        stretch = scale_b.clone()
+        stretch[2, 1] = 0  # the last stretch of the last columns
+        after = cuda.scaled_matmul(a, b, scale_a, stretch, torch.float32)
+        assert identical(after[:, :128], before[:, :128])
+        short = cuda.scaled_matmul(a[:, :256], b[:256], scale_a[:, :2], scale_b[:2], torch.float32)
+        assert identical(after[:, 128:], short[:, 128:])
+
+
+def test_experts_rows_are_their_own_products():
+    """Expert by expert, through the same kernel."""
+    a, b, scale_a, scale_b = operands("integers", "row", (9, 256, 3 * 16), (E4M3, E4M3), DEVICE, 0)
+    weight, scales = b.mT.unflatten(0, (3, 16)).mT, scale_b[0].view(3, 16)
+    given = (a, weight, scale_a[:, 0], scales, torch.tensor([2, 2, 7], device=DEVICE))
+    right = reference.scaled_grouped_matmul(*given, torch.float32)
+    assert identical(cuda.scaled_grouped_matmul(*given, torch.float32), right.float())
+
+
+def test_what_has_no_kernel_is_refused(monkeypatch):
+    """Another dtype, or another device: never something else instead."""
+    given = operands("bell", "row", (4, 128, 16), (E4M3, E4M3), "cpu", 0)
+    with pytest.raises(NotImplementedError, match=r"into torch\.float64"):
+        cuda.scaled_matmul(*given, torch.float64)
+    monkeypatch.setattr(cuda, "INTERPRETED", False)
+    with pytest.raises(NotImplementedError, match="it runs on CUDA"):
+        cuda.scaled_matmul(*given, torch.float32)
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Certificates in memory, and proofs as on a GPU: in the interpreter nothing is proven otherwise."""
+    found = Certificates({"device": "test"}, None)
+    monkeypatch.setattr(cuda, "certificates", lambda: found)
+    monkeypatch.setattr(cuda, "INTERPRETED", False)
+    monkeypatch.setattr(cuda, "_ROWS_PROVEN", 20)
+    return found
+
+
+def test_a_tile_that_leaves_the_class_is_excluded_and_the_anchor_s_stands_in(kept, monkeypatch):
+    """Each tile is proven at its first use; one with other bits is never launched again, and the anchor serves."""
+    launched = []
+
+    def planted(a, b, scale_a, scale_b, dtype, bias=None, *, tile=None):
+        launched.append(tile)
+        return cpu.in_order(a, b, scale_a, scale_b, dtype, bias, interval=64 if tile == cuda.TILES[0] else 128)
+
+    a, b, _, _ = operands("bell", "row", (4, 1024, 32), (E4M3, E4M3), "cpu", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "scaled_matmul", planted)
+    assert cuda._proven(a, b, False, torch.float32, cuda.TILES[1]) == cuda.TILES[1]
+    assert cuda._proven(a, b, False, torch.float32, cuda.TILES[0]) == cuda.ANCHOR
+    assert [c.member for c in kept.excluded()] == [f"triton {cuda.TILES[0].name}"]
+    assert all(c.key.startswith("chain-fp8 | float8_e4m3fn float8_e4m3fn into float32 K=1024 N=32") for c in kept.all())
+    launched.clear()
+    assert cuda._proven(a, b, False, torch.float32, cuda.TILES[0]) == cuda.ANCHOR
+    assert launched == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match="is proven to be of class chain-fp8"):
+        cuda._proven(a, b, True, torch.float32, cuda.TILES[0])
+
+
+def test_a_proof_rests_on_these_kernels_alone():
+    """A certificate of either FP8 class is void once this folder changes, not once the products' does."""
+    for cls in ("chain-fp8", "cpu-fp8"):
+        assert store.kernels_digest(f"{cls} | x") == store.kernels_digest("chain-fp8 | y")
+        assert store.kernels_digest(f"{cls} | x") != store.kernels_digest("chain | x")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("how", SCALES)
+@pytest.mark.parametrize(("k", "n"), [(4096, 1024), (1000, 777)])
+def test_bits_do_not_depend_on_the_batch(pair, how, k, n):
+    """M, place and tile, on hard inputs: row by row the bits of the largest batch."""
+    for kind in PRODUCT_INPUTS:
+        a, b, scale_a, scale_b = operands(kind, how, (513, k, n), pair, "cuda", 1)
+        for dtype in (torch.float32, torch.bfloat16):
+            whole = cuda.scaled_matmul(a, b, scale_a, scale_b, dtype)
+            for start, stop in ((0, 1), (3, 5), (0, 16), (17, 50), (100, 165), (300, 513)):
+                scale = scale_a if how == "tensor" else scale_a[start:stop]
+                assert identical(cuda.scaled_matmul(a[start:stop], b, scale, scale_b, dtype), whole[start:stop])
+
+
+@pytest.mark.gpu
+def test_scaled_mm_under_batch_invariant_on_a_gpu():
+    """The family takes the place of torch's own product; what is not proven here is left, and said to be."""
+    given = operands("order-wide", "row", (64, 1024, 256), (E4M3, E4M3), "cuda", 0)
+    a, b, scale_a, scale_b = given
+    with batch_invariant(["fp8"]) as block, listen() as ran:
+        whole = torch._scaled_mm(*given, out_dtype=torch.bfloat16)
+        one = torch._scaled_mm(a[:1], b, scale_a[:1], scale_b, out_dtype=torch.bfloat16)
+    assert block.coverage().replaced == {"_scaled_mm": 2}
+    assert identical(one, whole[:1])
+    assert any(name.startswith("scaled_matmul[") for name in ran)
+
+
+def test_the_interpreter_refuses_bfloat16():
+    """Its bfloat16 is wrong."""
+    if not triton_common.INTERPRETED:
+        pytest.skip("this is a GPU")
+    given = operands("bell", "row", (4, 128, 16), (E4M3, E4M3), "cpu", 0)
+    with pytest.raises(NotImplementedError, match="interpreter"):
+        cuda.scaled_matmul(*given, torch.bfloat16)

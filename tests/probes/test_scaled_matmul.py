@@ -1,0 +1,103 @@
+"""The scaled-matmul probe names planted orders and a scale of the whole batch, and flags nothing that is sound."""
+
+from __future__ import annotations
+
+import pytest
+
+from nondet.core.records import Row
+from nondet.errors import UserError
+from nondet.probes.base import Options
+from nondet.probes.runner import plan_jobs, run_jobs
+from nondet.probes.scaled_matmul import ScaledMatmul
+from tests.probes.toys import measure, statuses
+
+SMALL = {"m": 80, "k": 512, "n": 24, "dtypes": ("float8_e4m3fn", "float32"), "runs": 3}
+EVERY_128 = "promoted to float32 every 128 k"
+
+
+def orders(toy: str, scales: str) -> Row:
+    rows = measure("scaled-matmul", toy, asked=("batch_size",), **SMALL)
+    found = [
+        r for r in rows.values() if r.inputs == "order-wide" and scales in r.case and r.operator == "scaled_matmul"
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("scales", ["one scale each", "a scale for each row"])
+@pytest.mark.parametrize(
+    ("toy", "border", "name"),
+    [
+        ("fp8_promotes_sooner", 48, "promoted to float32 every 64 k"),
+        ("fp8_splits", 64, "K in 2 parts, promoted every 128 k"),
+    ],
+)
+def test_a_planted_order_is_named_and_its_border_is_found(toy, border, name, scales):
+    """Two classes, each by the name of its order, parted at the number of rows at which the fault sets in."""
+    row = orders(toy, scales)
+    assert row.status == "divergent"
+    assert row.extra["orders"] == [EVERY_128, name]
+    assert row.reason == f"class 1: {EVERY_128}; class 2: {name}"
+    assert [v for v, label in zip(row.values, row.labels, strict=True) if label] == [
+        v for v in row.values if v >= border
+    ]
+    assert border in row.values
+
+
+def test_sound_products_are_not_flagged_and_their_order_is_known():
+    """Sums of 128 k in order are one class in every case but those of scales in blocks, which the toy can't do."""
+    rows = measure("scaled-matmul", "fp8_sound", **SMALL)
+    done = {k: r for k, r in rows.items() if "128x128" not in k}
+    assert statuses(done) == {"identical"}
+    assert {r.varied for r in done.values()} >= {"batch_size", "position", "run", "history", "alignment"}
+    assert {r.varied for r in done.values()} >= {"neighbour_values"}
+    assert orders("fp8_sound", "a scale for each row").extra["orders"] == [EVERY_128]
+    assert all(r.extra["exact"] for r in done.values() if r.inputs == "integers")
+
+
+def test_one_scale_made_of_all_rows_inside_of_a_product_is_flagged_by_neighbours():
+    """A product that takes others' numbers into its scale is off by more than rounding where these are huge."""
+    rows = measure("scaled-matmul", "fp8_rescales", asked=("neighbour_values",), **SMALL)
+    assert statuses({k: r for k, r in rows.items() if "for each row" in k}) == {"wrong"}
+
+
+def test_a_scale_of_the_whole_batch_is_named_by_its_meaning():
+    """One scale for a batch is batch-dependent by meaning; scales of rows are not flagged; rounding is no scale."""
+    wanted = {"quantize_by_batch": "meaning", "quantize_by_row": "", "quantize_dithers": ""}
+    for toy, word in wanted.items():
+        rows = measure("scaled-matmul", f"quantize={toy}", asked=("batch_size", "neighbour_values"), **SMALL)
+        found = [r for r in rows.values() if r.operator == "quantize" and r.varied == "batch_size"]
+        assert [r.status for r in found] == ["identical" if toy == "quantize_by_row" else "divergent"]
+        assert all(("by meaning" in r.reason) == bool(word) for r in found)
+
+
+def test_torch_s_own_form_runs_or_says_in_one_line_why_not():
+    """Scales in blocks and experts' products have no CPU form in torch: skipped, with the reason; quantizers run."""
+    options = Options(m=8, k=256, n=32, runs=2)
+    rows = list(run_jobs(plan_jobs(["scaled-matmul"], ["stock", "invariant"], options), 0, set()))
+    quantized = [r for r in rows if r.operator == "quantize"]
+    skipped = [r for r in rows if r.status == "skipped"]
+    assert skipped
+    assert all(r.impl == "stock" and "refuses this on cpu" in r.reason for r in skipped)
+    assert all("128x128" in r.case or "experts" in r.case for r in skipped)
+    assert not any(r.status in ("error", "wrong") for r in rows)
+    ours = [r for r in rows if r.impl == "invariant"]
+    assert {r.status for r in ours} == {"identical"}
+    assert {r.operator for r in ours} == {"scaled_matmul", "scaled_grouped_matmul", "quantize"}
+    by_tensor = [r for r in quantized if r.impl == "stock"]
+    assert by_tensor
+    assert all("by meaning" in r.reason for r in by_tensor)
+    assert {r.status for r in quantized if r.impl == "stock-block"} == {"identical"}
+
+
+def test_what_is_asked_follows_the_dtypes_and_sizes_given():
+    """A result's dtype or an operand's may be named; of a dtype that FP8 products do not give nothing is asked."""
+    probe = ScaledMatmul()
+    names = {c.data["out"] for c in probe.cases(Options(dtypes=("bfloat16",))) if c.operator == "scaled_matmul"}
+    assert names == {"bfloat16"}
+    assert {c.dtype for c in probe.cases(Options(dtypes=("float8_e5m2",))) if c.operator == "scaled_matmul"} == {
+        "float8_e5m2"
+    }
+    assert not list(probe.cases(Options(dtypes=("float64",))))
+    with pytest.raises(UserError, match="memory"):
+        list(probe.cases(Options(k=2**20, n=2**22)))
