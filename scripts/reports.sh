@@ -84,6 +84,7 @@ softmax|h200/probes|softmax: 32 rows in batches of M, V=1000, bell
 log-softmax|h200/probes|log_softmax: 32 rows in batches of M, V=1000, bell
 logsumexp|cpu/probe-logits|logsumexp: 16 rows in batches of M, V=151936, bell
 cumsum|cpu/probe-logits|cumsum: 64 rows in batches of M, V=1000, order
+scaled-matmul|cpu/probe-scaled-matmul|16 rows in batches of M, a scale for each row, into float32, K=1024 N=256, order-wide
 reduction-order|cpu/probe-order|linear: the order in which row 0 of M is added, K=1000 N=64, order
 reduction|h200/probes|sum: 32 rows in batches of M, K=4096, order
 atomics|h200/probes|index_add: 8192 additions to 16 rows

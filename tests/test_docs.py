@@ -141,7 +141,14 @@ def _counts(text: str) -> list[tuple[str, str, str]]:
 @pytest.fixture(scope="module")
 def probed() -> dict[str, list[tuple[str, str, str]]]:
     """Probe -> what its evidence comes to: [("stock", "19", "43"), ...]."""
-    runs = ("h200/probes", "cpu/probes", "cpu/probe-all-reduce", "cpu/probe-logits", "cpu/probe-order")
+    runs = (
+        "h200/probes",
+        "cpu/probes",
+        "cpu/probe-all-reduce",
+        "cpu/probe-logits",
+        "cpu/probe-order",
+        "cpu/probe-scaled-matmul",
+    )
     counts: dict[str, list[tuple[str, str, str]]] = {}
     for run in runs:
         for section in probe_sections(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
