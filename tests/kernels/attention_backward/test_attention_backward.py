@@ -161,7 +161,7 @@ def test_right_against_float64(name: str, way: str, dtype: torch.dtype) -> None:
         for i, got in enumerate((ours, stock)):
             pairs = zip(got, oracle, strict=True)
             errors[i] += sum(float((x.double() - o).square().sum() / o.square().sum()) for x, o in pairs)
-    most = 1.2 if case.softcap is not None and dtype == torch.float32 else 1.1
+    most = 1.1 if dtype != torch.float32 else 1.6 if DEVICE == "cuda" else 1.2 if case.softcap is not None else 1.1
     assert errors[0] <= most**2 * errors[1], (errors[0] / errors[1]) ** 0.5
 
 
