@@ -12,7 +12,7 @@ It needs NumPy alone, and is vectorized over sums.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -328,7 +328,16 @@ def _wide_step(children: Sequence[int], values: Array, x: Array, y: Array | None
 
 # ---- a tree found by masks
 
-Survivors = Callable[[int, Array, Array], Array]
+
+class Mask(NamedTuple):
+    """+big at leaf `i`, -big at each of `js` in turn, ones at `ones`; of these, i and the j at hand count for none."""
+
+    i: int
+    js: Array
+    ones: Array
+
+
+Survivors = Callable[[Sequence[Mask]], list[Array]]
 
 
 def find_tree(survivors: Survivors, places: Sequence[int], leaves: int, exact: int, seed: int = 0) -> Tree:
@@ -338,69 +347,83 @@ def find_tree(survivors: Survivors, places: Sequence[int], leaves: int, exact: i
     ones that survive are those outside the smallest subtree that holds both.
 
     Args:
-        survivors: survivors(i, js, ones): for each j how many of the `ones` (leaves; i and j themselves count for
-            nothing) survive +big at i and -big at j. Counts from `exact` on may be rounded, rising as they do.
+        survivors: For each mask and each of its js how many ones survive. Counts from `exact` on may be rounded, rising
+            as they do. Masks of a whole round are asked at once.
         places: The leaves that are in the sum.
         exact: Counts below this are never rounded, nor is any other rounded to one of them.
         seed: Of the leaves that are asked about first; the tree is the same for each. A chain takes about 2 K masks, a
             balanced tree K log K.
     """
     rng = np.random.default_rng(seed)
-    nodes: list[tuple[int, ...]] = []
-    done: dict[int, int] = {}  # number of a task -> the node or leaf that it made
-    # a task makes the subtree of some leaves: first it is split by one leaf, then its parts are joined
-    tasks: list[tuple[int, Array, list[tuple[int, Array]], int]] = [(0, np.array(sorted(places)), [], -1)]
-    count = 0
-    while tasks:
-        number, group, parts, pivot = tasks.pop()
-        if len(group) == 1:
-            done[number] = int(group[0])
-        elif pivot < 0:
-            pivot = int(rng.choice(group))
-            rest = group[group != pivot]
-            parts = []
-            for part in _outwards(survivors, pivot, rest, rest, exact):
-                count += 1
-                parts.append((count, part))
-            tasks.append((number, group, parts, pivot))
-            tasks += [(part_number, part, [], -1) for part_number, part in parts]
+    groups = [np.array(sorted(places))]  # the leaves of a subtree; its parts come later in the list
+    parts_of: list[list[int]] = []
+    pivots: list[int] = []
+    while len(parts_of) < len(groups):
+        begun = groups[len(parts_of) :]
+        chosen = [int(rng.choice(group)) for group in begun]
+        rests = [group[group != pivot] for group, pivot in zip(begun, chosen, strict=True)]
+        splits = iter(
+            _outwards(survivors, [Mask(p, r, r) for p, r in zip(chosen, rests, strict=True) if len(r)], exact)
+        )
+        for rest in rests:
+            parts = next(splits) if len(rest) else []
+            parts_of.append(list(range(len(groups), len(groups) + len(parts))))
+            groups += parts
+        pivots += chosen
+    return _joined(survivors, groups, parts_of, pivots, leaves)
+
+
+def _outwards(survivors: Survivors, masks: Sequence[Mask], exact: int) -> list[list[Array]]:
+    """For each mask its js in parts, by how soon they meet leaf i: the first part meets it first."""
+    found: list[list[Any]] = [[] for _ in masks]
+    left = list(zip(found, masks, strict=True))
+    while left:
+        following: list[tuple[list[Any], Mask]] = []
+        for (into, mask), counts in zip(left, survivors([mask for _, mask in left]), strict=True):
+            for value in sorted(set(counts.tolist()), reverse=True):
+                part = mask.js[counts == value]
+                if value < exact or len(part) == 1 or len(part) == len(mask.js) == len(mask.ones):
+                    into.append(part)
+                else:  # rounded: asked again with ones on these only, until counts are exact
+                    into.append([])
+                    following.append((into[-1], Mask(mask.i, part, part)))
+        left = following
+    return [list(_flat(parts)) for parts in found]
+
+
+def _flat(parts: Iterable[Any]) -> Iterator[Array]:
+    for part in parts:
+        if isinstance(part, list):
+            yield from _flat(part)
         else:
-            now = pivot
-            for part_number, _ in parts:
-                made = done.pop(part_number)
-                joined = [now, made]
-                if made >= leaves and _is_one_step(survivors, nodes, made - leaves, leaves, pivot):
-                    joined = [now, *nodes[made - leaves]]
-                    nodes[made - leaves] = ()
-                nodes.append(tuple(joined))
-                now = leaves + len(nodes) - 1
-            done[number] = now
-    return _canonical(leaves, nodes, done[0])
+            yield part
 
 
-def _outwards(survivors: Survivors, pivot: int, group: Array, ones: Array, exact: int) -> list[Array]:
-    """The leaves of a group in parts, by how soon they meet the pivot: the first part meets it first."""
-    counts = survivors(pivot, group, ones)
-    parts = []
-    for value in sorted(set(counts.tolist()), reverse=True):
-        part = group[counts == value]
-        if value < exact or len(part) == 1 or len(part) == len(group) == len(ones):
-            parts.append(part)
-        else:  # rounded: asked again with ones on these alone, until counts are exact
-            parts += _outwards(survivors, pivot, part, part, exact)
-    return parts
+def _joined(
+    survivors: Survivors, groups: list[Array], parts_of: list[list[int]], pivots: list[int], leaves: int
+) -> Tree:
+    """The tree of these subtrees: each is its pivot, to which its parts are added in turn.
 
-
-def _is_one_step(survivors: Survivors, nodes: list[tuple[int, ...]], at: int, leaves: int, pivot: int) -> bool:
-    """Whether the node is no partial sum by itself: its children meet where they meet the pivot."""
-
-    def leaf(c: int) -> int:
-        while c >= leaves:
-            c = nodes[c - leaves][0]
-        return c
-
-    one, other = (leaf(c) for c in nodes[at][:2])
-    return int(survivors(one, np.array([other]), np.array([pivot]))[0]) == 0
+    A part is no partial sum by itself where its own root is the step that takes the pivot as well: then its children
+    are that step's.
+    """
+    wide = [(t, part) for t, parts in enumerate(parts_of) for part in parts if len(groups[part]) > 1]
+    # a part's pivot meets the last of its own parts in its root
+    asked = [Mask(pivots[p], groups[parts_of[p][-1]][:1], np.array([pivots[t]])) for t, p in wide]
+    one_step = {part for (_, part), left in zip(wide, survivors(asked), strict=True) if not left[0]}
+    nodes: list[tuple[int, ...]] = []
+    made: dict[int, int] = {}
+    for t in reversed(range(len(groups))):
+        now = pivots[t]
+        for part in parts_of[t]:
+            joined = [now, made[part]]
+            if part in one_step:
+                joined = [now, *nodes[made[part] - leaves]]
+                nodes[made[part] - leaves] = ()
+            nodes.append(tuple(joined))
+            now = leaves + len(nodes) - 1
+        made[t] = now
+    return _canonical(leaves, nodes, made[0])
 
 
 def _canonical(leaves: int, nodes: list[tuple[int, ...]], root: int) -> Tree:

@@ -26,7 +26,7 @@ from nondet.core.inputs import generator, make, product_operands
 from nondet.core.measure import Trial
 from nondet.errors import reason_of
 from nondet.kernels import emulator, reference
-from nondet.kernels.emulator import Arithmetic, Array, Tree
+from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
@@ -35,8 +35,10 @@ _WIDTHS = {"sum": (1000, 4096), "mean": (1000,)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 4096), (12288, 4096))}  # K, N
 _LONGEST = 16384  # asked as well where the run is full
 _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
-_KINDS = ("bell", "wide", "cancel", "order", "outlier")  # inputs whose bits a proven tree predicts
-_SUMS = 24  # of each kind, where a call gives one
+# Inputs whose bits a proven tree predicts. The last are this probe's own, see `_zeros`.
+_KINDS = ("bell", "wide", "cancel", "order", "outlier", "zeros")
+_SUMS = 24  # of each kind, where a call gives one; of zeros six times as many
+_WRONG = 4  # trees with two elements exchanged that the proof has to refute
 _COLUMNS = 256  # of each kind, where it gives many
 _CLASSES = 4  # of one row, each with a tree of its own
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
@@ -75,6 +77,7 @@ class Found(NamedTuple):
         proven: The arithmetic with which it predicts every bit that was checked; None: there is none.
         checked, missed: Sums predicted; of them, with the arithmetic that misses fewest, those of other bits.
         failed_on: Kinds of input on which that arithmetic misses any, or why nothing could be predicted.
+        refuted: Trees like it, but for two elements exchanged, that did not predict every bit: else nothing is proven.
     """
 
     tree: Tree
@@ -84,6 +87,7 @@ class Found(NamedTuple):
     checked: int
     missed: int
     failed_on: str
+    refuted: int = 0
 
     @property
     def words(self) -> str:
@@ -105,6 +109,7 @@ class Found(NamedTuple):
             "checked": self.checked,
             "missed": self.missed,
             "failed_on": self.failed_on,
+            "refuted": self.refuted,
             "masks": self.masks,
             "drawn": [[depth, line] for depth, line in folded(self.tree)],
         }
@@ -119,7 +124,7 @@ def find(asked: Sum, seed: int = 0) -> Found:
     masks = _Masks(asked)
     places = masks.places()
     tree = emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed)
-    return _proven(asked, tree, masks.count, seed)
+    return prove(asked, tree, seed)._replace(masks=masks.count)
 
 
 class _Masks:
@@ -145,17 +150,43 @@ class _Masks:
             raise NotASumError(f"it gives back {len(named)} of {self._asked.K:,} terms, each by itself")
         return [int(place) for place in named]
 
-    def survivors(self, i: int, js: Array, ones: Array) -> Array:
-        """As `nondet.kernels.emulator.find_tree` asks."""
-        self._terms.zero_()
-        self._terms[:, torch.from_numpy(ones).to(self._terms.device)] = self._one
-        self._terms[:, i] = self._big
-        counts = self._each(js, -self._big)
-        most = len(ones) * (1 + 2.0 ** -_DIGITS[self._asked.dtype])  # a short dtype rounds them, maybe upwards
-        odd = ~(np.isfinite(counts) & (counts >= 0) & (counts <= most))
-        if odd.any():
-            raise NotASumError(f"of {len(ones):,} ones {float(counts[odd][0]):.6g} survive")
-        return counts
+    def survivors(self, masks: Sequence[Mask]) -> list[Array]:
+        """As `nondet.kernels.emulator.find_tree` asks: those of few js share calls."""
+        found: list[Array] = [np.empty(0)] * len(masks)
+        few: list[int] = []
+        for at, mask in enumerate(masks):
+            if len(mask.js) * 2 > self._asked.at_once:
+                self._set(slice(None), mask)
+                found[at] = self._each(mask.js, -self._big)
+            else:
+                if sum(len(masks[other].js) for other in few) + len(mask.js) > self._asked.at_once:
+                    self._together(masks, few, found)
+                    few = []
+                few.append(at)
+        if few:
+            self._together(masks, few, found)
+        for mask, counts in zip(masks, found, strict=True):
+            most = len(mask.ones) * (1 + 2.0 ** -_DIGITS[self._asked.dtype])  # a short dtype rounds them, maybe upwards
+            odd = ~(np.isfinite(counts) & (counts >= 0) & (counts <= most))
+            if odd.any():
+                raise NotASumError(f"of {len(mask.ones):,} ones {float(counts[odd][0]):.6g} survive")
+        return found
+
+    def _together(self, masks: Sequence[Mask], few: list[int], found: list[Array]) -> None:
+        start = 0
+        for at in few:
+            rows = slice(start, start + len(masks[at].js))
+            self._set(rows, masks[at])
+            start = rows.stop
+        counts = self._each(np.concatenate([masks[at].js for at in few]), -self._big)
+        for at, own in zip(few, np.split(counts, np.cumsum([len(masks[at].js) for at in few])[:-1]), strict=True):
+            found[at] = own
+
+    def _set(self, rows: slice, mask: Mask) -> None:
+        row = np.zeros(self._asked.K)
+        row[mask.ones] = self._one
+        row[mask.i] = self._big
+        self._terms[rows] = torch.from_numpy(row).to(self._terms)
 
     def _each(self, places: Array, value: float) -> Array:
         """What is given where the term at each place in turn is `value`; the others are as they were set."""
@@ -195,34 +226,81 @@ def _arithmetics(asked: Sum, products: bool) -> list[Arithmetic]:
     ]
 
 
-def _proven(asked: Sum, tree: Tree, masks: int, seed: int) -> Found:
-    """Predict what the sum gave for real operands, under each arithmetic that has not failed yet."""
+def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
+    """Predict what the sum gives for real operands, under each arithmetic that has not failed yet."""
     name = str(asked.dtype).removeprefix("torch.")
     missed: dict[Arithmetic, dict[str, int]] = {}
     checked, reason = 0, ""
+    drawn: list[tuple[Array, Array | None, torch.Tensor]] = []
     for kind in _KINDS:
         x, y, got = asked.draw(kind, seed + _SEEDS)
         if not missed:
             missed = {how: {} for how in _arithmetics(asked, y is not None)}
-        wide = [None if t is None else t.double().cpu().numpy() for t in (x, y)]
+        wide = x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy()
+        drawn.append((*wide, got))
         checked += len(got)
         sound = [how for how in missed if not missed[how]]
         for how in sound or [min(missed, key=lambda how: sum(missed[how].values()))]:
             try:
-                said = emulator.predict(tree, wide[0], wide[1], how)  # type: ignore[arg-type] # x is never None
+                wrong = _wrong(emulator.predict(tree, *wide, how), got, name)
             except NotImplementedError as error:
-                reason, said = str(error), np.full(len(got), np.nan)
-            rounded = torch.from_numpy(emulator.round_to(said, name)).to(asked.dtype)
-            wrong = int((bits(rounded) != bits(got.cpu())).sum())
+                reason, wrong = str(error), len(got)
             if wrong:
                 missed[how][kind] = wrong
     best = min(missed, key=lambda how: sum(missed[how].values()))
     failed = missed[best]
     if failed and not reason:
-        of = checked // len(_KINDS)
-        reason = ", ".join(f"{count:,} of {of:,} sums of {kind} numbers" for kind, count in failed.items())
-        reason = f"other bits in {reason} (nearest: {best.words})"
-    return Found(tree, masks, None if failed else best, best, checked, sum(failed.values()), reason if failed else "")
+        reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
+        reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
+    others = [] if failed else _exchanged(tree, seed)
+    refuted = sum(any(_wrong(emulator.predict(t, a, b, best), got, name) for a, b, got in drawn[::-1]) for t in others)
+    if refuted < len(others):
+        reason = f"{len(others) - refuted} of {len(others)} trees with two elements exchanged predict the same bits"
+    return Found(tree, 0, None if reason else best, best, checked, sum(failed.values()), reason, refuted)
+
+
+def _wrong(said: Array, got: torch.Tensor, name: str) -> int:
+    """How many of the sums `got` have other bits than was said."""
+    rounded = torch.from_numpy(emulator.round_to(said, name)).to(got.dtype)
+    return int((bits(rounded) != bits(got.cpu())).sum())
+
+
+def _exchanged(tree: Tree, seed: int) -> list[Tree]:
+    """Trees like it but for two elements, each another tree than it; fewer where hardly any is."""
+    rng = np.random.default_rng(seed)
+    named = sorted({c for node in tree.nodes for c in node if c < tree.leaves})
+    made: list[Tree] = []
+    for _ in range(_WRONG * 4 if len(named) > 2 else 0):
+        one, other = (int(leaf) for leaf in rng.choice(named, 2, replace=False))
+        new = {one: other, other: one}
+        wrong = Tree(tree.leaves, tuple(tuple(new.get(c, c) for c in node) for node in tree.nodes))
+        if wrong.digest != tree.digest:
+            made.append(wrong)
+        if len(made) == _WRONG:
+            break
+    return made
+
+
+def _zeros(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    """[rows, K]: numbers and their negatives at random places, on all terms or on few of them.
+
+    Half of the numbers are so much larger than the others that adding one of each rounds, however short the dtype: in
+    float32, and in float64 in every third three rows. Each sum is 0 but for these roundings: a short result shows them.
+    """
+    rng = np.random.default_rng(seed)
+    spread = 8 + int(np.log2(K)) // 2
+    made = np.zeros((rows, K))
+    for i, row in enumerate(made):
+        half = min(max(4, K // (1, 1, 4)[i % 3]), K) // 2
+        high, digits = (12, 24) if dtype == torch.float16 else ((17, 24), (17, 24), (46, 53))[i // 3 % 3]
+        places = rng.permutation(K)
+        exponents = np.where(
+            rng.random(half) < 0.5, rng.integers(high, high + 3, half), rng.integers(0, spread, half) + high - digits
+        )
+        numbers = rng.uniform(1, 2, half) * 2.0**exponents
+        row[places[:half]] = numbers
+        row[places[half : 2 * half]] = -numbers
+    return torch.from_numpy(made).to(dtype).to(device)
 
 
 # ---- what is asked
@@ -237,7 +315,10 @@ def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str,
         return operator(x)[:1].clone()
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
-        rows = make(kind, (_SUMS, K), dtype, device, generator(seed, device))
+        if kind == "zeros":
+            rows = _zeros(6 * _SUMS, K, dtype, device, seed)
+        else:
+            rows = make(kind, (_SUMS, K), dtype, device, generator(seed, device))
         return rows, None, torch.cat([ask(row[None]) for row in rows])
 
     return Sum(ask, draw, 1, K, dtype, device, finishes)
@@ -245,19 +326,22 @@ def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str,
 
 def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, device: str) -> Sum:
     """Row 0 of `operator(x [M, K], w [N, K]) -> [M, N]`: every column a sum of its own."""
-    x = torch.ones((M, K), dtype=dtype, device=device)
+    ones = torch.ones((M, K), dtype=dtype, device=device)
     if dtype == torch.float16:
-        x *= 16.0  # so that what survives is no subnormal number
+        ones *= 16.0  # so that what survives is no subnormal number
 
     def ask(terms: torch.Tensor) -> torch.Tensor:
-        return operator(x, terms)[0] / x[0, 0]
+        return operator(ones, terms)[0] / ones[0, 0]
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         drawn = []
         columns = torch.linspace(0, N - 1, min(N, _COLUMNS), device=device).round().long()
-        for i in range(-(-_SUMS // N)):
-            a, w = product_operands(kind, (M, K), (N, K), dtype, device, seed + i, weight_kind="bell")
-            w = w * weight_scale(K)
+        for i in range(-(-_SUMS * (6 if kind == "zeros" else 1) // N)):
+            if kind == "zeros":
+                a, w = torch.ones_like(ones), _zeros(N, K, dtype, device, seed + i)
+            else:
+                a, w = product_operands(kind, (M, K), (N, K), dtype, device, seed + i, weight_kind="bell")
+                w = w * weight_scale(K)
             drawn.append((a[:1].expand(len(columns), K), w[columns], operator(a, w)[0, columns]))
         x, y, got = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         return x, y, got

@@ -162,7 +162,10 @@ def survivors_of(tree: Tree, digits: int) -> Any:
     for node in tree.nodes:
         under.append(set().union(*(under[c] for c in node)))
 
-    def survivors(i: int, js: Array, ones: Array) -> Array:
+    def survivors(masks: Any) -> list[Array]:
+        return [survive(*mask) for mask in masks]
+
+    def survive(i: int, js: Array, ones: Array) -> Array:
         counts = []
         for j in js.tolist():
             at = i
