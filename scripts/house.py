@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1000,
     "kernels": 19350,
     "nondet": 1780,
-    "probes": 4340,
+    "probes": 4460,
     "ranks": 590,
     "reports": 5745,
     "sampling": 6155,
