@@ -30,4 +30,7 @@ new=$(mktemp -d)
 trap 'rm -rf "$new"' EXIT
 "$bin/nondet" bench linear softmax rms-norm attention --device cpu --threads 1 --clock cpu --m 1 --m 16 --k 256 --n 1024 \
     --check docs/evidence/cpu-xeon/ci.jsonl --slower 4 --out "$new/ci.jsonl" > /dev/null
+# And what a call costs the host, stock beside inside of batch_invariant(): a plan that is made anew at every call shows.
+"$bin/nondet" bench host --device cpu --threads 1 \
+    --check docs/evidence/cpu/host.jsonl --slower 2.5 --out "$new/host.jsonl" > /dev/null
 "$bin/python" scripts/house.py # lines by package, and their budget
