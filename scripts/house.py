@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 545,
     "mismatch": 1000,
-    "kernels": 19350,
+    "kernels": 19290,
     "nondet": 1780,
     "probes": 4460,
     "ranks": 590,

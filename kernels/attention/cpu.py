@@ -483,40 +483,22 @@ def attention(
         UserError: shapes or dtypes that do not fit, more queries than keys, or a gradient asked for.
         NotInvariantError: this machine has no certified way.
     """
-    if q.numel() == 0:
-        return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
-    return bind(q, k, v, causal=causal, scale=scale, window=window, softcap=softcap)(q, k, v)
-
-
-def bind(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`attention` for tensors of these shapes, dtypes and strides of q, under these settings: checked and proven.
-
-    Raises:
-        UserError, NotInvariantError: as `attention`.
-    """
     batch, heads, q_len, dim = q.shape
     kv_heads, k_len = k.shape[1], k.shape[2]
+    if q.numel() == 0:
+        return q.new_empty((batch, q_len, heads, dim)).transpose(1, 2)
     _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
     _prove_once(dim, softcap is not None)
     by_token = q.transpose(1, 2).is_contiguous()
-    groups = plan_batch(batch, q_len, k_len, by_token, _ask(heads, kv_heads, dim, causal, window))
-    shape = (batch, q_len, heads, dim)
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = (q.transpose(1, 2) if by_token else q.contiguous()).view(-1, dim)
-        keys, values = k.contiguous().view(-1, dim), v.contiguous().view(-1, dim)
-        return _attend(rows, keys, values, groups, scale, softcap).view(shape).transpose(1, 2)
-
-    return call
+    out = _attend(
+        (q.transpose(1, 2) if by_token else q.contiguous()).reshape(-1, dim),
+        k.contiguous().view(-1, dim),
+        v.contiguous().view(-1, dim),
+        plan_batch(batch, q_len, k_len, by_token, _ask(heads, kv_heads, dim, causal, window)),
+        scale,
+        softcap,
+    )
+    return out.view(batch, q_len, heads, dim).transpose(1, 2)
 
 
 def attention_varlen(

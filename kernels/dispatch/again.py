@@ -20,22 +20,16 @@ import numpy as np
 import torch
 
 from nondet.core.launch import note
-from nondet.errors import UserError
-from nondet.kernels.attention import cpu as attention_cpu
 from nondet.kernels.dispatch.replacements import note_hidden
 from nondet.kernels.dispatch.state import DTYPES
 from nondet.kernels.matmul import cpu as matmul_cpu
-from nondet.kernels.matmul.cpu_tiles import environment_key, shortcut
 from nondet.kernels.pointwise.cpu import in_vectors, vectors_only
 from nondet.kernels.rows import cpu as rows_cpu
 
 Short = Callable[..., Any]
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_PLANS_KEPT = 4096
 _FLOATING, _ONE = frozenset(DTYPES), np.float32(1.0)
-
-_attentions: dict[tuple[Any, ...], Callable[..., torch.Tensor] | None] = shortcut()
 
 
 def short_way(name: str, stock: Callable[..., Any], vectors_alone: bool) -> Short | None:
@@ -176,49 +170,6 @@ def _roots(squares: np.ndarray[Any, Any], eps: float) -> np.ndarray[Any, Any]:
     return np.sqrt(scale, out=scale)
 
 
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor | None:
-    if attn_mask is not None or dropout_p:
-        return None
-    layouts = (q.shape, k.shape, v.shape, q.stride(), q.dtype, k.dtype, v.dtype)
-    key = (layouts, is_causal, scale, enable_gqa, environment_key())
-    if key not in _attentions:
-        if len(_attentions) >= _PLANS_KEPT:
-            _attentions.clear()
-        _attentions[key] = _bound_attention(q, k, v, is_causal, scale, enable_gqa)
-    bound = _attentions[key]
-    return None if bound is None else bound(q, k, v)
-
-
-def _bound_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, gqa: bool
-) -> Callable[..., torch.Tensor] | None:
-    """For what `nondet.kernels.dispatch.replacements.attention` takes as it is: no keys to hide, none to cut off."""
-    sizes = q.dim() == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-    if not sizes or q.dtype not in _FLOATING or not (q.dtype is k.dtype is v.dtype):
-        return None
-    heads, kv_heads, q_len, k_len = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    if (
-        not (q.numel() and k.numel())
-        or (heads != kv_heads and not (gqa and heads % kv_heads == 0))
-        or (causal and q_len != k_len)
-    ):
-        return None
-    try:
-        return attention_cpu.bind(q, k, v, causal=causal or q_len == 1, scale=scale)
-    except UserError:
-        return None
-
-
 def _pointwise(stock: Callable[..., Any]) -> Short:
     def whole(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The original, straight, over vectors alone: as it is where no element of x is left to scalar code."""
@@ -239,5 +190,4 @@ _WAYS: dict[str, Short] = {
     "sum.dim_IntList": partial(_reduced, False),
     "rms_norm": _rms_norm,
     "native_layer_norm": _layer_norm,
-    "scaled_dot_product_attention": _attention,
 }
