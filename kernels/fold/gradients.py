@@ -258,6 +258,7 @@ class _Use:
         self.learnt = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
         self.sums: dict[str, torch.Tensor] = {}
         self.added = 0
+        self._heads_first: bool | None = None
         self._form = installed_form(type(module)) or form_of(type(module))
         self._add = self._known()
         for n, p in self.learnt.items():
@@ -292,9 +293,11 @@ class _Use:
         looked_up = x.shape == grad.shape[:-1]
         lead, seen = (x.shape if looked_up else x.shape[:-1]), tuple(x.shape)
         if len(lead) == 3 and self._form is not None:  # heads, before the tokens or behind them
-            if lead[1] == lead[2] != 1:
+            if lead[1] != lead[2]:
+                self._heads_first = lead[1] != layout.shape[1]
+            elif self._heads_first is None and lead[1] != 1:  # no call before has told
                 raise UserError(f"{self.name} saw {seen}: which axis is the tokens'?", "Pad by one more column.")
-            if lead[1] != layout.shape[1]:
+            if self._heads_first:
                 x, grad = x.transpose(1, 2), grad.transpose(1, 2)
             lead = x.shape[:2]
         tokens = lead.numel()

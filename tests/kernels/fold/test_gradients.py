@@ -281,6 +281,27 @@ def test_columns_that_the_head_leaves_out_change_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(0), run(6), strict=True))
 
 
+def test_as_many_tokens_as_heads() -> None:
+    """Which axis is the tokens' has to be known from a call before; then 4 tokens of 4 heads are a batch, too."""
+    ids = IDS[:1].repeat(1, 2)
+
+    def run(*parts: torch.Tensor) -> list[torch.Tensor]:
+        model = Tiny()
+        with nondet.batch_invariant(training=True), nondet.fold(model):
+            for part in parts:
+                model(part)[..., 1].sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    places = torch.cat([torch.arange(8), torch.arange(4)])[None]
+    model = Tiny()
+    with nondet.batch_invariant(training=True), nondet.fold(model):
+        model(ids, position_ids=places)[..., 1].sum().backward()
+    got = run(ids[:, :8], ids[:, 8:])
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), got, strict=True) if p.grad is not None)
+    with pytest.raises(UserError, match="which axis is the tokens'"):
+        run(ids[:, 8:])
+
+
 def test_sequences_can_be_said() -> None:
     """An argument that nobody knows is refused, unless the caller says where the sequences lie."""
     arguments, weights = next(batches(2, "right", 64))

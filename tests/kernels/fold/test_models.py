@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 import nondet
 from nondet.errors import UserError
@@ -182,6 +183,63 @@ def test_a_gradient_is_as_near_to_float64_as_torchs(name: str, dtype: torch.dtyp
 
 def _norm_in_float64(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))  # type: ignore[no-any-return]
+
+
+def test_a_loss_of_the_model_s_own() -> None:
+    """A sum over tokens divided by a number that the trainer fixes, as transformers' Trainer asks for it."""
+
+    def run(micro: int) -> list[torch.Tensor]:
+        model = built("qwen3", torch.float32, "cpu")
+        with nondet.batch_invariant(training=True), nondet.fold(model):
+            for arguments, _, _ in micro_batches(Way(micro), "cpu"):
+                labels = arguments["input_ids"].masked_fill(arguments["attention_mask"] == 0, -100)
+                model(**arguments, labels=labels, num_items_in_batch=torch.tensor(217)).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    whole, apart = run(8), run(1)
+    assert len(whole) == 24
+    assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
+
+
+def collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows of unlike lengths, padded to the longest of the micro-batch."""
+    ids = [row["input_ids"] for row in rows]
+    padded, labels = (torch.nn.utils.rnn.pad_sequence(ids, True, padding) for padding in (0, -100))
+    return {"input_ids": padded, "attention_mask": (labels >= 0).long(), "labels": labels}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast"])
+def test_a_trainer_that_knows_nothing_of_it(bf16: bool, tmp_path: Path) -> None:
+    """transformers' Trainer, its accumulation, clipping, schedule and checkpointing: two context managers around it."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 40, (64,), generator=generator).tolist()
+    data = [{"input_ids": torch.randint(1, 128, (n,), generator=generator)} for n in lengths]
+
+    def run(micro: int, ours: bool, checkpointing: bool = False) -> list[torch.Tensor]:
+        model = built("qwen3", torch.float32, "cpu")
+        how = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": 8 // micro, "max_steps": 8}
+        quiet = {
+            "report_to": [],
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        more = {"learning_rate": 1e-2, "bf16": bf16, "gradient_checkpointing": checkpointing}
+        asked = TrainingArguments(str(tmp_path), **how, **quiet, **more)
+        trainer = Trainer(model, asked, train_dataset=data, data_collator=collated)
+        with ExitStack() as stack:
+            if ours:
+                stack.enter_context(nondet.batch_invariant(training=True))
+                stack.enter_context(nondet.fold(model))
+            trainer.train()
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = run(8, True)
+    for other in (run(4, True), run(1, True), run(2, True, checkpointing=True)):
+        assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(run(8, False), run(1, False), strict=True))
 
 
 def test_attention_without_a_gradient_of_ours_is_refused() -> None:
