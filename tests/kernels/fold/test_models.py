@@ -10,7 +10,26 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import nondet
 from nondet.errors import UserError
@@ -27,6 +46,14 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+}
+_PLAIN = {size: value for size, value in SIZES.items() if size != "head_dim"}
+# Other modules: biases, projections in one, norms behind attention over all heads; attention written out.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_PLAIN)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_PLAIN, pad_token_id=0, eos_token_id=1)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**_PLAIN, eos_token_id=1)),
+    "qwen3, eager": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, attn_implementation="eager")),
 }
 DTYPES = [torch.bfloat16, torch.float32]
 WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -57,7 +84,7 @@ WAYS = [
 
 def built(name: str, dtype: torch.dtype, device: str) -> Any:
     torch.manual_seed(0)
-    return MODELS[name]().to(dtype).to(device).train()
+    return (MODELS | OTHERS)[name]().to(dtype).to(device).train()
 
 
 def micro_batches(way: Way, device: str) -> list[tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]]:
@@ -128,7 +155,7 @@ def gradients(name: str, dtype: torch.dtype, device: str, way: Way) -> dict[str,
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 @pytest.mark.parametrize("device", WHERE)
 def test_a_gradient_is_the_same_in_every_way(name: str, dtype: torch.dtype, device: str) -> None:
     """All tensors of every way equal those of the batch in one piece, in float32 before they are rounded."""
@@ -240,6 +267,22 @@ def test_a_trainer_that_knows_nothing_of_it(bf16: bool, tmp_path: Path) -> None:
     for other in (run(4, True), run(1, True), run(2, True, checkpointing=True)):
         assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(run(8, False), run(1, False), strict=True))
+
+
+def test_models_that_are_not_known_are_refused_by_name() -> None:
+    """Experts and scaled embeddings on entering; a padded sliding window, left to torch, before anything is added."""
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    for model, line in (
+        (Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)), r"gate_up_proj, down_proj of .*mlp\.experts"),
+        (Gemma3ForCausalLM(Gemma3TextConfig(**SIZES)), r"weight of model\.embed_tokens \(Gemma3TextScaled"),
+    ):
+        with nondet.batch_invariant(training=True), pytest.raises(UserError, match=line):
+            nondet.fold(model)
+    windows = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8))
+    with nondet.batch_invariant(training=True), nondet.fold(windows):
+        with pytest.raises(UserError, match="at risk: scaled_dot_product_attention .* a window"):
+            backward(windows, WHOLE, True)
+        assert all(p.grad is None and p.requires_grad for p in windows.parameters())
 
 
 def test_attention_without_a_gradient_of_ours_is_refused() -> None:
