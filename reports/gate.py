@@ -43,7 +43,7 @@ def _why(decision: Decision, run: Run) -> str:
 _SAMPLE = (
     "--model", "--prompt", "--prompt-file", "--prompts", "--column", "--max-tokens", "--dtype", "--device", "--threads",
     "--seed", "--temperature", "--top-k", "--top-p", "--seeds", "--ranks", "--trust-remote-code", "--cuda-graphs",
-    "--no-cuda-graphs",
+    "--no-cuda-graphs", "--engine",
 )  # fmt: skip
 _SERVER = (
     "--endpoint", "--model", "--prompt", "--prompts", "--protocol", "--key-env", "--ca-file", "--allow-plain-http",

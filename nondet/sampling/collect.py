@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -46,6 +46,13 @@ Progress = Callable[[str, int, int, int], None]
 Preparing = Callable[[str, int, int, FirstUses], None]
 Told = Callable[[str, Sequence[Completion]], None]
 Under = Callable[[str], AbstractContextManager[Callable[[], Counter[str]]]]
+
+
+class Elsewhere(Engine, Protocol):
+    """An engine whose model is in other processes."""
+
+    def implementation(self, name: str) -> AbstractContextManager[Callable[[], Counter[str]]]:
+        """Put the implementation under it; yields what ran so far."""
 
 
 def describe(
@@ -94,6 +101,7 @@ def collect(
     repeat: bool = True,
     settle: int = 0,
     ranks: int = 1,
+    elsewhere: Elsewhere | None = None,
     progress: Progress | None = None,
     preparing: Preparing | None = None,
     told: Told | None = None,
@@ -101,6 +109,7 @@ def collect(
     """Run whatever the run file does not hold yet.
 
     Args:
+        elsewhere: An engine in another process, which is put under an implementation by its own means.
         repeat: After an implementation's rounds, run its first one again and compare every bit: whether the same call
             gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
         settle: How many further rounds may be run again, where a prompt parted and the first round alone can't tell
@@ -122,8 +131,9 @@ def collect(
         engine: Engine = make_engine("transformers", loaded.model)
         under: Under = partial(implementation, model=loaded.model)
         if ranks > 1:
-            spread = stack.enter_context(RanksEngine(loaded, ranks))
-            engine, under = spread, spread.implementation
+            elsewhere = stack.enter_context(RanksEngine(loaded, ranks))
+        if elsewhere is not None:
+            engine, under = elsewhere, elsewhere.implementation
         for impl in impls:
             with under(impl) as counted:
                 common = (writer, traces, impl, loaded, plan, seed, counted)

@@ -288,7 +288,7 @@ class RanksEngine:
         self._model = loaded.model
         self._coverage: Counter[str] = Counter()
         self._group: RankGroup | None = None
-        with _folder(loaded) as folder:
+        with model_folder(loaded) as folder:
             try:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
@@ -392,8 +392,8 @@ def check_heads(name: str, config: Any, world: int) -> None:
 
 
 @contextmanager
-def _folder(loaded: LoadedModel) -> Iterator[Path]:
-    """Where the ranks load from: the model's own folder, else its weights as the caller holds them, for a while."""
+def model_folder(loaded: LoadedModel) -> Iterator[Path]:
+    """Where another process loads it from: the model's own folder, else its weights as they are here, for a while."""
     if loaded.name == EMBEDDED:
         yield embedded_folder()
         return

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nondet.core.records import Completion
     from nondet.core.runfile import RunWriter
     from nondet.sampling.axes import Conditions, Subject
+    from nondet.sampling.collect import Elsewhere
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan, Sampling
 
@@ -40,11 +41,12 @@ _ARMS = "solo,cold,warm,chunked,loaded"
 # Options of nondet's own engine, which a server decides for itself.
 _OWN_ENGINE = (
     *("impl", "dtype", "device", "threads", "trust_remote_code"),
-    *("vary", "draft_model", "ranks", "cuda_graphs"),
+    *("vary", "draft_model", "ranks", "cuda_graphs", "engine"),
 )
 # Long enough for most prompts of the embedded model to part, short enough for 1,200 completions in a minute or two.
 _MAX_TOKENS = 64
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
+_BOTH, _UNDER_VLLM = ("stock", "invariant"), ("stock", "vllm-invariant", "invariant")
 # Rounds run again beside the first, where it alone does not tell the batch from the run.
 _SETTLE = 3
 # A round has a header's worth of work before its first token; more of them than this is a slip in --load.
@@ -100,6 +102,15 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             complete=o.SAMPLE_IMPLS,
         ),
     ] = None
+    engine: Annotated[
+        str,
+        o.opt(
+            "nondet's own (over transformers), or vllm, where it is installed: vLLM in its own process, with --impl "
+            "stock, vllm-invariant (its own mode) and invariant (nondet's plugin).",
+            shown=True,
+            complete=o.choices("transformers", "vllm"),
+        ),
+    ] = "transformers"
     load: Annotated[
         str,
         o.opt(
@@ -148,6 +159,11 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             if self.max_tokens is not None:
                 e.LENGTHS.check("--max-tokens", self.max_tokens)
             return
+        if self.engine not in ("transformers", "vllm"):
+            raise UnknownNameError("engine", self.engine, ["transformers", "vllm"])
+        if self.engine == "vllm":
+            others = ("vary", "draft_model", "ranks", "temperature", "trust_remote_code")
+            self.refuse(others, "--engine vllm and {} exclude each other", "vLLM is sampled greedily, on one device.")
         for name in (part.partition("=")[0].strip() for part in (self.vary or "").split(",")):
             if name:  # an empty part has its own words
                 o.AXES.check("--vary", name)
@@ -168,6 +184,12 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
     @cached_property
     def impls(self) -> list[str]:
         """The implementations, each once."""
+        if self.engine == "vllm":
+            wanted = [one for name in self.impl or ["both"] for one in (_BOTH if name == "both" else (name,))]
+            for name in wanted:
+                if name not in _UNDER_VLLM:
+                    raise UnknownNameError("implementation under vLLM", name, [*_UNDER_VLLM, "both"])
+            return list(dict.fromkeys(wanted))
         return implementations(self.impl, drawn=bool(self.samplings))
 
     @cached_property
@@ -432,6 +454,9 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
     else:
         n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
     _check_rounds(n, subjects, request.engine_load, sink)
+    if request.engine == "vllm":
+        _sample_vllm(request, output, texts, n, device)
+        return
     loaded = open_model(request, sink)
     if axes is not None:
         _sample_varied(request, output, loaded, str(texts[0]), n, axes)
@@ -450,6 +475,25 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
         described["ranks"] = world
     with output.recording("sample", described, request.seed) as writer:
         _collect(request, loaded, plan, writer, sink)
+
+
+def _sample_vllm(request: SampleRequest, output: Output, texts: Sequence[str], n: int, device: str) -> None:
+    """Sample a model under vLLM, which loads it itself: nondet's copy stays on the CPU, for tokens and its digest."""
+    from nondet.sampling.model import load_model
+    from nondet.vllm.engine import VllmEngine, check_installed
+
+    check_installed()
+    pick_device("cpu", request.threads)
+    loaded = replace(load_model(request.model, request.dtype, "cpu"), device=device)
+    plan, described = planned(loaded, request.engine_load, texts, n, request.length, request.seed, request.impls)
+    longest = max(len(r.prompt) + r.max_new_tokens for requests in plan.rounds for r in requests)
+    engine = VllmEngine(loaded, request.engine_load, longest)
+    try:
+        described["engine"] = engine.describe()
+        with output.recording("sample", described, request.seed) as writer:
+            _collect(request, loaded, plan, writer, output.sink, engine)
+    finally:
+        engine.close()
 
 
 def _check_here(request: SampleRequest, device: str) -> None:
@@ -489,7 +533,10 @@ def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
         sink.say(f"drawing the load plan of {rounds:,} rounds")
 
 
-def _collect(request: SampleRequest, loaded: LoadedModel, plan: Plan, writer: RunWriter, sink: Sink) -> None:
+def _collect(
+    request: SampleRequest, loaded: LoadedModel, plan: Plan, writer: RunWriter, sink: Sink,
+    elsewhere: Elsewhere | None = None,
+) -> None:  # fmt: skip
     """Sample with a progress bar; where stock parted nowhere, compare its operators at the sizes met and say so."""
     from nondet.core.runfile import read_run
     from nondet.sampling.collect import collect
@@ -529,9 +576,9 @@ def _collect(request: SampleRequest, loaded: LoadedModel, plan: Plan, writer: Ru
 
         collect(
             loaded, plan, impls, writer, seed=seed, threads=request.threads, settle=_SETTLE, ranks=ranks,
-            progress=advance, preparing=preparing, told=None if sink.quiet else first_round,
+            elsewhere=elsewhere, progress=advance, preparing=preparing, told=None if sink.quiet else first_round,
         )  # fmt: skip
-    if ranks > 1 or "stock" not in impls:
+    if ranks > 1 or elsewhere is not None or "stock" not in impls:
         return  # over ranks its operators ran at the sizes of a share, which no single process meets
     so_far = read_run(writer.path)
     traces: dict[int, set[str]] = {}

@@ -3,3 +3,6 @@
 Importing this package imports neither torch nor vLLM. `plugin` is what vLLM calls in each of its processes, `operators`
 and `attention` are loaded by it, where vLLM is there and NONDET_BATCH_INVARIANT=1.
 """
+
+ASKED, ALLOWED, WRITTEN = "NONDET_BATCH_INVARIANT", "NONDET_ALLOW_AT_RISK", "NONDET_COVERAGE"
+OWN = "VLLM_BATCH_INVARIANT"  # vLLM's own mode

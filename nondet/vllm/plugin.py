@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 from nondet.errors import UserError, one_line
 from nondet.version import VERSION
+from nondet.vllm import ALLOWED, ASKED, OWN, WRITTEN
 
-ASKED, ALLOWED, WRITTEN = "NONDET_BATCH_INVARIANT", "NONDET_ALLOW_AT_RISK", "NONDET_COVERAGE"
-OWN = "VLLM_BATCH_INVARIANT"
 TRIED = ("0.25.1",)  # versions of vLLM whose seams fit, and that were run
 _BACKEND = "nondet.vllm.attention.SegmentsBackend"
 _PROVIDER = "nondet"

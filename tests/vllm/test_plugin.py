@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import nondet.vllm
 from nondet.core import compare
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
@@ -32,12 +33,12 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
 def _with(monkeypatch: pytest.MonkeyPatch, made: Toy) -> Iterator[Toy]:
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv(plugin.ASKED, "1")
-    monkeypatch.delenv(plugin.OWN, raising=False)
+    monkeypatch.setenv(nondet.vllm.ASKED, "1")
+    monkeypatch.delenv(nondet.vllm.OWN, raising=False)
     monkeypatch.setattr(plugin, "_done", [])
     toys.LOG.clear()
     yield made
-    os.environ.pop(plugin.OWN, None)
+    os.environ.pop(nondet.vllm.OWN, None)
     operators.use_counts([])
 
 
@@ -46,18 +47,18 @@ def method(toy: Toy) -> Any:
 
 
 def untouched(toy: Toy) -> bool:
-    return method(toy).apply.__module__.startswith("vllm") and not toys.OVERRIDES and plugin.OWN not in os.environ
+    return method(toy).apply.__module__.startswith("vllm") and not toys.OVERRIDES and nondet.vllm.OWN not in os.environ
 
 
 @pytest.mark.parametrize("value", ["", "0"])
 def test_nothing_is_touched_unless_asked(toy: Toy, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(plugin.ASKED, value)
+    monkeypatch.setenv(nondet.vllm.ASKED, value)
     plugin.register()
     assert untouched(toy)
 
 
 def test_a_value_that_means_nothing_is_refused(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(plugin.ASKED, "yes")
+    monkeypatch.setenv(nondet.vllm.ASKED, "yes")
     with pytest.raises(UserError, match="=yes makes no sense"):
         plugin.register()
     assert untouched(toy)
@@ -65,7 +66,7 @@ def test_a_value_that_means_nothing_is_refused(toy: Toy, monkeypatch: pytest.Mon
 
 def test_importing_the_plugin_loads_nothing_heavy() -> None:
     code = "import sys, nondet.vllm.plugin as p; p.register(); print({'torch', 'vllm', 'triton'} & set(sys.modules))"
-    environment = {k: v for k, v in os.environ.items() if k != plugin.ASKED}
+    environment = {k: v for k, v in os.environ.items() if k != nondet.vllm.ASKED}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "set()"
 
@@ -74,7 +75,7 @@ def test_it_installs_every_seam_once(toy: Toy) -> None:
     plugin.register()
     apply = method(toy).apply
     assert apply.__module__ == "nondet.vllm.plugin"
-    assert os.environ[plugin.OWN] == "1"
+    assert os.environ[nondet.vllm.OWN] == "1"
     assert list(toys.OVERRIDES.values()) == ["nondet.vllm.attention.SegmentsBackend"]
     assert {"native", "nondet"} == set(toy["vllm.ir.ops.layernorm"].rms_norm.impls)
     plugin.register()  # vLLM calls it more than once in a process
@@ -116,7 +117,7 @@ def test_a_version_that_does_not_fit_is_never_half_patched(toy: Toy, change: Any
         plugin.register()
     assert method(toy).apply is before
     assert not toys.OVERRIDES
-    assert plugin.OWN not in os.environ
+    assert nondet.vllm.OWN not in os.environ
     assert "nondet" not in toy["vllm.ir.ops.layernorm"].rms_norm.impls
 
 
@@ -141,7 +142,7 @@ def test_no_gpu_and_vllms_flag_off_are_refused(monkeypatch: pytest.MonkeyPatch) 
             plugin.register()
         assert untouched(made)
     for made in _with(monkeypatch, toys.modules()):
-        monkeypatch.setenv(plugin.OWN, "0")
+        monkeypatch.setenv(nondet.vllm.OWN, "0")
         with pytest.raises(UserError, match="exclude each other"):
             plugin.register()
         assert not toys.OVERRIDES
@@ -250,7 +251,7 @@ def test_a_covered_model_starts_and_writes_a_run_file(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "coverage.jsonl"
-    monkeypatch.setenv(plugin.WRITTEN, str(path))
+    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
     assert loaded(toy, model()).loaded
     run = read_run(path)
     assert {(s.kind, s.standing): s.layers for s in run.layer_standings} == {
@@ -281,7 +282,7 @@ def test_a_covered_model_starts_and_writes_a_run_file(
 def test_at_risk_refuses_to_start(toy: Toy, monkeypatch: pytest.MonkeyPatch, layer: nn.Module, named: str) -> None:
     with pytest.raises(UserError, match=f"1 layers are at risk, the first 3 .*{named}"):
         loaded(toy, model(layer))
-    monkeypatch.setenv(plugin.ALLOWED, "1")
+    monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
     loaded(toy, model(layer))
     assert any("at risk: 3" in line for line in toys.LOG)
 
@@ -293,7 +294,7 @@ def test_ranks_are_at_risk(toy: Toy) -> None:
 
 def test_a_quantized_layer_is_asked_and_not_replaced(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "coverage.jsonl"
-    monkeypatch.setenv(plugin.WRITTEN, str(path))
+    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
     kept = Fp8()
     it = loaded(toy, model(method=kept)).model
     standings = {s.kind: s for s in read_run(path).layer_standings}

@@ -1,0 +1,309 @@
+"""vLLM itself as an engine of `nondet sample`: in a process of its own for each implementation, followed step by step.
+
+The process holds vLLM's engine core (no second one behind it), so each step's batch is read where the scheduler decides
+it, requests arrive at the step that the plan says, and what the prefix cache gave and who was preempted is counted.
+vLLM is never needed by nondet: where it is not installed one line says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nondet.core.launch import note
+from nondet.core.processes import end_with_parent, no_main, obituary
+from nondet.errors import UserError, one_line
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import Load, Outcome, Request, Session
+from nondet.sampling.ranks import model_folder
+from nondet.sampling.schedule import run_lengths
+from nondet.vllm import ASKED, OWN, WRITTEN
+
+# implementation -> vLLM's own flag, the plugin's
+WAYS = {"stock": ("0", "0"), "vllm-invariant": ("1", "0"), "invariant": ("1", "1")}
+_QUIET = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # requests are found again by their names
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_START_S, _ROUND_S = 900.0, 3600.0
+
+
+def check_installed() -> None:
+    """Refuse, as a `UserError`, where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        hint = "pip install vllm==0.25.1 beside nondet, or test a running server with --endpoint."
+        raise UserError("--engine vllm: vLLM is not installed in this environment", hint)
+
+
+def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int, seed: int = 0) -> dict[str, Any]:
+    """What vLLM's LLM is made with.
+
+    Args:
+        longest: Most tokens of a request, its completion among them.
+    """
+    made: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": longest,
+        "max_num_seqs": min(load.requests, load.budget),
+        "max_num_batched_tokens": load.budget,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": load.sharing,
+        "enforce_eager": not load.graphs,
+        "async_scheduling": False,  # a step is decided when it is run, so that arrivals meet theirs
+        "disable_log_stats": True,
+    }
+    return made | ({"block_size": -(-load.page // 16) * 16, "gpu_memory_utilization": 0.5} if device == "cuda" else {})
+
+
+class Played(NamedTuple):
+    """One round, as the other process saw it.
+
+    Attributes:
+        answers: Request id -> (token ids, logprobs or None, finish, cached prompt tokens).
+        steps: Of each step the tokens that each request had in it.
+        preempted: Times that a request was.
+    """
+
+    answers: dict[str, tuple[list[int], list[float] | None, str, int]]
+    steps: list[dict[str, int]]
+    seconds: float
+    preempted: int
+
+
+def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: list[Any]) -> Played:
+    """Run the requests from an empty engine to an empty one, each from its step of arrival on.
+
+    Args:
+        engine: vLLM's LLMEngine.
+        taken: Where the scheduler's outputs arrive, one a step.
+    """
+    from vllm import SamplingParams
+
+    engine.reset_prefix_cache()
+    waiting = sorted(requests, key=lambda r: r.arrival_step)
+    answers: dict[str, tuple[list[int], list[float] | None, str, int]] = {}
+    steps: list[dict[str, int]] = []
+    preempted, step, began = 0, 0, time.perf_counter()
+    while waiting or engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests():
+            step = max(step, waiting[0].arrival_step)
+            steps += [{}] * (step - len(steps))
+        while waiting and waiting[0].arrival_step <= step:
+            request = waiting.pop(0)
+            engine.add_request(
+                request.id,
+                {"prompt_token_ids": list(request.prompt)},
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=request.max_new_tokens,
+                    stop_token_ids=list(eos),
+                    ignore_eos=True,  # those of nondet's own reading of the model stop it
+                    logprobs=0 if request.target else None,
+                    detokenize=False,
+                ),
+            )
+        taken.clear()
+        for done in engine.step():
+            if done.finished:
+                one = done.outputs[0]
+                ids = list(one.token_ids)
+                logprobs = [top[i].logprob for top, i in zip(one.logprobs, ids, strict=True)] if one.logprobs else None
+                finish = "eos" if one.finish_reason == "stop" else "length"
+                answers[done.request_id] = (ids, logprobs, finish, int(done.num_cached_tokens or 0))
+        steps.append({name: count for out in taken for name, count in out.num_scheduled_tokens.items()})
+        preempted += sum(len(out.preempted_req_ids or ()) for out in taken)
+        step += 1
+    return Played(answers, steps, time.perf_counter() - began, preempted)
+
+
+def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mapping[str, Any], eos: list[int]) -> None:
+    """The other process: vLLM, and one answer a question. What it prints goes into a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= environment
+    threading.Thread(target=end_with_parent, args=(lambda: os._exit(1),), daemon=True).start()
+    try:
+        import vllm
+
+        llm = vllm.LLM(**arguments)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        taken: list[Any] = []
+        decide = scheduler.schedule
+
+        def schedule(*rest: Any, **more: Any) -> Any:
+            taken.append(decide(*rest, **more))
+            return taken[-1]
+
+        scheduler.schedule = schedule
+        if environment[ASKED] == "1" and f"{__package__}.plugin" not in sys.modules:
+            raise UserError("vLLM did not load nondet's plugin", "VLLM_PLUGINS, if set, must name nondet.")
+        pipe.send(("ready", vllm.__version__))
+        while True:
+            requests = pipe.recv()
+            pipe.send(("played", play(llm.llm_engine, requests, eos, taken)))
+    except EOFError:  # the parent has what it wanted
+        os._exit(0)
+    except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the parent has to hear of it
+        lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+        with suppress(OSError):
+            said = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}".rstrip(". ")
+            pipe.send(("failed", one_line(said, 400)))
+        os._exit(1)
+
+
+class VllmEngine:
+    """vLLM under one implementation at a time, started when that begins and ended when it is over.
+
+    Args:
+        loaded: The model as nondet loaded it: vLLM loads the same folder, or the weights written to one.
+        longest: Most tokens of a request, its completion among them.
+    """
+
+    def __init__(self, loaded: LoadedModel, load: Load, longest: int) -> None:
+        check_installed()
+        self._loaded, self._stack = loaded, ExitStack()
+        folder = self._stack.enter_context(model_folder(loaded))
+        self._arguments = arguments_of(folder, loaded.dtype, loaded.device, load, longest)
+        self._pipe: Any = None
+        self._process: Any = None
+        self._covered: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """Forget what was written for vLLM to load."""
+        self._end()
+        self._stack.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What is fixed beside the load."""
+        kept = {name: value for name, value in self._arguments.items() if name != "model"}
+        return {"name": "vllm", "sampling": "greedy", **kept}
+
+    @contextmanager
+    def implementation(self, name: str) -> Iterator[Callable[[], Counter[str]]]:
+        """Start vLLM under the implementation: one of `WAYS`. Raises UserError: it did not start, with its reason."""
+        own, asked = WAYS[name]
+        with tempfile.TemporaryDirectory(prefix="nondet-vllm-") as scratch:
+            log, coverage = Path(scratch) / "vllm.log", Path(scratch) / "coverage.jsonl"
+            environment = _QUIET | {OWN: own, ASKED: asked, WRITTEN: str(coverage)}
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            settings = (theirs, str(log), environment, self._arguments, list(self._loaded.eos))
+            self._process = context.Process(target=serve, args=settings, name="nondet-vllm")
+            try:
+                with no_main():
+                    self._process.start()
+                theirs.close()
+                kind, said = self._hear(_START_S)
+                if kind != "ready":
+                    raise UserError(
+                        f"vLLM did not start as {name}: {said}", "Leave this --impl out, or see docs/vllm.md."
+                    )
+                self._covered = _coverage(coverage)
+                yield Counter
+            finally:
+                self._end()
+
+    def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
+        """One round from an empty cache. An engine that died gives a session with its reason."""
+        told = options.pop("on_token_count", None)
+        kind: str = "failed"
+        played: Any = "it has ended"
+        if self._process is not None and self._process.is_alive():
+            try:
+                self._pipe.send(list(requests))
+                kind, played = self._hear(_ROUND_S)
+            except OSError as error:
+                played = str(error)
+        if kind != "played":
+            reason = f"vLLM failed: {played}"
+            lost = [Outcome(request, reason=reason) for request in requests]
+            return Session(outcomes=lost, steps=0, tokens=0, seconds=0.0, fatal=reason)
+        for name, count in self._covered.items():
+            note(name, count)
+        for name, count in (("cached prompt tokens", _cached(played)), ("preemptions", played.preempted)):
+            if count:
+                note(f"vLLM's {name}", count)
+        session = session_of(played, requests)
+        for outcome in session.outcomes if told is not None else ():
+            told(outcome.request, len(outcome.token_ids))
+        return session
+
+    def _hear(self, limit_s: float) -> tuple[str, Any]:
+        if not self._pipe.poll(limit_s):
+            return "failed", f"no answer within {limit_s:g} s"
+        try:
+            kind, said = self._pipe.recv()
+        except (EOFError, OSError):
+            return "failed", obituary(self._process)
+        return kind, said
+
+    def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._process is not None:
+            self._process.join(20.0)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join(5.0)
+        self._pipe = self._process = None
+
+
+def _cached(played: Played) -> int:
+    return sum(cached for *_, cached in played.answers.values())
+
+
+def _coverage(path: Path) -> Counter[str]:
+    """What the plugin wrote of the layers, as the dispatcher would say it; nothing under another implementation."""
+    from nondet.core.runfile import read_run
+
+    if not path.exists():
+        return Counter()
+    standings = read_run(path).layer_standings
+    said = {"replaced": "replaced", "at risk": "at risk", "certified stock": "left stock", "elementwise": "left stock"}
+    return Counter({f"{said[s.standing]}: {s.kind} (of vLLM's layers)": s.layers for s in standings})
+
+
+def session_of(played: Played, requests: Sequence[Request]) -> Session:
+    """The round as nondet records one: the batch of every step is the sum over the requests in it."""
+    totals = [sum(step.values()) for step in played.steps]
+    outcomes = []
+    for request in requests:
+        if request.id not in played.answers:
+            outcomes.append(Outcome(request, reason="vLLM gave no answer"))
+            continue
+        ids, logprobs, finish, _ = played.answers[request.id]
+        met = [(i, step[request.id]) for i, step in enumerate(played.steps) if step.get(request.id)]
+        batches = [totals[i] for i, _ in met]
+        outcomes.append(
+            Outcome(
+                request,
+                token_ids=ids,
+                logprobs=struct.pack(f"<{len(logprobs)}f", *logprobs) if logprobs else b"",
+                finish=finish,
+                schedule=run_lengths(met),
+                batch_min=min(batches, default=0),
+                batch_max=max(batches, default=0),
+            )
+        )
+    tokens = sum(len(o.token_ids) for o in outcomes)
+    return Session(outcomes=outcomes, steps=len(played.steps), tokens=tokens, seconds=played.seconds)

@@ -1,0 +1,168 @@
+"""vLLM as an engine of `nondet sample`, against a toy of its LLMEngine; the real one under the marker vllm."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nondet.cli import main
+from nondet.core.runfile import read_run
+from nondet.sampling.plan import PRESETS, Request
+from nondet.vllm import engine
+
+
+class Toy:
+    """An LLMEngine that takes `budget` tokens a step; where `parts`, logprobs follow the batch."""
+
+    def __init__(self, taken: list[Any], budget: int = 4, parts: bool = False) -> None:
+        self.taken, self.budget, self.parts = taken, budget, parts
+        self.left: dict[str, Any] = {}
+        self.resets, self.added, self.step_number = 0, [], -1
+
+    def reset_prefix_cache(self) -> None:
+        """Counted."""
+        self.resets += 1
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether anybody is in."""
+        return bool(self.left)
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        """From now on it may be scheduled."""
+        ids = prompt["prompt_token_ids"]
+        self.left[name] = SimpleNamespace(prompt=len(ids), first=ids[0], ids=[], params=params)
+        self.added.append((name, len(self.taken_steps)))
+
+    @property
+    def taken_steps(self) -> range:
+        """One for each step so far."""
+        return range(self.step_number + 1)
+
+    def step(self) -> list[Any]:
+        """Prefills in chunks, then a token a step."""
+        self.step_number += 1
+        room, scheduled, done = self.budget, {}, []
+        for name, one in self.left.items():
+            tokens = min(one.prompt, room) if one.prompt else min(1, room)
+            if not tokens:
+                continue
+            scheduled[name], room = tokens, room - tokens
+            one.prompt = max(0, one.prompt - tokens)
+            if not one.prompt:
+                one.ids.append(one.first * 100 + len(one.ids))
+        for name, one in list(self.left.items()):
+            if len(one.ids) == one.params.max_tokens:
+                del self.left[name]
+                score = -0.5 - (len(scheduled) * 2.0**-20 if self.parts else 0.0)
+                tops = [{i: SimpleNamespace(logprob=score)} for i in one.ids]
+                output = SimpleNamespace(
+                    token_ids=one.ids,
+                    logprobs=tops if one.params.logprobs is not None else None,
+                    finish_reason="length",
+                )
+                done.append(SimpleNamespace(request_id=name, finished=True, outputs=[output], num_cached_tokens=3))
+        preempted = {"x"} if self.step_number == 1 else None
+        self.taken.append(SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted))
+        return done
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vllm that has sampling parameters and nothing else."""
+    made = ModuleType("vllm")
+    made.SamplingParams = SimpleNamespace  # type: ignore[attr-defined] # a toy
+    monkeypatch.setitem(sys.modules, "vllm", made)
+
+
+REQUESTS = [
+    Request("t0", True, (7, 7, 7, 7, 7, 7), 2, 0),
+    Request("r0", False, (8,), 1, 1),
+    Request("t1", True, (9, 9), 2, 9),
+]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_requests_arrive_at_their_steps_and_batches_are_the_schedulers() -> None:
+    taken: list[Any] = []
+    toy = Toy(taken)
+    played = engine.play(toy, REQUESTS, [2], taken)
+    assert played.steps == [{"t0": 4}, {"t0": 2, "r0": 1}, {"t0": 1}, *[{}] * 6, {"t1": 2}, {"t1": 1}]
+    assert (toy.resets, played.preempted) == (1, 1)
+    session = engine.session_of(played, REQUESTS)
+    first, other, last = session.outcomes
+    assert first.schedule == [[0, 1, 4], [1, 1, 2], [2, 1, 1]]
+    assert (first.batch_min, first.batch_max, first.token_ids) == (1, 4, [700, 701])
+    assert first.logprobs == struct.pack("<2f", -0.5, -0.5)
+    assert (other.schedule, other.logprobs) == ([[1, 1, 1]], b"")
+    assert last.schedule == [[9, 1, 2], [10, 1, 1]]
+    assert (session.steps, session.tokens) == (11, 5)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_batch_that_changes_a_logprob_shows() -> None:
+    """By one bit and by nothing else: an engine that parts is told from one that does not."""
+
+    def logprobs(requests: list[Request], parts: bool) -> bytes:
+        taken: list[Any] = []
+        played = engine.play(Toy(taken, budget=16, parts=parts), requests, [], taken)
+        return engine.session_of(played, requests).outcomes[0].logprobs
+
+    pair = [Request("t0", True, (7,), 2, 0), Request("r0", False, (8,), 2, 0)]
+    assert logprobs(pair[:1], True) != logprobs(pair, True)
+    assert logprobs(pair[:1], False) == logprobs(pair, False)
+
+
+def test_a_request_without_an_answer_is_a_failure() -> None:
+    outcome = engine.session_of(engine.Played({}, [], 0.0, 0), REQUESTS[:1]).outcomes[0]
+    assert (outcome.finish, outcome.reason) == ("error", "vLLM gave no answer")
+
+
+def test_what_vllm_is_made_with_follows_the_load() -> None:
+    load = PRESETS["default"]
+    made = engine.arguments_of(Path("m"), "bfloat16", "cuda", load, 200)
+    assert (made["max_num_batched_tokens"], made["max_num_seqs"], made["max_model_len"]) == (64, 64, 200)
+    assert (made["block_size"], made["enforce_eager"], made["enable_prefix_caching"]) == (16, True, True)
+    assert "block_size" not in engine.arguments_of(Path("m"), "bfloat16", "cpu", load, 200)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engine", "vlm"], "unknown engine 'vlm'. Did you mean vllm?"),
+        (["--engine", "vllm", "--ranks", "2"], "--engine vllm and --ranks exclude each other"),
+        (["--engine", "vllm", "--impl", "stock-flash"], "unknown implementation under vLLM 'stock-flash'"),
+        (["--engine", "vllm", "--endpoint", "http://127.0.0.1:1"], "--endpoint and --engine exclude each other"),
+    ],
+)
+def test_options_that_make_no_sense(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_one_line_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    assert main(["sample", "--engine", "vllm", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "vLLM is not installed in this environment. pip install vllm==0.25.1" in " ".join(error.split())
+    assert "Traceback" not in error
+    assert not out.exists()
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_real_one(tmp_path: Path) -> None:
+    """On whatever device it has: every request has an answer, and the batches of the steps add up."""
+    out = tmp_path / "run.jsonl"
+    command = ["sample", "--engine", "vllm", "--impl", "stock", "--load", "light", "--n", "20", "--max-tokens", "8"]
+    assert main([*command, "--out", str(out)]) == 0
+    run = read_run(out)
+    assert [c.status for c in run.completions] == ["ok"] * 20
+    assert all(c.n_tokens == 8 and sum(steps * tokens for _, steps, tokens in c.schedule) >= 8 for c in run.completions)
+    assert run.header.plan["engine"]["name"] == "vllm"
