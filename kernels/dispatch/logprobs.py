@@ -28,7 +28,7 @@ from nondet.kernels.pointwise.cpu import vectors_only
 
 SCALE = 2.0**44
 _TOKEN = 0xFFFFFFFF  # the lower half of a key, which is of the token id
-_CHUNK = 2**23  # numbers in float64 that are held at a time
+_CHUNK = 2**24  # numbers in float64 that are held at a time
 
 
 def token_logprobs(

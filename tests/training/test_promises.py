@@ -86,13 +86,21 @@ class Rollouts(NamedTuple):
     rows: frozenset[bytes]  # digests of every row of logits that it drew from
 
 
-def sample(model: Any, seed: int = 0, count: int = 16) -> Rollouts:
+def sample(
+    model: Any,
+    seed: int = 0,
+    count: int = 16,
+    tokens: int = TOKENS,
+    load: Load = LOAD,
+    prompt: tuple[int, int] = (2, 40),
+    top_k: int = 0,
+) -> Rollouts:
     """Requests that come and go under a token budget, so that prefills are chunked; drawn at temperature 1."""
     draw = random.Random(seed)  # noqa: S311 - a plan, no secret
     requests = [
         Request(
-            f"t{i:03d}", True, tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, 40))), TOKENS,
-            draw.randrange(8), i, Sampling(1.0, 0, 1.0, 1000 * seed + i, True),
+            f"t{i:03d}", True, tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(*prompt))), tokens,
+            draw.randrange(8), i, Sampling(1.0, top_k, 1.0, 1000 * seed + i, True),
         )
         for i in range(count)
     ]  # fmt: skip
@@ -104,7 +112,7 @@ def sample(model: Any, seed: int = 0, count: int = 16) -> Rollouts:
     hook = model.register_forward_hook(keep, with_kwargs=True)
     try:
         with torch.no_grad():
-            session = run_session(model.eval(), sorted(requests, key=lambda r: (r.arrival_step, r.id)), LOAD)
+            session = run_session(model.eval(), sorted(requests, key=lambda r: (r.arrival_step, r.id)), load)
     finally:
         hook.remove()
     assert not session.fatal, session.fatal
@@ -159,6 +167,7 @@ def train(
     micro: int = 16,
     block: AbstractContextManager[Any] | None = None,
     stock_formula: bool = False,
+    rows: bool = True,
 ) -> Trained:
     """A forward and a backward pass of every micro-batch in train(); gradients are left in the parameters."""
     model.train()
@@ -175,8 +184,9 @@ def train(
             assert out.requires_grad
             (-out.sum() / 100).backward()
             kept.append(out.detach().cpu())
-            known += sum(digest(row) in rollouts.rows for row in logits[::5])
-            count += len(logits[::5])
+            if rows:
+                known += sum(digest(row) in rollouts.rows for row in logits[::5])
+                count += len(logits[::5])
     return Trained(torch.cat(kept), known, count)
 
 

@@ -1,0 +1,108 @@
+"""Promise A at length: tokens whose logprob has other bits in the trainer than in the sampler. Prints JSON lines.
+
+python scripts/promises.py SECONDS [large]
+
+The tiny models of tests/training/test_promises.py in turn, for so many seconds each: the engine samples under load,
+the trainer computes the same tokens with gradients in another layout each time, and takes an optimizer's step. `large`:
+then a model of Qwen3-0.6B's shape with random weights, 64 requests of 256 + 256 tokens, micro-batches of 16, on a GPU;
+and what forward and backward cost there beside torch's flash attention and log_softmax, three passes each, the median.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import nondet
+from nondet.sampling.engine import pinned
+from tests.training import test_promises as promises
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDE = replace(promises.LOAD, budget=192, requests=96)
+LARGE = replace(promises.LOAD, budget=1024, requests=64)
+
+
+def say(**what: Any) -> None:
+    """One line."""
+    print(json.dumps(what), flush=True)
+
+
+def apart(rollouts: promises.Rollouts, trained: promises.Trained) -> int:
+    """Tokens whose bits differ."""
+    sampled = torch.cat(rollouts.logprobs)
+    return int((sampled.view(torch.int32) != trained.logprobs.view(torch.int32)).sum())
+
+
+def at_length(name: str, dtype: str, seconds: float) -> None:
+    """Sample and train in turn."""
+    model = promises.make(name, dtype, DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    began, tokens, differing, step = time.monotonic(), 0, 0, 0
+    while time.monotonic() - began < seconds:
+        with nondet.batch_invariant(training=True):
+            rollouts = promises.sample(model, step, 96, 40, WIDE)
+            layout, micro = ("right", "left", "packed", "wide")[step % 4], (96, 7, 24, 1)[(step // 4) % 4]
+            trained = promises.train(model, rollouts, layout, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens, differing, step = tokens + len(trained.logprobs), differing + apart(rollouts, trained), step + 1
+    say(model=name, dtype=dtype, optimizer_steps=step, tokens=tokens, differing=differing)
+
+
+def large() -> None:
+    """Of Qwen3-0.6B's shape."""
+    config = transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").cuda()
+    with nondet.batch_invariant(training=True) as block:
+        began = time.monotonic()
+        rollouts = promises.sample(model, 1, 64, 256, LARGE, prompt=(256, 256), top_k=64)
+        say(what="sampled", seconds=time.monotonic() - began, tokens=64 * 256)
+        trained = promises.train(model, rollouts, "left", 16)
+    shape = {"requests": 64, "tokens": 512, "micro": 16}
+    say(model="Qwen3-0.6B's shape", dtype="bfloat16", **shape, tokens_compared=len(trained.logprobs),
+        differing=apart(rollouts, trained), rows=trained.rows, rows_equal=trained.rows_known)  # fmt: skip
+    say(left_or_at_risk=[line for line in block.coverage().lines() if not line.startswith("replaced")])
+
+    def median(ours: bool) -> float:
+        took = []
+        for _ in range(4):  # the first warms up
+            torch.cuda.synchronize()
+            began = time.monotonic()
+            promises.train(model, rollouts, "right", 16, stock_formula=not ours, rows=False)
+            model.zero_grad()
+            torch.cuda.synchronize()
+            took.append(time.monotonic() - began)
+        return sorted(took[1:])[1]
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        stock = median(False)
+    with nondet.batch_invariant(training=True):
+        ours = median(True)
+    say(what="forward and backward of all 64, seconds", stock_flash=stock, training=ours, ratio=ours / stock)
+
+
+def main() -> None:
+    """All of it."""
+    gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+    say(device=gpu, torch=torch.__version__, transformers=transformers.__version__, nondet=nondet.__version__)
+    for name in promises.MODELS:
+        for dtype in ("bfloat16", "float32"):
+            with pinned(1):
+                at_length(name, dtype, float(sys.argv[1]))
+    if "large" in sys.argv:
+        large()
+
+
+if __name__ == "__main__":
+    main()
