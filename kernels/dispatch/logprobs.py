@@ -133,16 +133,23 @@ def _backward(
     size = max(1, _CHUNK // max(1, width))
     for first in range(0, len(rows), size):
         part = slice(first, first + size)
-        distances = (rows[part].double() / temperature - masses[part, None]).to(_at_least_single(rows.dtype))
-        shares = torch.exp(distances) if distances.is_cuda else vectors_only(torch.exp, distances)
+        distances = _tempered(rows[part], masses[part, None], temperature).to(_at_least_single(rows.dtype))
+        shares = distances.exp_() if distances.is_cuda else vectors_only(torch.exp, distances)
         if kept:
             shares = shares * kept[0][part]
-        shares = shares.neg_().scatter_add_(1, places[part], torch.ones_like(shares[:, :1]))  # one place a row
         scale = above[part] / temperature
         if kept:  # a token that was not kept has no gradient, whatever is above it
             scale = scale.where(kept[0][part].gather(1, places[part]), 0.0)
-        out[part] = (shares * scale.to(shares.dtype)).to(out.dtype)
+        scale = scale.to(shares.dtype)
+        own = (1.0 - shares.gather(1, places[part])) * scale
+        out[part] = shares.mul_(-scale)
+        out[part].scatter_(1, places[part], own.to(out.dtype))
     return out.view(logits.shape)
+
+
+def _tempered(rows: torch.Tensor, masses: torch.Tensor, temperature: float) -> torch.Tensor:
+    """l / T minus the log mass, in float64, in one pass where T is 1."""
+    return torch.sub(rows if temperature == 1.0 else rows.double() / temperature, masses)
 
 
 def _at_least_single(dtype: torch.dtype) -> torch.dtype:
@@ -157,10 +164,12 @@ def log_masses(rows: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         values = rows.detach().numpy()
         sums = [int(weights(row.astype(np.float64), t, temperature).sum()) for row, t in zip(values, tops, strict=True)]
     else:
-        exact = torch.floor(torch.exp((rows.double() - top[:, None]) / temperature) * SCALE)
-        sums = exact.nan_to_num(0.0, 0.0, 0.0).to(torch.int64).sum(dim=-1).tolist()
-    found = [_log_mass(t, s, temperature) for t, s in zip(tops, sums, strict=True)]
-    return torch.tensor(found, dtype=torch.float64).to(rows.device)
+        found = torch.sub(rows, top[:, None])  # in float64, as the second one is
+        found = found if temperature == 1.0 else found.div_(temperature)
+        # what is no number, or infinite, has a largest logit that is not finite; the rest is cut on the way to integers
+        sums = found.exp_().mul_(SCALE).to(torch.int64).sum(dim=-1).tolist()
+    masses = [_log_mass(t, s, temperature) for t, s in zip(tops, sums, strict=True)]
+    return torch.tensor(masses, dtype=torch.float64).to(rows.device)
 
 
 def _log_mass(top: float, total: int, temperature: float) -> float:
