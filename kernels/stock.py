@@ -63,14 +63,7 @@ def scaled_matmul(
     if scale_a.dim() == 2 and scale_a.shape[1] > 1:  # blocks: torch asks for the first axis to be the nearest
         scale_a = scale_a.mT.contiguous().mT
         scale_b = scale_b.mT.contiguous().mT
-    try:
-        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype)
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        if not _REFUSED.search(str(error)):
-            raise
-        raise NotImplementedError(f"torch._scaled_mm refuses this on {a.device.type}: {_first_line(error)}") from error
+    return _or_refused(lambda: torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype), "torch._scaled_mm", a)
 
 
 def scaled_grouped_matmul(
@@ -87,23 +80,26 @@ def scaled_grouped_matmul(
         NotImplementedError: torch has no such product here; on a CPU it has none at all.
     """
     note("torch._scaled_grouped_mm")
-    try:
-        return torch._scaled_grouped_mm(x, weight, scale_x, scale_weight, offs=offsets, out_dtype=dtype)
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        if not _REFUSED.search(str(error)):
-            raise
-        what = f"torch._scaled_grouped_mm refuses this on {x.device.type}: {_first_line(error)}"
-        raise NotImplementedError(what) from error
+    return _or_refused(
+        lambda: torch._scaled_grouped_mm(x, weight, scale_x, scale_weight, offs=offsets, out_dtype=dtype),
+        *("torch._scaled_grouped_mm", x),
+    )
 
 
 # How torch says that it has no such product, rather than that one failed.
 _REFUSED = re.compile("nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED", re.I)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].partition(". ")[0][:160].removesuffix(".")
+def _or_refused(call: Callable[[], torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return call()
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        if not _REFUSED.search(str(error)):
+            raise
+        why = str(error).strip().splitlines()[0].partition(". ")[0][:160].removesuffix(".")
+        raise NotImplementedError(f"{name} refuses this on {x.device.type}: {why}") from error
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

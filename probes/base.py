@@ -394,8 +394,7 @@ def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
     fills: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "as drawn": torch.clone,
         "zeros": torch.zeros_like,
-        # ordinary products of it are finite
-        "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),
+        "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # ordinary products of it are finite
         "one outlier": _with_outlier,
         "NaN": lambda x: torch.full_like(x, torch.nan),
         "infinite": lambda x: torch.full_like(x, torch.inf),

@@ -19,7 +19,16 @@ import torch
 from torch.nn.modules import linear as torch_linear
 from torch.nn.modules import module as torch_module
 
-from nondet.kernels.dispatch.state import count, current, emit, guarded, looked_at, weights_first
+from nondet.kernels.dispatch.state import (
+    Leave,
+    count,
+    current,
+    emit,
+    guarded,
+    kernels_for,
+    looked_at,
+    weights_first,
+)
 
 # Putting stand-ins into transformers, and taking them out again: one table of what is replaced, one walk for all of it.
 
@@ -723,6 +732,55 @@ def _grouped(original: Any) -> Any:
     return grouped
 
 
+# transformers' FP8 layers, whose kernels come from its hub and may be launched past the dispatcher, unseen.
+#
+# A linear layer with weights in blocks of 128x128, or with one scale, is computed by the family "fp8": activations by
+# 1x128, by row or by the layer's own static scale, then one product. Anything else is counted as at risk.
+
+
+def _fp8(original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = getattr(self, "weight", None)
+        if weight is not None and weight.element_size() > 1:
+            return original(self, *args, **kwargs)  # a plain product, which is seen itself
+        what = f"transformers {type(self).__name__}"
+        if "fp8" in current().families and len(args) == 1 and not kwargs and not torch.is_grad_enabled():
+            try:
+                out = guarded(_fp8_linear)(self, args[0])
+            except (Leave, NotImplementedError) as reason:
+                what = f"{what}: {reason}"
+            else:
+                count("replaced", what)
+                return out
+        count("at_risk", what)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _fp8_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    from nondet.kernels.scaled.functions import BLOCK, quantize_block, quantize_by, quantize_row
+
+    weight, block, static = (getattr(layer, name, None) for name in ("weight", "block_size", "activation_scale"))
+    if (
+        type(layer).__name__ != "FP8Linear"
+        or weight is None
+        or weight.element_size() > 1
+        or torch.compiler.is_compiling()
+    ):
+        raise Leave("another layer, or compiled")
+    if block is not None and (static is not None or tuple(block) != (BLOCK, BLOCK)):
+        raise Leave(f"blocks of {tuple(block)}, or a static scale beside blocks")
+    rows = x.reshape(-1, x.shape[-1])
+    dynamic = quantize_row if block is None else quantize_block
+    q, scale = dynamic(rows) if static is None else quantize_by(static, rows)
+    scales = layer.weight_scale_inv.float()
+    scales = scales.reshape(1, 1) if block is None else scales.t()
+    out = kernels_for(x.device.type).scaled_matmul(q, weight.t(), scale, scales, x.dtype, layer.bias)
+    return out.view(*x.shape[:-1], -1)
+
+
 REPLACEMENTS = (
     Replacement(
         "use_gqa_in_sdpa",
@@ -734,5 +792,11 @@ REPLACEMENTS = (
     Replacement("forward", lambda cls, original: gated(original) if is_known(cls) else None, "MLP"),
     Replacement("forward", _where_known(form_of, fused), "RMSNorm"),
     Replacement("forward", _where_known(form_of_projections, projecting), "Attention"),
+    *(
+        Replacement(
+            "forward", lambda _, original: _fp8(original), name, r"transformers\.integrations\.finegrained_fp8$"
+        )
+        for name in ("FP8Linear", "FP8GroupedLinear", "FP8Experts")
+    ),
     Replacement(_NAME_ROTARY, lambda module, original: rotating(original) if rotates(module, original) else None),
 )

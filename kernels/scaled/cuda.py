@@ -185,18 +185,15 @@ def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype,
     """
     if INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
         return tile
+    key = _written(a.dtype, b.dtype, dtype, *b.shape, a.stride(1), *b.stride(), blocked, _aligned(a, b))
     for one in dict.fromkeys((tile, ANCHOR)):
-        member, key = f"triton {one.name}", _key(a, b, blocked, dtype)
+        member = f"triton {one.name}"
         holds = certificates().standing(member, key)
         if holds is None and not torch.cuda.is_current_stream_capturing():
             holds = _prove(a, b, blocked, dtype, Claim(member, key, partial(_run, one, dtype)))
         if holds:
             return one
     raise NotImplementedError("no FP8 product is proven to be of class chain-fp8 here, for these dtypes, K, N, layout")
-
-
-def _key(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype) -> str:
-    return _written(a.dtype, b.dtype, dtype, *b.shape, a.stride(1), *b.stride(), blocked, _aligned(a, b))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ means, and no order of additions mends it. A scale for each row, or for 128 numb
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +35,12 @@ def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[to
     return _quantized(x, x.abs().amax()[None, None], dtype)
 
 
+def quantize_by(scale: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] with one scale that was there before, [1, 1]: static, so that a row depends on itself alone."""
+    most, scale = torch.finfo(FLOAT8[0]).max, scale.float().reshape(1, 1)
+    return (x.float() / scale).clamp(-most, most).to(FLOAT8[0]), scale
+
+
 def quantize_row(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] with a scale for each row, [M, 1]: a row depends on itself alone (a maximum is exact)."""
     note("quantize[row]")
@@ -50,23 +55,6 @@ def quantize_block(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[tor
     q, scale = _quantized(shares, shares.abs().amax(-1, keepdim=True), dtype)
     return q.flatten(1)[:, :K].contiguous(), scale[..., 0]
 
-
-def quantize_weight(w: torch.Tensor, how: str, dtype: torch.dtype = FLOAT8[0]) -> tuple[torch.Tensor, torch.Tensor]:
-    """w [N, K] and its scales: "tensor" [1, 1], "row" [N, 1], "block" [N / 128, K / 128] of 128x128."""
-    if how != "block":
-        return (quantize_tensor if how == "tensor" else quantize_row)(w, dtype)
-    N, K = w.shape
-    whole = torch.nn.functional.pad(w, (0, -K % BLOCK, 0, -N % BLOCK))
-    tiles = whole.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    q, scale = _quantized(tiles, tiles.abs().amax((1, 3), keepdim=True), dtype)
-    return q.flatten(2).flatten(0, 1)[:N, :K].contiguous(), scale[:, 0, :, 0]
-
-
-QUANTIZERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    "tensor": quantize_tensor,
-    "row": quantize_row,
-    "block": quantize_block,
-}
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -121,14 +109,11 @@ def checked(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
         raise NotImplementedError(f"scales of {scale_a.dtype} and {scale_b.dtype}, not of float32")
     (M, K), N = a.shape, b.shape[1]
     stretches = -(-K // BLOCK)
-    fits = all(
+    asked = (scale_a, (M,), (1, stretches)), (scale_b, (1, stretches), (N, -(-N // BLOCK)))
+    if not all(
         scale.numel() == 1 or (scale.dim() == 2 and scale.shape[0] in rows and scale.shape[1] in columns)
-        for scale, rows, columns in (
-            (scale_a, (M,), (1, stretches)),
-            (scale_b, (1, stretches), (N, -(-N // BLOCK))),
-        )
-    )
-    if not fits:
+        for scale, rows, columns in asked
+    ):
         raise ValueError(
             f"scales of {tuple(scale_a.shape)} and {tuple(scale_b.shape)} do not fit [{M}, {K}] and [{K}, {N}]: one "
             "for all, one for each row and column, or in blocks of 1x128 and 128x128"

@@ -15,7 +15,7 @@ from nondet.core.operator import (
     ScaledForm,
 )
 
-_FOLDER = "nondet.kernels.scaled"
+_FOLDER, _REPLACE = "nondet.kernels.scaled", "nondet.kernels.dispatch.replacements"
 
 SCALED = Family("fp8", "FP8 products with scales: _scaled_mm, and transformers' FP8 linears")
 
@@ -61,11 +61,7 @@ SCALED_MATMUL = Operator(
         ),
     ),
     family=SCALED,
-    aten=(
-        AtenOperator(
-            name="_scaled_mm", replacement="nondet.kernels.dispatch.replacements:scaled_mm", out="_scaled_mm.out"
-        ),
-    ),
+    aten=(AtenOperator(name="_scaled_mm", replacement=f"{_REPLACE}:scaled_mm", out="_scaled_mm.out"),),
     accuracy=AccuracyBound(f"{_FOLDER}.functions:bound", _SOURCE),
     claims=(
         Claim(

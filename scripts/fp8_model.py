@@ -1,0 +1,108 @@
+"""An FP8 copy of the embedded model, or of another folder, as transformers reads it: for `nondet sample --model`.
+
+    python scripts/fp8_model.py block FOLDER    weights in blocks of 128x128, activations 1x128 at run time (FP8Linear)
+    python scripts/fp8_model.py tensor FOLDER   one scale for a weight, one for its activations from a few prompts
+    python scripts/fp8_model.py row FOLDER      a scale for each row of both (FbgemmFp8Linear, which needs fbgemm-gpu)
+
+The linear layers of the decoder are quantized to float8_e4m3fn; embeddings, norms and the output projection stay. On a
+device without FP8 transformers itself makes bfloat16 of "block" and "tensor" as it loads them, and refuses "row".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+EMBEDDED = Path(__file__).resolve().parent.parent / "nondet" / "embedded"
+MOST = torch.finfo(torch.float8_e4m3fn).max
+BLOCK = 128
+PROMPTS = ("The following exceptions are raised", "class Example:\n    def __init__(self", "Return a new list of")
+CONFIGS = {
+    "block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+    "tensor": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    "row": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+}
+
+
+def quantized(w: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8 numbers of w [N, K] and the scales to multiply them with: [], [N, 1] or [N / 128, K / 128]."""
+    wide = w.float()
+    if how == "block":
+        if w.shape[0] % BLOCK or w.shape[1] % BLOCK:
+            raise SystemExit(f"a weight of {tuple(w.shape)} has no whole blocks of {BLOCK}x{BLOCK}; take tensor or row")
+        tiles = wide.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        scale = tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / MOST
+        return (tiles / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn), scale[:, 0, :, 0]
+    largest = wide.abs().amax() if how == "tensor" else wide.abs().amax(1, keepdim=True)
+    scale = largest.clamp(min=1e-12) / MOST
+    return (wide / scale).clamp(-MOST, MOST).to(torch.float8_e4m3fn), scale
+
+
+def activation_scales(source: Path, layers: set[str]) -> dict[str, torch.Tensor]:
+    """Layer -> the scale by which the largest of its inputs on `PROMPTS` is the largest number of FP8."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    found = dict.fromkeys(layers, torch.tensor(0.0))
+
+    def watch(name: str) -> None:
+        def hook(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            found[name] = torch.maximum(found[name], given[0].abs().amax())
+
+        model.get_submodule(name).register_forward_pre_hook(hook)
+
+    for name in layers:
+        watch(name)
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            model(**tokenizer(prompt, return_tensors="pt"))
+    return {name: largest.clamp(min=1e-12) / MOST for name, largest in found.items()}
+
+
+def convert(how: str, out: Path, source: Path = EMBEDDED) -> int:
+    """Write the folder; how many layers were quantized."""
+    from safetensors.torch import load_file, save_file
+
+    if out.exists():
+        raise SystemExit(f"{out} is there already; name a folder that is not")
+    tensors = load_file(source / "model.safetensors")
+    linear = {n.removesuffix(".weight") for n, x in tensors.items() if n.endswith("_proj.weight") and x.dim() == 2}
+    scales = activation_scales(source, linear) if how == "tensor" else {}
+    for name in sorted(linear):
+        q, scale = quantized(tensors[f"{name}.weight"], how)
+        tensors[f"{name}.weight"] = q.contiguous()
+        tensors[f"{name}.{'weight_scale' if how == 'row' else 'weight_scale_inv'}"] = scale.contiguous()
+        if scales:
+            tensors[f"{name}.activation_scale"] = scales[name]
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = CONFIGS[how] | {"modules_to_not_convert": ["lm_head"]}
+    out.mkdir(parents=True)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (source / name).exists():
+            shutil.copy(source / name, out / name)
+    return len(linear)
+
+
+def main() -> None:
+    """Read the arguments and convert."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("how", choices=CONFIGS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path, default=EMBEDDED, help="a folder with one model.safetensors")
+    options = parser.parse_args()
+    print(
+        f"{options.out}: {convert(options.how, options.out, options.model)} linear layers, {options.how}",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()
