@@ -280,7 +280,7 @@ def test_models_that_are_not_known_are_refused_by_name() -> None:
             nondet.fold(model)
     windows = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8))
     with nondet.batch_invariant(training=True), nondet.fold(windows):
-        with pytest.raises(UserError, match="at risk: scaled_dot_product_attention .* a window"):
+        with pytest.raises(UserError, match=r"at risk: scaled_dot_product_attention .* a window"):
             backward(windows, WHOLE, True)
         assert all(p.grad is None and p.requires_grad for p in windows.parameters())
 
