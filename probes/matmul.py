@@ -21,6 +21,7 @@ from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
+from nondet.probes.reduction_order import trees_of_product
 
 # Products in batches, as a trace met them.
 
@@ -106,6 +107,9 @@ class Matmul(Probe):
     name = "matmul"
     answers = EXACT
 
+    def __init__(self) -> None:
+        self._operator: Operator | None = None
+
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other questions; one layer is drawn from the seed."""
         if any(batch for _, batch in options.met):
@@ -179,6 +183,7 @@ class Matmul(Probe):
         more = () if bias is None else (bias,)
         if more:
             base.require_arguments(operator, x, w, bias)
+        self._operator = operator
 
         def product(x: torch.Tensor) -> torch.Tensor:
             return operator(x, w, *more)
@@ -210,6 +215,14 @@ class Matmul(Probe):
         elif case.varied == "batch_size":
             x = x[:_ROWS]
         return reference.linear(x, w, inputs["bias"])
+
+    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+        """Where classes part over M, the reduction tree of row 0 in each, once for a layer: of the inputs `order`."""
+        said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
+        plain = case.varied == "batch_size" and case.inputs == "order" and not case.data.get("layout", "-")
+        if len(results) < 2 or not plain or self._operator is None:
+            return said
+        return said | trees_of_product(self._operator, inputs["x"], inputs["w"], case.data["values"], results)
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:

@@ -302,7 +302,8 @@ def _glyph(line: str) -> str:
 def _proof(tree: dict[str, Any]) -> str:
     if tree.get("proven") is not True:
         return f"unproven: {tree.get('failed_on') or 'no reason was kept'}"
-    return f"proven: {tree.get('checked')} sums predicted bit for bit, {tree.get('arithmetic')}"
+    which = f", of {tree['which']}" if tree.get("which") else ""
+    return f"proven{which}: {tree.get('checked')} sums predicted bit for bit, {tree.get('arithmetic')}"
 
 
 def _named(case: CaseGroup) -> str:

@@ -14,7 +14,7 @@ from nondet.core.records import Row
 from nondet.kernels.emulator import Tree, chain
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes.base import Options
-from nondet.probes.reduction_order import NotASumError, find, of_product, of_rows, prove
+from nondet.probes.reduction_order import NotASumError, find, of_product, of_rows, prove, trees_of
 from nondet.probes.runner import plan_jobs, run_jobs
 
 Node = int | tuple["Node", "Node"]
@@ -261,6 +261,48 @@ def test_products_take_masks_as_columns() -> None:
     assert not result.proven.fused
     assert set(calls) == {(3, 64)}, "never another number of rows than the one asked about"
     assert len(calls) < 40, "masks share calls"
+
+
+def linear_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One chain from 8 rows on, the last first below."""
+    return fused_chain_of(range(48) if len(x) >= 8 else range(47, -1, -1))(x, weight)
+
+
+def linear_by_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `linear_by_rows`; columns 1, 17, 33, ... go the other way."""
+    out = linear_by_rows(x, weight)
+    out[:, 1::16] = linear_by_rows(x.repeat(8, 1) if len(x) < 8 else x[:1], weight)[: len(x), 1::16][:1]
+    return out
+
+
+def linear_sound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return fused_chain_of(range(48))(x, weight)
+
+
+def test_the_matmul_probe_names_the_trees_at_a_border() -> None:
+    said = {}
+    for name in ("linear_by_rows", "linear_sound"):
+        options = Options(dtypes=("float32",), k=48, n=32, m=16, inputs=("order",))
+        jobs = plan_jobs(["matmul"], [f"linear={__name__}:{name}"], options)
+        sweeps = [job for job in jobs if job.case.varied == "batch_size" and not job.case.data["layout"]]
+        (row,) = run_jobs(sweeps, 0, set())
+        said[name] = row.extra.get("reduction_trees")
+    assert said["linear_sound"] is None
+    assert [(t["M"], t["words"], t["proven"]) for t in said["linear_by_rows"]["classes"]] == [
+        (1, "one chain of 48, the last first", True),
+        (8, "one chain of 48", True),
+    ]
+
+
+def test_columns_of_several_orders_are_asked_by_alignment() -> None:
+    asked = of_product(linear_by_columns, 1, 48, 64, torch.float32, "cpu")
+    assert find(asked).proven is None
+    (said,) = trees_of([asked], [1])["reduction_trees"]["classes"]
+    assert (said["proven"], said["which"], said["words"]) == (
+        True,
+        "every 16th column",
+        "one chain of 48, the last first",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
