@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1000,
     "kernels": 19290,
     "nondet": 1780,
-    "probes": 4460,
+    "probes": 4480,
     "ranks": 590,
     "reports": 5745,
     "sampling": 6155,
