@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 __all__ = [
-    "__version__", "batch_invariant", "check", "check_operator", "fold", "load", "mismatch_of", "probe", "rank_free",
-    "rl", "sample", "token_logprobs",
+    "__version__", "batch_invariant", "check", "check_operator", "find_mismatch", "fold", "load", "mismatch_of",
+    "probe", "rank_free", "rl", "sample", "token_logprobs",
 ]  # fmt: skip
 
 __version__ = VERSION
@@ -21,6 +21,7 @@ _LAZY = {
     "batch_invariant": "nondet.api",
     "check": "nondet.api",
     "check_operator": "nondet.api",
+    "find_mismatch": "nondet.api",
     "fold": "nondet.kernels.fold.gradients",
     "load": "nondet.api",
     "mismatch_of": "nondet.training.trl",

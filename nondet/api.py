@@ -246,6 +246,46 @@ def rl(
     return _measured(service.rl, service.RlRequest, **arguments)
 
 
+def find_mismatch(
+    *,
+    model: str | None = None,
+    trainer: str = "",
+    rollouts: str | Path | None = None,
+    older: str | None = None,
+    arms: str = "stock,invariant",
+    n: int = 12,
+    tokens: int = 48,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    seed: int = 0,
+    out: str | Path | None = None,
+    **options: Any,
+) -> LoadedRun:
+    """Compare a sampler with a trainer, as `nondet mismatch` does.
+
+    Args:
+        model: Folder, hub name, or random weights; None: the embedded model.
+        trainer: What the trainer does otherwise: "dtype=float32,autocast=bfloat16,padding=left,micro=4".
+        rollouts: A file or folder of tokens and logprobs; then nothing is sampled.
+        older: Weights that a side may still have.
+        arms: Of stock, sampler-only and invariant, with commas.
+        n: Rollouts of each prompt.
+        tokens: Of each rollout.
+        out: Run file to write.
+        options: Any other of the command's: prompt, threads, trust_remote_code, force, resume.
+
+    Returns:
+        The run, with a record for each rollout and each hypothesis.
+
+    Raises:
+        UserError: an option that makes no sense, rollouts that are none, or a model that can't be loaded.
+    """
+    arguments = dict(locals())
+    from nondet.services import mismatch as service
+
+    return _measured(service.mismatch, service.MismatchRequest, **arguments)
+
+
 def check(
     fn: Callable[..., Any],
     make_inputs: Callable[[Any], Any],

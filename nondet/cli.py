@@ -62,6 +62,11 @@ _COMMANDS = {
         "nondet.services.rl:rl", "nondet rl", "nondet rl --arms stock,invariant --seeds 3 --report rl.html",
         "nondet rl --rollouts fp8 --lr 1e-3 --steps 20",
     ),
+    "mismatch": (
+        "nondet.services.mismatch:mismatch", "nondet mismatch",
+        "nondet mismatch --rollouts rollouts.jsonl --model ./checkpoint",
+        "nondet mismatch --trainer dtype=float32,autocast=bfloat16,micro=4",
+    ),
     "report": (
         "nondet.commands.report:report", "nondet report runs",
         "nondet report a.jsonl b.jsonl --out report.html --out report.md",
@@ -83,7 +88,7 @@ _COMMANDS = {
 _GROUPS = {
     "Start": ("diagnose", "sample", "probe", "embed"),
     "Explain": ("trace", "replay"),
-    "Train": ("rl",),
+    "Train": ("mismatch", "rl"),
     "CI": ("gate", "diff", "report", "export"),
     "Kernels": ("bench", "certify", "list"),
 }

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from nondet.reports.axes import AxesTable
     from nondet.reports.bench import Timings
     from nondet.reports.endpoint import EndpointSection
+    from nondet.reports.mismatch import Sides
     from nondet.reports.probes import ProbeSection
     from nondet.reports.samples import Samples, SampleSection
     from nondet.reports.traces import Story, Told
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
-_TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM"}
+_TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _HEADLINE_MOST = 5  # of several that agree, more are counted and told below
 
@@ -79,6 +80,8 @@ def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
         return _load("bench:bench_headline")(run)
     if run.training_steps:
         return _load("training:training_headline")(run, verdicts)
+    if run.mismatch_rollouts:
+        return _load("mismatch:mismatch_headline")(verdicts)
     if run.neighbours and verdicts:
         return _load("traces:embed_headline")(run, verdicts)
     if run.steps:
@@ -165,6 +168,7 @@ def problems(run: Run) -> list[Problem]:
         for s in run.training_steps
         if s.status != "ok"
     ]
+    listed += [Problem("failed", f"{r.impl}, {r.name}", r.reason) for r in run.mismatch_rollouts if r.status != "ok"]
     noted = [r for r in run.rows if r.reason and r.status not in kinds]
     return listed + [Problem("note", _row_name(r), r.reason) for r in noted]
 
@@ -202,6 +206,11 @@ class RunSection:
         return _load("training:Training")(self.run) if self.run.training_steps else None
 
     @cached_property
+    def mismatch(self) -> Sides | None:
+        """The sampler compared with the trainer, arm by arm."""
+        return _load("mismatch:Sides")(self.run) if self.run.mismatch_rollouts else None
+
+    @cached_property
     def bench(self) -> Timings | None:
         """The cells."""
         return _load("bench:timings")(self.run) if self.run.cells else None
@@ -233,6 +242,7 @@ class RunSection:
         counts += [plural(len(run.completions), "completion")] if run.completions else []
         counts += [plural(len(run.cells), "cell")] if run.cells else []
         counts += [plural(len(run.training_steps), "step")] if run.training_steps else []
+        counts += [plural(len(run.mismatch_rollouts), "rollout")] if run.mismatch_rollouts else []
         state = "complete" if run.complete else "incomplete: it was stopped or is still running"
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
 
@@ -377,6 +387,7 @@ _TELLERS = {
     "axes": "axes:axes_blocks",
     "sampled": "samples:sample_blocks",
     "training": "training:training_blocks",
+    "mismatch": "mismatch:mismatch_blocks",
     "bench": "bench:bench_blocks",
     "probes": "probes:probe_blocks",
 }

@@ -501,6 +501,9 @@ def first_screen(report: Report) -> FirstScreen | None:
     trained = [r.training for r in report.runs if r.training]
     if trained and len(trained) == len(report.runs):
         return _of_training(report, trained[0])
+    sides = [r.mismatch for r in report.runs if r.mismatch]
+    if sides and len(sides) == len(report.runs):
+        return _of_mismatch(report, sides[0].figure)
     affected, pill, answer = _affected(report)
     if not affected:
         return None
@@ -516,6 +519,20 @@ def first_screen(report: Report) -> FirstScreen | None:
         table = speed_table([section for r in report.runs if r.bench for section in r.bench.sections])
         return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, None, table)
     return FirstScreen(affected, pill, answer, tuple(machines), steps, command, why, _picture(report))
+
+
+def _of_mismatch(report: Report, data: dict[str, Any] | None) -> FirstScreen:
+    """A sampler and a trainer: the pictures of the first run, and what it leaves open."""
+    section = report.runs[0]
+    faults = [v for r in report.runs for v in r.verdicts if v.is_fault]
+    pill = Pill.SIDES if faults else Pill.NONE if all(r.run.complete for r in report.runs) else Pill.SO_FAR
+    typed = figures.own_options(section.run.header, ("--model", "--dtype", *_MACHINE))
+    command = shlex.join(["nondet", "rl", *typed, "--steps", "20"])
+    why = "shows what becomes of it over steps of reinforcement learning"
+    picture = Figure("mismatch", data, "fig-answer", "Where sampler and trainer differ") if data else None
+    machines = dict.fromkeys(figures.environment_line(r.run.header.environment) for r in report.runs)
+    answer, affected = one_line(section.headline, 900), "yes" if faults else "none observed"
+    return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, picture)
 
 
 def _of_training(report: Report, told: Training) -> FirstScreen:

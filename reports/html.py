@@ -109,6 +109,7 @@ def _run_data(section: RunSection) -> dict[str, Any]:
         "limits": msgspec.to_builtins(section.run.limits),
         "cells": msgspec.to_builtins(section.run.cells),
         "trace": msgspec.to_builtins(_traced(section.run)),
+        **({"mismatch": msgspec.to_builtins(_sides(section.run))} if section.mismatch else {}),
         **({"training": msgspec.to_builtins(section.run.training_steps)} if section.training else {}),
         "coverage": coverage_rows(section.run),
         **_served_data(section.run),
@@ -134,6 +135,12 @@ def _traced(run: Run) -> list[Any]:
     """The records of a trace and of replays."""
     kinds = (run.steps, run.axes, run.diagnoses, run.controls, run.culprits, run.substitutions, run.trace_verdicts)
     return [record for kind in (*kinds, run.replayed) for record in kind]
+
+
+def _sides(run: Run) -> list[Any]:
+    """The records of a sampler and a trainer, but for the tokens themselves, which the run file has."""
+    kinds = (run.mismatch_floors, run.mismatch_kinds, run.mismatch_effects, run.mismatch_costs)
+    return [record for kind in kinds for record in kind]
 
 
 def _row_data(row: Row, names: dict[str, int]) -> dict[str, Any]:

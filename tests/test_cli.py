@@ -390,7 +390,7 @@ def test_help_groups_the_commands(run: Command) -> None:
     assert shown == {
         "Start": ["diagnose", "sample", "probe", "embed"],
         "Explain": ["trace", "replay"],
-        "Train": ["rl"],
+        "Train": ["mismatch", "rl"],
         "CI": ["gate", "diff", "report", "export"],
         "Kernels": ["bench", "certify", "list"],
     }

@@ -57,6 +57,7 @@ ANNEXES: dict[str, str] = {
     "nondet.kernels.dispatch.again": "calls found again, a page by themselves",
     "nondet.kernels.dispatch.functions": "torch's functions, a page by themselves",
     "nondet.vllm.attention": "imports vLLM at its top, which loads it by name",
+    "nondet.mismatch.kinds": "the hypotheses, a page by themselves",
     "nondet.testing.messages": "loads torch and the verdicts, once a test has failed; the assertions load neither",
 }
 

@@ -21,6 +21,7 @@ def _gate(request: GateRequest, sink: Terminal) -> None:
     """Pass or fail a run in CI. Exit 3: divergence or a wrong result; 4: too few samples for the power asked."""
     from nondet.core.runfile import read_run
     from nondet.verdict.gate import decide
+    from nondet.verdict.mismatch import Thresholds
 
     started = time.perf_counter()
     path = request.run or ask_endpoint(request, sink)
@@ -28,7 +29,10 @@ def _gate(request: GateRequest, sink: Terminal) -> None:
         say(f"run file: {path}")
     run, (rate, confidence) = read_run(path), request.power
     asked = (request.rate, request.confidence, request.by) != (None, None, None)
-    decision = decide(run, impls=request.impl or (), rate=rate, confidence=confidence, by=request.unit, asked=asked)
+    limits = Thresholds(request.mismatch_bits, request.k3, request.mult_prob_error)
+    decision = decide(
+        run, impls=request.impl or (), rate=rate, confidence=confidence, by=request.unit, asked=asked, limits=limits
+    )
     _write(decision, run, request.junit, request.summary, time.perf_counter() - started)
     _print(decision, run, as_json=sink.as_json, quiet=sink.quiet)
     if decision.code:

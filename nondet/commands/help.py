@@ -20,6 +20,7 @@ _COMMON = {
     "embed": "model texts column impl batch dtype device",
     "trace": "prompt max_tokens model impl load run request repro device",
     "replay": "request impl solo shrink most device",
+    "mismatch": "model trainer rollouts older arms n tokens device",
     "rl": "arms steps seeds task tokens lr epochs rollouts model device",
     "gate": "impl rate confidence by endpoint model prompt load junit summary",
     "diff": "impl against",

@@ -7,7 +7,9 @@ from before schema 3 lack these fields; they are filled in here, from the names 
 
 from __future__ import annotations
 
+import itertools
 import math
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
@@ -660,6 +662,72 @@ class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_on
         return type(self)(impl=self.impl, seed=self.seed, step=self.step, status="error", reason=why)
 
 
+class MismatchRollout(ImplementationRecord, frozen=True, tag="mismatch-rollout", kw_only=True):
+    """One rollout with the logprobs that the sampler and the trainer give its tokens."""
+
+    keyed_by = ("impl", "name")
+    name: str
+    step: Count = 0  # of training
+    tokens: Count = 0  # sampled
+    ids: list[Count] = []  # prompt and completion
+    drawn: list[Count] = []  # places of the sampled tokens; empty where these are the last
+    sampler: bytes = b""  # little-endian float32, one for each sampled token; in the file as base64
+    trainer: bytes = b""
+    status: str = "ok"
+    reason: str = ""
+
+    def refused(self, why: str) -> Self:
+        """As `Record.refused`."""
+        return type(self)(impl=self.impl, name=self.name, status="error", reason=why)
+
+
+class MismatchFloor(ImplementationRecord, frozen=True, tag="mismatch-floor", kw_only=True):
+    """What rounding alone may come to, and how far each side is from a forward in a wider format."""
+
+    keyed_by = ("impl",)
+    tokens: Size  # that this and all hypotheses are of
+    rollouts: Size
+    k3: Figure  # of the two sides over these tokens
+    floor: Figure  # K3 that rounding explains
+    sampler: Figure  # K3 of each side to the wider forward
+    trainer: Figure
+    own: Figure  # and of the model's own plain forward
+    wide: str  # its dtype
+
+
+class MismatchKind(ImplementationRecord, frozen=True, tag="mismatch-kind", kw_only=True):
+    """One hypothesis on one side: K3 before it, and what it leaves."""
+
+    keyed_by = ("impl", "cause", "side", "fitted")
+    layer: str  # semantic, weights, format or formula
+    cause: str
+    side: str  # sampler or trainer: who does so
+    fitted: str  # the value that leaves least, or which form of it
+    k3: Figure
+    floor: Figure
+    left: Figure
+    exactly: Figure  # share of tokens whose very bits it gives, beyond those that had them without it
+
+
+class MismatchEffect(ImplementationRecord, frozen=True, tag="mismatch-effect", kw_only=True):
+    """What the mismatch does to one step's gradient, with signs for advantages, beside what another batch does."""
+
+    keyed_by = ("impl",)
+    rollouts: Size
+    moved: Figure  # norm of the change by weighting tokens with their ratios, over the gradient's norm
+    cosine: float  # of the gradients with and without
+    other: float  # cosine with the gradient of as many other rollouts
+
+
+class MismatchCost(ImplementationRecord, frozen=True, tag="mismatch-cost", kw_only=True):
+    """Seconds of both sides of an arm, and what the dispatcher says ran there."""
+
+    keyed_by = ("impl",)
+    sample_seconds: Figure
+    train_seconds: Figure
+    ran: dict[str, Count] = {}
+
+
 class Control(Record, frozen=True, tag="control", kw_only=True):
     """One thing that must hold before a trace may say anything, or, where `passed` is None, that a reader must know."""
 
@@ -797,6 +865,11 @@ class Run(msgspec.Struct, kw_only=True):
     neighbours: list[Neighbours] = []
     training_steps: list[TrainingStep] = []
     layer_standings: list[LayerStanding] = []
+    mismatch_rollouts: list[MismatchRollout] = []
+    mismatch_floors: list[MismatchFloor] = []
+    mismatch_kinds: list[MismatchKind] = []
+    mismatch_effects: list[MismatchEffect] = []
+    mismatch_costs: list[MismatchCost] = []
     complete: bool = True  # whether the end line is there
     source: str = ""  # where it was read from, for messages
 
@@ -957,12 +1030,23 @@ def _training_step(step: TrainingStep) -> None:
     _tree("training-step", msgspec.to_builtins(step))
 
 
+def _mismatch_rollout(r: MismatchRollout) -> None:
+    _need(r.status in ("ok", "error"), "status", f"{r.status[:40]!r} is unknown")
+    _need(r.status == "error" or 0 < r.tokens < len(r.ids), "tokens", "a rollout without any, or without a prompt")
+    _need(len(r.drawn) in (0, r.tokens), "drawn", f"{len(r.drawn)} places for {r.tokens} tokens")
+    _need(all(0 < a < b for a, b in itertools.pairwise([*r.drawn, len(r.ids)])), "drawn", "places out of order")
+    for name, data in (("sampler", r.sampler), ("trainer", r.trainer)):
+        _need(len(data) == 4 * r.tokens, name, f"{len(data)} bytes for {r.tokens} logprobs")
+        _need(all(map(math.isfinite, struct.unpack(f"<{r.tokens}f", data))), name, "a logprob that is no number")
+
+
 _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     Row: _row,
     Completion: _completion,
     Round: _round,
     Cell: _cell,
     TrainingStep: _training_step,
+    MismatchRollout: _mismatch_rollout,
 }
 
 

@@ -17,7 +17,8 @@ from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink
 from nondet.services.sample import prompt_texts
 
-_POWER = "Power"
+_POWER, _THRESHOLDS = "Power", "Thresholds of a sampler and a trainer"
+_AT_LEAST_0 = o.Range(0, 2**53, "Give 0 or more.")
 # Loads that are asked at most: more of them than anybody waits for.
 _LOADS_MOST = 20_000
 _OF_A_SERVER = (
@@ -49,6 +50,15 @@ class GateRequest(o.Drawing, Request):
             panel=_POWER,
         ),
         o.OneOf(("load", "request")),
+    ] = None
+    mismatch_bits: Annotated[
+        int | None, o.opt("Of a mismatch run: most tokens with other logprob bits.", panel=_THRESHOLDS), _AT_LEAST_0
+    ] = None
+    k3: Annotated[
+        float | None, o.opt("Largest K3, in nats a token; prime-rl's is 0.015.", panel=_THRESHOLDS), _AT_LEAST_0
+    ] = None
+    mult_prob_error: Annotated[
+        float | None, o.opt("Largest mean of exp |d|; NeMo RL's is 1.05.", panel=_THRESHOLDS), _AT_LEAST_0
     ] = None
     endpoint: Annotated[
         str | None, o.opt("Test this server until it diverges or the power is reached.", panel=e.PANEL)

@@ -15,6 +15,7 @@ from nondet.core.records import RECORDS, Diagnosis, Role, Run, Status, TraceVerd
 from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
 from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.mismatch import Thresholds, beyond, judge_mismatch
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
 from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
@@ -43,6 +44,8 @@ def judge(run: Run) -> list[Verdict]:
     """
     if run.training_steps:
         return judge_training(run)
+    if run.mismatch_rollouts:
+        return judge_mismatch(run)
     judge_completions = judge_axes if is_varied(run) else judge_served if is_endpoint(run) else judge_samples
     return judge_completions(run) + judge_rows([r for r in run.rows if not is_replay(r)])
 
@@ -62,7 +65,7 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
         line = words(reason("fail-on", option=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
         return CODES[outcome], line
     measured = [row.measured for row in run.rows] + [completion.status == "ok" for completion in run.completions]
-    measured += [step.status == "ok" for step in run.training_steps]
+    measured += [step.status == "ok" for step in run.training_steps] + [r.status == "ok" for r in run.mismatch_rollouts]
     measured += [timed.status == Status.TIMED for cell in run.cells for timed in cell.timed]
     if not measured or any(measured):
         return 0, ""
@@ -117,6 +120,7 @@ def _no_answer(
         return reason("incomplete")
     failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
     failed += sum(s.status != "ok" for s in run.training_steps)
+    failed += sum(r.status != "ok" for r in run.mismatch_rollouts)
     if failed:
         return reason("cases", n=failed, what="failed")
     if conclusion is not None:
@@ -237,7 +241,7 @@ def of_impls(run: Run, impls: Sequence[str]) -> Run:
     """
     if not impls:
         return run
-    names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions, *run.training_steps)}
+    names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts)}
     for impl in impls:
         if impl not in names:
             raise UnknownNameError("implementation in this run", impl, names - {""})
@@ -261,14 +265,16 @@ def power_text(power: Power) -> str:
 
 
 def decide(
-    run: Run, *, impls: Sequence[str] = (), rate: float, confidence: float, by: str, asked: bool = False
-) -> Decision:
+    run: Run, *, impls: Sequence[str] = (), rate: float, confidence: float, by: str, asked: bool = False,
+    limits: Thresholds | None = None,
+) -> Decision:  # fmt: skip
     """Judge a run as a gate does.
 
     Args:
         impls: Those that must hold; none: all that the run has.
         rate, confidence, by: The power that a sample must have: see `Power`.
         asked: Whether somebody asked for that power, so that a run without a sample can't be enough.
+        limits: Of a run of `nondet mismatch`: thresholds, which decide in the place of its verdicts.
 
     Raises:
         UserError: the run has no sample, and a power was asked for; or its records contradict each other.
@@ -282,6 +288,8 @@ def decide(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
+    if limits is not None and limits.asked:
+        return _by_thresholds(run, verdicts, limits)
     drawn = unseeded(run)
     outcome, reasons = answer(run, verdicts, drawn=drawn)
     short = [p for p in power if not p.enough]
@@ -291,3 +299,19 @@ def decide(
         reasons = tuple(reason("not-enough", impl=p.impl, tries=p.tries(by), needed=p.needed, **share) for p in short)
     faults = tuple(f for v in verdicts for f in _faults(v, drawn)) if outcome == Outcome.SHUT else ()
     return Decision(outcome, reasons, verdicts, power, faults)
+
+
+def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) -> Decision:
+    """Raises UserError: the run compared no sampler with a trainer."""
+    if not run.mismatch_rollouts:
+        what = f"{run.source or 'the run'} compares no sampler with a trainer"
+        raise UserError(what, "Gate a run of `nondet mismatch`, or leave --mismatch-bits, --k3 and the like out.")
+    above, within = beyond(run, limits)
+    if above:
+        return Decision(Outcome.SHUT, tuple(above), verdicts, (), (Finding.MISMATCH,))
+    why = None if within and run.complete else _no_answer(run, verdicts, {}, None) or reason("incomplete")
+    return (
+        Decision(Outcome.NO_ANSWER, (why,), verdicts, ())
+        if why
+        else Decision(Outcome.OPEN, tuple(within), verdicts, ())
+    )

@@ -204,6 +204,33 @@ WORDS: dict[str, str] = {
     "{alike:,} of them all rollouts were one text.",
     "rl-nothing": "No group had two rewards: nothing could be learnt, and what the arms earned shows nothing.",
     "rl-fell": "Seed {seed} fell: {best:.2f} at its best over five steps, {last:.2f} at its end.",
+    # of a sampler and a trainer
+    "mm-none": "no rollout was compared",
+    "mm-zero": "no divergence observed: 0 of {tokens:#token} in {rollouts:#rollout} have other logprob bits",
+    "mm-apart": "mismatched: {differ:,} of {tokens:#token} in {rollouts:#rollout} have other logprob bits, K3 "
+    "{k3:.1e}{interval}",
+    "mm-interval": " (95%, by sequence: {low:.1e} to {high:.1e})",
+    "mm-tails": "{outside:near} of ratios outside 0.99 to 1.01, {least:.3f} to {most:.3f}",
+    "mm-long": "If tokens went on so, a rollout of 4,096 would have a ratio between 0.5 and 2 with a chance of "
+    "{share:near} (its logarithm scatters by {deviation:.2g}).",
+    "mm-named": "Kind: {layer}. The {side} has {cause} ({fitted}): without it K3 is {left:.1e}, where rounding "
+    "explains {floor:.1e}.",
+    "mm-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): it gives the very bits of {exactly:near} of tokens, "
+    "and K3 without it is {left:.1e}.",
+    "mm-numeric": "Kind: numeric. No hypothesis names a cause, and neither side is farther from a forward in {wide} "
+    "than rounding takes the model's own (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
+    "mm-unexplained": "Kind: unexplained. No hypothesis names a cause. Farther from a forward in {wide} than "
+    "rounding takes the model's own: {sides} (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other "
+    "weights look so, which --older computes.",
+    "mm-shown": "{cause} ({fitted}) on the {side}'s side takes away {removed:near} of what stands above rounding, too "
+    "little to be named.",
+    "mm-unasked": "What kind it is was not tested: that takes --model.",
+    "mm-effect": "One step's gradient moves by {moved:near} (cosine {cosine:.5f}) where tokens are weighted by their "
+    "ratios; the gradient of {rollouts:#other rollout} has cosine {other:.3f} with it.",
+    "mm-cure": "Invariant on both sides leaves {differ:,} of {tokens:#token}, in {times:.1f} times stock's seconds.",
+    "mm-failed": "{n:#rollout} could not be compared: {why}.",
+    "mm-threshold": "{impl}: {name} {value} is above {limit}",
+    "mm-within": "{impl}: {name} {value} is within {limit}",
     # of a gate
     "fail-on": "--fail-on {option} can't be decided: {why}.",
     "invariance": "Batch invariance can't be decided: {why}",

@@ -1,0 +1,196 @@
+"""`nondet mismatch`, arm by arm: rollouts are sampled or read, scored by the trainer, and asked what kind it is."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nondet.core.records import MismatchCost, MismatchEffect, MismatchRollout
+from nondet.core.runfile import RunWriter
+from nondet.errors import EngineStoppedError
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.mismatch.figures import Logprobs
+from nondet.mismatch.kinds import fit
+from nondet.mismatch.rollouts import Rollout
+from nondet.mismatch.trainer import Spec, gradient, score
+from nondet.sampling.engine import run_session
+from nondet.sampling.model import LoadedModel
+from nondet.sampling.plan import Load, Request, Sampling
+
+_SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
+_EFFECT = 16  # rollouts of each of the two batches whose gradients are compared, at most
+Told = Callable[[str], None]
+
+
+class Arm(NamedTuple):
+    """Which sides are batch-invariant."""
+
+    sampler: bool
+    trainer: bool
+    help: str
+
+
+ARMS = {
+    "stock": Arm(False, False, "stock kernels on both sides"),
+    "sampler-only": Arm(True, False, "a batch-invariant sampler, as an engine's flag gives, and a stock trainer"),
+    "invariant": Arm(True, True, "batch-invariant on both sides, and one formula"),
+}
+FILE = "file"  # the arm of rollouts that are read
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is sampled: each prompt `n` times, `tokens` long."""
+
+    prompts: Sequence[str]
+    n: int
+    tokens: int
+    seed: int
+
+
+@contextmanager
+def _kernels(side: str, ran: Counter[str], *, invariant: bool, training: bool = False) -> Iterator[None]:
+    if not invariant:
+        yield
+        return
+    with batch_invariant(training=training) as block:
+        yield
+    ran.update({f"{side}: {what}": count for what, count in block.coverage().counts().items()})
+
+
+def sampled(loaded: LoadedModel, asked: Asked) -> list[Rollout]:
+    """Drawn at temperature 1 by the engine under load: prefills are chunked, and decodes share steps with them."""
+    rng, requests = random.Random(f"nondet mismatch {asked.seed}"), []  # noqa: S311 - arrivals, no secret
+    for i, text in enumerate(asked.prompts):
+        for j in range(asked.n):
+            drawn = Sampling(1.0, 0, 1.0, (asked.seed * 1_000_003 + i * 10_007 + j) % 2**63)
+            prompt, arrival = tuple(loaded.encode(text)), rng.randrange(_SPREAD)
+            requests.append(Request(f"p{i:03d}-{j:04d}", True, prompt, asked.tokens, arrival, i, drawn))
+    unused, count = (1, 1), len(requests)  # lengths of background requests
+    load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
+    loaded.model.eval()
+    with torch.no_grad():
+        session = run_session(loaded.model, sorted(requests, key=lambda r: r.arrival_step), load)
+    bad = next((o for o in session.outcomes if o.reason), None)
+    if session.fatal or bad is not None:
+        raise EngineStoppedError(f"{bad.request.id}: {bad.reason}" if bad is not None else session.fatal)
+    rollouts = []
+    for o in sorted(session.outcomes, key=lambda o: o.request.id):
+        start, ids = len(o.request.prompt), [*o.request.prompt, *o.token_ids]
+        values = np.frombuffer(o.logprobs, dtype="<f4").astype(np.float32)
+        rollouts.append(Rollout(o.request.id, ids, range(start, len(ids)), values))
+    return rollouts
+
+
+def collect(
+    arms: Sequence[str], writer: RunWriter, spec: Spec, told: Told, *, sampler: LoadedModel | None,
+    trainer: LoadedModel | None = None, older: LoadedModel | None = None, asked: Asked | None = None,
+    rollouts: Sequence[Rollout] = (),
+) -> None:  # fmt: skip
+    """Every arm that the run file does not hold yet.
+
+    Args:
+        sampler: The model; None where the rollouts have both sides' logprobs and no kind is asked for.
+        trainer: The same weights in the trainer's dtype; None where that is the sampler's.
+        older: Other weights that a side may have had.
+        asked, rollouts: What is sampled, or else what was read.
+    """
+    for arm in arms:
+        if ("mismatch-cost", arm) not in writer.done:
+            _arm(arm, writer, spec, told, sampler, trainer or sampler, older, asked, rollouts)
+
+
+def _arm(
+    arm: str, writer: RunWriter, spec: Spec, told: Told, sampler: LoadedModel | None, trainer: LoadedModel | None,
+    older: LoadedModel | None, asked: Asked | None, rollouts: Sequence[Rollout],
+) -> None:  # fmt: skip
+    kernels, ran = ARMS.get(arm, ARMS["stock"]), Counter[str]()
+    if kernels.trainer:
+        spec = replace(spec, formula="token_logprobs")
+    started = time.perf_counter()
+    if asked is not None and sampler is not None:
+        told(f"{arm}: sampling")
+        with _kernels("sampler", ran, invariant=kernels.sampler):
+            rollouts = sampled(sampler, asked)
+    drawn = time.perf_counter()
+    trainers = [r.trainer for r in rollouts if r.trainer is not None]
+    ours = len(trainers) < len(rollouts)
+    with _kernels("trainer", ran, invariant=kernels.trainer, training=True):
+        if ours and trainer is not None:
+            told(f"{arm}: the trainer's forward")
+            values = score(trainer.model, rollouts, spec, gradients=True)
+        else:
+            values = np.concatenate(trainers)
+        ended, at = time.perf_counter(), 0
+        for rollout in rollouts:
+            mine = values[at : at + len(rollout.drawn)]
+            at += len(mine)
+            _put(writer, _record(arm, rollout, mine))
+        seen = np.concatenate([r.sampler for r in rollouts])
+        if sampler is not None and (seen.view(np.uint32) != values.view(np.uint32)).any():
+            told(f"{arm}: what kind it is, each hypothesis fitted")
+            kinds = fit(sampler.model, rollouts, spec, seen, values, arm, older.model if older else None)
+            for record in kinds:
+                _put(writer, record)
+            told(f"{arm}: the gradient")
+            effect = _effect(arm, (trainer or sampler).model, rollouts, spec, seen, values)
+            if effect is not None:
+                _put(writer, effect)
+    cost = MismatchCost(impl=arm, sample_seconds=drawn - started, train_seconds=ended - drawn, ran=dict(ran))
+    writer.write(cost)
+
+
+def _put(writer: RunWriter, record: Any) -> None:
+    """What an interrupted arm has written already is not written twice."""
+    if record.key not in writer.done:
+        writer.write(record)
+
+
+def _record(arm: str, rollout: Rollout, trainer: Logprobs) -> MismatchRollout:
+    ids, drawn = list(rollout.ids), list(rollout.drawn)
+    last = drawn == list(range(len(ids) - len(drawn), len(ids)))
+    return MismatchRollout(
+        impl=arm, name=rollout.name, step=rollout.step, tokens=len(drawn), ids=ids, drawn=[] if last else drawn,
+        sampler=rollout.sampler.astype("<f4").tobytes(), trainer=trainer.astype("<f4").tobytes(),
+    )  # fmt: skip
+
+
+def _effect(
+    arm: str, model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs
+) -> MismatchEffect | None:
+    """None of fewer than four rollouts: there is no other batch.
+
+    Advantages are signs, drawn with a fixed seed: what would be rewarded is not known, and the comparison needs none.
+    """
+    count = min(_EFFECT, len(rollouts) // 2)
+    if count < 2:
+        return None
+    rng, ends = np.random.default_rng(0), np.cumsum([0, *(len(r.drawn) for r in rollouts)])
+    signs = [1.0 if i % 2 else -1.0 for i in range(count)]
+    order = rng.permutation(len(rollouts))
+    made = []
+    for picked, weighted in ((order[:count], False), (order[:count], True), (order[count : 2 * count], False)):
+        places = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in picked])
+        distance = trainer[places].astype(np.float64) - sampler[places]
+        ratios = np.exp(distance) if weighted else np.ones(len(places))
+        gains = np.repeat(signs, [len(rollouts[i].drawn) for i in picked])
+        made.append(gradient(model, [rollouts[i] for i in picked], spec, ratios * gains))
+    plain, moved, other = made
+    if not float(plain.norm()) > 0 or not float(other.norm()) > 0:
+        return None
+    apart = float((moved - plain).norm() / plain.norm())
+    return MismatchEffect(
+        impl=arm, rollouts=count, moved=apart, cosine=_cosine(moved, plain), other=_cosine(other, plain)
+    )
+
+
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(one @ other / (one.norm() * other.norm()).clamp_min(1e-300))

@@ -1,0 +1,148 @@
+"""Rollouts from a file: prime-rl's token exports, and plain JSONL. Never a pickle: reading one runs what is in it.
+
+A plain line is {"prompt_ids": [...], "completion_ids": [...], "sampler_logprobs": [...]}, and may have
+"trainer_logprobs", "step" and "name". A line of prime-rl has "token_ids", "loss_mask", "inference_logprobs" and
+"trainer_logprobs", each as long as the text: entry i of the logprobs is of token i, and those under the mask count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from nondet.core.runfile import lines_of
+from nondet.errors import UserError, one_line
+from nondet.mismatch.figures import Logprobs
+
+_PICKLED = (b"\x80", b"PK", b"\x93NUMPY", b"\x1f\x8b")
+_FORM = "A line needs prompt_ids, completion_ids and sampler_logprobs; docs/on-policy.md has the form."
+_ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A text and what was drawn of it.
+
+    Attributes:
+        name: Unique in its file.
+        ids: Prompt and completion.
+        drawn: Places of `ids` that were sampled, in order; the first is 1 or more.
+        sampler: [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong.
+        trainer: The same of the trainer; None where it is to be computed.
+        step: Of training; 0 where nobody says.
+    """
+
+    name: str
+    ids: Sequence[int]
+    drawn: Sequence[int]
+    sampler: Logprobs
+    trainer: Logprobs | None = None
+    step: int = 0
+
+
+class _Line(msgspec.Struct):
+    prompt_ids: list[_ID] | None = None
+    completion_ids: list[_ID] | None = None
+    sampler_logprobs: list[float | None] | None = None
+    trainer_logprobs: list[float | None] | None = None
+    step: Annotated[int, msgspec.Meta(ge=0)] = 0
+    name: str | int = ""
+    token_ids: list[_ID] | None = None
+    loss_mask: list[bool | int] | None = None
+    inference_logprobs: list[float | None] | None = None
+
+
+def read_rollouts(path: Path, limit: int = 0) -> list[Rollout]:
+    """The rollouts of a file, or of the .jsonl files under a folder in the order of their names.
+
+    Args:
+        limit: Most that are read; 0 for all.
+
+    Raises:
+        UserError: it is not there, holds none, or a line is no rollout; which, and what it lacks.
+    """
+    paths = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    found: list[Rollout] = []
+    for one in paths:
+        for rollout in _of_file(one, f"{one.relative_to(path)}:" if path.is_dir() else ""):
+            found.append(rollout)
+            if len(found) == limit:
+                return found
+    if not found:
+        raise UserError(f"{path} holds no rollouts", _FORM)
+    return found
+
+
+def _of_file(path: Path, prefix: str) -> Iterator[Rollout]:
+    decoder = msgspec.json.Decoder(_Line)
+    try:
+        for number, line, _ in lines_of(path):
+            if number == 1 and (line.startswith(_PICKLED) and path.suffix != ".gz"):
+                what = f"{path} is no text: a pickle, or another binary file, is never read"
+                raise UserError(what, "Write its rollouts as JSONL; docs/on-policy.md has the lines.")
+            if not line.strip():
+                continue
+            try:
+                yield _rollout(decoder.decode(line), f"{prefix}{number}")
+            except (ValueError, UnicodeDecodeError) as error:
+                nan = b"NaN" in line or b"Infinity" in line
+                why = "a logprob is NaN or infinite" if nan else one_line(str(error), 160)
+                raise UserError(f"{path}, line {number}: {why}", _FORM) from None
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}", "Give a .jsonl file of rollouts, or a folder of them.") from None
+
+
+def _rollout(line: _Line, name: str) -> Rollout:
+    """Raises ValueError: what it lacks."""
+    if line.token_ids is not None:
+        ids: list[int] = line.token_ids
+        if line.loss_mask is None or len(line.loss_mask) != len(ids):
+            raise ValueError(f"loss_mask has {len(line.loss_mask or ())} entries for {len(ids)} token_ids")
+        drawn = [i for i, counts in enumerate(line.loss_mask) if counts]
+        sampler = _logprobs("inference_logprobs", line.inference_logprobs, len(ids))[drawn]
+        trainer = None
+        if line.trainer_logprobs is not None:
+            trainer = _logprobs("trainer_logprobs", line.trainer_logprobs, len(ids))[drawn]
+    else:
+        for field in ("prompt_ids", "completion_ids"):
+            if not getattr(line, field):
+                raise ValueError(f"no token ids: {field} is missing or empty")
+        prompt, completion = line.prompt_ids or [], line.completion_ids or []
+        ids, drawn = [*prompt, *completion], list(range(len(prompt), len(prompt) + len(completion)))
+        sampler = _logprobs("sampler_logprobs", line.sampler_logprobs, len(completion))
+        trainer = None
+        if line.trainer_logprobs is not None:
+            trainer = _logprobs("trainer_logprobs", line.trainer_logprobs, len(completion))
+    if not drawn or drawn[0] < 1:
+        raise ValueError("no token was sampled after a prompt")
+    for field, values in (("the sampler", sampler), ("the trainer", trainer)):
+        if values is not None and not np.isfinite(values).all():
+            raise ValueError(f"a logprob of {field} is NaN or infinite")
+        if values is not None and (values > 1e-3).any():
+            raise ValueError(f"a logprob of {field} is {float(values.max()):g}, above 0: is it a probability?")
+    return Rollout(one_line(str(line.name), 80) or name, ids, drawn, sampler, trainer, line.step)
+
+
+def _logprobs(field: str, values: Sequence[float | None] | None, count: int) -> Logprobs:
+    if values is None:
+        raise ValueError(f"no logprobs: {field} is missing")
+    if len(values) != count:
+        raise ValueError(f"{field} has {len(values)} entries for {count} tokens")
+    given: Any = [np.nan if v is None else v for v in values]
+    return np.asarray(given, dtype=np.float32)
+
+
+def check_vocabulary(rollouts: Sequence[Rollout], size: int, context: int | None, model: str) -> None:
+    """Refuse, as a `UserError`, texts that are not of this model's tokenizer, or longer than its context."""
+    for rollout in rollouts:
+        if max(rollout.ids) >= size:
+            what = f"rollout {rollout.name} has token {max(rollout.ids)}, and {model} knows {size}"
+            raise UserError(what, "Give the model, and so the tokenizer, that the rollouts are of.")
+        if context is not None and len(rollout.ids) > context:
+            what = f"rollout {rollout.name} has {len(rollout.ids):,} tokens, and {model} has a context of {context:,}"
+            raise UserError(what, "Give the model that the rollouts are of.")

@@ -1,0 +1,279 @@
+"""A trainer's full forward over prompt and completion: its layout, its formats, and what of it may be wrong on purpose.
+
+Each row of logits that predicts a sampled token is used at once, so that no batch's logits are kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nondet.errors import UserError, suggestion
+from nondet.kernels.dispatch.logprobs import token_logprobs
+from nondet.mismatch.figures import Logprobs
+from nondet.mismatch.rollouts import Rollout
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+_FP8_MOST = 448.0  # of float8_e4m3fn
+_BLOCK = 128
+_PADDINGS = ("right", "left", "packed")
+_KEYS = ("dtype", "autocast", "padding", "micro", "formula", "head")
+
+Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _chosen(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return values.gather(-1, ids[:, None]).squeeze(-1).float()
+
+
+# How a trainer may come from logits [N, V] to the logprobs of ids [N]: name -> formula.
+FORMULAS: dict[str, Formula] = {
+    "log_softmax": lambda x, ids: _chosen(x.float().log_softmax(-1), ids),
+    "logsumexp": lambda x, ids: _chosen(x.float(), ids) - x.float().logsumexp(-1),
+    "softmax-log": lambda x, ids: _chosen(x.float().softmax(-1), ids).log(),
+    "token_logprobs": lambda x, ids: token_logprobs(x, ids),
+    "low-precision": lambda x, ids: _chosen(x.log_softmax(-1), ids),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A trainer, as `--trainer` says it; what is "" is the model's own.
+
+    Attributes:
+        dtype: Of its weights.
+        autocast: The dtype that products run in.
+        padding: "right", "left", or "packed": all rollouts of a micro-batch in one row.
+        micro: Rollouts of one forward; 0: all.
+        formula: A key of `FORMULAS`.
+        head: "float32" where logits are computed from the last hidden state in float32.
+    """
+
+    dtype: str = ""
+    autocast: str = ""
+    padding: str = "right"
+    micro: int = 0
+    formula: str = "log_softmax"
+    head: str = ""
+
+
+def parse_spec(text: str) -> Spec:
+    """Read "dtype=float32,autocast=bfloat16,padding=left,micro=4". Raises UserError: a key or a value is unknown."""
+    spec = Spec()
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, _, value = part.partition("=")
+        known: Sequence[str] = {
+            "dtype": [*DTYPES], "autocast": ["bfloat16", "float16"], "padding": _PADDINGS, "formula": [*FORMULAS],
+            "head": ["float32"],
+        }.get(key, ())  # fmt: skip
+        if key not in _KEYS:
+            raise UserError(f"--trainer: unknown key {key!r}", suggestion(key, _KEYS))
+        if key == "micro":
+            if not value.isdecimal() or int(value) > 2**20:
+                raise UserError(f"--trainer: micro={value!r} is no number of rollouts", "Give 0 (all) or more.")
+            spec = replace(spec, micro=int(value))
+        elif value not in known:
+            raise UserError(f"--trainer: {key}={value!r} is unknown", suggestion(value, known))
+        else:
+            spec = replace(spec, **{key: value})  # type: ignore[arg-type] # micro, the one number, is above
+    return spec
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a side may have done otherwise: a hypothesis, and in tests what is planted.
+
+    Attributes:
+        positions: "gap" (completions one place later), "restart" (from 0), "double" (twice as far apart).
+        mask: "none" where padding on the left is attended to and counted as positions.
+        front, back: Tokens of the prompt that are dropped at its ends; front -1: its first token is there twice.
+    """
+
+    positions: str = ""
+    mask: bool = True
+    front: int = 0
+    back: int = 0
+
+
+def _text(rollout: Rollout, fault: Fault) -> tuple[list[int], list[int]] | None:
+    """The ids, and the places of the sampled ones; None where the prompt is too short to drop from."""
+    ids, start = list(rollout.ids), rollout.drawn[0]
+    front, back = max(fault.front, 0), fault.back
+    if front + back >= start:
+        return None
+    added = ids[:1] if fault.front < 0 else []
+    text = [*added, *ids[front : start - back], *ids[start:]]
+    moved = len(added) - front - back
+    return text, [i + moved for i in rollout.drawn]
+
+
+Keep = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def widths(rollouts: Sequence[Rollout], micro: int) -> list[int]:
+    """The padded length of each rollout in its micro-batch."""
+    size = micro or len(rollouts)
+    return [max(len(r.ids) for r in rollouts[i - i % size : i - i % size + size]) for i in range(len(rollouts))]
+
+
+def score(
+    model: Any, rollouts: Sequence[Rollout], spec: Spec, fault: Fault | None = None, *, gradients: bool = False,
+    keep: Keep | None = None, padded: Sequence[int] = (),
+) -> Logprobs:  # fmt: skip
+    """The logprobs of all sampled tokens, [n] float32, rollout by rollout. NaN of a prompt too short for the fault.
+
+    Args:
+        gradients: Whether the forward is one of training: with a graph, and the model in train().
+        keep: Told (logits [k, V], ids [k]) of each row that predicts a sampled token, in order.
+        padded: Lengths that rollouts are padded to where they are a part of a batch; else by `spec.micro`.
+    """
+    device = next(model.parameters()).device
+    size, fault = spec.micro or len(rollouts), fault or Fault()
+    lengths = padded or widths(rollouts, spec.micro)
+    autocast = torch.autocast(device.type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
+    formula, found = FORMULAS[spec.formula], []
+    model.train(gradients)
+    with torch.set_grad_enabled(gradients), autocast:
+        for first in range(0, len(rollouts), size):
+            part = rollouts[first : first + size]
+            for logits, ids, count in _logits(model, part, spec, fault, lengths[first : first + size], device):
+                if logits is None:
+                    found.append(np.full(count, np.nan, dtype=np.float32))
+                    continue
+                if keep is not None:
+                    keep(logits.detach(), ids)
+                found.append(formula(logits, ids).detach().float().cpu().numpy())
+    return np.concatenate(found)
+
+
+def gradient(model: Any, rollouts: Sequence[Rollout], spec: Spec, weights: np.ndarray) -> torch.Tensor:
+    """Over all parameters, [P] float64 on the CPU: of the sum of weights [n] times logprobs, a rollout's mean."""
+    device, size, at = next(model.parameters()).device, spec.micro or len(rollouts), 0
+    autocast = torch.autocast(device.type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
+    lengths = widths(rollouts, spec.micro)
+    model.train()
+    model.zero_grad(set_to_none=True)
+    for first in range(0, len(rollouts), size):
+        part, loss = rollouts[first : first + size], torch.zeros((), device=device)
+        with torch.enable_grad(), autocast:
+            for logits, ids, count in _logits(model, part, spec, Fault(), lengths[first : first + size], device):
+                mine = torch.from_numpy(weights[at : at + count]).to(device)
+                at += count
+                if logits is not None:
+                    loss = loss - (mine * FORMULAS[spec.formula](logits, ids)).sum() / len(rollouts)
+        loss.backward()
+    parts = [p.grad.detach().double().flatten().cpu() for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return torch.cat(parts)
+
+
+def _logits(
+    model: Any, part: Sequence[Rollout], spec: Spec, fault: Fault, lengths: Sequence[int], device: torch.device
+) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, int]]:
+    """(logits of the rows that predict a rollout's sampled tokens, these tokens, how many), rollout by rollout."""
+    texts = [_text(r, fault) for r in part]
+    known = [t for t in texts if t is not None]
+    if not known:
+        yield from ((None, torch.empty(0), len(r.drawn)) for r in part)
+        return
+    starts: list[int] = []
+    if spec.padding == "packed":
+        flat = [i for text, _ in known for i in text]
+        places = [p for text, drawn in known for p in _places(len(text), drawn[0], fault)]
+        starts = [sum(len(t) for t, _ in known[:i]) for i in range(len(known))]
+        inputs = {"input_ids": torch.tensor([flat]), "position_ids": torch.tensor([places])}
+    else:
+        left, width = spec.padding == "left", max(*lengths, *(len(t) for t, _ in known))
+        ids = torch.zeros((len(known), width), dtype=torch.long)
+        mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
+        for row, (text, drawn) in enumerate(known):
+            at = width - len(text) if left else 0
+            starts.append(at)
+            ids[row, at : at + len(text)], mask[row, at : at + len(text)] = torch.tensor(text), 1
+            positions[row, at : at + len(text)] = torch.tensor(_places(len(text), drawn[0], fault))
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        if not fault.mask:
+            inputs["attention_mask"] = torch.ones_like(mask)
+            inputs["position_ids"] = torch.arange(width)[None].expand_as(ids)
+    out = _forward(model, {k: v.to(device) for k, v in inputs.items()}, spec.head)
+    rows, row = iter(zip(known, starts, strict=True)), 0
+    for rollout, known_text in zip(part, texts, strict=True):
+        if known_text is None:
+            yield None, torch.empty(0), len(rollout.drawn)
+            continue
+        (ids_of, drawn), at = next(rows)
+        here = torch.tensor([at + i - 1 for i in drawn], device=device)
+        yield out[0 if spec.padding == "packed" else row][here], torch.tensor(ids_of, device=device)[drawn], len(drawn)
+        row += 1
+
+
+def _places(length: int, start: int, fault: Fault) -> list[int]:
+    match fault.positions:
+        case "gap":
+            return [i + (i >= start) for i in range(length)]
+        case "restart":
+            return [i - start * (i >= start) for i in range(length)]
+        case "double":
+            return [2 * i for i in range(length)]
+        case "shift":
+            return [i + 1 for i in range(length)]
+    return list(range(length))
+
+
+def _forward(model: Any, inputs: dict[str, torch.Tensor], head: str) -> torch.Tensor:
+    if not head:
+        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+        return logits
+    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = torch.nn.functional.linear(hidden.float(), model.get_output_embeddings().weight.float())
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+@contextmanager
+def weights_changed(model: Any, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """The model with other weights, by name and value (None: as it is); its own come back."""
+    kept = {}
+    try:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                other = change(name, parameter)
+                if other is not None:
+                    kept[name] = parameter.detach().clone()
+                    parameter.copy_(other)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in kept:
+                    parameter.copy_(kept[name])
+
+
+def rounded_to_fp8(_name: str, weight: torch.Tensor, scale: str) -> torch.Tensor | None:
+    """A matrix in float8_e4m3fn with a scale a "row", a "tensor" or a "block" of 128 x 128; None of another tensor."""
+    if weight.dim() != 2:
+        return None
+    exact = weight.detach().float()
+    if scale == "block":
+        rows, columns = (-(-n // _BLOCK) for n in exact.shape)
+        square = torch.zeros((rows * _BLOCK, columns * _BLOCK), device=exact.device)
+        square[: exact.shape[0], : exact.shape[1]] = exact.abs()
+        most = square.view(rows, _BLOCK, columns, _BLOCK).amax((1, 3))
+        most = most.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: exact.shape[0], : exact.shape[1]]
+    else:
+        most = exact.abs().amax(1, keepdim=True) if scale == "row" else exact.abs().amax()
+    factor = most.clamp_min(1e-12) / _FP8_MOST
+    return (exact / factor).to(torch.float8_e4m3fn).float() * factor
+
+
+def widened(model: Any) -> Any:
+    """A copy in the next wider format: float32, or of a float32 model float64."""
+    own = next(model.parameters()).dtype
+    return copy.deepcopy(model).to(torch.float64 if own == torch.float32 else torch.float32)

@@ -1,0 +1,131 @@
+"""`nondet mismatch`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from nondet.embedded import DEFAULT_PROMPT
+from nondet.errors import UnknownNameError, UserError
+from nondet.services import options as o
+from nondet.services.run import Output, Request, Sink
+from nondet.services.sample import open_model
+
+_MODEL = "Folder, hub name, or random weights; samples, trains, and computes hypotheses."
+_TEXTS = (DEFAULT_PROMPT, "Return a", "The class is a subclass of", "If the argument is not given, the default is")
+_DRAWN = ("prompt", "n", "tokens", "arms")
+
+
+def _up_to(most: float, least: float = 1) -> o.Range:
+    return o.Range(least, most, f"Give {least:g} to {most:,g}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchRequest(Request):
+    """The options of `nondet mismatch`."""
+
+    model: Annotated[str | None, o.opt(_MODEL, shown="the embedded model")] = None
+    trainer: Annotated[
+        str,
+        o.opt(
+            "dtype=float32, autocast=bfloat16, padding=right, left or packed, micro=4 (rollouts of one forward), "
+            "head=float32, formula=log_softmax; with commas.",
+            shown="as the sampler, padding=right",
+        ),
+    ] = ""
+    rollouts: Annotated[
+        Path | None,
+        o.opt("A trainer's saved tokens and logprobs, a .jsonl file or a folder of them: nothing is sampled."),
+    ] = None
+    older: Annotated[
+        str | None, o.opt("Folder or hub name of weights that a side may still have: a checkpoint, or a base model.")
+    ] = None
+    arms: Annotated[
+        str,
+        o.opt("Comma-separated: stock, sampler-only, invariant.", shown=True, complete=o.choices("stock,invariant")),
+    ] = "stock,invariant"
+    prompt: Annotated[list[str] | None, o.opt("A prompt. Repeatable.", shown="four of the embedded model's")] = None
+    n: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), _up_to(10_000)] = 12
+    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), _up_to(100_000)] = 48
+    seed: o.SEED = 0
+    dtype: o.MODEL_DTYPE = "bfloat16"
+    device: o.DEVICE = "auto"
+    threads: o.THREADS = None
+    trust_remote_code: o.TRUST = False
+
+    def _check(self) -> None:
+        if self.rollouts is not None:
+            self.refuse(_DRAWN, "{} with --rollouts", "Nothing is sampled where rollouts are read.")
+        names = [name.strip() for name in self.arms.split(",") if name.strip()]
+        if not names:
+            raise UserError(f"--arms {self.arms!r} names none", "Known: stock, sampler-only, invariant.")
+        for name in names:
+            if name not in ("stock", "sampler-only", "invariant"):
+                raise UnknownNameError("arm", name, ("stock", "sampler-only", "invariant"))
+
+    @cached_property
+    def arm_names(self) -> tuple[str, ...]:
+        """Each once, as given."""
+        return tuple(dict.fromkeys(name.strip() for name in self.arms.split(",") if name.strip()))
+
+
+def mismatch(request: MismatchRequest, sink: Sink) -> Path:
+    """Compare a sampler with a trainer: whether their logprobs differ, what kind of mismatch it is, what cures it."""
+    output = Output(request, "mismatch", sink)
+
+    from nondet.core.certificates import digest_of
+    from nondet.mismatch.collect import FILE, Asked, collect
+    from nondet.mismatch.rollouts import check_vocabulary, read_rollouts
+    from nondet.mismatch.trainer import parse_spec
+    from nondet.sampling.model import check_lengths
+
+    spec = parse_spec(request.trainer)
+    rollouts = read_rollouts(request.rollouts) if request.rollouts is not None else []
+    complete = bool(rollouts) and all(r.trainer is not None for r in rollouts)
+    if rollouts and not complete and request.model is None:
+        what = f"{request.rollouts} has no trainer_logprobs, and no --model to compute them"
+        raise UserError(what, "Give the --model that was trained.")
+    plan: dict[str, Any] = {"arms": [FILE] if rollouts else list(request.arm_names), "trainer": asdict(spec)}
+    given: dict[str, Any] = {"rollouts": rollouts, "sampler": None}
+    if not rollouts or request.model is not None:
+        loaded = _opened(request, sink, model=request.model, dtype=request.dtype)
+        given["sampler"] = loaded
+        plan |= {"model": {"name": loaded.name, **loaded.identity}, "device": loaded.device, "dtype": loaded.dtype}
+        vocabulary = loaded.model.config.get_text_config().vocab_size
+        check_vocabulary(rollouts, vocabulary, loaded.context, loaded.name)
+        if spec.dtype and spec.dtype != loaded.dtype:
+            given["trainer"] = _opened(request, sink, model=request.model, dtype=spec.dtype)
+        if request.older is not None:
+            given["older"] = _opened(request, sink, model=request.older, dtype=request.dtype)
+            plan["older"] = given["older"].identity
+            _check_same_form(loaded.model, given["older"].model, request.older)
+    elif request.older is not None:
+        raise UserError("--older without --model", "Hypotheses are computed by the model that was trained.")
+    if rollouts:
+        text = "".join(f"{r.ids} {r.drawn} {r.sampler.tobytes()!r}" for r in rollouts)
+        plan |= {"rollouts": len(rollouts), "tokens_digest": digest_of(text.encode())}
+    else:
+        texts = request.prompt or list(_TEXTS)
+        for prompt in texts:
+            check_lengths(loaded, loaded.encode(prompt), request.tokens)
+        plan |= {"texts": texts, "n": request.n, "tokens": request.tokens}
+        given["asked"] = Asked(texts, request.n, request.tokens, request.seed)
+    with output.recording("mismatch", plan, request.seed) as writer, sink.steps() as told:
+        collect(plan["arms"], writer, spec, told, **given)
+    return output.present()
+
+
+def _opened(request: MismatchRequest, sink: Sink, *, model: str | None, dtype: str) -> Any:
+    """The model of this name, "embedded" for the one that is shipped, in this dtype."""
+    return open_model(replace(request, model=None if model == "embedded" else model, dtype=dtype), sink)
+
+
+def _check_same_form(model: Any, older: Any, name: str) -> None:
+    shapes = [{n: tuple(p.shape) for n, p in m.named_parameters()} for m in (model, older)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"--older {name} is another model: its parameters have other names or shapes",
+            "Give a checkpoint of --model.",
+        )

@@ -1,0 +1,205 @@
+"""The sampler compared with the trainer: whether they differ, what kind it is, what cures it, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from nondet.core.records import (
+    ImplementationRecord,
+    MismatchCost,
+    MismatchEffect,
+    MismatchFloor,
+    MismatchKind,
+    MismatchRollout,
+    Run,
+)
+from nondet.mismatch.figures import Figures
+from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.wording import Reason, reason
+
+NAMED, SHOWN = 0.9, 0.1  # of what stands above rounding, for a hypothesis to be named and to be shown
+_ABOVE = 1.5  # times rounding: what K3, or a side's distance to the wider forward, has to be for a cause to be sought
+
+_R = TypeVar("_R", bound=ImplementationRecord)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One arm of a run: its rollouts, and what was computed of them.
+
+    Attributes:
+        kinds: Every hypothesis on each side, those that leave least first.
+        failed: Rollouts without figures.
+    """
+
+    impl: str
+    rollouts: Sequence[MismatchRollout]
+    failed: Sequence[MismatchRollout]
+    kinds: Sequence[MismatchKind]
+    floor: MismatchFloor | None
+    effect: MismatchEffect | None
+    cost: MismatchCost | None
+
+    @cached_property
+    def figures(self) -> Figures | None:
+        """None where no rollout was compared."""
+        if not self.rollouts:
+            return None
+        sides = (np.frombuffer(b"".join(getattr(r, s) for r in self.rollouts), "<f4") for s in ("sampler", "trainer"))
+        sampler, trainer = (side.astype(np.float32) for side in sides)
+        return Figures(sampler, trainer, [r.tokens for r in self.rollouts])
+
+    @cached_property
+    def named(self) -> MismatchKind | None:
+        """The hypothesis that is the cause: it gives the very bits, or leaves least and a tenth at most; or None."""
+        if self.figures is None or not self.figures.differ:
+            return None
+        exact = [k for k in self.kinds if k.exactly >= NAMED]
+        if exact:
+            return max(exact, key=lambda k: (k.exactly, -k.left))
+        fitting = [k for k in self.kinds if k.k3 > _ABOVE * k.floor and removed(k) >= NAMED]
+        return min(fitting, key=lambda k: k.left, default=None)
+
+    @property
+    def shown(self) -> list[MismatchKind]:
+        """The best of each cause that takes away a tenth, but is not the one that is named."""
+        best: dict[str, MismatchKind] = {}
+        for kind in self.kinds:
+            if kind.k3 > _ABOVE * kind.floor and removed(kind) >= SHOWN:
+                best.setdefault(kind.cause, kind)
+        return [k for k in best.values() if self.named is None or k.cause != self.named.cause]
+
+    @property
+    def off(self) -> list[str]:
+        """The sides that are farther from the wider forward than rounding takes the model's own."""
+        if (floor := self.floor) is None:
+            return []
+        return [side for side in ("sampler", "trainer") if getattr(floor, side) > _ABOVE * floor.own]
+
+
+def removed(kind: MismatchKind) -> float:
+    """The share of what stands above rounding that a hypothesis takes away; may be below 0, or above 1."""
+    above = kind.k3 - kind.floor
+    return (kind.k3 - kind.left) / above if above > 0 else 0.0
+
+
+def pairs(run: Run) -> list[Pair]:
+    """Of a run, in the order of the file."""
+
+    def of(records: Sequence[_R], impl: str) -> list[_R]:
+        return [r for r in records if r.impl == impl]
+
+    made = []
+    for impl in dict.fromkeys(r.impl for r in run.mismatch_rollouts):
+        mine = of(run.mismatch_rollouts, impl)
+        floor = next(iter(of(run.mismatch_floors, impl)), None)
+        effect = next(iter(of(run.mismatch_effects, impl)), None)
+        cost = next(iter(of(run.mismatch_costs, impl)), None)
+        kinds = sorted(of(run.mismatch_kinds, impl), key=lambda k: k.left)
+        good, bad = ([r for r in mine if (r.status == "ok") == ok] for ok in (True, False))
+        made.append(Pair(impl, good, bad, kinds, floor, effect, cost))
+    return made
+
+
+def judge_mismatch(run: Run) -> list[Verdict]:
+    """One verdict for each arm."""
+    told = pairs(run)
+    return [_judge(pair, told) for pair in told]
+
+
+def _judge(pair: Pair, told: Sequence[Pair]) -> Verdict:
+    failed = [reason("mm-failed", n=len(pair.failed), why=pair.failed[0].reason)] if pair.failed else []
+    figures = pair.figures
+    if figures is None:
+        return Verdict(pair.impl, (Finding.UNTESTED,), (reason("mm-none"),), tuple(failed))
+    counted = {"tokens": figures.tokens, "rollouts": len(figures.lengths)}
+    if not figures.differ:
+        bound = reason("rl-bound", rate=figures.bound)
+        return Verdict(pair.impl, (Finding.CLEAN,), (reason("mm-zero", **counted),), tuple(failed), bounds=(bound,))
+    ends = figures.k3_interval
+    interval = reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
+    seen = reason("mm-apart", **counted, differ=figures.differ, k3=figures.k3, interval=interval)
+    least, most = figures.ratios
+    tails = reason("mm-tails", outside=figures.outside / figures.tokens, least=least, most=most)
+    deviation, share = figures.long
+    notes = [*failed, *_kind(pair), reason("mm-long", share=share, deviation=deviation), *_so_what(pair, told)]
+    return Verdict(pair.impl, (Finding.MISMATCH,), (seen, tails), tuple(notes))
+
+
+def _kind(pair: Pair) -> list[Reason]:
+    """What it is called, and what else takes a tenth of it away."""
+    said: list[Reason] = []
+    if (k := pair.named) is not None:
+        told = {name: getattr(k, name) for name in ("layer", "side", "cause", "fitted", "left", "floor", "exactly")}
+        said.append(reason("mm-exact" if k.exactly >= NAMED else "mm-named", **told))
+    elif (f := pair.floor) is not None:
+        told = {name: getattr(f, name) for name in ("wide", "own", "sampler", "trainer")}
+        if pair.off:
+            said.append(reason("mm-unexplained", sides=tuple(pair.off), **told))
+        else:
+            said.append(reason("mm-numeric", **told))
+        said += [
+            reason("mm-shown", cause=k.cause.capitalize(), fitted=k.fitted, side=k.side, removed=min(1.0, removed(k)))
+            for k in pair.shown[:2]
+        ]
+    else:
+        said.append(reason("mm-unasked"))
+    return said
+
+
+def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
+    """What it does to a step's gradient, and what is left of it under invariant kernels."""
+    said: list[Reason] = []
+    if (e := pair.effect) is not None:
+        moved = min(1.0, e.moved)
+        said.append(reason("mm-effect", moved=moved, cosine=e.cosine, other=e.other, rollouts=e.rollouts))
+    cured = next((p for p in told if p.impl == "invariant" and p is not pair), None)
+    if pair.impl == "stock" and cured and cured.figures and cured.cost and pair.cost:
+        seconds = [p.cost.sample_seconds + p.cost.train_seconds for p in (cured, pair) if p.cost]
+        times = seconds[0] / seconds[1] if seconds[1] else 0.0
+        said.append(reason("mm-cure", differ=cured.figures.differ, tokens=cured.figures.tokens, times=times))
+    return said
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a user's own gate lets through; None: not asked.
+
+    Attributes:
+        bits: Tokens whose logprob bits differ.
+        k3: Nats a token.
+        mult_prob_error: NeMo RL's mean of exp |d|.
+    """
+
+    bits: int | None = None
+    k3: float | None = None
+    mult_prob_error: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether any is."""
+        return (self.bits, self.k3, self.mult_prob_error) != (None, None, None)
+
+
+def beyond(run: Run, limits: Thresholds) -> tuple[list[Reason], list[Reason]]:
+    """What is above its threshold, and what is within, arm by arm."""
+    above: list[Reason] = []
+    within: list[Reason] = []
+    for pair in pairs(run):
+        figures = pair.figures
+        if figures is None:
+            continue
+        told = {
+            "other bits": (figures.differ, limits.bits), "K3": (figures.k3, limits.k3),
+            "mean of exp |d|": (figures.mult_prob_error, limits.mult_prob_error),
+        }  # fmt: skip
+        for name, (value, limit) in told.items():
+            if limit is not None:
+                code, into = ("mm-threshold", above) if value > limit else ("mm-within", within)
+                into.append(reason(code, impl=pair.impl, name=name, value=f"{value:.4g}", limit=f"{limit:g}"))
+    return above, within

@@ -1,0 +1,210 @@
+"""`nondet mismatch` as a command: rollouts that are read, bad ones, a kill in the middle, gates, and what is said."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nondet
+from nondet.cli import main
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
+from nondet.errors import UserError
+from nondet.mismatch import collect
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
+from nondet.verdict.mismatch import pairs
+
+SMALL = ["--n", "2", "--tokens", "6", "--threads", "1", "--device", "cpu", "--prompt", "Return a", "--prompt", "The"]
+
+
+def lines(count: int = 6, tokens: int = 8, **changes: Any) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(count):
+        sampler = (-rng.exponential(1.0, tokens)).astype(np.float32)
+        trainer = (sampler + rng.normal(0, 0.01, tokens)).astype(np.float32)
+        line = {
+            "prompt_ids": [5, 6, 7], "completion_ids": rng.integers(0, 4096, tokens).tolist(),
+            "sampler_logprobs": [float(x) for x in sampler],
+            "trainer_logprobs": [float(min(0.0, x)) for x in trainer],
+        }  # fmt: skip
+        made.append({k: v for k, v in (line | changes).items() if v is not None})
+    return made
+
+
+def written(path: Path, made: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in made), encoding="utf-8")
+    return path
+
+
+def timeless(run: Run) -> list[Any]:
+    """All records but the seconds."""
+    return [r for r in run.records() if r not in run.mismatch_costs]
+
+
+def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
+    path, out = written(tmp_path / "r.jsonl", lines()), tmp_path / "m.jsonl"
+    assert main(["mismatch", "--rollouts", str(path), "--out", str(out), "--quiet"]) == 0
+    [verdict] = judge(read_run(out))
+    assert (verdict.impl, verdict.finding) == ("file", Finding.MISMATCH)
+    assert verdict.text.startswith("mismatched: 48 of 48 tokens in 6 rollouts have other logprob bits, K3 ")
+    assert any("not tested" in note for note in verdict.notes)
+
+
+def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
+    """Tokens in between that a tool wrote are in the text, and in no figure."""
+    mask = [False, True, True, False, True]
+    line = {
+        "token_ids": [1, 2, 3, 4, 5], "loss_mask": mask, "inference_logprobs": [0.0, -1.0, -2.0, 0.0, -3.0],
+        "trainer_logprobs": [0.0, -1.0, -2.5, -9.0, -3.0], "entropy": [0.0] * 5,
+    }  # fmt: skip
+    (tmp_path / "token_exports" / "step_1").mkdir(parents=True)
+    written(tmp_path / "token_exports" / "step_1" / "rank_0.jsonl", [line, line])
+    run = nondet.find_mismatch(rollouts=tmp_path / "token_exports", out=tmp_path / "m.jsonl").records
+    assert [r.drawn for r in run.mismatch_rollouts] == [[1, 2, 4]] * 2
+    figures = pairs(run)[0].figures
+    assert figures is not None
+    assert (figures.tokens, figures.differ) == (6, 2)
+
+
+def test_equal_bits_are_no_divergence_with_a_bound(tmp_path: Path) -> None:
+    made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
+    run = nondet.find_mismatch(rollouts=written(tmp_path / "r.jsonl", made), out=tmp_path / "m.jsonl").records
+    [verdict] = judge(run)
+    assert verdict.finding == Finding.CLEAN
+    assert "below 6.06% of tokens" in verdict.text
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no ids": (lines(1, completion_ids=None), r"line 1: no token ids: completion_ids is missing"),
+    "no logprobs": (lines(1, sampler_logprobs=None), r"line 1: no logprobs: sampler_logprobs is missing"),
+    "other length": (lines(1, sampler_logprobs=[-1.0]), r"line 1: sampler_logprobs has 1 entries for 8 tokens"),
+    "null": (lines(1, sampler_logprobs=[None] * 8), r"line 1: a logprob of the sampler is NaN or infinite"),
+    "probabilities": (lines(1, sampler_logprobs=[0.5] * 8), r"above 0: is it a probability"),
+    "no prompt": (lines(1, prompt_ids=[]), r"prompt_ids is missing or empty"),
+    "an id below 0": (lines(1, completion_ids=[-1] * 8), r"line 1: .*completion_ids"),
+    "no trainer": (lines(1, trainer_logprobs=None), r"no trainer_logprobs, and no --model"),
+    "no JSON": ("prompt,completion\n", r"line 1: "),
+    "NaN": (json.dumps(lines(1)[0]).replace('"sampler_logprobs": [', '"sampler_logprobs": [NaN, '), r"NaN or infinite"),
+    "empty": ("", r"holds no rollouts"),
+    "a mask of another length": ([{"token_ids": [1, 2], "loss_mask": [True]}], r"loss_mask has 1 entries for 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rollouts_are_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, said = BAD[name]
+    path, out = tmp_path / "bad.jsonl", tmp_path / "m.jsonl"
+    written(path, made) if isinstance(made, list) else path.write_text(made, encoding="utf-8")
+    assert main(["mismatch", "--rollouts", str(path), "--out", str(out)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert re.search(said, error[-1]), error
+    assert not out.exists()
+
+
+def test_a_pickle_is_never_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rollouts.pt"
+    path.write_bytes(pickle.dumps({"completion_ids": [1]}))
+    assert main(["mismatch", "--rollouts", str(path), "--out", str(tmp_path / "m.jsonl")]) == 2
+    assert "a pickle, or another binary file, is never read" in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "r.jsonl", lines(1, completion_ids=[99_999] * 8))
+    args = ["mismatch", "--rollouts", str(path), "--model", "embedded", "--out", str(tmp_path / "m.jsonl")]
+    assert main(args) == 2
+    assert "has token 99999, and embedded knows 4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [("dtype=int8", "dtype='int8'"), ("colour=red", "unknown key 'colour'"), ("micro=-1", "micro='-1'")],
+)
+def test_a_trainer_that_is_none_is_one_line(spec: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mismatch", "--trainer", spec]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("mismatch") / "m.jsonl"
+    assert main(["mismatch", *SMALL, "--out", str(out), "--quiet"]) == 0
+    return out
+
+
+def test_the_embedded_model_differs_stock_and_not_invariant(whole: Path) -> None:
+    """The invariant arm's forward has a gradient: what a trainer runs."""
+    stock, invariant = judge(read_run(whole))
+    assert (stock.finding, invariant.finding) == (Finding.MISMATCH, Finding.CLEAN)
+    assert any(note.startswith("Kind: numeric.") for note in stock.notes)
+    assert any(note.startswith("Invariant on both sides leaves 0 of 24 tokens") for note in stock.notes)
+
+
+def test_a_killed_run_goes_on_with_its_bits(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "m.jsonl"
+    with monkeypatch.context() as patched:
+        patched.setattr(collect, "fit", dying)
+        assert main(["mismatch", *SMALL, "--out", str(out), "--quiet"]) == 130
+    assert read_run(out, allow_truncated=True).mismatch_rollouts
+    assert main(["mismatch", *SMALL, "--out", str(out), "--quiet", "--resume"]) == 0
+    assert timeless(read_run(out)) == timeless(read_run(whole))
+
+
+def test_a_gate_goes_by_the_users_thresholds(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gate = ["gate", str(whole), "--quiet"]
+    assert main([*gate, "--mismatch-bits", "0"]) == 3
+    assert main([*gate, "--mismatch-bits", "0", "--impl", "invariant"]) == 0
+    assert main([*gate, "--k3", "0.015", "--mult-prob-error", "1.05"]) == 0
+    assert main([*gate, "--k3", "1e-9"]) == 3
+    assert "K3" in capsys.readouterr().out
+    assert main(gate) == 3
+
+
+def test_thresholds_need_a_run_of_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "rl.jsonl.gz"
+    assert main(["gate", str(run), "--k3", "1"]) == 2
+    assert "compares no sampler with a trainer" in capsys.readouterr().err
+
+
+def test_every_report_is_written(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, text = tmp_path / "m.html", tmp_path / "m.md"
+    assert main(["report", str(whole), "--out", str(page), "--out", str(text)]) == 0
+    assert "<h5>probability of each token</h5>" in page.read_text(encoding="utf-8")
+    assert "| a float32 head |" in text.read_text(encoding="utf-8")
+    assert "1.0e+00 of" not in capsys.readouterr().out
+
+
+def test_saved_rollouts_say_who_is_off(tmp_path: Path) -> None:
+    """As they were: nobody. With the trainer's logprobs times 1.3, which no hypothesis does: the trainer."""
+    sampled = nondet.find_mismatch(n=4, tokens=16, arms="stock", threads=1, out=tmp_path / "a.jsonl").records
+    made = []
+    for r in sampled.mismatch_rollouts:
+        start = len(r.ids) - r.tokens
+        trainer = np.frombuffer(r.trainer, "<f4")
+        made.append(
+            {"prompt_ids": r.ids[:start], "completion_ids": r.ids[start:], "trainer_logprobs": trainer.tolist()}
+        )
+        made[-1]["sampler_logprobs"] = np.minimum(0.0, np.frombuffer(r.sampler, "<f4")).tolist()
+    path = written(tmp_path / "r.jsonl", made)
+    told = nondet.find_mismatch(rollouts=path, model="embedded", threads=1, out=tmp_path / "b.jsonl").records
+    assert pairs(told)[0].named is None
+    off = [line | {"trainer_logprobs": [x * 1.3 for x in line["trainer_logprobs"]]} for line in made]
+    told = nondet.find_mismatch(
+        rollouts=written(tmp_path / "off.jsonl", off), model="embedded", threads=1, out=tmp_path / "c.jsonl"
+    ).records
+    assert pairs(told)[0].off == ["trainer"]
+
+
+def test_another_models_weights_are_refused_as_older(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--older"):
+        nondet.find_mismatch(older="random:qwen3-2x128", arms="stock", n=1, tokens=2, out=tmp_path / "a.jsonl")
