@@ -1,11 +1,13 @@
 """Promise A at length: tokens whose logprob has other bits in the trainer than in the sampler. Prints JSON lines.
 
-python scripts/promises.py SECONDS [large]
+python scripts/promises.py SECONDS [large] [repeat]
 
 The tiny models of tests/training/test_promises.py in turn, for so many seconds each: the engine samples under load,
 the trainer computes the same tokens with gradients in another layout each time, and takes an optimizer's step. `large`:
 then a model of Qwen3-0.6B's shape with random weights, 64 requests of 256 + 256 tokens, micro-batches of 16, on a GPU;
 and what forward and backward cost there beside torch's flash attention and log_softmax, three passes each, the median.
+
+`repeat`: promise B, after 50 steps of sampling and training in bfloat16, made twice, with one thread and with four.
 """
 
 from __future__ import annotations
@@ -92,16 +94,28 @@ def large() -> None:
     say(what="forward and backward of all 64, seconds", stock_flash=stock, training=ours, ratio=ours / stock)
 
 
+def repeat(name: str, threads: int) -> None:
+    """Two runs."""
+    once, again = (promises.steps(name, "bfloat16", DEVICE, 7, 50, threads=threads) for _ in range(2))
+    equal = once[0] == again[0]
+    say(what="B", model=name, threads=threads, steps=50, weights_equal=equal, tokens=2 * once[1],
+        differing=once[2] + again[2])  # fmt: skip
+
+
 def main() -> None:
     """All of it."""
     gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     say(device=gpu, torch=torch.__version__, transformers=transformers.__version__, nondet=nondet.__version__)
-    for name in promises.MODELS:
+    for name in promises.MODELS if float(sys.argv[1]) else ():
         for dtype in ("bfloat16", "float32"):
             with pinned(1):
                 at_length(name, dtype, float(sys.argv[1]))
     if "large" in sys.argv:
         large()
+    if "repeat" in sys.argv:
+        for threads in (1, 4):
+            for name in promises.MODELS:
+                repeat(name, threads)
 
 
 if __name__ == "__main__":
