@@ -7,6 +7,7 @@ of ours without atomics (`nondet.kernels.attention_backward`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,22 @@ from torch.autograd.function import once_differentiable
 
 from nondet.kernels.dispatch.state import Kernels, Leave, count, current, guarded, kernels_for
 
-# Operators that torch composes of others, and that have a gradient here.
-COMPOSED_WITH_GRADIENT = frozenset({"scaled_dot_product_attention", "rms_norm"})
+
+def _always(*args: Any) -> bool:
+    return True
+
+
+def _bias_apart(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether torch adds the bias after the product's rounding: where it can't see x as a matrix. Else parts do."""
+    return bias is not None and x.dim() != 2 and not (x.dim() > 2 and x.is_contiguous())
+
+
+# Operators that torch composes of others, and that have a gradient here -> for which calls.
+COMPOSED_WITH_GRADIENT: dict[str, Callable[..., bool]] = {
+    "scaled_dot_product_attention": _always,
+    "rms_norm": _always,
+    "linear": _bias_apart,
+}
 
 
 def asked_for(*tensors: Any) -> bool:
@@ -55,6 +70,11 @@ class Differentiable:
         """As the kernel's of a batch [B, H, T, D]."""
         more = {"causal": causal, "softcap": softcap}
         out: torch.Tensor = _Attention.apply(q, k, v, _scale(q, scale), more)
+        return out
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """As the kernel's, the bias added before the one rounding."""
+        out: torch.Tensor = _Linear.apply(x, weight, bias)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -125,3 +145,20 @@ class _RMSNorm(torch.autograd.Function):
         of = guarded(rms_norm_backward)(kernels_for(x.device.type), gradient, x, weight, ctx.eps)
         count("replaced", "rms_norm_backward")
         return (*of, None)
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., K], weight [N, K], bias [N]; the gradient is made of the products and the sum that torch makes it of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight)
+        return kernels_for(x.device.type).linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, weight.shape[0])
+        of_weight = torch.mm(rows.t(), x.reshape(-1, weight.shape[1]))
+        return torch.mm(rows, weight).view(x.shape), of_weight, rows.sum(0)

@@ -451,7 +451,7 @@ def replacing(
     """
     composed = name in COMPOSED
     exempt = EXEMPT.get(name)
-    has_gradient = name in COMPOSED_WITH_GRADIENT
+    has_gradient = COMPOSED_WITH_GRADIENT.get(name)
     told_by_parts = name == "linear"  # made of products, which say themselves what became of them
     qualified = f"aten::{name}"
     stock = original.call_boxed
@@ -476,7 +476,7 @@ def replacing(
             return traced(name, original, keyset, args, kwargs)
         elif family not in now.families:
             how = "at_risk"
-        elif composed and (reason := _differentiated(args)) and not (has_gradient and _trains(now, args)):
+        elif composed and (reason := _differentiated(args)) and not _trains(now, has_gradient, args):
             how = "left"
         else:
             inside.active = True
@@ -560,9 +560,11 @@ def _plainly(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _trains(now: Active, args: tuple[Any, ...]) -> bool:
-    """Is the gradient that is asked for a backward one, under a block for training?"""
-    return now.training and forward_ad._current_level < 0 and asked_for(*args)
+def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:
+    """Is the gradient that is asked for a backward one, under a block for training, and one that ours have?"""
+    if has_gradient is None or not now.training or forward_ad._current_level >= 0:
+        return False
+    return asked_for(*args) and has_gradient(*args)
 
 
 def _differentiated(args: tuple[Any, ...]) -> str:

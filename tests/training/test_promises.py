@@ -245,12 +245,14 @@ def test_a_holds_with_gradient_checkpointing(name: str, device: str) -> None:
     assert all(identical(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def steps(name: str, dtype: str, device: str, seed: int, count: int, *, whole: bool = True) -> tuple[bytes, int, int]:
+def steps(
+    name: str, dtype: str, device: str, seed: int, count: int, *, whole: bool = True, threads: int = 1
+) -> tuple[bytes, int, int]:
     """Sample and train, `count` times: (digest of the weights, tokens, tokens whose bits differed)."""
     model = make(name, dtype, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     tokens = differing = 0
-    with pinned(1):
+    with pinned(threads):
         for step in range(count):
             with nondet.batch_invariant(training=True) if whole else nullcontext():
                 rollouts = sample(model, seed + step, 6)
@@ -315,3 +317,41 @@ def test_packed_weights_are_refused() -> None:
     model = make("qwen3", "bfloat16", "cpu")
     with nondet.batch_invariant(training=True) as block, pytest.raises(UserError, match="pack"):
         block.pack(model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_linear_layer_keeps_its_bits_whatever_its_input_s_layout(biased: bool, dtype: str, device: str) -> None:
+    """torch adds the bias after a rounding where it can't flatten the input and a gradient is asked for."""
+    drawn = torch.Generator().manual_seed(2)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=drawn).to(device, getattr(torch, dtype))
+
+    weight, bias, x = tensor(96, 64), tensor(96) if biased else None, tensor(9, 7, 64)
+    leaves = [t for t in (weight, bias) if t is not None]
+    inputs = {
+        "whole": x,
+        "turned": x.transpose(0, 1),
+        "sliced": x[:, 2:5],
+        "a row": x[0, 0],
+        "one axis more": x[None, :, 1:],
+    }
+    for name, one in inputs.items():
+        one = one.detach().requires_grad_()
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with nondet.batch_invariant(training=True) as block:
+            with torch.no_grad():
+                without = torch.nn.functional.linear(one, weight, bias)
+            out = torch.nn.functional.linear(one, weight, bias)
+            upstream = torch.ones_like(out) / 3
+            found = torch.autograd.grad(out, [one, *leaves], upstream)
+        assert identical(out.detach(), without), name
+        assert not block.coverage().left, name
+        assert not block.coverage().at_risk, name
+        wide = [t.detach().double().requires_grad_() for t in (one, *leaves)]
+        exact = torch.autograd.grad(torch.nn.functional.linear(*wide), wide, upstream.double())
+        for mine, right in zip(found, exact, strict=True):
+            torch.testing.assert_close(mine.double(), right, rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-3)
