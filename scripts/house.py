@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 545,
     "mismatch": 1132,
-    "kernels": 19290,
+    "kernels": 19335,
     "nondet": 1821,
     "probes": 4480,
     "ranks": 590,
