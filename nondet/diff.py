@@ -158,7 +158,7 @@ def _counts(a: list[Completion], b: list[Completion], with_logprobs: bool) -> di
 # itself, and nothing of one machine's bits against the other's. Only completions carry digests of what they are.
 
 # What is time and nothing else.
-_TIMES = {"seconds", "samples_us", "median_us", "low_us", "high_us", "started"}
+_TIMES = {"seconds", "samples_us", "median_us", "low_us", "high_us", "started", "sample_seconds", "train_seconds"}
 _LIST_MOST = 6
 # Records of what was asked, and of what answered: equal ones are no comparison of what came out.
 _ABOUT = (AxisValue, Limit, ServerSeen, Tape)

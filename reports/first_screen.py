@@ -511,14 +511,16 @@ def first_screen(report: Report) -> FirstScreen | None:
         pill = Pill.SO_FAR
     steps = chain(report)
     command, why = _next(report, affected, steps)
-    machines = dict.fromkeys(
-        figures.environment_line({k: v for k, v in r.run.header.environment.items() if k != "commit"})
-        for r in report.runs
-    )
+    machines = _machines(report)
     if pill is Pill.SPEED:
         table = speed_table([section for r in report.runs if r.bench for section in r.bench.sections])
-        return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, None, table)
-    return FirstScreen(affected, pill, answer, tuple(machines), steps, command, why, _picture(report))
+        return FirstScreen(affected, pill, answer, machines, (), command, why, None, table)
+    return FirstScreen(affected, pill, answer, machines, steps, command, why, _picture(report))
+
+
+def _machines(report: Report) -> tuple[str, ...]:
+    named = ({k: v for k, v in r.run.header.environment.items() if k != "commit"} for r in report.runs)
+    return tuple(dict.fromkeys(map(figures.environment_line, named)))
 
 
 def _of_mismatch(report: Report, data: dict[str, Any] | None) -> FirstScreen:
@@ -549,10 +551,10 @@ def _of_training(report: Report, told: Training) -> FirstScreen:
     else:
         more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
     picture = Figure("training", told.figure, "fig-answer", PLOTS) if told.figure else None
-    machines = dict.fromkeys(figures.environment_line(r.run.header.environment) for r in report.runs)
+    machines = _machines(report)
     command = shlex.join(["nondet", "rl", *typed, *more])
     answer, affected = one_line(section.headline, 900), "yes" if faults else "none observed"
-    return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, picture)
+    return FirstScreen(affected, pill, answer, machines, (), command, why, picture)
 
 
 def _affected(report: Report) -> tuple[str, Pill, str]:

@@ -7,6 +7,7 @@ same run file gives the same picture: no dates, no random identifiers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -298,7 +299,7 @@ def _training(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
         raise UserError("these runs hold no two steps of an arm", "Draw a run of `nondet rl`.")
     figure, axes = _subplots(3, 4.2, 2.9, columns=3)
     impls = list(dict.fromkeys(course.impl for course in told))
-    panels = {"reward": "reward", "k3": "K3, sampler to trainer (0 on the axis)", "entropy": "entropy, nats a token"}
+    panels = {"reward": "reward", "k3": "K3, sampler to trainer", "entropy": "entropy, nats a token"}
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
         for line in lines_of(told, name):
             i = impls.index(line.impl)
@@ -309,8 +310,13 @@ def _training(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
         axis.set_title(title, fontsize=8, loc="left")
         axis.set_xlabel("step")
         axis.set_ylim(bottom=0)
-    above = [step.k3 for course in told for step in course.steps if step.k3 > 0]
-    axes[1].set_yscale("symlog", linthresh=min(above, default=1e-6))
+    above = [math.log10(step.k3) for course in told for step in course.steps if step.k3 > 0]
+    least, most = math.floor(min(above, default=-6.0)), math.ceil(max(above, default=-3.0))
+    axes[1].set_yscale("symlog", linthresh=10.0**least)
+    axes[1].set_ylim(bottom=-0.3 * 10.0**least)  # so that a line at 0 is not the axis
+    decades = [10.0**e for e in range(most, least - 1, -max(1, (most - least) // 3))]
+    axes[1].set_yticks([0.0, *decades], ["0", *(f"{x:.0e}" for x in decades)], minor=False)
+    axes[1].minorticks_off()
     axes[0].legend(fontsize=7, frameon=False)
     return figure
 

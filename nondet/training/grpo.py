@@ -44,31 +44,21 @@ _FP8_MOST = 448.0  # of float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides a run beside the model; in the plan as it is.
-
-    Attributes:
-        seed, seeds: The first one, and how many.
-        groups, group: Prompts of a step, and rollouts of each.
-        tokens: Of each rollout; none ends early.
-        epochs: Optimizer steps on the same rollouts; from the second on with PPO's clipped ratio.
-        micro: Rollouts of one forward; 0: all.
-        cap: Where importance weights are truncated.
-        rollouts: "" for the trainer's own weights, or "fp8": the sampler's matrices are rounded to float8_e4m3fn.
-    """
+    """What decides a run beside the model; in the plan as it is, and explained by the options of `nondet rl`."""
 
     arms: tuple[str, ...]
     seed: int
     seeds: int
     steps: int
     task: str
-    groups: int
-    group: int
+    groups: int  # prompts of a step
+    group: int  # rollouts of each
     tokens: int
     lr: float
     epochs: int
-    micro: int
+    micro: int  # 0: all rollouts in one forward
     cap: float
-    rollouts: str
+    rollouts: str  # "" for the trainer's own weights
 
 
 def checkpoint_path(run: Path, arm: str, seed: int) -> Path:

@@ -171,6 +171,8 @@ def mismatch_of(trainer: Any, out: str | Path, *, force: bool = False) -> Watch:
     if not getattr(trainer, "use_transformers_continuous_batching", False) or not hasattr(trainer, _SCORE):
         what = f"mismatch_of() can't watch this {type(trainer).__name__}: it does not sample in its own process"
         raise UserError(what, "Give a trl.GRPOTrainer with use_transformers_continuous_batching=True.")
+    if trainer.accelerator.num_processes > 1:
+        raise UserError("mismatch_of() watches one process, and this trainer has several", "Train on one GPU.")
     if Path(out).suffix != ".jsonl":
         raise UserError(f"out={str(out)!r} is not a .jsonl file", "Run files end in .jsonl.")
     return Watch(trainer, out, force=force)

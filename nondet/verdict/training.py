@@ -82,14 +82,8 @@ def lines_of(told: Sequence[Course], name: str) -> list[Line]:
     return [line for line in made if len(line.points) > 1]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How far mean rewards over all steps are apart.
-
-    Attributes:
-        arms: Largest less smallest of the arms' means over their seeds.
-        seeds: The same of the seeds of one arm, of the arm where they scatter most.
-    """
+class Spread(NamedTuple):
+    """Largest less smallest mean reward: of the arms, over their seeds; of the seeds of the arm that scatters most."""
 
     arms: float
     seeds: float

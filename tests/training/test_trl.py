@@ -113,6 +113,24 @@ def test_a_step_does_not_follow_the_micro_batch(tmp_path: Path) -> None:
             "rl.jsonl",
             "use_transformers_continuous_batching",
         ),
+        (
+            SimpleNamespace(
+                use_transformers_continuous_batching=True,
+                accelerator=SimpleNamespace(num_processes=2),
+                _get_per_token_logps_and_entropies=None,
+            ),
+            "rl.jsonl",
+            "this trainer has several",
+        ),
+        (
+            SimpleNamespace(
+                use_transformers_continuous_batching=True,
+                accelerator=SimpleNamespace(num_processes=1),
+                _get_per_token_logps_and_entropies=None,
+            ),
+            "rl.pt",
+            "is not a .jsonl file",
+        ),
     ],
 )
 def test_what_can_t_be_watched_is_refused(given: Any, out: str, said: str, tmp_path: Path) -> None:
