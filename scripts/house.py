@@ -31,7 +31,7 @@ BUDGET = {
     "diagnose": 1040,
     "embedded": 10,
     "endpoint": 3150,
-    "export": 545,
+    "export": 550,
     "mismatch": 1132,
     "kernels": 19335,
     "nondet": 1821,
