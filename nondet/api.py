@@ -247,6 +247,7 @@ def rl(
 
 
 def find_mismatch(
+    run: str | Path | None = None,
     *,
     model: str | None = None,
     trainer: str = "",
@@ -264,6 +265,7 @@ def find_mismatch(
     """Compare a sampler with a trainer, as `nondet mismatch` does.
 
     Args:
+        run: A run of `nondet sample`, whose tokens and logprobs are the sampler's; None: as below.
         model: Folder, hub name, or random weights; None: the embedded model.
         trainer: What the trainer does otherwise: "dtype=float32,autocast=bfloat16,padding=left,micro=4".
         rollouts: A file or folder of tokens and logprobs; then nothing is sampled.

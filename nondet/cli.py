@@ -64,7 +64,7 @@ _COMMANDS = {
     ),
     "mismatch": (
         "nondet.services.mismatch:mismatch", "nondet mismatch",
-        "nondet mismatch --rollouts rollouts.jsonl --model ./checkpoint",
+        "nondet mismatch sample.jsonl", "nondet mismatch --rollouts rollouts.jsonl --model ./checkpoint",
         "nondet mismatch --trainer dtype=float32,autocast=bfloat16,micro=4",
     ),
     "report": (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,7 +94,7 @@ def sampled(loaded: LoadedModel, asked: Asked) -> list[Rollout]:
 def collect(
     arms: Sequence[str], writer: RunWriter, spec: Spec, told: Told, *, sampler: LoadedModel | None,
     trainer: LoadedModel | None = None, older: LoadedModel | None = None, asked: Asked | None = None,
-    rollouts: Sequence[Rollout] = (),
+    rollouts: Mapping[str, Sequence[Rollout]] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """Every arm that the run file does not hold yet.
 
@@ -101,11 +102,11 @@ def collect(
         sampler: The model; None where the rollouts have both sides' logprobs and no kind is asked for.
         trainer: The same weights in the trainer's dtype; None where that is the sampler's.
         older: Other weights that a side may have had.
-        asked, rollouts: What is sampled, or else what was read.
+        asked, rollouts: What is sampled, or else what was read, by arm.
     """
     for arm in arms:
         if ("mismatch-cost", arm) not in writer.done:
-            _arm(arm, writer, spec, told, sampler, trainer or sampler, older, asked, rollouts)
+            _arm(arm, writer, spec, told, sampler, trainer or sampler, older, asked, rollouts.get(arm, ()))
 
 
 def _arm(

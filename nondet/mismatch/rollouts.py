@@ -7,7 +7,7 @@ A plain line is {"prompt_ids": [...], "completion_ids": [...], "sampler_logprobs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from nondet.core.runfile import lines_of
+from nondet.core.runfile import lines_of, read_run
+from nondet.core.traces import check_traces, read_traces
 from nondet.errors import UserError, one_line
 from nondet.mismatch.figures import Logprobs
 
@@ -75,6 +76,42 @@ def read_rollouts(path: Path, limit: int = 0) -> list[Rollout]:
                 return found
     if not found:
         raise UserError(f"{path} holds no rollouts", _FORM)
+    return found
+
+
+def rollouts_of_run(path: Path, encode: Callable[[str], list[int]]) -> dict[str, list[Rollout]]:
+    """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation.
+
+    Raises:
+        UserError: it holds none, its traces are not beside it, or a prompt has another number of tokens here: it was
+            cut in the file, or the tokenizer is another one.
+    """
+    run = read_run(path)
+    if not run.completions:
+        raise UserError(f"{path} holds no completions", "Give a run of `nondet sample`, or --rollouts FILE.")
+    traces, _ = read_traces(path)
+    check_traces(run, traces)
+    prompts = []
+    for place, prompt in enumerate(run.header.plan["prompts"]):
+        prompts.append(encode(prompt["text"]))
+        if len(prompts[-1]) != prompt["tokens"]:
+            what = f"{path}: prompt {place + 1} has {prompt['tokens']} tokens there and {len(prompts[-1])} here"
+            raise UserError(
+                what, "Give the model, and so the tokenizer, that the run is of; a long prompt is cut there."
+            )
+    found: dict[str, list[Rollout]] = {}
+    seen = set()
+    for c in run.completions:
+        key = (c.impl, c.prompt, c.trace)
+        if c.status != "ok" or not c.n_tokens or c.nonfinite or key in seen:
+            continue
+        seen.add(key)
+        trace, prompt_ids = traces[c.trace], prompts[c.prompt]
+        ids = [*prompt_ids, *trace.token_ids]
+        drawn = range(len(prompt_ids), len(ids))
+        if len(trace.logprob_array) != len(drawn):
+            raise UserError(f"{path}: {c.request} has no logprobs", "Sample from an engine that gives them.")
+        found.setdefault(c.impl, []).append(Rollout(c.request, ids, drawn, trace.logprob_array.astype(np.float32)))
     return found
 
 

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.services import options as o
@@ -26,6 +28,9 @@ def _up_to(most: float, least: float = 1) -> o.Range:
 class MismatchRequest(Request):
     """The options of `nondet mismatch`."""
 
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run of `nondet sample`: its tokens.", show_default=False)
+    ] = None
     model: Annotated[str | None, o.opt(_MODEL, shown="the embedded model")] = None
     trainer: Annotated[
         str,
@@ -56,8 +61,10 @@ class MismatchRequest(Request):
     trust_remote_code: o.TRUST = False
 
     def _check(self) -> None:
-        if self.rollouts is not None:
-            self.refuse(_DRAWN, "{} with --rollouts", "Nothing is sampled where rollouts are read.")
+        if self.rollouts is not None and self.run is not None:
+            raise UserError("--rollouts with a run file", "Give one of the two.")
+        if self.rollouts is not None or self.run is not None:
+            self.refuse(_DRAWN, "{} where rollouts are read", "Nothing is sampled then.")
         names = [name.strip() for name in self.arms.split(",") if name.strip()]
         if not names:
             raise UserError(f"--arms {self.arms!r} names none", "Known: stock, sampler-only, invariant.")
@@ -77,24 +84,25 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
 
     from nondet.core.certificates import digest_of
     from nondet.mismatch.collect import FILE, Asked, collect
-    from nondet.mismatch.rollouts import check_vocabulary, read_rollouts
+    from nondet.mismatch.rollouts import check_vocabulary, read_rollouts, rollouts_of_run
     from nondet.mismatch.trainer import parse_spec
     from nondet.sampling.model import check_lengths
 
     spec = parse_spec(request.trainer)
-    rollouts = read_rollouts(request.rollouts) if request.rollouts is not None else []
-    complete = bool(rollouts) and all(r.trainer is not None for r in rollouts)
-    if rollouts and not complete and request.model is None:
+    by_arm = {FILE: read_rollouts(request.rollouts)} if request.rollouts is not None else {}
+    if any(r.trainer is None for r in by_arm.get(FILE, ())) and request.model is None:
         what = f"{request.rollouts} has no trainer_logprobs, and no --model to compute them"
         raise UserError(what, "Give the --model that was trained.")
-    plan: dict[str, Any] = {"arms": [FILE] if rollouts else list(request.arm_names), "trainer": asdict(spec)}
-    given: dict[str, Any] = {"rollouts": rollouts, "sampler": None}
-    if not rollouts or request.model is not None:
+    plan: dict[str, Any] = {"trainer": asdict(spec)}
+    given: dict[str, Any] = {"sampler": None}
+    if not by_arm or request.model is not None:
         loaded = _opened(request, sink, model=request.model, dtype=request.dtype)
         given["sampler"] = loaded
         plan |= {"model": {"name": loaded.name, **loaded.identity}, "device": loaded.device, "dtype": loaded.dtype}
+        if request.run is not None:
+            by_arm = rollouts_of_run(request.run, loaded.encode)
         vocabulary = loaded.model.config.get_text_config().vocab_size
-        check_vocabulary(rollouts, vocabulary, loaded.context, loaded.name)
+        check_vocabulary([r for rollouts in by_arm.values() for r in rollouts], vocabulary, loaded.context, loaded.name)
         if spec.dtype and spec.dtype != loaded.dtype:
             given["trainer"] = _opened(request, sink, model=request.model, dtype=spec.dtype)
         if request.older is not None:
@@ -103,14 +111,16 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
             _check_same_form(loaded.model, given["older"].model, request.older)
     elif request.older is not None:
         raise UserError("--older without --model", "Hypotheses are computed by the model that was trained.")
-    if rollouts:
-        text = "".join(f"{r.ids} {r.drawn} {r.sampler.tobytes()!r}" for r in rollouts)
-        plan |= {"rollouts": len(rollouts), "tokens_digest": digest_of(text.encode())}
+    if by_arm:
+        given["rollouts"] = by_arm
+        read = [r for rollouts in by_arm.values() for r in rollouts]
+        text = "".join(f"{list(r.ids)} {list(r.drawn)} {r.sampler.tobytes()!r}" for r in read)
+        plan |= {"arms": list(by_arm), "rollouts": len(read), "tokens_digest": digest_of(text.encode())}
     else:
         texts = request.prompt or list(_TEXTS)
         for prompt in texts:
             check_lengths(loaded, loaded.encode(prompt), request.tokens)
-        plan |= {"texts": texts, "n": request.n, "tokens": request.tokens}
+        plan |= {"arms": list(request.arm_names), "texts": texts, "n": request.n, "tokens": request.tokens}
         given["asked"] = Asked(texts, request.n, request.tokens, request.seed)
     with output.recording("mismatch", plan, request.seed) as writer, sink.steps() as told:
         collect(plan["arms"], writer, spec, told, **given)

@@ -205,6 +205,19 @@ def test_saved_rollouts_say_who_is_off(tmp_path: Path) -> None:
     assert pairs(told)[0].off == ["trainer"]
 
 
+def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An arm an implementation; drawn under invariant kernels they have the bits of an invariant trainer."""
+    made = tmp_path / "s.jsonl"
+    drawn: dict[str, Any] = {"temperature": 1.0, "seeds": 4, "load": "light", "threads": 1}
+    nondet.sample(2, "Return a", impl=["stock-seeded", "invariant"], out=made, max_tokens=8, **drawn)
+    run = nondet.find_mismatch(made, threads=1, out=tmp_path / "m.jsonl").records
+    stock, invariant = judge(run)
+    assert (stock.impl, stock.finding) == ("stock-seeded", Finding.MISMATCH)
+    assert (invariant.impl, invariant.finding) == ("invariant", Finding.CLEAN)
+    assert main(["mismatch", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "n.jsonl")]) == 2
+    assert "holds no completions" in capsys.readouterr().err
+
+
 def test_another_models_weights_are_refused_as_older(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--older"):
         nondet.find_mismatch(older="random:qwen3-2x128", arms="stock", n=1, tokens=2, out=tmp_path / "a.jsonl")
