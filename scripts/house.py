@@ -39,7 +39,7 @@ BUDGET = {
     "ranks": 590,
     "reports": 5969,
     "sampling": 6155,
-    "services": 2821,
+    "services": 2831,
     "testing": 590,
     "trace": 2410,
     "training": 720,
