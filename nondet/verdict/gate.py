@@ -309,7 +309,7 @@ def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) 
     above, within = beyond(run, limits)
     if above:
         return Decision(Outcome.SHUT, tuple(above), verdicts, (), (Finding.MISMATCH,))
-    why = None if within and run.complete else _no_answer(run, verdicts, {}, None) or reason("incomplete")
+    why = _no_answer(run, verdicts, {}, None) or (None if within else reason("incomplete"))
     return (
         Decision(Outcome.NO_ANSWER, (why,), verdicts, ())
         if why

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,8 +19,8 @@ from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.mismatch import collect
 from nondet.verdict.findings import Finding
-from nondet.verdict.gate import judge
-from nondet.verdict.mismatch import pairs
+from nondet.verdict.gate import Outcome, decide, judge
+from nondet.verdict.mismatch import Thresholds, pairs
 
 SMALL = ["--n", "2", "--tokens", "6", "--threads", "1", "--device", "cpu", "--prompt", "Return a", "--prompt", "The"]
 
@@ -168,6 +169,17 @@ def test_a_gate_goes_by_the_users_thresholds(whole: Path, capsys: pytest.Capture
     assert main([*gate, "--k3", "1e-9"]) == 3
     assert "K3" in capsys.readouterr().out
     assert main(gate) == 3
+
+
+def test_a_gate_gives_no_answer_for_what_failed_or_was_cut_off(whole: Path) -> None:
+    run = read_run(whole)
+    bad = run.mismatch_rollouts[0].refused("out of memory")
+    limits = Thresholds(k3=0.015)
+    power: dict[str, Any] = {"rate": 0.1, "confidence": 0.95, "by": "load", "limits": limits}
+    failed = msgspec.structs.replace(run, mismatch_rollouts=[*run.mismatch_rollouts[1:], bad])
+    assert decide(run, **power).outcome == Outcome.OPEN
+    assert decide(failed, **power).outcome == Outcome.NO_ANSWER
+    assert decide(msgspec.structs.replace(run, complete=False), **power).outcome == Outcome.NO_ANSWER
 
 
 def test_thresholds_need_a_run_of_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
