@@ -7,8 +7,8 @@ Hopper they keep few bits of such sums, and mma.sync and wgmma need not agree: t
 tile is proven by bits against `anchor` at its first use on a machine (`nondet.core.certificates`). What is not proven
 is not used; where the anchor's own tile is all there is, it serves.
 
-Not run on a GPU yet: Triton's interpreter has run the logic, so nothing is claimed here beyond what the proof at first
-use finds.
+On an H100 its bits did not follow the batch at two layers' sizes (docs/evidence/h100); elsewhere nothing is claimed
+beyond what the proof at first use finds.
 """
 
 from __future__ import annotations
