@@ -12,7 +12,6 @@ of rows is what the order may follow from.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -438,7 +437,6 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
     kept: list[dict[str, Any]] = []
     trees: list[Found | None] = []
     for M, one in zip(sizes, asked, strict=True):
-        started = time.perf_counter()
         try:
             found: Found | None = find(one)
             if found is not None and found.proven is None and one.fewer is not None:
@@ -452,7 +450,7 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
         if found is not None:
             said = found.record() | ({"which": one.which} if one.which else {})
         trees.append(found)
-        kept.append({"M": M, "K": one.K, **said, "seconds": round(time.perf_counter() - started, 3)})
+        kept.append({"M": M, "K": one.K, **said})
     between = [
         f"M = {m} and M = {n}: {_between(a, b)}"
         for (m, a), (n, b) in pairwise(zip(sizes, trees, strict=True))

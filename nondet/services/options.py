@@ -160,10 +160,11 @@ KINDS = OneOf((*_KINDS, "mixed", "tiny", "denormal", "masked", "infinite"), "unk
 _STEPS = ("sharing", "chunk", "budget", "page", "scheduler", "preemption", "speculative", "routing", "graphs")
 AXES = OneOf((*_STEPS, "dtype", "attention", "threads", "ranks", "all"), "unknown axis {value!r}")
 FLOATS = OneOf(("bfloat16", "float16", "float32", "float64"), "{option} {value!r} is not one that operators compute in")
+PROBED = OneOf((*FLOATS.names, "float8_e4m3fn", "float8_e5m2"), FLOATS.what)  # the latter by scaled-matmul alone
 DTYPES = Annotated[
     list[str] | None,
-    opt("bfloat16, float16, float32, ... Repeatable.", complete=choices(*FLOATS.names)),
-    FLOATS,
+    opt("bfloat16, float16, float32, ... Repeatable.", complete=choices(*PROBED.names)),
+    PROBED,
 ]
 LARGEST_M = Annotated[int | None, opt("Largest M (rows) of the sweep.")]
 K = Annotated[int | None, opt("K, the axis that is summed.")]

@@ -280,16 +280,15 @@ def test_two_clocks_are_not_compared() -> None:
 ROOT = Path(__file__).parents[2]
 
 
-def ci_command() -> list[str]:
-    """The words of CI's check of speed."""
+def ci_commands() -> list[list[str]]:
+    """The words of CI's checks of speed: of kernels, and of what a call costs the host."""
     script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8").replace("\\\n", " ")
-    (line,) = re.findall(r'^"\$bin/nondet" (bench .+)$', script, re.MULTILINE)
-    return line.split()
+    return [line.split() for line in re.findall(r'^"\$bin/nondet" (bench .+)$', script, re.MULTILINE)]
 
 
 def test_the_check_of_ci_has_its_kept_run() -> None:
     """Every cell that CI times is in the run that it is held against, and any of them ten times slower shuts it."""
-    words = ci_command()
+    words, _ = ci_commands()
     options = {name: words[i + 1] for i, name in enumerate(words) if name in ("--k", "--n", "--check", "--slower")}
     kept = read_run(ROOT / options["--check"])
     rows = tuple(int(words[i + 1]) for i, name in enumerate(words) if name == "--m")
@@ -310,3 +309,28 @@ def test_the_check_of_ci_has_its_kept_run() -> None:
         found = check_runs(kept, msgspec.structs.replace(kept, cells=slowed), float(options["--slower"])).regressions
         assert len(found) == 1
         assert place.case in found[0]
+
+
+def test_the_check_of_ci_of_the_host_has_its_kept_run() -> None:
+    """The kept run holds against itself; calls of the block that are ten times slower shut it."""
+    _, words = ci_commands()
+    options = {name: words[i + 1] for i, name in enumerate(words) if name in ("--check", "--slower")}
+    kept, slower = read_run(ROOT / options["--check"]), float(options["--slower"])
+    assert kept.header.plan["operators"] == ["host"]
+    assert check_runs(kept, kept, slower).regressions == ()
+    cells = [
+        msgspec.structs.replace(
+            cell,
+            timed=[
+                t if is_stock(t.impl)
+                else msgspec.structs.replace(t, samples_us=[10 * us for us in t.samples_us], median_us=10 * t.median_us)
+                for t in cell.timed
+            ],
+        )
+        for cell in kept.cells
+    ]  # fmt: skip
+    compared = [
+        cell for cell in kept.cells if any(c.ratio is not None and not is_stock(c.timed.impl) for c in compare(cell))
+    ]
+    assert compared
+    assert len(check_runs(kept, msgspec.structs.replace(kept, cells=cells), slower).regressions) >= len(compared)
