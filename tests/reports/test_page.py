@@ -135,19 +135,21 @@ def test_filters_maps_and_files(browse: Browse, page: str) -> None:
         const readout = map.closest("figure, .tab").querySelector(".readout");
         const key = () => map.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
         const read = [];
-        map.focus(); read.push(readout.textContent);
+        // sent, not called for: a window that nobody looks at gives no focus
+        map.dispatchEvent(new FocusEvent("focus")); read.push(readout.textContent);
         key(); read.push(readout.textContent);
         document.querySelector("[data-save-data]").click();
         document.querySelector("button.save").click();
         const texts = {};
         for (const [name, blob] of Object.entries(saved)) texts[name] = await blob.text();
-        return { left, all, read, texts };
+        return { left, all, read, texts, reached: map.tabIndex };
         """,
     )
     assert len(said["left"]) < said["all"]
     assert {*said["left"]} <= {"softmax"}
     assert said["read"][0].startswith("M 1-7: class A")
     assert said["read"][1] != said["read"][0]
+    assert said["reached"] == 0
     data, (figure,) = said["texts"].pop("nondet-report.json"), said["texts"].values()
     assert [run["name"] for run in json.loads(data)] == ["probe.jsonl", "sample.jsonl"]
     assert figure.startswith("<svg ")
