@@ -12,7 +12,9 @@ of rows is what the order may follow from.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,10 +31,17 @@ from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
+from nondet.ranks.operators import Message
+from nondet.ranks.operators import reference as summed_over_ranks
 
 _WIDTHS = {"sum": (1000, 4096), "mean": (1000,)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 4096), (12288, 4096))}  # K, N
 _LONGEST = 16384  # asked as well where the run is full
+_HEAD = 64  # of the attention that is asked; its keys:
+_KEYS = {"cpu": 512, "cuda": 2048}
+_PARTS = 4  # of K, where the operator is told how many
+_RANKS, _WIDTH = 4, 64
+_PRODUCTS = ("linear", "split_k", "grouped_matmul")
 _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
 # Inputs whose bits a proven tree predicts. The last are this probe's own, see `_zeros`.
 _KINDS = ("bell", "wide", "cancel", "order", "outlier", "zeros")
@@ -328,6 +337,73 @@ def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str,
     return Sum(ask, draw, 1, K, dtype, device, finishes)
 
 
+def of_attention(
+    operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, D: int = _HEAD, every: int = 1
+) -> Sum:
+    """The last of M queries over K keys, all seen with equal scores: of each column of the values the mean.
+
+    A weight is exp(0) = 1 before it is divided, or 1 / K after, which is exact where K is a power of two.
+
+    Args:
+        operator: (q [1, 1, M, D], k, v [1, 1, K, D]) -> [1, 1, M, D], causal.
+    """
+    q, k = (torch.zeros((1, 1, n, D), dtype=dtype, device=device) for n in (M, K))
+    columns = torch.arange(0, D, every, device=device)
+    v = torch.zeros((1, 1, K, D), dtype=dtype, device=device)
+
+    def ask(terms: torch.Tensor) -> torch.Tensor:
+        v[0, 0, :, columns] = terms.T
+        return operator(q, k, v)[0, 0, -1, columns]
+
+    def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        count = len(columns) * -(-_SUMS * (6 if kind == "zeros" else 1) // len(columns))
+        if kind == "zeros":
+            rows = _zeros(count, K, dtype, device, seed)
+        else:
+            rows = make(kind, (count, K), dtype, device, generator(seed, device))
+        return rows, None, torch.cat([ask(part) for part in rows.split(len(columns))])
+
+    which, finishes = f"every {every}th column" if every > 1 else "", ("divided by K", "times 1/K")
+    fewer = partial(of_attention, operator, M, K, dtype, device, D, _APART) if every == 1 and D > _APART else None
+    return Sum(ask, draw, len(columns), K, dtype, device, finishes, which, fewer)
+
+
+def of_ranks(operator: Operator, message: Message) -> Sum:
+    """The first element of a message of so many rows: the sum of what each rank has there.
+
+    Args:
+        operator: message -> its row [width].
+    """
+    dtype: torch.dtype = getattr(torch, message.dtype)
+
+    def ask(terms: torch.Tensor) -> torch.Tensor:
+        return operator(replace(message, first=tuple(terms[0].tolist())))[:1]
+
+    def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        if kind == "zeros":
+            rows = _zeros(2 * _SUMS, message.world, dtype, "cpu", seed)
+        else:
+            rows = make(kind, (_SUMS, message.world), dtype, "cpu", generator(seed, "cpu"))
+        return rows, None, torch.cat([ask(row[None]) for row in rows])
+
+    return Sum(ask, draw, 1, message.world, dtype, "cpu", which="the first element")
+
+
+def as_linear(name: str, operator: Operator) -> Operator:
+    """One of `_PRODUCTS` as x [M, K], w [N, K] -> [M, N]: K in parts, or all rows at the first of two experts."""
+
+    def parts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if "workers" in inspect.signature(operator).parameters:
+            return operator(x, w.T, workers=_PARTS)
+        return operator(x, w.T, splits=_PARTS, ordered=True)
+
+    def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ends = torch.full((2,), len(x), dtype=torch.int32, device=x.device)
+        return operator(x, torch.stack([w, w]).mT, ends)
+
+    return {"split_k": parts, "grouped_matmul": grouped}.get(name, operator)
+
+
 def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, device: str, every: int = 1) -> Sum:
     """Row 0 of `operator(x [M, K], w [N, K]) -> [M, N]`, of every column or of some: a sum of its own in each."""
     ones = torch.ones((M, K), dtype=dtype, device=device)
@@ -370,62 +446,111 @@ class ReductionOrder(Probe):
         self._operators: dict[str, Operator] = {}
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer."""
-        device, given = options.device, base.given_layer(options)
-        largest = None if options.m is None else base.size("--m", options.m, 1)
-        batches = [m for m in _BATCHES[device] if largest is None or m < largest] + ([largest] if largest else [])
-        for operator in ("sum", "mean", "linear"):
-            sizes = list(_LAYERS[device]) if operator == "linear" else [(K, 1) for K in _WIDTHS[operator]]
-            sizes += [(_LONGEST, 64 if operator == "linear" else 1)] if options.full else []
-            if operator == "linear" and options.layers:
-                sizes = [(K, N) for _, K, N in options.layers]
-            if given is not None:
-                sizes = [given if operator == "linear" else (given[0], 1)]
-            for K, N in dict.fromkeys(sizes):
+        """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
+        expert; the values of attention; a sum over ranks."""
+        for operator in ("sum", "mean", *_PRODUCTS, "attention", "all_reduce"):
+            for K, N in dict.fromkeys(_sizes(operator, options)):
                 for dtype in dtypes(options, "reduction-order", ("float32", "bfloat16")):
-                    M = max(batches)
-                    needed = (M * K + 3 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8 + K * 400
-                    require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
-                    what = f"{operator}: the order in which row 0 of M is added, K={K}"
-                    shape = {"M": M, "K": K} | ({"N": N} if operator == "linear" else {})
-                    title = what + (f" N={N}" if operator == "linear" else "")
-                    data = {"values": batches if len(batches) > 1 else [1, *batches]}
-                    yield Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
+                    yield _case(operator, K, N, dtype, options)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """x [M, K], and for products w [N, K]."""
-        M, K = case.shape["M"], case.shape["K"]
-        if case.operator != "linear":
-            return {"x": make("order", (M, K), case.torch_dtype, device, generator(seed, device))}
-        x, w = product_operands(
-            "order", (M, K), (case.shape["N"], K), case.torch_dtype, device, seed, weight_kind="bell"
-        )
+        """x [M, K], and for products w [N, K]; q [1, 1, M, D] and k, v [1, 1, K, D]; the ranks' message."""
+        M, K, dtype = case.shape["M"], case.shape["K"], case.torch_dtype
+        if case.operator == "all_reduce":
+            return {"message": Message(K, device, "all_reduce", "stock", case.dtype, M, _WIDTH, seed=seed)}
+        if case.operator == "attention":
+            rng = generator(seed, device)
+            shapes = {"q": (1, 1, M, _HEAD), "k": (1, 1, K, _HEAD), "v": (1, 1, K, _HEAD)}
+            return {name: make("bell", shape, dtype, device, rng) for name, shape in shapes.items()}
+        if case.operator not in _PRODUCTS:
+            return {"x": make("order", (M, K), dtype, device, generator(seed, device))}
+        x, w = product_operands("order", (M, K), (case.shape["N"], K), dtype, device, seed, weight_kind="bell")
         return {"x": x, "w": w * weight_scale(K)}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """Row 0 in batches of M."""
+        """Row 0 in batches of M; of attention the last query of M."""
         self._operators[case.operator] = operator
         for M in case.data["values"]:
-            yield Trial(M, partial(_row_0, operator, inputs["x"][:M], inputs.get("w")))
+            yield Trial(M, partial(_asked, case, operator, inputs, M))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """Row 0 in float64."""
+        """The row in float64."""
+        if case.operator == "all_reduce":
+            return summed_over_ranks(inputs["message"])[None]
+        if case.operator == "attention":
+            return reference.attention(inputs["q"][:, :, -1:], inputs["k"], inputs["v"])[0, 0]
         x = inputs["x"][:1]
         return reference.linear(x, inputs["w"]) if "w" in inputs else getattr(reference, case.operator)(x)
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """The tree of each class, at the first M that has it, and how the trees differ."""
         operator = self._operators[case.operator]
-        given = [_row_0(operator, inputs["x"][:M], inputs.get("w")) for M in case.data["values"]]
+        given = [_asked(case, operator, inputs, M) for M in case.data["values"]]
         firsts = [next((i for i, got in enumerate(given) if identical(got, result)), None) for result in results]
-        sizes = [case.data["values"][i] for i in firsts if i is not None]
-        K, dtype, device = case.shape["K"], case.torch_dtype, str(inputs["x"].device.type)
-        if case.operator == "linear":
-            made = [of_product(operator, M, K, case.shape["N"], dtype, device) for M in sizes[:_CLASSES]]
-        else:
-            finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
-            made = [of_rows(operator, M, K, dtype, device, finishes) for M in sizes[:_CLASSES]]
-        return trees_of(made, sizes[:_CLASSES])
+        sizes = [case.data["values"][i] for i in firsts if i is not None][:_CLASSES]
+        return trees_of([_sum_of(case, operator, inputs, M) for M in sizes], sizes)
+
+
+def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
+    """K and N of an operator's cases; N is 1 where there is none."""
+    device, given = options.device, base.given_layer(options)
+    if operator == "all_reduce":
+        worlds = options.ranks or (_RANKS,)
+        yield from ((n, 1) for n in worlds if device == "cpu" or n <= torch.cuda.device_count())
+    elif given is not None:
+        yield given if operator in _PRODUCTS else (given[0], 1)
+    elif operator == "linear" and options.layers:
+        yield from ((K, N) for _, K, N in options.layers)
+    elif operator in _PRODUCTS:
+        yield from _LAYERS[device] if operator == "linear" else _LAYERS[device][-1:]
+    else:
+        yield from ((K, 1) for K in _WIDTHS.get(operator, (_KEYS[device],)))
+    if options.full and given is None and operator != "all_reduce":
+        yield _LONGEST, 64 if operator in _PRODUCTS else 1
+
+
+def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
+    device = options.device
+    largest = None if options.m is None else base.size("--m", options.m, 1)
+    batches = [m for m in _BATCHES[device] if largest is None or m < largest] + ([largest] if largest else [])
+    M = max(batches)
+    needed = (M * K + 3 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8 + K * 400
+    needed += 2 * N * K * base.element_bytes(dtype) if operator == "grouped_matmul" else 0
+    needed += (M * K * 4 + 4 * K * _HEAD * 8) if operator == "attention" else 0
+    require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
+    what = f"{operator}: the order in which row 0 of M is added, K={K}"
+    if operator == "attention":
+        what = f"{operator}: the order in which values are added for the last query of M, K={K}"
+    elif operator == "all_reduce":
+        what = f"{operator}: the order in which ranks are added in a message of M elements, K={K}"
+    elif operator == "split_k":
+        what = f"{operator}: the order in which row 0 of M is added, K={K} in {_PARTS} parts"
+    shape = {"M": M, "K": K} | ({"N": N} if operator in _PRODUCTS else {})
+    title = what + (f" N={N}" if operator in _PRODUCTS else "")
+    data = {"values": batches if len(batches) > 1 else [1, *batches]}
+    return Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
+
+
+def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
+    """What is asked for its tree."""
+    K, dtype = case.shape["K"], case.torch_dtype
+    if case.operator == "all_reduce":
+        return of_ranks(operator, replace(inputs["message"], rows=M))
+    device = str(next(iter(inputs.values())).device.type)
+    if case.operator == "attention":
+        return of_attention(operator, M, K, dtype, device)
+    if case.operator in _PRODUCTS:
+        return of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)
+    return of_rows(operator, M, K, dtype, device, ("divided by K", "times 1/K") if case.operator == "mean" else ("",))
+
+
+def _asked(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
+    """What is compared: row 0 of M, the last query of M, or the ranks' row."""
+    if case.operator == "all_reduce":
+        return operator(replace(inputs["message"], rows=M))[None]
+    if case.operator == "attention":
+        return operator(inputs["q"][:, :, -M:].contiguous(), inputs["k"], inputs["v"])[0, 0, -1:]
+    return _row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
 
 
 def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:

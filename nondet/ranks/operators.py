@@ -40,6 +40,7 @@ class Message:
         registered: The message lies in memory that NCCL has registered.
         answers: Rank whose row is given, 0 for a reduce_scatter.
         names: Have device kernels and the library's own choice named.
+        first: What each rank contributes to the row's first element; empty: what is drawn.
     """
 
     world: int
@@ -56,6 +57,7 @@ class Message:
     registered: bool = False
     answers: int = 0
     names: bool = False
+    first: tuple[float, ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -75,7 +77,10 @@ class Outcome(NamedTuple):
 def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Tensor:
     """[width]: what a rank contributes to the row."""
     dtype: torch.dtype = getattr(torch, message.dtype)
-    return make(message.kind, (message.width,), dtype, device, generator(message.seed * 1000 + rank + 1, device))
+    row = make(message.kind, (message.width,), dtype, device, generator(message.seed * 1000 + rank + 1, device))
+    if message.first:
+        row[0] = message.first[rank]
+    return row
 
 
 def reference(message: Message) -> torch.Tensor:

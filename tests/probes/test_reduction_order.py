@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from nondet.kernels.order_words import compared, folded, words
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import NotASumError, find, of_product, of_rows, prove, trees_of
 from nondet.probes.runner import plan_jobs, run_jobs
+from nondet.ranks.operators import Message, collective
 
 Node = int | tuple["Node", "Node"]
 
@@ -305,6 +307,83 @@ def test_columns_of_several_orders_are_asked_by_alignment() -> None:
     )
 
 
+def grouped_by_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """As `linear_by_rows`, by the rows of each expert."""
+    parts = torch.tensor_split(x, offsets[:-1].tolist())
+    return torch.cat([linear_by_rows(part, w.T) for part, w in zip(parts, weight, strict=True) if len(part)])
+
+
+def split_by_rows(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
+    """K in parts, added in order; from 8 rows on as one."""
+    assert ordered
+    if len(a) >= 8:
+        return linear_sound(a, b.T)
+    total = torch.zeros(len(a), b.shape[1])
+    for x, w in zip(a.tensor_split(splits, 1), b.tensor_split(splits, 0), strict=True):
+        total = total + fused_chain_of(range(x.shape[1]))(x, w.T)
+    return total
+
+
+def attention_by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Equal weights whatever the scores: the values in one chain, the last first for up to 8 queries."""
+    order = range(64) if q.shape[2] > 8 else range(63, -1, -1)
+    return fused_chain_of(order)(torch.ones(1, 64), v[0, 0].T).expand(q.shape[2:])[None, None] / 64
+
+
+def attention_sound(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    return fused_chain_of(range(64))(torch.ones(1, 64), v[0, 0].T).expand(q.shape[2:])[None, None] / 64
+
+
+def ranks_by_size(x: torch.Tensor, group: Any) -> None:
+    """An all-reduce in place: in the order of ranks, from 16 rows on the last first."""
+    import torch.distributed as dist
+
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    first, *rest = parts if len(x) < 16 else parts[::-1]
+    x.copy_(first)
+    for part in rest:
+        x += part
+
+
+def reduced_by_size(message: Message) -> torch.Tensor:
+    """`ranks_by_size`, in the ranks."""
+    return collective(replace(message, impl=f"{__name__}:ranks_by_size"))
+
+
+LARGER = {
+    "grouped_matmul": ("grouped_by_rows", 48, ["one chain of 48, the last first", "one chain of 48"]),
+    "split_k": ("split_by_rows", 48, ["4 splits of 12, added in order; each one chain of 12", "one chain of 48"]),
+    "attention": ("attention_by_rows", 64, ["one chain of 64, the last first", "one chain of 64"]),
+}
+
+
+@pytest.mark.parametrize("operator", LARGER)
+def test_an_order_planted_in_a_larger_operator_is_found_at_the_rows_that_have_it(operator: str) -> None:
+    function, K, said = LARGER[operator]
+    rows = run(f"{operator}={__name__}:{function}", k=K, n=32)
+    (row,) = [r for r in rows if r.operator == operator]
+    found = row.extra["reduction_trees"]["classes"]
+    assert [(t["words"], t["proven"]) for t in found] == [(words, True) for words in said]
+    assert row.status in ("divergent", "wrong")  # attention of equal weights is no attention, and its trees are its own
+
+
+def test_a_sound_attention_has_one_tree() -> None:
+    (row,) = [r for r in run(f"attention={__name__}:attention_sound", k=64, n=32) if r.operator == "attention"]
+    (tree,) = row.extra["reduction_trees"]["classes"]
+    assert (tree["words"], tree["proven"], tree["arithmetic"]) == ("one chain of 64", True, "in float32, divided by K")
+
+
+@pytest.mark.parametrize("impl", [f"all_reduce={__name__}:reduced_by_size", "invariant"])
+def test_the_order_over_ranks_is_found(impl: str) -> None:
+    (row,) = [r for r in run(impl, ranks=(4,), k=32, n=8) if r.operator == "all_reduce"]
+    found = row.extra["reduction_trees"]["classes"]
+    assert all(tree["proven"] for tree in found)
+    said = [(tree["M"], tree["words"]) for tree in found]
+    planted = [(1, "one chain of 4"), (16, "one chain of 4, the last first")]
+    assert said == (planted[:1] if impl == "invariant" else planted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("K", [64, 1000])
 def test_torch_s_sum_on_this_machine_is_proven(dtype: torch.dtype, K: int) -> None:
@@ -324,3 +403,12 @@ def test_trees_are_compared_in_words() -> None:
 def test_torch_s_sum_on_a_gpu_is_proven() -> None:
     result = find(of_rows(lambda x: x.sum(-1), 1, 1000, torch.float32, "cuda", ("",)))
     assert result.proven is not None, result.words
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", ["split_k", "grouped_matmul", "attention"])
+def test_the_trees_of_larger_operators_on_a_gpu_are_found(operator: str) -> None:
+    """What is proven there is for the machine to say; that there is a tree, or a reason, is asked."""
+    jobs = plan_jobs(["reduction-order"], ["stock"], Options(dtypes=("bfloat16",), device="cuda", k=1024, n=64, m=16))
+    for row in run_jobs([job for job in jobs if job.case.operator == operator], 0, set()):
+        assert all(t["proven"] or t["failed_on"] for t in row.extra["reduction_trees"]["classes"])
