@@ -459,9 +459,9 @@ class ReductionOrder(Probe):
         if case.operator == "all_reduce":
             return {"message": Message(K, device, "all_reduce", "stock", case.dtype, M, _WIDTH, seed=seed)}
         if case.operator == "attention":
-            rng = generator(seed, device)
-            shapes = {"q": (1, 1, M, _HEAD), "k": (1, 1, K, _HEAD), "v": (1, 1, K, _HEAD)}
-            return {name: make("bell", shape, dtype, device, rng) for name, shape in shapes.items()}
+            v = make("order", (_HEAD, K), dtype, device, generator(seed, device)).T.contiguous()
+            q, k = (torch.zeros((1, 1, n, _HEAD), dtype=dtype, device=device) for n in (M, K))
+            return {"q": q, "k": k, "v": v[None, None]}  # equal scores: what differs is the order of the values
         if case.operator not in _PRODUCTS:
             return {"x": make("order", (M, K), dtype, device, generator(seed, device))}
         x, w = product_operands("order", (M, K), (case.shape["N"], K), dtype, device, seed, weight_kind="bell")
@@ -476,7 +476,7 @@ class ReductionOrder(Probe):
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The row in float64."""
         if case.operator == "all_reduce":
-            return summed_over_ranks(inputs["message"])[None]
+            return torch.stack([summed_over_ranks(message)[:1] for message in _messages(inputs)], 1)
         if case.operator == "attention":
             return reference.attention(inputs["q"][:, :, -1:], inputs["k"], inputs["v"])[0, 0]
         x = inputs["x"][:1]
@@ -545,12 +545,16 @@ def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
 
 
 def _asked(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
-    """What is compared: row 0 of M, the last query of M, or the ranks' row."""
+    """What is compared: row 0 of M, the last query of M, or the first element of some messages."""
     if case.operator == "all_reduce":
-        return operator(replace(inputs["message"], rows=M))[None]
+        return torch.stack([operator(replace(message, rows=M))[:1] for message in _messages(inputs)], 1)
     if case.operator == "attention":
         return operator(inputs["q"][:, :, -M:].contiguous(), inputs["k"], inputs["v"])[0, 0, -1:]
     return _row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
+
+
+def _messages(inputs: Any) -> list[Message]:
+    return [replace(inputs["message"], seed=inputs["message"].seed + i) for i in range(_SUMS)]
 
 
 def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
@@ -615,6 +619,9 @@ def _between(a: Found, b: Found) -> str:
     said = compared(a.tree, b.tree)
     if a.tree.digest != b.tree.digest:
         return said
+    if a.proven is not None and a.proven == b.proven:  # then no sum that was asked about can have other bits
+        return f"{said} and arithmetic, {a.proven.words}: what differs is not in the sums that were asked about"
+    if a.proven is not None and b.proven is not None:
+        return f"{said}, and other bits: something else than the order ({a.proven.words}; and {b.proven.words})"
     what = "something else than the order (precision, fused multiply-adds, promotion)"
-    sure = "" if a.proven and b.proven else ", as far as masks show: not both trees are proven"
-    return f"{said}, and other bits: {what}{sure}"
+    return f"{said}, and other bits: {what}, as far as masks show: not both trees are proven"

@@ -221,7 +221,7 @@ def test_one_tree_and_other_bits_are_something_else_than_order() -> None:
     (row,) = [r for r in run(f"sum={__name__}:same_order_other_digits", k=96) if r.operator == "sum"]
     trees = row.extra["reduction_trees"]
     assert {t["digest"] for t in trees["classes"]} == {chain(96).digest}
-    assert "something else than the order" in trees["between"][0]
+    assert "something else than the order (in float32; and in float64)" in trees["between"][0]
 
 
 @pytest.mark.parametrize("function", [squares, lambda x: x.amax(-1), lambda x: 2 * x.sum(-1), lambda x: x[:, 0]])
@@ -366,6 +366,14 @@ def test_an_order_planted_in_a_larger_operator_is_found_at_the_rows_that_have_it
     found = row.extra["reduction_trees"]["classes"]
     assert [(t["words"], t["proven"]) for t in found] == [(words, True) for words in said]
     assert row.status in ("divergent", "wrong")  # attention of equal weights is no attention, and its trees are its own
+
+
+def test_a_difference_beyond_the_columns_that_were_asked_is_not_put_down_to_arithmetic() -> None:
+    """One tree, one arithmetic, both proven: then other bits are not in what was asked, whatever the row says."""
+    asked = of_product(linear_sound, 1, 48, 64, torch.float32, "cpu")
+    trees = trees_of([asked, asked], [1, 2])["reduction_trees"]
+    assert "what differs is not in the sums that were asked about" in trees["between"][0]
+    assert "something else" not in trees["between"][0]
 
 
 def test_a_sound_attention_has_one_tree() -> None:
