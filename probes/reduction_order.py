@@ -47,6 +47,7 @@ _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
 _KINDS = ("bell", "wide", "cancel", "order", "outlier", "zeros")
 _SUMS = 24  # of each kind, where a call gives one; of zeros six times as many
 _APART = 16  # columns, whose weights are all aligned alike: where orders differ by column, theirs may agree
+_MORE = 3  # times as many sums where those did not refute each of:
 _WRONG = 4  # trees with two elements exchanged that the proof has to refute
 _COLUMNS = 64  # of each kind, where it gives many
 _CLASSES = 4  # of one row, each with a tree of its own
@@ -266,9 +267,18 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
         reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
     others = [] if failed else _exchanged(tree, seed)
-    refuted = sum(any(_wrong(emulator.predict(t, a, b, best), got, name) for a, b, got in drawn[::-1]) for t in others)
-    if refuted < len(others):
-        reason = f"{len(others) - refuted} of {len(others)} trees with two elements exchanged predict the same bits"
+    left = [t for t in others if not any(_wrong(emulator.predict(t, a, b, best), got, name) for a, b, got in drawn)]
+    for more in range(1, _MORE + 1 if left else 1):  # sums that have to tell these from the tree
+        x, y, got = asked.draw("zeros", seed + (more + 1) * _SEEDS)
+        wide = x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy()
+        checked += len(got)
+        if wrong := _wrong(emulator.predict(tree, *wide, best), got, name):
+            failed["zeros"] = failed.get("zeros", 0) + wrong
+            reason = f"other bits in {wrong:,} sums of zeros numbers, of {checked:,} in all (nearest: {best.words})"
+        left = [t for t in left if not _wrong(emulator.predict(t, *wide, best), got, name)]
+    if left and not failed:
+        reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
+    refuted = len(others) - len(left)
     return Found(tree, 0, None if reason else best, best, checked, sum(failed.values()), reason, refuted)
 
 

@@ -741,7 +741,7 @@ class Control(Record, frozen=True, tag="control", kw_only=True):
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """The guilty call made again, alone, with one thing changed."""
 
-    name: str  # "repeat", "rows only", "values", "order", "M", "keys", "exact" or "substitution"
+    name: str  # "repeat", "rows only", "values", "order", "M", "keys", "exact", "tree" or "substitution"
     status: str  # "identical", "divergent" or "error"
     sentence: str
     trials: int = 0

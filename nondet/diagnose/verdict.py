@@ -352,7 +352,7 @@ def _why(run: Run, finding: str) -> str:
         parts.append(_sentence(f"The first operator to differ: {named[0].sentence}"))
         if len(named) > 1:
             parts.append(_sentence("after it " + ", ".join(f"`{c.call}` of {c.module}" for c in named[1:])))
-        telling = [r for r in named[0].replays if r.name in ("repeat", "rows only", "values", "exact")]
+        telling = [r for r in named[0].replays if r.name in ("repeat", "rows only", "values", "exact", "tree")]
         parts += [_sentence(r.sentence) for r in telling if r.status != "error"]
     elif run.culprits or run.trace_verdicts:
         unnamed = culprits[0].sentence if culprits else NOT_MET

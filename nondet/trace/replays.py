@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nondet.core.compare import ClassBook, error_against, identical
 from nondet.core.measure import profile_variants
 from nondet.core.records import Replay
+from nondet.probes.reduction_order import Sum, of_attention, of_product, of_rows, trees_of
 from nondet.trace.align import Pair, Roles
 from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
 
@@ -256,6 +257,8 @@ def replays(a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.
     else:
         yield _guarded("values", lambda: _values(b, out_b))
     yield _guarded("exact", lambda: exact(b, name))
+    if b.axis and (asked := _ASKED.get(name.removeprefix("_"))) is not None:
+        yield _guarded("tree", lambda: _trees(a, b, asked, name))
     yield _guarded("substitution", lambda: _substitution(b, name))
 
 
@@ -464,6 +467,120 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
     ran = [kernels.get(v, []) for v in values] if kernels else []
     found = {"trials": len(values), "distinct": distinct, "values": values, "labels": book.labels, "kernels": ran}
     return _replay(axis, distinct > 1, sentence, **found)
+
+
+# In which order do the arms add? The call of either arm, at its own sizes, is asked for the reduction tree of this
+# request's row (`nondet.probes.reduction_order`): its other operands hold masks, its shapes, strides and settings stay.
+
+_MOST_WEIGHTS = 2**26  # elements of a weight whose trees are asked: it is held four times, twice in float32
+
+
+def _product(call: RecordedCall, name: str) -> Sum:
+    """The row of a product of rows and a weight of no row, over the weight's columns.
+
+    Raises:
+        NotImplementedError: it is no such product, or too large.
+    """
+    own = [path for path in call.tensors() if call.axis in call.roles.get(path, ())]
+    shared = [path for path, x in call.tensors().items() if path not in own and x.is_floating_point() and x.dim() == 2]
+    x, weight = (call.tensors()[paths[0]] if len(paths) == 1 else None for paths in (own, shared))
+    if x is None or weight is None or x.numel() != call.rows * x.shape[-1]:
+        raise NotImplementedError("its operands are not rows and one weight")
+    turned = name != "linear"
+    (N, K) = weight.shape[::-1] if turned else weight.shape
+    if weight.numel() > _MOST_WEIGHTS:
+        raise NotImplementedError(f"masks for a weight of {N:,} x {K:,} would take too much memory")
+    swap = list(range(call.rows))  # so that row 0 is this request's
+    swap[0], swap[call.row] = swap[call.row], swap[0]
+
+    def linear(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            if path == own[0]:
+                return rows[swap].reshape(tensor.shape)
+            if path == shared[0]:
+                w_ = w.T if turned else w
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=w.dtype, device=w.device).copy_(w_)
+            return torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
+
+        out: torch.Tensor = call.prepared(change=change)()
+        return out.reshape(call.rows, N)[swap]
+
+    return of_product(linear, call.rows, K, N, x.dtype, x.device.type)
+
+
+def _row_sum(call: RecordedCall, name: str) -> Sum:
+    """The row's sum or mean over the last axis. Raises NotImplementedError: it is another sum."""
+    ((path, x),) = [(p, t) for p, t in call.tensors().items() if call.axis in call.roles.get(p, ())]
+    K = x.shape[-1]
+    swap = list(range(call.rows))
+    swap[0], swap[call.row] = swap[call.row], swap[0]
+
+    def summed(rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = call.prepared(change=lambda p, t: rows[swap].reshape(t.shape) if p == path else t)()
+        if x.numel() != call.rows * K or out.numel() != call.rows:
+            raise NotImplementedError("it does not give one number a row")
+        return out.reshape(call.rows)[swap]
+
+    finishes = ("divided by K", "times 1/K") if name.endswith("mean") else ("",)
+    return of_rows(summed, call.rows, K, x.dtype, x.device.type, finishes)
+
+
+def _values_of(call: RecordedCall, name: str) -> Sum:
+    """The values of attention, added for this request's row with equal scores, over the keys that it sees."""
+    _, _, v = (call.tensors()[place] for place in "012")
+    D = v.shape[-1]
+
+    def out(seen: Sequence[int], values: torch.Tensor) -> torch.Tensor:
+        """[1, 1, 1, D], of values [keys, D]."""
+
+        def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            if path not in ("0", "2"):
+                return tensor
+            new = torch.zeros_like(tensor)
+            if path == "2":
+                new[..., torch.tensor(seen, device=new.device), :] = values.to(new)
+            return new
+
+        return call.run(change=change).reshape(-1, D)[None, None, :1]
+
+    own, seen = list(call.visible), []
+    for start in range(0, len(own), D):  # each key by itself: a weight of 0 is none
+        some = own[start : start + D]
+        shown = out(some, torch.eye(len(some), D))[0, 0, 0]
+        seen += [key for key, weight in zip(some, shown.tolist(), strict=False) if weight]
+    return of_attention(lambda q, k, v: out(seen, v[0, 0]), 1, len(seen), v.dtype, v.device.type, D)
+
+
+_ASKED: dict[str, Callable[[RecordedCall, str], Sum]] = {
+    **dict.fromkeys(("linear", "mm", "matmul", "addmm"), _product),
+    **dict.fromkeys(("sum", "mean"), _row_sum),
+    "scaled_dot_product_attention": _values_of,
+}
+
+
+def _trees(a: RecordedCall, b: RecordedCall, asked: Callable[[RecordedCall, str], Sum], name: str) -> Replay:
+    """The trees of both arms in words, and how they differ."""
+    sums = [asked(call, name) for call in (a, b)]
+    found = trees_of(sums, [a.rows, b.rows])["reduction_trees"]
+    sizes: list[int | str] = [f"M = {c.rows:,}" + (f", {c.keys:,} keys" if c.keys else "") for c in (a, b)]
+    said = [
+        f"{size}: {tree['words']}" + ("" if tree["proven"] else f" (unproven: {tree['failed_on']})")
+        for size, tree in zip(sizes, found["classes"], strict=True)
+    ]
+    what = "of the values, under equal scores, " if asked is _values_of else ""
+    one, two = (tree.get("digest") for tree in found["classes"])
+    if one is None or two is None:
+        sentence = f"the reduction tree {what}is not known: {'; '.join(said)}"
+        return Replay(name="tree", status="error", sentence=sentence, values=sizes)
+    between = "; ".join(line.partition(": ")[2] for line in found["between"])
+    proven = all(tree["proven"] for tree in found["classes"])
+    checked = " and ".join(f"{tree['checked']:,}" for tree in found["classes"])
+    proof = f"each proven by the bits of {checked} sums" if proven else "not both proven"
+    how = "differs" if one != two else "is the same"
+    sentence = f"the reduction tree {what}{how} in the arms: {'; '.join(said)}; {between}; {proof}"
+    if one == two and asked is _values_of:
+        sentence += "; the scores' own sums and the exponentials were not asked"
+    return _replay("tree", one != two, sentence, trials=2, distinct=1 + (one != two), values=sizes)
 
 
 def families_for(name: str) -> Sequence[str]:

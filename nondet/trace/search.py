@@ -307,7 +307,7 @@ def verdict_sentences(
             f"the smallest set of replacements that makes the arms agree on this load: {', '.join(families)} (with any "
             "one left out the arms differ again)"
         )
-    return lines
+    return [*lines, *(r.sentence for r in first.replays if r.name == "tree")]
 
 
 def _where(culprit: Culprit) -> str:

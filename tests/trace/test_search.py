@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from nondet.core.compare import first_difference
-from nondet.core.records import Culprit
+from nondet.core.records import Culprit, Replay
 from nondet.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import make_engine
 from nondet.trace.capture import CoarseCapture
-from nondet.trace.replays import RecordedCall, exact
+from nondet.trace.replays import RecordedCall, exact, replays
 from nondet.trace.repro import write_and_run
 from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
 from tests.trace.conftest import LOAD, arms_of, model_of, trace
@@ -65,7 +65,7 @@ def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
     assert traced.culprits[0].call in CALLS
     assert traced.verdict.families is None
     assert not traced.substitutions
-    assert traced.verdict.sentences[-1] == traced.search.late
+    assert traced.search.late in traced.verdict.sentences
     assert "for lack of time" in traced.search.late
     assert not any("no available set of replacements" in line for line in traced.verdict.sentences)
 
@@ -91,6 +91,13 @@ def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
     assert "the shape decides, as the values of other rows do not change its bits" in by_name["rows only"].sentence
     assert by_name["M"].distinct > 1
     assert by_name["substitution"].values == ["matmul"]
+    tree = by_name["tree"]
+    sizes = [f"M = {math.prod(shapes['0'][:-1])}" for shapes in culprit.shapes]
+    assert tree.status != "error", tree.sentence
+    assert tree.values == sizes
+    assert all(f"{size}: " in tree.sentence for size in sizes)
+    told = [r.sentence for r in traced.culprits[0].replays if r.name == "tree"]
+    assert traced.verdict.sentences[-1:] == told
     assert culprit.kernels[0]
     assert culprit.kernels[0][0].startswith("aten.")
     guilty = traced.search.guilty
@@ -230,7 +237,7 @@ def test_an_order_that_depends_on_the_number_of_rows_is_found() -> None:
     assert {r.name: r.status for r in first.replays}["values"] == "identical"
     assert any("down_proj add" in x or "down_proj linear" in x for x in first.unmatched)
     assert traced.verdict.families is None
-    assert "no available set of replacements" in traced.verdict.sentences[-1]
+    assert any("no available set of replacements" in line for line in traced.verdict.sentences)
 
 
 def test_a_scale_shared_between_rows_is_a_leak() -> None:
@@ -438,6 +445,102 @@ def test_a_wrong_sum_is_a_bug(function: Callable[..., torch.Tensor], dtype: torc
 def test_lost_keys_are_a_bug() -> None:
     """An attention that drops its last block of keys."""
     assert exact(attention(lost_keys, torch.bfloat16), "scaled_dot_product_attention").status == "divergent"
+
+
+# The trees of the guilty call in both arms: planted orders, the same order, and what is no order.
+
+
+def by_hand(
+    order: Sequence[int], x: torch.Tensor, w: torch.Tensor, digits: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """x [M, K] times w [N, K], added in that order in that dtype."""
+    total = torch.zeros(len(x), len(w), dtype=digits)
+    for k in order:
+        total = total + x[:, k, None].to(digits) * w[None, :, k].to(digits)
+    return total.float()
+
+
+def turned(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """One chain; from 4 rows on the last first."""
+    return by_hand(range(40) if len(x) < 4 else range(39, -1, -1), x, w)
+
+
+def alike(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return by_hand(range(40), x, w)
+
+
+def more_digits(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return by_hand(range(40), x, w, torch.float64 if len(x) >= 4 else torch.float32)
+
+
+def coarser(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return by_hand(range(40), x, w) if len(x) < 4 else by_hand(range(40), x.bfloat16().float(), w)
+
+
+def mm_turned(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return turned(x, w.T)
+
+
+def mean_turned(x: torch.Tensor) -> torch.Tensor:
+    return turned(x, torch.ones(1, 40))[:, 0] / 40
+
+
+def values_turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention whose values are added in one chain; from 4 queries on the last key first."""
+    weights = torch.softmax(q @ k.mT + mask, -1)[0, 0]
+    keys = range(k.shape[2]) if q.shape[2] < 4 else range(k.shape[2] - 1, -1, -1)
+    return by_hand(keys, weights, v[0, 0].T)[None, None]
+
+
+def tree_of(name: str, function: Callable[..., torch.Tensor]) -> Replay:
+    """The replay of a call of 1 row and of 6, of which this request's is the third."""
+    calls, outs = [], []
+    for rows, row in ((1, 0), (6, 2)):
+        x, roles = torch.randn(rows, 40), {"0": ("tokens", ""), "1": ("", ""), "out": ("tokens", "")}
+        args: tuple[torch.Tensor, ...] = (x, torch.randn(24, 40) if name == "linear" else torch.randn(40, 24))
+        keys, own = 0, range(0)
+        if name == "mean":
+            args, roles = (x,), {"0": ("tokens", ""), "out": ("tokens",)}
+        elif name == "scaled_dot_product_attention":
+            keys, own = 8 * rows, range(8 * row, 8 * row + 8)
+            mask = torch.full((1, 1, rows, keys), -torch.inf)
+            for i in range(rows):
+                mask[..., i, 8 * i : 8 * i + 8] = 0.0
+            args = (*(torch.randn(1, 1, n, 16) for n in (rows, keys, keys)), mask)
+            roles = {"0": ("", "", "tokens", ""), "1": ("", "", "keys", ""), "2": ("", "", "keys", "")}
+            roles |= {"3": ("", "", "tokens", "keys"), "out": ("", "", "tokens", "")}
+        calls.append(RecordedCall(function, args, {}, roles, "tokens", row, rows, own, keys))
+        outs.append(calls[-1].run())
+    return next(r for r in replays(calls[0], calls[1], outs[0], outs[1], name) if r.name == "tree")
+
+
+_TURNED = (
+    "differs in the arms: M = 1: one chain of 40; M = 6: one chain of 40, the last first",
+    "differs in the arms: M = 1, 8 keys: one chain of 8; M = 6, 48 keys: one chain of 8, the last first",
+)
+TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
+    "turned": ("linear", turned, _TURNED[0]),
+    "mm": ("mm", mm_turned, _TURNED[0]),
+    "mean": (
+        "mean",
+        mean_turned,
+        "differs in the arms: M = 1: one chain of 40; M = 6: one chain of 40, the last first",
+    ),
+    "values": ("scaled_dot_product_attention", values_turned, _TURNED[1]),
+    "digits": ("linear", more_digits, "something else than the order (in float32; and in float64)"),
+    "alike": ("linear", alike, "what differs is not in the sums that were asked about"),
+    "coarser": ("linear", coarser, "M = 6: one chain of 40 (unproven: other bits in"),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_trace_ends_with_the_trees_of_both_arms(name: str) -> None:
+    """A planted order is named in both arms; one order in other digits is not called another order."""
+    operator, function, said = TREES[name]
+    replay = tree_of(operator, function)
+    assert said in replay.sentence
+    assert (replay.status == "divergent") == (said in _TURNED)
+    assert ("each proven by the bits of" in replay.sentence) == (name != "coarser")
 
 
 # The least place where two arms' records differ.
