@@ -579,7 +579,7 @@ def _trees(a: RecordedCall, b: RecordedCall, asked: Callable[[RecordedCall, str]
     how = "differs" if one != two else "is the same"
     sentence = f"the reduction tree {what}{how} in the arms: {'; '.join(said)}; {between}; {proof}"
     if one == two and asked is _values_of:
-        sentence += "; the scores' own sums and the exponentials were not asked"
+        sentence += "; the scores' own sums and the exponentials were not tested"
     return _replay("tree", one != two, sentence, trials=2, distinct=1 + (one != two), values=sizes)
 
 

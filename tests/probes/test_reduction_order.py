@@ -372,7 +372,7 @@ def test_a_difference_beyond_the_columns_that_were_asked_is_not_put_down_to_arit
     """One tree, one arithmetic, both proven: then other bits are not in what was asked, whatever the row says."""
     asked = of_product(linear_sound, 1, 48, 64, torch.float32, "cpu")
     trees = trees_of([asked, asked], [1, 2])["reduction_trees"]
-    assert "what differs is not in the sums that were asked about" in trees["between"][0]
+    assert "what differs is not in the sums that were tested" in trees["between"][0]
     assert "something else" not in trees["between"][0]
 
 

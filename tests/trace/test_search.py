@@ -528,7 +528,7 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
     ),
     "values": ("scaled_dot_product_attention", values_turned, _TURNED[1]),
     "digits": ("linear", more_digits, "something else than the order (in float32; and in float64)"),
-    "alike": ("linear", alike, "what differs is not in the sums that were asked about"),
+    "alike": ("linear", alike, "what differs is not in the sums that were tested"),
     "coarser": ("linear", coarser, "M = 6: one chain of 40 (unproven: other bits in"),
 }
 
