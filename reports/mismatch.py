@@ -91,7 +91,7 @@ def _kinds(pair: Pair, **more: Any) -> Table:
 
 def _bins(bins: Sequence[Bin], name: str, form: str) -> Table:
     columns: dict[str, tuple[str, Callable[[Bin], Inline]]] = {
-        name: ("nowrap", lambda b: f"{b.low:{form}} to {b.high:{form}}"),
+        name: ("nowrap", lambda b: f"{b.low:{form}} to {b.high:{form}}" if b.high > b.low else f"{b.low:{form}}"),
         "tokens": ("num", lambda b: counted(b.tokens)),
         "K3": ("num", lambda b: f"{b.k3:.1e}"),
         "mean |d|": ("num", lambda b: f"{b.mean_abs:.1e}"),
@@ -116,7 +116,9 @@ def mismatch_blocks(sides: Sides, number: int, opened: bool) -> list[Block]:
             for name, bins, form in (
                 ("position", pair.figures.positions, ".0f"),
                 ("the sampler's probability", pair.figures.probabilities, "g"),
+                ("step", pair.steps, ".0f"),
             )
+            if bins
         ]
     parts.append(Paragraph(_NOTE, "soft"))
     return [
@@ -147,6 +149,11 @@ def mismatch_figure(told: Sequence[Pair]) -> dict[str, Any] | None:
                 [(i, [(b.low + 1, b.k3) for b in f.positions]) for i, f in shown], linear=False),
         _sequences(shown),
     ]  # fmt: skip
+    steps = [(i, [(b.low, b.k3) for b in p.steps]) for i, p in enumerate(told) if p.steps]
+    if steps:
+        ends = [x for _, line in steps for x, _ in line]
+        across, up = _linear(min(ends), max(ends)), _decades([y for _, line in steps for _, y in line])
+        panels.append(_panel("K3 by step", "nats", "step of training", across, up, lines=steps))
     return {"impls": [one_line(p.impl, 60) for p in told], "panels": panels}
 
 

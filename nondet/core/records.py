@@ -719,6 +719,24 @@ class MismatchEffect(ImplementationRecord, frozen=True, tag="mismatch-effect", k
     other: float  # cosine with the gradient of as many other rollouts
 
 
+class MismatchPlace(ImplementationRecord, frozen=True, tag="mismatch-place", kw_only=True):
+    """The first call of the trainer's forward that has the inputs of the sampler's step and other outputs."""
+
+    keyed_by = ("impl",)
+    rollout: str  # of those where it comes first; "" where hidden states and logits of all agree
+    position: int  # of the first difference, in its text; -1 where hidden states and logits agree
+    layer: str  # number of a layer, "embedding", "head", or "formula": from logits to logprobs
+    module: str = ""  # of the call; "" where none that was compared has equal inputs and unequal outputs
+    call: str = ""
+    occurrence: Count = 0
+    difference: Difference | None = None  # of its result, on that position's row
+    family: str = ""  # of batch_invariant(), that its name points to
+    rows: list[Count] = []  # tokens of the sampler's step, and of the trainer's batch with its padding
+    compared: Count = 0  # calls that were compared
+    after: str = ""  # where no call is named, the first whose inputs differ already
+    unsteady: str = ""  # sampler or trainer, if made again it gave other bits: then nothing is known
+
+
 class MismatchCost(ImplementationRecord, frozen=True, tag="mismatch-cost", kw_only=True):
     """Seconds of both sides of an arm, and what the dispatcher says ran there."""
 
@@ -870,6 +888,7 @@ class Run(msgspec.Struct, kw_only=True):
     mismatch_kinds: list[MismatchKind] = []
     mismatch_effects: list[MismatchEffect] = []
     mismatch_costs: list[MismatchCost] = []
+    mismatch_places: list[MismatchPlace] = []
     complete: bool = True  # whether the end line is there
     source: str = ""  # where it was read from, for messages
 

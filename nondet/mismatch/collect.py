@@ -8,23 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nondet.core.records import MismatchCost, MismatchEffect, MismatchRollout
+from nondet.core.records import MismatchCost, MismatchEffect, MismatchPlace, MismatchRollout
 from nondet.core.runfile import RunWriter
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.kinds import fit
 from nondet.mismatch.rollouts import Rollout
-from nondet.mismatch.trainer import Spec, gradient, score
+from nondet.mismatch.trainer import Spec, gradient, layout, score, widths
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Load, Request, Sampling
+from nondet.sampling.plan import Load, Request, Sampling, Session, Watcher
+from nondet.trace.trainer import Batch, Row, first_difference
 
 _SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
 _EFFECT = 16  # rollouts of each of the two batches whose gradients are compared, at most
@@ -32,11 +34,12 @@ Told = Callable[[str], None]
 
 
 class Arm(NamedTuple):
-    """Which sides are batch-invariant."""
+    """Which sides are batch-invariant, in which families of operators; () for all."""
 
     sampler: bool
     trainer: bool
     help: str
+    families: tuple[str, ...] = ()
 
 
 ARMS = {
@@ -44,6 +47,16 @@ ARMS = {
     "sampler-only": Arm(True, False, "a batch-invariant sampler, as an engine's flag gives, and a stock trainer"),
     "invariant": Arm(True, True, "batch-invariant on both sides, and one formula"),
 }
+
+
+def arm_of(name: str) -> Arm:
+    """Of `ARMS`, or "invariant:attention+norm", where only these families are; stock kernels for rollouts of a file."""
+    _, colon, families = name.partition(":")
+    if colon:
+        return Arm(True, True, "only these families, and one formula", tuple(families.split("+")))
+    return ARMS.get(name, ARMS["stock"])
+
+
 FILE = "file"  # the arm of rollouts that are read
 
 
@@ -58,37 +71,48 @@ class Asked:
 
 
 @contextmanager
-def _kernels(side: str, ran: Counter[str], *, invariant: bool, training: bool = False) -> Iterator[None]:
-    if not invariant:
+def _kernels(side: str, ran: Counter[str], arm: Arm) -> Iterator[None]:
+    training = side == "trainer"
+    if not (arm.trainer if training else arm.sampler):
         yield
         return
-    with batch_invariant(training=training) as block:
+    with batch_invariant(arm.families or None, training=training) as block:
         yield
     ran.update({f"{side}: {what}": count for what, count in block.coverage().counts().items()})
 
 
 def sampled(loaded: LoadedModel, asked: Asked) -> list[Rollout]:
     """Drawn at temperature 1 by the engine under load: prefills are chunked, and decodes share steps with them."""
-    rng, requests = random.Random(f"nondet mismatch {asked.seed}"), []  # noqa: S311 - arrivals, no secret
-    for i, text in enumerate(asked.prompts):
-        for j in range(asked.n):
-            drawn = Sampling(1.0, 0, 1.0, (asked.seed * 1_000_003 + i * 10_007 + j) % 2**63)
-            prompt, arrival = tuple(loaded.encode(text)), rng.randrange(_SPREAD)
-            requests.append(Request(f"p{i:03d}-{j:04d}", True, prompt, asked.tokens, arrival, i, drawn))
-    unused, count = (1, 1), len(requests)  # lengths of background requests
-    load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
-    loaded.model.eval()
-    with torch.no_grad():
-        session = run_session(loaded.model, sorted(requests, key=lambda r: r.arrival_step), load)
-    bad = next((o for o in session.outcomes if o.reason), None)
-    if session.fatal or bad is not None:
-        raise EngineStoppedError(f"{bad.request.id}: {bad.reason}" if bad is not None else session.fatal)
-    rollouts = []
+    session, rollouts = _session(loaded, asked), []
     for o in sorted(session.outcomes, key=lambda o: o.request.id):
         start, ids = len(o.request.prompt), [*o.request.prompt, *o.token_ids]
         values = np.frombuffer(o.logprobs, dtype="<f4").astype(np.float32)
         rollouts.append(Rollout(o.request.id, ids, range(start, len(ids)), values))
     return rollouts
+
+
+def _session(
+    loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None, again: Sequence[Rollout] = ()
+) -> Session:
+    """The tokens of `again`, what it gave before, are fed and not drawn: logits stay as the model gives them."""
+    rng, requests = random.Random(f"nondet mismatch {asked.seed}"), []  # noqa: S311 - arrivals, no secret
+    for i, text in enumerate(asked.prompts):
+        for j in range(asked.n):
+            drawn = Sampling(1.0, 0, 1.0, (asked.seed * 1_000_003 + i * 10_007 + j) % 2**63)
+            prompt, arrival = tuple(loaded.encode(text)), rng.randrange(_SPREAD)
+            name, draw = f"p{i:03d}-{j:04d}", None if again else drawn
+            requests.append(Request(name, True, prompt, asked.tokens, arrival, i, draw))
+    unused, count = (1, 1), len(requests)  # lengths of background requests
+    load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
+    loaded.model.eval()
+    with torch.no_grad():
+        requests.sort(key=lambda r: r.arrival_step)
+        forced = {r.name: [r.ids[i] for i in r.drawn] for r in again}
+        session = run_session(loaded.model, requests, load, watcher=watcher, forced=forced)
+    bad = next((o for o in session.outcomes if o.reason and o.finish != "cut"), None)
+    if session.fatal or bad is not None:
+        raise EngineStoppedError(f"{bad.request.id}: {bad.reason}" if bad is not None else session.fatal)
+    return session
 
 
 def collect(
@@ -113,18 +137,18 @@ def _arm(
     arm: str, writer: RunWriter, spec: Spec, told: Told, sampler: LoadedModel | None, trainer: LoadedModel | None,
     older: LoadedModel | None, asked: Asked | None, rollouts: Sequence[Rollout],
 ) -> None:  # fmt: skip
-    kernels, ran = ARMS.get(arm, ARMS["stock"]), Counter[str]()
+    kernels, ran = arm_of(arm), Counter[str]()
     if kernels.trainer:
         spec = replace(spec, formula="token_logprobs")
     started = time.perf_counter()
     if asked is not None and sampler is not None:
         told(f"{arm}: sampling")
-        with _kernels("sampler", ran, invariant=kernels.sampler):
+        with _kernels("sampler", ran, kernels):
             rollouts = sampled(sampler, asked)
     drawn = time.perf_counter()
     trainers = [r.trainer for r in rollouts if r.trainer is not None]
     ours = len(trainers) < len(rollouts)
-    with _kernels("trainer", ran, invariant=kernels.trainer, training=True):
+    with _kernels("trainer", ran, kernels):
         if ours and trainer is not None:
             told(f"{arm}: the trainer's forward")
             values = score(trainer.model, rollouts, spec, gradients=True)
@@ -145,8 +169,42 @@ def _arm(
             effect = _effect(arm, (trainer or sampler).model, rollouts, spec, seen, values)
             if effect is not None:
                 _put(writer, effect)
+    differ = bool((seen.view(np.uint32) != values.view(np.uint32)).any())
+    # in two formats the embedding is the first to differ, which says nothing
+    if differ and asked and sampler and trainer and trainer.dtype == sampler.dtype and not spec.autocast:
+        told(f"{arm}: the first call that differs")
+        _put(writer, place_of(arm, sampler, trainer.model, asked, rollouts, spec))
     cost = MismatchCost(impl=arm, sample_seconds=drawn - started, train_seconds=ended - drawn, ran=dict(ran))
     writer.write(cost)
+
+
+def place_of(
+    arm: str, sampler: LoadedModel, model: Any, asked: Asked, rollouts: Sequence[Rollout], spec: Spec
+) -> MismatchPlace:
+    """Where the trainer's `model` diverges first from the sampler. Both sides are made again, twice."""
+    kernels, size = arm_of(arm), spec.micro or len(rollouts)
+    padded = widths(rollouts, spec.micro)
+
+    def run(watcher: Watcher) -> Session:
+        with _kernels("sampler", Counter(), kernels):
+            return _session(sampler, asked, watcher, rollouts)
+
+    def forward(first: int) -> Logprobs:
+        part, lengths = rollouts[first : first + size], padded[first : first + size]
+        with _kernels("trainer", Counter(), kernels):
+            return score(model, part, spec, gradients=True, padded=lengths)
+
+    batches = []
+    for first in range(0, len(rollouts), size):
+        part, packed = rollouts[first : first + size], spec.padding == "packed"
+        starts, width = layout([len(r.ids) for r in part], spec.padding, padded[first : first + size])
+        rows = {
+            r.name: Row(1 if packed else len(part), width, 0 if packed else i, starts[i], len(r.ids))
+            for i, r in enumerate(part)
+        }
+        batches.append(Batch(partial(forward, first), rows))
+    found = first_difference(run, model, batches)
+    return MismatchPlace(impl=arm, **found._asdict() | {"layer": found.layer or "formula", "rows": list(found.rows)})
 
 
 def _put(writer: RunWriter, record: Any) -> None:

@@ -173,6 +173,14 @@ def gradient(model: Any, rollouts: Sequence[Rollout], spec: Spec, weights: np.nd
     return torch.cat(parts)
 
 
+def layout(lengths: Sequence[int], padding: str, padded: Sequence[int] = ()) -> tuple[list[int], int]:
+    """The column at which each of a forward's texts begins, and the width of its rows."""
+    if padding == "packed":
+        return [sum(lengths[:i]) for i in range(len(lengths))], sum(lengths)
+    width = max(*padded, *lengths, 0)
+    return [width - n if padding == "left" else 0 for n in lengths], width
+
+
 def _logits(
     model: Any, part: Sequence[Rollout], spec: Spec, fault: Fault, lengths: Sequence[int], device: torch.device
 ) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, int]]:
@@ -182,19 +190,16 @@ def _logits(
     if not known:
         yield from ((None, torch.empty(0), len(r.drawn)) for r in part)
         return
-    starts: list[int] = []
+    starts, width = layout([len(text) for text, _ in known], spec.padding, lengths)
     if spec.padding == "packed":
         flat = [i for text, _ in known for i in text]
         places = [p for text, drawn in known for p in _places(len(text), drawn[0], fault)]
-        starts = [sum(len(t) for t, _ in known[:i]) for i in range(len(known))]
         inputs = {"input_ids": torch.tensor([flat]), "position_ids": torch.tensor([places])}
     else:
-        left, width = spec.padding == "left", max(*lengths, *(len(t) for t, _ in known))
         ids = torch.zeros((len(known), width), dtype=torch.long)
         mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
         for row, (text, drawn) in enumerate(known):
-            at = width - len(text) if left else 0
-            starts.append(at)
+            at = starts[row]
             ids[row, at : at + len(text)], mask[row, at : at + len(text)] = torch.tensor(text), 1
             positions[row, at : at + len(text)] = torch.tensor(_places(len(text), drawn[0], fault))
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}

@@ -13,7 +13,7 @@ from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink
-from nondet.services.sample import open_model
+from nondet.services.sample import implementations, open_model
 
 _MODEL = "Folder, hub name, or random weights; samples, trains, and computes hypotheses."
 _TEXTS = (DEFAULT_PROMPT, "Return a", "The class is a subclass of", "If the argument is not given, the default is")
@@ -49,7 +49,12 @@ class MismatchRequest(Request):
     ] = None
     arms: Annotated[
         str,
-        o.opt("Comma-separated: stock, sampler-only, invariant.", shown=True, complete=o.choices("stock,invariant")),
+        o.opt(
+            "Comma-separated: stock, sampler-only, invariant, or only a family of operators invariant on both sides, "
+            "such as invariant:attention.",
+            shown=True,
+            complete=o.choices("stock,invariant"),
+        ),
     ] = "stock,invariant"
     prompt: Annotated[list[str] | None, o.opt("A prompt. Repeatable.", shown="four of the embedded model's")] = None
     n: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), _up_to(10_000)] = 12
@@ -69,8 +74,10 @@ class MismatchRequest(Request):
         if not names:
             raise UserError(f"--arms {self.arms!r} names none", "Known: stock, sampler-only, invariant.")
         for name in names:
-            if name not in ("stock", "sampler-only", "invariant"):
-                raise UnknownNameError("arm", name, ("stock", "sampler-only", "invariant"))
+            if name.startswith("invariant:"):
+                implementations([name])
+            elif name not in ("stock", "sampler-only", "invariant"):
+                raise UnknownNameError("arm", name, ("stock", "sampler-only", "invariant", "invariant:FAMILY"))
 
     @cached_property
     def arm_names(self) -> tuple[str, ...]:

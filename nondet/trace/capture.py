@@ -175,6 +175,21 @@ def wrapped_cache_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
         PagedAttentionCache.update = original
 
 
+@contextmanager
+def wrapped_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Put `wrap(function)` in the place of each attention function of transformers' table that may be asked for."""
+    from transformers.modeling_utils import AttentionInterface
+
+    table = AttentionInterface()
+    with ExitStack() as stack:
+        for name in ("sdpa", "eager", "paged|sdpa", "paged|eager"):
+            if name in table:
+                original = table[name]
+                AttentionInterface.register(name, wrap(original))
+                stack.callback(AttentionInterface.register, name, original)
+        yield
+
+
 # The coarse pass: for each position and layer a hash of the hidden state and of K and V as written, and of the logits.
 #
 # Hashes of all rows of a step are taken on the device, of whoever's they are, and copied to the host once a step. They
@@ -422,7 +437,7 @@ class FineCapture:
             if self.region.isdigit():
                 hook(layer, end=self._end)
             stack.enter_context(wrapped_cache_update(self._wrap_update))
-            self._wrap_attention(stack)
+            stack.enter_context(wrapped_attention(self._attention))
             yield
 
     def _begin(self, *_: Any) -> None:
@@ -447,6 +462,10 @@ class FineCapture:
             if len(self.shapes) >= _SHAPE_STEPS:
                 del self.shapes[1]  # steps near the position are kept, and the very first
             record.row = -1
+        self._start(record)
+
+    def _start(self, record: StepRecord) -> None:
+        """Record what the region calls from here on."""
         self._now, self._bytes = record, 0
         self._count.clear()
         self._path, self._entered, self._read = [], [], []
@@ -505,17 +524,6 @@ class FineCapture:
 
         return run
 
-    def _wrap_attention(self, stack: ExitStack) -> None:
-        """Every attention function of transformers' table that the paged engine can ask for."""
-        from transformers.modeling_utils import AttentionInterface
-
-        table = AttentionInterface()
-        for name in ("sdpa", "eager", "paged|sdpa", "paged|eager"):
-            if name in table:
-                original = table[name]
-                AttentionInterface.register(name, self._attention(original))
-                stack.callback(AttentionInterface.register, name, original)
-
     def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -532,10 +540,15 @@ class FineCapture:
             finally:
                 self._paused -= self.opaque_attention
             with torch._C.DisableTorchFunction():
-                self._add(self._where(), "attention", inputs + self._read, self._slots({"out": out[0]}), constants)
+                read = self._cached(key, value)
+                self._add(self._where(), "attention", inputs + read, self._slots({"out": out[0]}), constants)
             return out
 
         return run
+
+    def _cached(self, _key: torch.Tensor, _value: torch.Tensor) -> list[Slot]:
+        """The keys and values that attention reads."""
+        return self._read
 
     @property
     def _record(self) -> StepRecord:

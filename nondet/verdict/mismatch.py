@@ -15,10 +15,11 @@ from nondet.core.records import (
     MismatchEffect,
     MismatchFloor,
     MismatchKind,
+    MismatchPlace,
     MismatchRollout,
     Run,
 )
-from nondet.mismatch.figures import Figures
+from nondet.mismatch.figures import Bin, Figures
 from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason
 
@@ -42,6 +43,7 @@ class Pair:
     failed: Sequence[MismatchRollout]
     kinds: Sequence[MismatchKind]
     floor: MismatchFloor | None
+    place: MismatchPlace | None
     effect: MismatchEffect | None
     cost: MismatchCost | None
 
@@ -53,6 +55,19 @@ class Pair:
         sides = (np.frombuffer(b"".join(getattr(r, s) for r in self.rollouts), "<f4") for s in ("sampler", "trainer"))
         sampler, trainer = (side.astype(np.float32) for side in sides)
         return Figures(sampler, trainer, [r.tokens for r in self.rollouts])
+
+    @cached_property
+    def steps(self) -> list[Bin]:
+        """By step of training; empty of a single one."""
+        numbers, f, found = sorted({r.step for r in self.rollouts}), self.figures, list[Bin]()
+        if f is None or len(numbers) < 2:
+            return []
+        ends = np.cumsum([0, *f.lengths])
+        for step in numbers:
+            mine = [np.arange(ends[i], ends[i + 1]) for i, r in enumerate(self.rollouts) if r.step == step]
+            terms, size = f.terms[np.concatenate(mine)], np.abs(f.distance[np.concatenate(mine)])
+            found.append(Bin(step, step, len(terms), float(terms.mean()), float(size.mean()), float(size.max())))
+        return found
 
     @cached_property
     def named(self) -> MismatchKind | None:
@@ -100,9 +115,10 @@ def pairs(run: Run) -> list[Pair]:
         floor = next(iter(of(run.mismatch_floors, impl)), None)
         effect = next(iter(of(run.mismatch_effects, impl)), None)
         cost = next(iter(of(run.mismatch_costs, impl)), None)
+        place = next(iter(of(run.mismatch_places, impl)), None)
         kinds = sorted(of(run.mismatch_kinds, impl), key=lambda k: k.left)
         good, bad = ([r for r in mine if (r.status == "ok") == ok] for ok in (True, False))
-        made.append(Pair(impl, good, bad, kinds, floor, effect, cost))
+        made.append(Pair(impl, good, bad, kinds, floor, place, effect, cost))
     return made
 
 
@@ -127,7 +143,8 @@ def _judge(pair: Pair, told: Sequence[Pair]) -> Verdict:
     least, most = figures.ratios
     tails = reason("mm-tails", outside=figures.outside / figures.tokens, least=least, most=most)
     deviation, share = figures.long
-    notes = [*failed, *_kind(pair), reason("mm-long", share=share, deviation=deviation), *_so_what(pair, told)]
+    long = reason("mm-long", share=share, deviation=deviation)
+    notes = [*failed, *_kind(pair), *_where(pair), long, *_so_what(pair, told)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen, tails), tuple(notes))
 
 
@@ -152,17 +169,36 @@ def _kind(pair: Pair) -> list[Reason]:
     return said
 
 
+def _where(pair: Pair) -> list[Reason]:
+    """The first call of the trainer's that diverges from the sampler's."""
+    if (p := pair.place) is None:
+        return []
+    told = {name: getattr(p, name) for name in ("rollout", "position", "layer", "module", "call", "after", "unsteady")}
+    if p.unsteady:
+        return [reason("mm-unsteady", **told)]
+    if p.layer == "formula":
+        return [reason("mm-formula", **told)]
+    if not p.call or p.difference is None:
+        return [reason("mm-nowhere", **told, compared=p.compared)]
+    d, rows = p.difference, dict(zip(("sampled", "trained"), p.rows, strict=False))
+    far = {"differ": d.mismatched, "of": d.compared, "ulp": d.max_ulp}
+    return [reason("mm-where", **told, **far, **rows)]
+
+
 def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
     """What it does to a step's gradient, and what is left of it under invariant kernels."""
     said: list[Reason] = []
     if (e := pair.effect) is not None:
         moved = min(1.0, e.moved)
         said.append(reason("mm-effect", moved=moved, cosine=e.cosine, other=e.other, rollouts=e.rollouts))
-    cured = next((p for p in told if p.impl == "invariant" and p is not pair), None)
-    if pair.impl == "stock" and cured and cured.figures and cured.cost and pair.cost:
-        seconds = [p.cost.sample_seconds + p.cost.train_seconds for p in (cured, pair) if p.cost]
-        times = seconds[0] / seconds[1] if seconds[1] else 0.0
-        said.append(reason("mm-cure", differ=cured.figures.differ, tokens=cured.figures.tokens, times=times))
+    for cured in told if pair.impl == "stock" and pair.cost else ():
+        base, colon, families = cured.impl.partition(":")
+        if base == "invariant" and cured.figures and cured.cost:
+            seconds = [p.cost.sample_seconds + p.cost.train_seconds for p in (cured, pair) if p.cost]
+            times = seconds[0] / seconds[1] if seconds[1] else 0.0
+            only = reason("mm-only", families=tuple(families.split("+"))) if colon else None
+            f = cured.figures
+            said.append(reason("mm-cure", only=only, differ=f.differ, tokens=f.tokens, k3=f.k3, times=times))
     return said
 
 

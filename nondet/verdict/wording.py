@@ -224,10 +224,20 @@ WORDS: dict[str, str] = {
     "weights look so, which --older computes.",
     "mm-shown": "{cause} ({fitted}) on the {side}'s side takes away {removed:near} of what stands above rounding, too "
     "little to be named.",
+    "mm-where": "First diverging call: {call} of {module}, {layer:layer}, at position {position} of {rollout}: its "
+    "inputs are equal bit for bit and {differ:,} of {of:,} outputs differ by at most {ulp:,} ULP, at {sampled:#row} in "
+    "the sampler's step and {trained:#row} in the trainer's batch.",
+    "mm-nowhere": "The first difference is in {layer:layer}, at position {position} of {rollout}; none of "
+    "{compared:#call} compared there has equal inputs and other outputs.",
+    "mm-formula": "Hidden states and logits of all rollouts agree bit for bit: what differs is how logprobs are "
+    "computed from them.",
+    "mm-unsteady": "Where it begins was not found: the {unsteady} gave other bits when it ran again.",
     "mm-unasked": "What kind it is was not tested: that takes --model.",
     "mm-effect": "One step's gradient moves by {moved:near} (cosine {cosine:.5f}) where tokens are weighted by their "
     "ratios; the gradient of {rollouts:#other rollout} has cosine {other:.3f} with it.",
-    "mm-cure": "Invariant on both sides leaves {differ:,} of {tokens:#token}, in {times:.1f} times stock's seconds.",
+    "mm-cure": "Invariant on both sides{only} leaves {differ:,} of {tokens:#token}, K3 {k3:.1e}, in {times:.1f} times "
+    "stock's seconds.",
+    "mm-only": " in {families:and} alone",
     "mm-failed": "{n:#rollout} could not be compared: {why}.",
     "mm-threshold": "{impl}: {name} {value} is above {limit}",
     "mm-within": "{impl}: {name} {value} is within {limit}",
@@ -283,6 +293,10 @@ class _Writer(Formatter):
                 return percent(value, spec)
             case "capital":
                 return str(value).capitalize()
+            case "and":
+                return " and ".join(value)
+            case "layer":
+                return f"layer {value}" if str(value).isdigit() else f"the {value}"
             case "none":
                 return f"{value:,}" if value else "none"
             case "verb":

@@ -75,6 +75,43 @@ def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
     assert (figures.tokens, figures.differ) == (6, 2)
 
 
+def test_steps_of_training_are_told_apart(tmp_path: Path) -> None:
+    """K3 a step, in numbers and drawn; rollouts of one step have none."""
+    made = [line | {"step": 10 * (i // 2)} for i, line in enumerate(lines())]
+    made[4]["trainer_logprobs"] = [x - 1.0 for x in made[4]["trainer_logprobs"]]
+    run = nondet.find_mismatch(rollouts=written(tmp_path / "r.jsonl", made), out=tmp_path / "m.jsonl").records
+    [pair] = pairs(run)
+    assert [(b.low, b.tokens) for b in pair.steps] == [(0, 16), (10, 16), (20, 16)]
+    assert pair.steps[2].k3 > 100 * pair.steps[1].k3
+    assert pair.figures is not None
+    assert sum(b.k3 * b.tokens for b in pair.steps) == pytest.approx(pair.figures.k3 * 48)
+    assert main(["report", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "m.html"), "--quiet"]) == 0
+    assert "K3 by step" in (tmp_path / "m.html").read_text(encoding="utf-8")
+    once = nondet.find_mismatch(rollouts=written(tmp_path / "s.jsonl", lines()), out=tmp_path / "n.jsonl").records
+    assert pairs(once)[0].steps == []
+
+
+def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
+    """The first call that diverges is named, and so is what one family of operators leaves; an unknown one is not."""
+    out = tmp_path / "m.jsonl"
+    asked = [*SMALL, "--n", "6", "--tokens", "24", "--arms", "stock,invariant:attention,invariant"]
+    assert main(["mismatch", *asked, "--out", str(out), "-q"]) == 0
+    run = read_run(out)
+    stock, part, whole = pairs(run)
+    assert stock.place is not None
+    assert stock.place.call
+    assert stock.place.difference is not None
+    assert whole.place is None
+    assert part.figures is not None
+    [told] = [note for note in judge(run)[0].notes if note.startswith("First diverging call: ")]
+    assert stock.place.module in told
+    cures = [note for note in judge(run)[0].notes if note.startswith("Invariant on both sides")]
+    assert f" in attention alone leaves {part.figures.differ} of" in cures[0]
+    assert "leaves 0 of 288 tokens, K3 0.0e+00" in cures[1]
+    with pytest.raises(UserError, match="unknown operator family 'attn'"):
+        nondet.find_mismatch(arms="invariant:attn", out=tmp_path / "o.jsonl")
+
+
 def test_equal_bits_are_no_divergence_with_a_bound(tmp_path: Path) -> None:
     made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
     run = nondet.find_mismatch(rollouts=written(tmp_path / "r.jsonl", made), out=tmp_path / "m.jsonl").records

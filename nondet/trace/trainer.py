@@ -1,0 +1,234 @@
+"""A trainer's forward as an arm: the first call with equal inputs and unequal outputs between it and an engine's step.
+
+The engine's tensors are [1, tokens, ...], the trainer's [B, W, ...]: of these the row of one rollout is taken. Its axes
+of length W then count tokens, keys or predicted rows, whichever the same call's axis counts in the engine. Attention is
+one call on both sides, over the keys that the position sees; its mask is not compared, so a wrong mask is attention's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nondet.core.compare import row_hashes
+from nondet.core.records import Difference
+from nondet.sampling.plan import Span, Watcher
+from nondet.trace.align import Finding, first_guilty
+from nondet.trace.capture import CoarseCapture, FineCapture, Sizes, Slot, StepRecord, find_layers, wrapped_attention
+from nondet.trace.replays import families_for
+from nondet.trace.search import Site, least_site, same_records
+
+Run = Callable[[Watcher], object]
+Hashes = dict[str, dict[str, torch.Tensor]]  # request -> record -> hashes [length] of its positions
+
+
+class Row(NamedTuple):
+    """Where a rollout lies in the trainer's batch [B, W].
+
+    Attributes:
+        batch, width: B and W.
+        row, start: Its row, and the column of its first token there.
+        length: Its tokens.
+    """
+
+    batch: int
+    width: int
+    row: int
+    start: int
+    length: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, W, ...] -> [length, ...]."""
+        return tensor.detach()[self.row, self.start : self.start + self.length]
+
+
+class Place(NamedTuple):
+    """The first place where an engine and a trainer differ.
+
+    Attributes:
+        rollout: The request's; of several with that position the first by name.
+        position: In the rollout; -1 where hidden states and logits agree, so that only their formula is left.
+        layer: Number of a layer, "embedding" or "head"; "" with position -1.
+        module, call, occurrence: The call; "" where none that was compared has equal inputs and unequal outputs.
+        difference: Of its result, on this position's row.
+        family: Of `batch_invariant()`, that its name points to; "" where none does.
+        rows: Of the engine's step, and of the trainer's batch.
+        compared: Calls that were set side by side and understood.
+        after: Where no call is named, the first whose inputs differ already, as "module call"; "" where there is none.
+        unsteady: The side that gives other bits when it is made again, "sampler" or "trainer": nothing is known then.
+    """
+
+    rollout: str
+    position: int
+    layer: str
+    module: str = ""
+    call: str = ""
+    occurrence: int = 0
+    difference: Difference | None = None
+    family: str = ""
+    rows: tuple[int, int] = (0, 0)
+    compared: int = 0
+    after: str = ""
+    unsteady: str = ""
+
+
+class Batch(NamedTuple):
+    """A forward of the trainer's, and where each request's rollout lies in it."""
+
+    forward: Callable[[], object]
+    rows: Mapping[str, Row]
+
+
+def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
+    """Compare hashes of all layers, position by position, and then the calls of the layer where they first differ.
+
+    Args:
+        run: Makes the sampler's session again, from an empty engine, with a watcher.
+        model: The trainer's; each batch's `forward` calls it once.
+    """
+    requests = [request for batch in batches for request in batch.rows]
+    engines = CoarseCapture(requests[0]), CoarseCapture(requests[0])
+    for capture in engines:
+        run(capture)
+    trainers = [_coarse(model, batches) for _ in range(2)]
+    for side, (one, two) in (("sampler", engines), ("trainer", trainers)):
+        if same_records(one, two) is not None:
+            return Place("", -1, "", unsteady=side)
+    engine, trainer = engines[0], trainers[0]
+    common = [name for name in engine.names if name in trainer.names]
+    for capture in (engine, trainer):
+        places = [capture.names.index(name) for name in common]
+        capture.rows = {owner: hashes[places] for owner, hashes in capture.rows.items()}
+        capture.names = common
+    sites = [(least_site(engine, trainer, (r, r)), r) for r in requests]
+    found = [(site.position, r, site) for site, r in sites if site is not None]
+    if not found:
+        return Place("", -1, "")
+    _, request, site = min(found, key=lambda one: one[:2])
+    batch = next(b for b in batches if request in b.rows)
+    place = _fine(run, model, batch, request, site)
+    if not place.call and site.region != "embedding":
+        # what is computed before the layers and is no hidden state, as the rotary embedding, shows in a layer first
+        before = _fine(run, model, batch, request, replace(site, record="input"))
+        place = before if before.call else place
+    return place
+
+
+def _coarse(model: Any, batches: Sequence[Batch]) -> CoarseCapture:
+    """The trainer's records, under the engine's names."""
+    capture, seen = CoarseCapture("", sharing=False), Hashes()
+    layers = [layer for _, layer in find_layers(model)]
+    rows: Mapping[str, Row] = {}
+
+    def note(name: str, tensor: torch.Tensor) -> None:
+        for request, row in rows.items():
+            seen.setdefault(request, {})[name] = row_hashes(row.of(tensor))
+
+    def keys(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            for name, states in (("k", key), ("v", value)):  # [B, Hkv, W, D]
+                note(f"{module.layer_idx}.{name}", states.transpose(1, 2))
+            return original(module, query, key, value, *args, **kwargs)
+
+        return run
+
+    def end(name: str) -> Callable[..., None]:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            note(name, output.logits if name == "logits" else output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    with ExitStack() as stack:
+        first = layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: note("input", args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+        stack.callback(first.remove)
+        for name, module in [*((f"{i}.out", layer) for i, layer in enumerate(layers)), ("logits", model)]:
+            stack.callback(module.register_forward_hook(end(name)).remove)
+        stack.enter_context(wrapped_attention(keys))
+        for batch in batches:
+            rows = batch.rows
+            batch.forward()
+    for request, hashes in seen.items():
+        logits = hashes.pop("logits", None)  # none where the trainer computes them past the model, in another format
+        capture.names = list(hashes)
+        table = torch.stack([*hashes.values()], 1).cpu().numpy().astype(np.int64)
+        capture.rows |= {(request, position): hashed for position, hashed in enumerate(table)}
+        if logits is not None:
+            capture.logits |= {(request, position): int(hashed) for position, hashed in enumerate(logits.cpu())}
+    return capture
+
+
+class _Trainer(FineCapture):
+    """Records the calls of one region in the trainer's forward, of one rollout's row.
+
+    Args:
+        flat: Whether the engine's cache gives keys as [keys, Hkv, D] (transformers 5.17), and not [1, Hkv, keys, D].
+    """
+
+    def __init__(self, row: Row, position: int, region: str, *, flat: bool) -> None:
+        super().__init__("", position, region, opaque_attention=True)
+        self._row, self._flat = row, flat
+        self.pack: tuple[Span, ...] = ()  # of a step's log: there is no schedule here
+
+    def _begin(self, *_: Any) -> None:
+        row, at = self._row, self._row.start + self.position
+        oldest = 0 if self._window is None else max(0, self.position - self._window + 1)
+        sizes = Sizes(row.width, row.width, row.width)
+        self._start(StepRecord(sizes, at, range(row.start + oldest, at + 1), at))
+
+    def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
+        row, slots = self._row, super()._slots(value, copies)
+        for slot in slots:
+            step = {row.batch: 1, row.batch * row.width: row.width}.get(slot.shape[0] if slot.shape else 0)
+            if row.batch > 1 and step and not slot.weight:
+                slot.shape = (step, *slot.shape[1:])
+                if slot.value is not None:
+                    slot.value = slot.value[row.row * step : (row.row + 1) * step]
+        return slots
+
+    def _cached(self, key: torch.Tensor, value: torch.Tensor) -> list[Slot]:
+        slots = self._slots({"keys": key, "values": value})
+        for slot in slots if self._flat else ():
+            slot.value = None if slot.value is None else slot.value[0].transpose(0, 1)
+            slot.shape = (slot.shape[2], slot.shape[1], slot.shape[3])
+        return slots
+
+
+def _fine(run: Run, model: Any, batch: Batch, request: str, site: Site) -> Place:
+    row, engine = batch.rows[request], FineCapture(site.owners[0], site.position, site.region, opaque_attention=True)
+    run(engine)
+    read = [slot for e in (engine.site.events if engine.site else ()) for slot in e.inputs if slot.path == "keys"]
+    trainer = _Trainer(row, site.position, site.region, flat=any(len(slot.shape) == 3 for slot in read))
+    with trainer.attached(model, trainer):
+        batch.forward()
+    if engine.site is None or trainer.site is None:
+        return Place(request, site.position, site.region)
+    finding = first_guilty(_unmasked(engine.site), _unmasked(trainer.site), engine.shapes)
+    rows = (engine.site.sizes.tokens, row.batch * row.width)
+    return _place(finding, Place(request, site.position, site.region, rows=rows, compared=finding.compared))
+
+
+def _unmasked(record: StepRecord) -> StepRecord:
+    """Attention without its mask: each side builds its own, of another shape or none."""
+    events = [
+        replace(e, inputs=[slot for slot in e.inputs if not slot.path.endswith("attention_mask")])
+        for e in record.events
+    ]
+    return replace(record, events=events)
+
+
+def _place(finding: Finding, place: Place) -> Place:
+    if finding.guilty is None:
+        key = finding.after.a.key if finding.after else None
+        return place._replace(after=f"{key.module} {key.call}" if key else "")
+    key = finding.guilty.a.key
+    family = next(iter(families_for(key.call.removeprefix("Tensor."))), "")
+    return place._replace(**key._asdict(), difference=finding.guilty.unequal[0][1], family=family)
