@@ -160,7 +160,7 @@ def test_stock_kernels_have_a_place() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe"])
 def test_windows_and_experts(name: str) -> None:
-    """Under stock kernels a call is named, of a batch that is padded on the left; under invariant ones there is none."""
+    """Stock: a call is named, of a batch that is padded on the left; invariant: none is."""
 
     def encode(text: str) -> list[int]:
         return [3 + ord(c) % 150 for c in text]
