@@ -16,8 +16,8 @@ from nondet.reports.classes import WIDTH, Tick
 from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Inline, Paragraph, Table, grid
 from nondet.reports.text import counted
 from nondet.verdict.findings import Verdict, plural
-from nondet.verdict.mismatch import Pair, pairs, removed
-from nondet.verdict.wording import phrase
+from nondet.verdict.mismatch import KINDS, Pair, pairs, removed
+from nondet.verdict.wording import phrase, words
 
 _POINTS, _KINDS_MOST = 1500, 12
 _CAPS = (2.0, 3.0)  # where truncated importance weights are cut: verl's, TRL's
@@ -42,10 +42,14 @@ class Sides:
 
 
 def mismatch_headline(verdicts: Sequence[Verdict]) -> str:
-    """What each arm's verdict begins with, and of stock, or the only one, what kind it is; without its full stop."""
+    """What each arm's verdict begins with, and of the first that differs what kind it is and where it begins.
+
+    Without the last full stop.
+    """
     said = "; ".join(f"{one_line(v.impl, 60)}: {phrase(v.counts[:1], brief=True)}" for v in verdicts)
-    kind = next((note for v in verdicts for note in v.notes if note.startswith("Kind: ")), "")
-    return f"{said}. {kind.removesuffix('.')}" if kind else said
+    reasons = [r for v in verdicts for r in v.reasons]
+    told = [next((words(r) for r in reasons if r.code in codes), "") for codes in (KINDS, ("mm-where",))]
+    return " ".join([f"{said}.", *filter(None, told)]).removesuffix(".")
 
 
 def _table(told: Sequence[Pair], **more: Any) -> Table:

@@ -24,6 +24,7 @@ from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason
 
 NAMED, SHOWN = 0.9, 0.1  # of what stands above rounding, for a hypothesis to be named and to be shown
+KINDS = ("mm-exact", "mm-named", "mm-numeric", "mm-unexplained")  # reasons that say what kind it is
 _ABOVE = 1.5  # times rounding: what K3, or a side's distance to the wider forward, has to be for a cause to be sought
 
 _R = TypeVar("_R", bound=ImplementationRecord)

@@ -237,7 +237,7 @@ WORDS: dict[str, str] = {
     "ratios; the gradient of {rollouts:#other rollout} has cosine {other:.3f} with it.",
     "mm-cure": "Invariant on both sides{only} leaves {differ:,} of {tokens:#token}, K3 {k3:.1e}, in {times:.1f} times "
     "stock's seconds.",
-    "mm-only": " in {families:and} alone",
+    "mm-only": " in {families:and} only",
     "mm-failed": "{n:#rollout} could not be compared: {why}.",
     "mm-threshold": "{impl}: {name} {value} is above {limit}",
     "mm-within": "{impl}: {name} {value} is within {limit}",

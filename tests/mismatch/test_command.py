@@ -106,7 +106,7 @@ def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
     [told] = [note for note in judge(run)[0].notes if note.startswith("First diverging call: ")]
     assert stock.place.module in told
     cures = [note for note in judge(run)[0].notes if note.startswith("Invariant on both sides")]
-    assert f" in attention alone leaves {part.figures.differ} of" in cures[0]
+    assert f" in attention only leaves {part.figures.differ} of" in cures[0]
     assert "leaves 0 of 288 tokens, K3 0.0e+00" in cures[1]
     with pytest.raises(UserError, match="unknown operator family 'attn'"):
         nondet.find_mismatch(arms="invariant:attn", out=tmp_path / "o.jsonl")
