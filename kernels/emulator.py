@@ -11,6 +11,7 @@ It needs NumPy alone, and is vectorized over sums.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -428,6 +429,75 @@ def _joined(
             now = leaves + len(nodes) - 1
         made[t] = now
     return _canonical(leaves, nodes, made[0])
+
+
+# Of positive terms nothing cancels. But a partial sum that is less than half a last digit of a huge term is lost where
+# it meets it, and one that is more shows: so it can be told whether leaf j, when it meets leaf i, is in a sum with
+# others. These triples tell the tree.
+
+Held = Callable[[int, int, Array, int], bool]
+
+
+def find_tree_of_positive(held: Held, places: Sequence[int], leaves: int, seed: int = 0) -> Tree:
+    """The tree of a sum of positive terms, two at a time.
+
+    Args:
+        held: held(i, j, some, count): whether the sum that holds j where it meets i holds at least `count` of `some`.
+        places: The leaves that are in the sum.
+        seed: Of the leaves that are asked about first; the tree is the same for each.
+    """
+    rng = np.random.default_rng(seed)
+    nodes: list[tuple[int, ...]] = []
+    stands = {leaf: leaf for leaf in places}  # of a part that is done its least leaf goes on for all of it
+
+    def joined(one: int, other: int) -> int:
+        nodes.append((one, other))
+        return leaves + len(nodes) - 1
+
+    def made(group: Array) -> int:
+        while len(group) > 1:
+            order = _rising(held, group, rng)
+            if order is not None:
+                return functools.reduce(joined, (stands[int(leaf)] for leaf in order))
+            i, j = (int(leaf) for leaf in rng.choice(group, 2, replace=False))
+            others = group[(group != i) & (group != j)]
+            with_i = _beside(held, j, i, others)
+            others = others[~np.isin(others, with_i)]
+            with_j = _beside(held, i, j, others)
+            first = min(i, j, *with_i.tolist(), *with_j.tolist())
+            stands[first] = joined(made(np.sort(np.append(with_i, i))), made(np.sort(np.append(with_j, j))))
+            group = np.sort(np.append(others[~np.isin(others, with_j)], first))
+        return stands[int(group[0])]
+
+    return _canonical(leaves, nodes, made(np.array(sorted(places))))
+
+
+def _rising(held: Held, group: Array, rng: np.random.Generator) -> Array | None:
+    """The order in which these are added one by one, where it is that of their numbers or its reverse."""
+    for order in (group, group[::-1]):
+        few = rng.integers(2, len(order), 8).tolist() if len(order) > 2 else []
+        if all(held(int(order[t]), int(order[0]), order[t - 1 : t].copy(), 1) for t in (*few, *range(2, len(order)))):
+            return order
+    return None
+
+
+def _beside(held: Held, i: int, j: int, some: Array) -> Array:
+    """Those that meet j before either meets i: by halves, of their numbers' lowest bits first or of their highest."""
+    for low, most in ((True, 64), (False, 64), (True, 2**62)):
+        found, pending = [np.empty(0, np.int64)], [some] if len(some) else []
+        for _ in range(most + len(some) // 8):
+            if not pending:
+                return np.sort(np.concatenate(found))
+            part = pending.pop()
+            if not held(i, j, part, 1):
+                continue
+            if len(part) == 1 or held(i, j, part, len(part)):
+                found.append(part)
+                continue
+            apart = int(np.bitwise_or.reduce(part ^ part[0]))
+            bit = apart & -apart if low else 1 << (apart.bit_length() - 1)
+            pending += [part[part & bit == 0], part[part & bit != 0]]
+    raise AssertionError("halves end")
 
 
 def _canonical(leaves: int, nodes: list[tuple[int, ...]], root: int) -> Tree:

@@ -13,10 +13,11 @@ of rows is what the order may follow from.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,20 +35,24 @@ from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_m
 from nondet.ranks.operators import Message
 from nondet.ranks.operators import reference as summed_over_ranks
 
-_WIDTHS = {"sum": (1000, 4096), "mean": (1000,)}
+_WIDTHS = {"sum": (1000, 4096), "mean": (1000,), "softmax": (1000, 4096), "rms_norm": (1000, 4096)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 4096), (12288, 4096))}  # K, N
 _LONGEST = 16384  # asked as well where the run is full
 _HEAD = 64  # of the attention that is asked; its keys:
 _KEYS = {"cpu": 512, "cuda": 2048}
 _PARTS = 4  # of K, where the operator is told how many
 _RANKS, _WIDTH = 4, 64
+_ROOTS = ("softmax", "rms_norm")  # their sums are seen through one number of a row, so several rows are compared
+_SEEN = 16
+_NO_SCORE = -1e4  # whose exponential is 0
+_TOLD = 16  # exponentials at least
 _PRODUCTS = ("linear", "split_k", "grouped_matmul")
 _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
 # Inputs whose bits a proven tree predicts. The last are this probe's own, see `_zeros`.
 _KINDS = ("bell", "wide", "cancel", "order", "outlier", "zeros")
 _SUMS = 24  # of each kind, where a call gives one; of zeros six times as many
 _APART = 16  # columns, whose weights are all aligned alike: where orders differ by column, theirs may agree
-_MORE = 3  # times as many sums where those did not refute each of:
+_MORE = 12  # further draws at most, where those did not refute each of:
 _WRONG = 4  # trees with two elements exchanged that the proof has to refute
 _COLUMNS = 64  # of each kind, where it gives many
 _CLASSES = 4  # of one row, each with a tree of its own
@@ -58,6 +63,24 @@ _SEEDS = 1000
 
 class NotASumError(Exception):
     """What the masks show is no sum of these terms."""
+
+
+class Positive(NamedTuple):
+    """Of terms that are all positive, seen only through what is done to their sum.
+
+    Attributes:
+        code: What an element has to be for a term of that weight, the largest term being about 2^48.
+        bigs: Weights of 24 digits in [2^48, 2^49) for the largest term: under one of them a last digit shows.
+        show: show(row [K], i) -> what tells the sum of the row, of which element i has the largest term.
+        through: Sums [n] in float64 -> what would be given for them; NaN where that is not known.
+        kinds: Of input that can be drawn.
+    """
+
+    code: Callable[[float], float]
+    bigs: Sequence[float]
+    show: Callable[[torch.Tensor, int], float]
+    through: Callable[[Array], Array]
+    kinds: tuple[str, ...] = ("bell", "wide", "outlier")
 
 
 class Sum(NamedTuple):
@@ -71,6 +94,7 @@ class Sum(NamedTuple):
         finishes: What may be done to the root, of `Arithmetic.finish`.
         which: Of a product, the columns that it is asked of: "" for all.
         fewer: The same sum of fewer columns, where those of all may have several trees.
+        positive: Where terms can't cancel: then `ask` is not called.
     """
 
     ask: Callable[[torch.Tensor], torch.Tensor]
@@ -82,6 +106,7 @@ class Sum(NamedTuple):
     finishes: tuple[str, ...] = ("",)
     which: str = ""
     fewer: Callable[[], Any] | None = None
+    positive: Positive | None = None
 
 
 class Found(NamedTuple):
@@ -135,6 +160,10 @@ def find(asked: Sum, seed: int = 0) -> Found:
     Raises:
         NotASumError: the masks show no sum: a term alone is not given back, or ones are not counted.
     """
+    if asked.positive is not None:
+        swamps = _Swamps(asked, asked.positive, seed)
+        tree = emulator.find_tree_of_positive(swamps.held, swamps.places(), asked.K, seed)
+        return prove(asked, tree, seed)._replace(masks=swamps.count)
     masks = _Masks(asked)
     places = masks.places()
     tree = emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed)
@@ -217,6 +246,61 @@ class _Masks:
         return np.where(np.isfinite(counts), np.rint(counts), counts)
 
 
+class _Swamps:
+    """Asks a sum of positive terms: a partial sum reaches half a last digit of a huge term where they meet, or not."""
+
+    _DIGIT, _SMALL = 2.0**25, 2.0**8  # the last digit of a term of [2^48, 2^49), and terms that are counted
+    _TRIES = 64
+
+    def __init__(self, asked: Sum, positive: Positive, seed: int) -> None:
+        self._of, self.count = positive, 0
+        self._nothing = positive.code(0.0)
+        self._row = torch.full((asked.K,), self._nothing, dtype=asked.dtype, device=asked.device)
+        self._codes: dict[float, float] = {}
+        self._seen = math.nan
+        # the row's own memory where NumPy has it: a tenth of what torch takes to write one element
+        self._cells: Any = self._row.numpy() if asked.device == "cpu" else self._row
+        pairs = [(i, j) for i, j in np.random.default_rng(seed).integers(0, asked.K, (4, 2)).tolist() if i != j]
+        # a root of a whole number hides one digit more or less, and shows the next
+        for half, big, (i, j) in product((0.5, 1.5, 2.5, 3.5), positive.bigs[: self._TRIES], pairs):
+            self._half, self._big, self._i = half * self._DIGIT, big, i
+            low, high = (self._told(i, j, beyond) for beyond in (-128.0, 128.0))
+            if low != high:
+                self._seen = high
+                return
+        raise NotASumError("the last digit of a sum of positive terms does not show in what it gives")
+
+    def places(self) -> list[int]:
+        """The terms that are in the sum."""
+        others = (j for j in range(len(self._row)) if j != self._i)
+        return sorted([self._i, *(j for j in others if self._told(self._i, j, 128.0) == self._seen)])
+
+    def held(self, i: int, j: int, some: Array, count: int) -> bool:
+        """As `nondet.kernels.emulator.find_tree_of_positive` asks."""
+        return self._told(i, j, -self._SMALL * (count - 0.5), some) == self._seen
+
+    def _told(self, i: int, j: int, beyond: float, some: Array | None = None) -> float:
+        """What is given for a huge term i, a term j of half a digit of it and so much more, and the small ones."""
+        cells = self._cells
+        at: Any = some
+        if some is not None and cells is self._row:
+            at = torch.from_numpy(some).to(cells.device)
+        cells[i], cells[j] = self._code(self._big), self._code(self._half + beyond)
+        if some is not None:
+            cells[at] = self._code(self._SMALL)
+        self.count += 1
+        told = self._of.show(self._row, i)
+        cells[i] = cells[j] = self._nothing
+        if some is not None:
+            cells[at] = self._nothing
+        return told
+
+    def _code(self, weight: float) -> float:
+        if weight not in self._codes:
+            self._codes[weight] = self._of.code(weight)
+        return self._codes[weight]
+
+
 # ---- the proof
 
 
@@ -242,11 +326,11 @@ def _arithmetics(asked: Sum, products: bool) -> list[Arithmetic]:
 
 def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
     """Predict what the sum gives for real operands, under each arithmetic that has not failed yet."""
-    name = str(asked.dtype).removeprefix("torch.")
     missed: dict[Arithmetic, dict[str, int]] = {}
     checked, reason = 0, ""
     drawn: list[tuple[Array, Array | None, torch.Tensor]] = []
-    for kind in _KINDS:
+    kinds = _KINDS if asked.positive is None else asked.positive.kinds
+    for kind in kinds:
         x, y, got = asked.draw(kind, seed + _SEEDS)
         if not missed:
             missed = {how: {} for how in _arithmetics(asked, y is not None)}
@@ -256,7 +340,7 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         sound = [how for how in missed if not missed[how]]
         for how in sound or [min(missed, key=lambda how: sum(missed[how].values()))]:
             try:
-                wrong = _wrong(emulator.predict(tree, *wide, how), got, name)
+                wrong = _wrong(asked, emulator.predict(tree, *wide, how), got)
             except NotImplementedError as error:
                 reason, wrong = str(error), len(got)
             if wrong:
@@ -267,24 +351,29 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
         reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
     others = [] if failed else _exchanged(tree, seed)
-    left = [t for t in others if not any(_wrong(emulator.predict(t, a, b, best), got, name) for a, b, got in drawn)]
-    for more in range(1, _MORE + 1 if left else 1):  # sums that have to tell these from the tree
-        x, y, got = asked.draw("zeros", seed + (more + 1) * _SEEDS)
+    left = [t for t in others if not any(_wrong(asked, emulator.predict(t, a, b, best), got) for a, b, got in drawn)]
+    for more in range(_MORE):  # sums that have to tell these from the tree
+        if not left:
+            break
+        kind = kinds[-1 - more % min(3, len(kinds))]
+        x, y, got = asked.draw(kind, seed + (more + 2) * _SEEDS)
         wide = x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy()
         checked += len(got)
-        if wrong := _wrong(emulator.predict(tree, *wide, best), got, name):
-            failed["zeros"] = failed.get("zeros", 0) + wrong
-            reason = f"other bits in {wrong:,} sums of zeros numbers, of {checked:,} in all (nearest: {best.words})"
-        left = [t for t in left if not _wrong(emulator.predict(t, *wide, best), got, name)]
+        if wrong := _wrong(asked, emulator.predict(tree, *wide, best), got):
+            failed[kind] = failed.get(kind, 0) + wrong
+            reason = f"other bits in {wrong:,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
+        left = [t for t in left if not _wrong(asked, emulator.predict(t, *wide, best), got)]
     if left and not failed:
         reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
     refuted = len(others) - len(left)
     return Found(tree, 0, None if reason else best, best, checked, sum(failed.values()), reason, refuted)
 
 
-def _wrong(said: Array, got: torch.Tensor, name: str) -> int:
+def _wrong(asked: Sum, said: Array, got: torch.Tensor) -> int:
     """How many of the sums `got` have other bits than was said."""
-    rounded = torch.from_numpy(emulator.round_to(said, name)).to(got.dtype)
+    if asked.positive is not None:
+        said = asked.positive.through(said)
+    rounded = torch.from_numpy(emulator.round_to(said, str(asked.dtype).removeprefix("torch."))).to(got.dtype)
     return int((bits(rounded) != bits(got.cpu())).sum())
 
 
@@ -373,9 +462,181 @@ def of_attention(
             rows = make(kind, (count, K), dtype, device, generator(seed, device))
         return rows, None, torch.cat([ask(part) for part in rows.split(len(columns))])
 
-    which, finishes = f"every {every}th column" if every > 1 else "", ("divided by K", "times 1/K")
-    fewer = partial(of_attention, operator, M, K, dtype, device, D, _APART) if every == 1 and D > _APART else None
+    which = "column 0" if every >= D else f"every {every}th column" if every > 1 else ""
+    further = _APART if every == 1 and D > _APART else D
+    fewer = partial(of_attention, operator, M, K, dtype, device, D, further) if every < D else None
+    finishes = ("divided by K", "times 1/K")
     return Sum(ask, draw, len(columns), K, dtype, device, finishes, which, fewer)
+
+
+def of_squares(operator: Operator, M: int, K: int, device: str) -> Sum:
+    """The sum of squares of row 0 of a norm, float32: seen through the root that all elements are divided by.
+
+    Args:
+        operator: (x [M, K], weight [K]) -> [M, K]; a row's elements are multiplied by one number, which its squares'
+            sum decides.
+    """
+    x, weight = (torch.ones(shape, device=device) for shape in ((M, K), (K,)))
+    rng = np.random.default_rng(0)
+
+    def show(row: torch.Tensor, i: int) -> float:
+        """By what element i, a power of two or fixed, is multiplied; times the element."""
+        x[0] = row
+        return float(operator(x, weight)[0, i])
+
+    def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = _spread(kind, 3 * _SUMS, K, seed)
+        at = np.random.default_rng(seed).integers(0, K, len(rows))
+        each, one = np.arange(len(rows)), np.ldexp(1.0, np.frexp(np.abs(rows).max(1))[1] - 6)
+        for _ in range(4):
+            rows[each, at] = one
+            odd = np.frexp((rows.astype(np.float64) ** 2).sum(1))[1] % 2 == 1
+            rows[odd] *= np.float32(np.sqrt(2.0))  # so that the sum is a whole number of 24 digits times a power of 4
+        rows, at = rows[~odd], at[~odd]  # of few terms the one that is no multiple may keep it odd
+        made = torch.from_numpy(rows).to(device)
+        got = [show(row, int(i)) / float(row[int(i)]) for row, i in zip(made, at, strict=True)]
+        return made, made, torch.tensor(got, dtype=torch.float32)
+
+    def of_sum(total: float) -> float:
+        """What an element is multiplied by where the squares' sum is this: it is made of five whole squares."""
+        digits, exponent = np.frexp(total)
+        whole, exponent = int(digits * 2**24), int(exponent) - 24
+        if exponent % 2:
+            whole, exponent = (whole // 2, exponent + 1) if whole % 2 == 0 else (whole * 2, exponent - 1)
+        if not np.isfinite(total) or whole * 2.0**exponent != total or K < 5:
+            return float("nan")
+        row = torch.zeros(K, device=device)
+        places = rng.choice(K, 5, replace=False)
+        unit = 2.0 ** (exponent // 2)
+        row[torch.from_numpy(places).to(device)] = torch.tensor([1, *_squares(whole - 1)], device=device) * unit
+        return show(row, int(places[0])) / unit
+
+    bigs = [((2048 + t) * 2.0**13) ** 2 for t in range(848)]  # of 12 digits' squares: no product of them is rounded
+    positive = Positive(
+        lambda weight: float(np.sqrt(weight)), bigs, show, lambda said: np.array([of_sum(float(one)) for one in said])
+    )
+    return Sum(_not_asked, draw, 1, K, torch.float32, device, positive=positive)
+
+
+Shares = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+
+
+def of_exponentials(shares: Shares, K: int, device: str, first: bool = False) -> Sum:
+    """The sum of exponentials of a row, float32: seen through the largest element's share, 1 / sum.
+
+    Exponentials of some numbers are measured first: two elements' shares leave one float32 that gives them both, or
+    the number is not used.
+
+    Args:
+        shares: shares(row [K], places) -> [places]: exponentials of row - its largest, divided by the sum of all.
+        first: Real rows have their largest element first: so no partial sum is scaled when a larger one comes.
+    """
+
+    def show(row: torch.Tensor, i: int) -> float:
+        return float(shares(row, [i])[0])
+
+    numbers, powers = _measured(shares, K, device)
+
+    def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        rng = np.random.default_rng(seed)
+        low = {"bell": 0.05, "wide": 0.0, "outlier": 0.5}[kind]
+        fit = np.flatnonzero(powers > np.quantile(powers, low))
+        chosen = rng.choice(fit, (3 * _SUMS, K))
+        rows, terms = numbers[chosen], powers[chosen]
+        if kind == "outlier":  # most are far below
+            few = rng.random(rows.shape) < min(0.5, 16 / K)
+            least = int(powers.argmin())
+            rows, terms = np.where(few, rows, numbers[least]), np.where(few, terms, powers[least])
+        top = rng.integers(0, 1 if first else K, len(rows))
+        rows[np.arange(len(rows)), top], terms[np.arange(len(rows)), top] = 0.0, 1.0
+        made = torch.from_numpy(rows).to(device)
+        got = [show(row, int(i)) for row, i in zip(made, top, strict=True)]
+        return torch.from_numpy(terms), None, torch.tensor(got, dtype=torch.float32)
+
+    def code(weight: float) -> float:
+        return math.log(weight / 2.0**48) if weight else _NO_SCORE
+
+    positive = Positive(code, [2.0**48], show, lambda said: 1.0 / said)
+    return Sum(_not_asked, draw, 1, K, torch.float32, device, positive=positive)
+
+
+def _measured(shares: Shares, K: int, device: str) -> tuple[Array, Array]:
+    """Float32 numbers below 0 and the exponentials that are taken of them, in float64.
+
+    Raises:
+        NotASumError: hardly any can be told.
+    """
+    rng = np.random.default_rng(1)
+    drawn = -rng.uniform(0.01, 17.0, 400).astype(np.float32)
+    near = np.arange(-40, 41, dtype=np.int32)
+    numbers, powers = [], []
+    for number in drawn:
+        places = [int(i) for i in rng.choice(K, 2, replace=False)]
+        row = torch.full((K,), _NO_SCORE, device=device)
+        row[places[0]], row[places[1]] = 0.0, float(number)
+        least, share = shares(row, places).cpu().numpy()
+        could = (np.float32(math.exp(float(number))).view(np.int32) + near).view(np.float32)
+        most = np.float32(1.0) / (np.float32(1.0) + could)
+        fits = (most == least) & ((could / (np.float32(1.0) + could) == share) | (could * most == share))
+        if fits.sum() == 1:
+            numbers.append(number)
+            powers.append(float(could[fits][0]))
+    if len(numbers) < _TOLD:
+        raise NotASumError(f"of {len(drawn)} exponentials {len(numbers)} could be told from shares")
+    return np.array(numbers, np.float32), np.array(powers)
+
+
+def shares_of_softmax(operator: Operator, M: int, K: int, device: str) -> Shares:
+    """Row 0 of `operator(x [M, K]) -> [M, K]`."""
+    x = torch.zeros((M, K), device=device)
+
+    def shares(row: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        x[0] = row
+        return operator(x)[0, list(places)]
+
+    return shares
+
+
+def shares_of_attention(operator: Operator, M: int, K: int, device: str, D: int = _HEAD) -> Shares:
+    """The weights of the last of M queries, in the values' columns: `operator` as in `of_attention`."""
+    q, k, v = (torch.zeros((1, 1, n, D), device=device) for n in (M, K, K))
+    q[..., 0] = math.sqrt(D)
+
+    def shares(row: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        k[0, 0, :, 0] = row
+        v.zero_()
+        v[0, 0, list(places), list(range(len(places)))] = 1.0
+        return operator(q, k, v)[0, 0, -1, : len(places)]
+
+    return shares
+
+
+def _squares(whole: int) -> list[int]:
+    """Four whole numbers whose squares add up to this (Lagrange), the largest first."""
+    for a in range(math.isqrt(whole), -1, -1):
+        left = whole - a * a
+        for b in range(math.isqrt(left), math.isqrt(left // 3) - 1, -1):
+            rest = left - b * b
+            for c in range(math.isqrt(rest), math.isqrt(rest // 2) - 1, -1):
+                d = math.isqrt(rest - c * c)
+                if d * d == rest - c * c:
+                    return [a, b, c, d]
+    raise AssertionError("every whole number is a sum of four squares")
+
+
+def _not_asked(terms: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("terms that are all positive are asked by their own masks")
+
+
+def _spread(kind: str, count: int, K: int, seed: int) -> Array:
+    """[count, K] float32: ordinary numbers; as far apart as 2^16; or few that are as much larger."""
+    rng = np.random.default_rng(seed)
+    made = rng.standard_normal((count, K))
+    if kind == "wide":
+        made *= 2.0 ** rng.integers(-8, 9, (count, K))
+    elif kind == "outlier":
+        made *= np.where(rng.random((count, K)) < min(0.5, 8 / K), 2.0**10, 1.0)
+    return made.astype(np.float32)
 
 
 def of_ranks(operator: Operator, message: Message) -> Sum:
@@ -458,10 +719,13 @@ class ReductionOrder(Probe):
     def cases(self, options: Options) -> Iterable[Case]:
         """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
         expert; the values of attention; a sum over ranks."""
-        for operator in ("sum", "mean", *_PRODUCTS, "attention", "all_reduce"):
+        for operator in ("sum", "mean", *_PRODUCTS, "attention", "all_reduce", *_ROOTS):
             for K, N in dict.fromkeys(_sizes(operator, options)):
                 for dtype in dtypes(options, "reduction-order", ("float32", "bfloat16")):
-                    yield _case(operator, K, N, dtype, options)
+                    if operator not in _ROOTS or dtype == "float32":  # of shorter ones too few digits show
+                        yield _case(operator, K, N, dtype, options)
+                    if operator == "attention" and dtype == "float32":
+                        yield _case(operator, K, N, dtype, options, weights=True)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], and for products w [N, K]; q [1, 1, M, D] and k, v [1, 1, K, D]; the ranks' message."""
@@ -471,7 +735,13 @@ class ReductionOrder(Probe):
         if case.operator == "attention":
             v = make("order", (_HEAD, K), dtype, device, generator(seed, device)).T.contiguous()
             q, k = (torch.zeros((1, 1, n, _HEAD), dtype=dtype, device=device) for n in (M, K))
+            if case.data["weights"]:
+                q[..., 0] = math.sqrt(_HEAD)
+                k[0, 0, :, 0] = make("bell", (K,), dtype, device, generator(seed, device))
+                v = torch.eye(K, _HEAD, dtype=dtype, device=device)
             return {"q": q, "k": k, "v": v[None, None]}  # equal scores: what differs is the order of the values
+        if case.operator in _ROOTS:
+            return {"x": make("bell", (M + _SEEN, K), dtype, device, generator(seed, device))}
         if case.operator not in _PRODUCTS:
             return {"x": make("order", (M, K), dtype, device, generator(seed, device))}
         x, w = product_operands("order", (M, K), (case.shape["N"], K), dtype, device, seed, weight_kind="bell")
@@ -489,6 +759,8 @@ class ReductionOrder(Probe):
             return torch.stack([summed_over_ranks(message)[:1] for message in _messages(inputs)], 1)
         if case.operator == "attention":
             return reference.attention(inputs["q"][:, :, -1:], inputs["k"], inputs["v"])[0, 0]
+        if case.operator in _ROOTS:
+            return getattr(reference, case.operator)(inputs["x"][:_SEEN], *_weight(case, inputs))
         x = inputs["x"][:1]
         return reference.linear(x, inputs["w"]) if "w" in inputs else getattr(reference, case.operator)(x)
 
@@ -519,7 +791,7 @@ def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
         yield _LONGEST, 64 if operator in _PRODUCTS else 1
 
 
-def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
+def _case(operator: str, K: int, N: int, dtype: str, options: Options, *, weights: bool = False) -> Case:
     device = options.device
     largest = None if options.m is None else base.size("--m", options.m, 1)
     batches = [m for m in _BATCHES[device] if largest is None or m < largest] + ([largest] if largest else [])
@@ -529,7 +801,12 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     needed += (M * K * 4 + 4 * K * _HEAD * 8) if operator == "attention" else 0
     require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
     what = f"{operator}: the order in which row 0 of M is added, K={K}"
-    if operator == "attention":
+    if operator in _ROOTS:
+        terms = "exponentials" if operator == "softmax" else "squares"
+        what = f"{operator}: the order in which {terms} of row 0 of M are added, K={K}"
+    elif weights:
+        what = f"{operator}: the order in which exponentials are added for the last query of M, K={K}"
+    elif operator == "attention":
         what = f"{operator}: the order in which values are added for the last query of M, K={K}"
     elif operator == "all_reduce":
         what = f"{operator}: the order in which ranks are added in a message of M elements, K={K}"
@@ -537,7 +814,7 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
         what = f"{operator}: the order in which row 0 of M is added, K={K} in {_PARTS} parts"
     shape = {"M": M, "K": K} | ({"N": N} if operator in _PRODUCTS else {})
     title = what + (f" N={N}" if operator in _PRODUCTS else "")
-    data = {"values": batches if len(batches) > 1 else [1, *batches]}
+    data = {"values": batches if len(batches) > 1 else [1, *batches], "weights": weights}
     return Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
 
 
@@ -547,8 +824,14 @@ def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
     if case.operator == "all_reduce":
         return of_ranks(operator, replace(inputs["message"], rows=M))
     device = str(next(iter(inputs.values())).device.type)
+    if case.data["weights"]:
+        return of_exponentials(shares_of_attention(operator, M, K, device), K, device, first=True)
     if case.operator == "attention":
         return of_attention(operator, M, K, dtype, device)
+    if case.operator == "softmax":
+        return of_exponentials(shares_of_softmax(operator, M, K, device), K, device)
+    if case.operator == "rms_norm":
+        return of_squares(operator, M, K, device)
     if case.operator in _PRODUCTS:
         return of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)
     return of_rows(operator, M, K, dtype, device, ("divided by K", "times 1/K") if case.operator == "mean" else ("",))
@@ -560,7 +843,14 @@ def _asked(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
         return torch.stack([operator(replace(message, rows=M))[:1] for message in _messages(inputs)], 1)
     if case.operator == "attention":
         return operator(inputs["q"][:, :, -M:].contiguous(), inputs["k"], inputs["v"])[0, 0, -1:]
+    if case.operator in _ROOTS:
+        x, weight = inputs["x"], _weight(case, inputs)
+        return torch.cat([operator(x[i : i + M], *weight)[:1] for i in range(_SEEN)])
     return _row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
+
+
+def _weight(case: Case, inputs: Any) -> tuple[torch.Tensor, ...]:
+    return (torch.ones_like(inputs["x"][0]),) if case.operator == "rms_norm" else ()
 
 
 def _messages(inputs: Any) -> list[Message]:
@@ -578,8 +868,9 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
     for M, one in zip(sizes, asked, strict=True):
         try:
             found: Found | None = find(one)
-            if found is not None and found.proven is None and one.fewer is not None:
-                other = one.fewer()
+            other = one
+            while found is not None and found.proven is None and other.fewer is not None:
+                other = other.fewer()
                 again = find(other)
                 one, found = (other, again) if again.proven is not None else (one, found)
         except NotASumError as error:
