@@ -355,7 +355,7 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
     for more in range(_MORE):  # sums that have to tell these from the tree
         if not left:
             break
-        kind = kinds[-1 - more % min(3, len(kinds))]
+        kind = kinds[-1] if asked.positive is None else kinds[more % len(kinds)]
         x, y, got = asked.draw(kind, seed + (more + 2) * _SEEDS)
         wide = x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy()
         checked += len(got)
