@@ -41,7 +41,7 @@ BUDGET = {
     "sampling": 6155,
     "services": 2840,
     "testing": 590,
-    "trace": 2775,
+    "trace": 2805,
     "training": 720,
     "verdict": 2540,
     "vllm": 1500,
