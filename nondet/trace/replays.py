@@ -544,7 +544,7 @@ def _sum_inside(call: RecordedCall, name: str) -> Sum:
     ((path, x),) = [(p, t) for p, t in call.tensors().items() if call.axis in call.roles.get(p, ())]
     K, device = x.shape[-1], x.device.type
     if x.dtype != torch.float32 or x.numel() != call.rows * K:
-        raise NotImplementedError("a sum inside of an operator shows in rows of float32 alone")
+        raise NotImplementedError("a sum inside of an operator shows only in rows of float32")
     swap = list(range(call.rows))
     swap[0], swap[call.row] = swap[call.row], swap[0]
 
