@@ -454,13 +454,14 @@ def of_attention(
         v[0, 0, :, columns] = terms.T
         return operator(q, k, v)[0, 0, -1, columns]
 
-    def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+    def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         count = len(columns) * -(-_SUMS * (6 if kind == "zeros" else 1) // len(columns))
         if kind == "zeros":
             rows = _zeros(count, K, dtype, device, seed)
         else:
             rows = make(kind, (count, K), dtype, device, generator(seed, device))
-        return rows, None, torch.cat([ask(part) for part in rows.split(len(columns))])
+        weights = torch.ones_like(rows) if device == "cuda" else None  # a matrix unit takes products, of 1
+        return rows, weights, torch.cat([ask(part) for part in rows.split(len(columns))])
 
     which = "column 0" if every >= D else f"every {every}th column" if every > 1 else ""
     further = _APART if every == 1 and D > _APART else D
