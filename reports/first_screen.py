@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from nondet.core.records import Axis, Culprit, Role, Row, Run, role_of
+from nondet.core.records import Axis, Culprit, Role, Row, Run, of_vllm, role_of
 from nondet.core.statistics import percent
 from nondet.diagnose.verdict import DEFECT, NOT_GREEDY, NOT_MET, UNKNOWN, blamed
 from nondet.errors import one_line
@@ -45,7 +45,7 @@ PROBE_OF = {
 STOCK = (Role.STOCK, Role.BACKEND)
 # Options of a run that a command about the same model, encoder, server or operators takes over, as they were typed.
 _MACHINE = ("--device", "--threads")
-_MODEL = ("--model", "--prompt", "--prompt-file", "--dtype", "--trust-remote-code", *_MACHINE)
+_MODEL = ("--engine", "--model", "--prompt", "--prompt-file", "--dtype", "--trust-remote-code", *_MACHINE)
 _SAMPLE = (
     *_MODEL,
     "--prompts",
@@ -312,7 +312,7 @@ def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
         c for c in run.completions
         if (c.impl, c.prompt, c.status) == (impl, prompt, "ok") and (c.impl, c.round) in taped
     ]  # fmt: skip
-    if not mine or run.header.plan.get("sampling") or run.header.plan.get("ranks"):
+    if not mine or run.header.plan.get("sampling") or run.header.plan.get("ranks") or of_vllm(run):
         return ()
     commonest = Counter(c.trace for c in mine).most_common(1)[0][0]
     first = next(c for c in mine if c.trace == commonest)

@@ -902,6 +902,12 @@ class Run(msgspec.Struct, kw_only=True):
             yield from getattr(self, name)
 
 
+def of_vllm(run: Run) -> bool:
+    """Whether vLLM was the engine of a run, which no tape of ours can play again."""
+    engine = run.header.plan.get("engine")
+    return isinstance(engine, dict) and engine.get("name") == "vllm"
+
+
 # Kind of record -> the field of `Run` that holds it.
 RECORDS: dict[type[Record], str] = {
     get_args(hint)[0]: name for name, hint in get_type_hints(Run).items() if get_origin(hint) is list

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from nondet.core import registry
-from nondet.errors import UserError, suggestion
+from nondet.errors import UnknownNameError, UserError, suggestion
 
 if TYPE_CHECKING:
     from nondet.sampling.plan import Sampling
@@ -116,6 +116,26 @@ def opt(
         complete: What a shell completes.
     """
     return typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel, autocompletion=complete, **more)
+
+
+UNDER_VLLM = ("stock", "vllm-invariant", "invariant")
+ENGINE = Annotated[
+    str,
+    opt(
+        "nondet's own (over transformers), or vllm, where it is installed: vLLM in its own process, with --impl stock, "
+        "vllm-invariant (its own mode) and invariant (nondet's plugin).",
+        shown=True,
+        complete=choices("transformers", "vllm"),
+    ),
+    OneOf(("transformers", "vllm"), "unknown engine {value!r}"),
+]
+
+
+def check_under_vllm(impls: Iterable[str]) -> None:
+    """Refuse, as a `UserError`, an implementation that vLLM has not."""
+    for impl in impls:
+        if impl not in UNDER_VLLM:
+            raise UnknownNameError("implementation under vLLM", impl, [*UNDER_VLLM, "both"])
 
 
 OUT = Annotated[

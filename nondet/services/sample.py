@@ -46,7 +46,7 @@ _OWN_ENGINE = (
 # Long enough for most prompts of the embedded model to part, short enough for 1,200 completions in a minute or two.
 _MAX_TOKENS = 64
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
-_BOTH, _UNDER_VLLM = ("stock", "invariant"), ("stock", "vllm-invariant", "invariant")
+_BOTH = ("stock", "invariant")
 # Rounds run again beside the first, where it alone does not tell the batch from the run.
 _SETTLE = 3
 # A round has a header's worth of work before its first token; more of them than this is a slip in --load.
@@ -102,15 +102,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             complete=o.SAMPLE_IMPLS,
         ),
     ] = None
-    engine: Annotated[
-        str,
-        o.opt(
-            "nondet's own (over transformers), or vllm, where it is installed: vLLM in its own process, with --impl "
-            "stock, vllm-invariant (its own mode) and invariant (nondet's plugin).",
-            shown=True,
-            complete=o.choices("transformers", "vllm"),
-        ),
-    ] = "transformers"
+    engine: o.ENGINE = "transformers"
     load: Annotated[
         str,
         o.opt(
@@ -159,8 +151,6 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             if self.max_tokens is not None:
                 e.LENGTHS.check("--max-tokens", self.max_tokens)
             return
-        if self.engine not in ("transformers", "vllm"):
-            raise UnknownNameError("engine", self.engine, ["transformers", "vllm"])
         if self.engine == "vllm":
             others = ("vary", "draft_model", "ranks", "temperature", "trust_remote_code")
             self.refuse(others, "--engine vllm and {} exclude each other", "vLLM is sampled greedily, on one device.")
@@ -186,9 +176,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
         """The implementations, each once."""
         if self.engine == "vllm":
             wanted = [one for name in self.impl or ["both"] for one in (_BOTH if name == "both" else (name,))]
-            for name in wanted:
-                if name not in _UNDER_VLLM:
-                    raise UnknownNameError("implementation under vLLM", name, [*_UNDER_VLLM, "both"])
+            o.check_under_vllm(wanted)
             return list(dict.fromkeys(wanted))
         return implementations(self.impl, drawn=bool(self.samplings))
 

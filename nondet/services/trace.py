@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nondet.core.records import Completion, Replayed, Run, TraceVerdict
     from nondet.sampling.model import LoadedModel
     from nondet.trace.search import Arm, Search
+    from nondet.trace.vllm import VllmTrace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +94,17 @@ def load_recorded(recorded: Run, model: str | None, device: str | None, *, trust
     Raises:
         UserError: the run names none, the model is gone, or its weights are others.
     """
+    from nondet.core.records import of_vllm
     from nondet.sampling.model import EMBEDDED, load_model
 
     plan = recorded.header.plan
     described = plan.get("model")
     if not isinstance(described, dict) or not isinstance(described.get("name"), str) or not recorded.completions:
         raise UserError(f"{recorded.source} is no run of `nondet sample`", "Give a run file that holds completions.")
+    if of_vllm(recorded):
+        raise UserError(
+            f"{recorded.source} is a run of --engine vllm, which is not replayed", "nondet trace --engine vllm"
+        )
     name, device = model or described["name"], device or str(plan.get("device", "auto"))
     o.DEVICES.check("--device", device)
     loaded = load_model(
@@ -167,6 +173,7 @@ class TraceRequest(Request):
     load: Annotated[
         str, o.opt("Concurrent requests of the second arm, as in `nondet sample`.", shown=True, complete=o.LOADS)
     ] = "default"
+    engine: o.ENGINE = "transformers"
     run: Annotated[Path | None, o.opt("Trace a completion of this recorded run instead.")] = None
     request: Annotated[
         list[str] | None,
@@ -180,6 +187,11 @@ class TraceRequest(Request):
     trust_remote_code: o.TRUST = False
 
     def _check(self) -> None:
+        if self.engine == "vllm":
+            others = ("run", "request", "repro", "trust_remote_code")
+            self.refuse(
+                others, "--engine vllm and {} exclude each other", "It traces a prompt, solo and beside others."
+            )
         if len(self.impls) != 1:
             raise UserError(f"--impl {self.impl} is more than one implementation", "Trace one at a time.")
         if (self.run is None) != (self.request is None) or len(self.request or [""]) not in (1, 2):
@@ -197,7 +209,10 @@ class TraceRequest(Request):
     @cached_property
     def impls(self) -> list[str]:
         """What is traced: one."""
-        return implementations([self.impl])
+        if self.engine != "vllm":
+            return implementations([self.impl])
+        o.check_under_vllm([self.impl])
+        return [self.impl]
 
     @cached_property
     def engine_load(self) -> Load:
@@ -208,6 +223,8 @@ class TraceRequest(Request):
 def trace(request: TraceRequest, sink: Sink) -> Path:
     """Find the responsible operator: the first call with equal inputs and unequal outputs, and its cure."""
     output = Output(request, "trace", sink)
+    if request.engine == "vllm":
+        return _under_vllm(request, output)
 
     from nondet.trace.search import Search, resumed
 
@@ -231,16 +248,49 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
     return output.present()
 
 
-def _searched(search: Search, repro: Path | None) -> None:
+def _under_vllm(request: TraceRequest, output: Output) -> Path:
+    """A prompt solo, and beside the requests of a load, in vLLM's own process."""
+    from nondet.sampling.model import load_model
+    from nondet.trace.vllm import VllmTrace
+    from nondet.vllm.engine import VllmEngine, check_installed
+
+    check_installed()
+    device, text, load = (
+        pick_device(request.device),
+        prompt_text(request.prompt, request.prompt_file),
+        request.engine_load,
+    )
+    pick_device("cpu", request.threads)
+    loaded = replace(load_model(request.model, request.dtype, "cpu"), device=device)
+    load = replace(load, sharing=False)
+    plan, described = planned(loaded, load, [text], load.targets, request.max_tokens, request.seed, request.impls)
+    target = next(r for r in plan.rounds[0] if r.target)
+    engine = VllmEngine(loaded, load, max(len(r.prompt) + r.max_new_tokens for r in plan.rounds[0]))
+    try:
+        with output.recording("trace", described | {"engine": engine.describe()}, request.seed) as writer:
+            earlier = read_run(output.path, allow_truncated=True)
+            with output.sink.steps() as say:
+                if not earlier.trace_verdicts:
+                    arms = [target], plan.rounds[0]
+                    done = writer.done
+                    _searched(
+                        VllmTrace(engine, load, request.impl, *arms, write=writer.write, say=say, done=done), None
+                    )
+    finally:
+        engine.close()
+    return output.present()
+
+
+def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
     """The search, its verdict on record; the record of its death where it dies."""
-    from nondet.trace.search import failed
+    from nondet.trace.search import Search, failed
 
     try:
         verdict = search.run()
     except Exception as error:
         search.write(failed(error))
         raise
-    if repro is not None:
+    if repro is not None and isinstance(search, Search):
         verdict = _with_script(search, verdict, repro)
     search.write(verdict)
 

@@ -82,7 +82,7 @@ def first_guilty(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> 
         if (
             pair.equal_inputs
             and pair.equal_outputs is False
-            and (not pair.shared or _reaches(pair, pairs[index + 1 :]))
+            and (a.cut or not pair.shared or _reaches(pair, pairs[index + 1 :]))
         ):
             finding.guilty = pair
             return finding

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +93,7 @@ class StepRecord:
         row: The row of the position under study; -1 in a step of which only shapes are wanted.
         columns: Where this request's visible keys are among all keys, in order of position.
         limited: Whether copies were left out for lack of memory.
+        cut: Whether every tensor was cut to the position's rows: then none belongs to all rows, and no axis counts any.
     """
 
     sizes: Sizes
@@ -101,6 +102,7 @@ class StepRecord:
     predicted: int
     events: list[Event] = field(default_factory=list)
     limited: bool = False
+    cut: bool = False
 
 
 def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
@@ -201,6 +203,26 @@ Hashes = npt.NDArray[np.int64]
 
 # Hashes kept at most: 8 bytes each. Beyond them nothing more is kept, and `full` says so.
 _MOST_HASHES = 2**26
+
+
+class Records(Protocol):
+    """What a coarse pass has kept of a session."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What is hashed at each position, in the order of computation: "input", "3.k", "3.v", "3.out", ..."""
+
+    @property
+    def rows(self) -> Mapping[Owner, Hashes]:
+        """(request, position) -> one hash for each name."""
+
+    @property
+    def logits(self) -> Mapping[Owner, int]:
+        """(request, position) -> hash of the logits there."""
+
+    @property
+    def foreign(self) -> Mapping[str, Mapping[int, set[Owner]]]:
+        """Request -> position -> who else wrote what that request read there."""
 
 
 class CoarseCapture:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +71,9 @@ def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int
         "async_scheduling": False,  # a step is decided when it is run, so that arrivals meet theirs
         "disable_log_stats": True,
     }
-    return made | ({"block_size": -(-load.page // 16) * 16, "gpu_memory_utilization": 0.5} if device == "cuda" else {})
+    # a share of the machine's memory where there is no GPU, whatever its name
+    made["gpu_memory_utilization"] = 0.5
+    return made | ({"block_size": -(-load.page // 16) * 16} if device == "cuda" else {})
 
 
 class Played(NamedTuple):
@@ -159,16 +161,18 @@ def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mappin
             raise UserError("vLLM did not load nondet's plugin", "VLLM_PLUGINS, if set, must name nondet.")
         pipe.send(("ready", vllm.__version__))
         while True:
-            requests = pipe.recv()
-            pipe.send(("played", play(llm.llm_engine, requests, eos, taken)))
+            requests, looker = pipe.recv()
+            with looker.attached(llm, taken) if looker is not None else nullcontext():
+                played = play(llm.llm_engine, requests, eos, taken)
+            pipe.send(("played", (played, looker)))
     except EOFError:  # the parent has what it wanted
-        os._exit(0)
+        return
     except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the parent has to hear of it
         lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
         with suppress(OSError):
             said = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}".rstrip(". ")
             pipe.send(("failed", one_line(said, 400)))
-        os._exit(1)
+        sys.exit(1)
 
 
 class VllmEngine:
@@ -223,14 +227,18 @@ class VllmEngine:
             finally:
                 self._end()
 
-    def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
-        """One round from an empty cache. An engine that died gives a session with its reason."""
+    def run(self, requests: Sequence[Request], load: Load, looker: Any = None, **options: Any) -> Session:
+        """One round from an empty cache. An engine that died gives a session with its reason.
+
+        Args:
+            looker: Goes to vLLM's process, looks on there as `attached(llm, taken)`, and brings back what it saw.
+        """
         told = options.pop("on_token_count", None)
         kind: str = "failed"
         played: Any = "it has ended"
         if self._process is not None and self._process.is_alive():
             try:
-                self._pipe.send(list(requests))
+                self._pipe.send((list(requests), looker))
                 kind, played = self._hear(_ROUND_S)
             except OSError as error:
                 played = str(error)
@@ -238,6 +246,9 @@ class VllmEngine:
             reason = f"vLLM failed: {played}"
             lost = [Outcome(request, reason=reason) for request in requests]
             return Session(outcomes=lost, steps=0, tokens=0, seconds=0.0, fatal=reason)
+        played, seen = played
+        if looker is not None:
+            vars(looker).update(vars(seen))
         for name, count in self._covered.items():
             note(name, count)
         for name, count in (("cached prompt tokens", _cached(played)), ("preemptions", played.preempted)):

@@ -1,0 +1,439 @@
+"""`nondet trace --engine vllm`: the first call inside vLLM, in eager mode, with equal inputs and other outputs.
+
+A request runs solo and beside others, each arm twice. Hashes of each layer's output, and of the keys and values that
+attention is given, are compared position by position; then the calls of the layer where they first differ: vLLM's
+modules and, inside of them, the operators that reach torch's dispatcher, vLLM's own among them. Only the rows of the
+position are compared. Attention reads the cache, which is no argument: what it holds of earlier positions is what
+attention was given there, and agrees. Nothing is replaced, and no prefix is cached.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from nondet.core.compare import first_difference, row_hashes
+from nondet.core.records import Control, Culprit, Record, TraceVerdict
+from nondet.errors import EngineStoppedError
+from nondet.sampling.plan import Load, Request, Session
+from nondet.trace.align import first_guilty
+from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, find_layers, tensors_in
+from nondet.trace.search import (
+    Site,
+    culprit_sentence,
+    least_site,
+    place_of,
+    same_records,
+    verdict_sentences,
+)
+from nondet.vllm.engine import VllmEngine
+
+_MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, a KV cache is none; prefills that are named
+_CUT = Sizes(-1, -1, -1)  # every tensor was cut to the position's rows: no axis counts anything any more
+_ATTENTION = "Attention"  # the class of vLLM's attention layer, whose inputs are query, key and value
+
+
+class Part(NamedTuple):
+    """One request's rows of a step: from position `first` on."""
+
+    request: str
+    first: int
+    rows: int
+
+
+def parts_of(llm: Any, taken: Sequence[Any]) -> list[Part]:
+    """Who is in the step under way, in the order of its rows.
+
+    Args:
+        taken: The scheduler's outputs; the last is the step's.
+    """
+    [batch] = llm.collective_rpc(lambda worker: worker.model_runner.input_batch)
+    counts = taken[-1].num_scheduled_tokens
+    computed = batch.num_computed_tokens_cpu
+    return [Part(r, int(computed[i]), counts[r]) for i, r in enumerate(batch.req_ids) if r in counts]
+
+
+class Looker:
+    """What goes into vLLM's process, and comes back with what it saw there."""
+
+    @contextmanager
+    def attached(self, llm: Any, taken: Sequence[Any]) -> Iterator[None]:
+        """Hooks on the model for one round."""
+        [model] = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+        with ExitStack() as stack:
+            self.put(model, lambda: parts_of(llm, taken), stack)
+            yield
+
+    def put(self, model: Any, parts: Callable[[], list[Part]], stack: ExitStack) -> None:
+        """Put the hooks in place; the stack takes them away."""
+        raise NotImplementedError
+
+
+class Coarse(Looker):
+    """Hashes of each row of a step, under (request, position).
+
+    Attributes:
+        names: "input", "0.k", "0.v", "0.out", ... in the order of computation.
+        rows: (request, position) -> a hash for each name.
+        logits: (request, position) -> hash of the logits there.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.rows: dict[tuple[str, int], np.ndarray] = {}
+        self.logits: dict[tuple[str, int], int] = {}
+        self.foreign: dict[str, dict[int, set[tuple[str, int]]]] = {}  # no prefix is cached
+
+    def put(self, model: Any, parts: Callable[[], list[Part]], stack: ExitStack) -> None:
+        """On the model, its layers, their attention, and what makes logits."""
+        hasher = _Hasher(self, parts)
+
+        def hook(module: Any, before: Any = None, after: Any = None) -> None:
+            if before is not None:
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+
+        layers = find_layers(model)
+        hook(model, hasher.begin, hasher.end)
+        hook(layers[0][1], hasher.given("input"))
+        for i, (path, layer) in enumerate(layers):
+            hook(layer, after=lambda _m, _a, _k, out, i=i: hasher.note(f"{i}.out", *_floats(out)))
+            for name, inner in model.named_modules():
+                if name.startswith(f"{path}.") and type(inner).__name__ == _ATTENTION:
+                    hook(inner, hasher.given(f"{i}.q", f"{i}.k", f"{i}.v"))
+        for _, module in model.named_modules():
+            if type(module).__name__ == "LogitsProcessor":
+                hook(module, after=hasher.logits)
+
+
+class _Hasher:
+    """Hashes what hooks are given, step by step, into a coarse pass."""
+
+    def __init__(self, looker: Coarse, parts: Callable[[], list[Part]]) -> None:
+        self._looker, self._parts = looker, parts
+        self._seen: dict[str, torch.Tensor] = {}
+        self._step: list[Part] = []
+
+    def begin(self, _module: Any, args: Any, kwargs: Any) -> None:
+        """A step begins."""
+        self._seen.clear()
+        self._step = self._parts()
+        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        wanted = [p for part in self._step for p in range(part.first, part.first + part.rows)]
+        if positions is None or positions.dim() != 1 or positions[: len(wanted)].tolist() != wanted:
+            raise RuntimeError("the rows of a step are not where vLLM's schedule says")
+
+    def note(self, name: str, *tensors: torch.Tensor) -> None:
+        """Tensors [tokens, ...] under one name: a hash of each row of all of them."""
+        for place, tensor in enumerate(tensors):
+            hashes = row_hashes(tensor.detach()[: sum(part.rows for part in self._step)])
+            self._seen[name] = self._seen[name] * 31 + hashes if place else hashes
+
+    def given(self, *names: str) -> Callable[..., None]:
+        """What a module is given: each tensor under its name, or all under the only one."""
+
+        def hook(_module: Any, args: Any, kwargs: Any) -> None:
+            tensors = _floats([args, kwargs])
+            if len(names) == 1:
+                self.note(names[0], *tensors)
+            for name, tensor in zip(names, tensors, strict=False) if len(names) > 1 else ():
+                self.note(name, tensor)
+
+        return hook
+
+    def end(self, *_: Any) -> None:
+        """A step is over."""
+        looker, start = self._looker, 0
+        looker.names = looker.names or list(self._seen)
+        table = torch.stack([self._seen[name] for name in looker.names], 1).cpu().numpy()
+        for part in self._step:
+            for offset in range(part.rows):
+                looker.rows[part.request, part.first + offset] = table[start + offset].copy()
+            start += part.rows
+
+    def logits(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        """A row for each request, of its last token in the step."""
+        if isinstance(output, torch.Tensor) and len(output) == len(self._step):
+            for part, hashed in zip(self._step, row_hashes(output.detach()).tolist(), strict=True):
+                self._looker.logits[part.request, part.first + part.rows - 1] = hashed
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    return [tensor for _, tensor in tensors_in(value) if tensor.is_floating_point()]
+
+
+class Fine(Looker):
+    """Every call inside one layer in the step that computes one position, of that position's rows.
+
+    Attributes:
+        record: The calls; None until the step ran.
+        step: Who was in it.
+    """
+
+    def __init__(self, request: str, position: int, region: str) -> None:
+        self.request, self.position, self.region = request, position, region
+        self.record: StepRecord | None = None
+        self.step: list[Part] = []
+
+    def put(self, model: Any, parts: Callable[[], list[Part]], stack: ExitStack) -> None:
+        """On the modules of the region, and a mode that sees the operators inside."""
+        recorder = _Recorder(self, model, parts)
+        layers = find_layers(model)
+        if self.region.isdigit():
+            path = layers[int(self.region)][0]
+            inside = [(p, m) for p, m in model.named_modules() if p == path or p.startswith(f"{path}.")]
+        else:
+            among = layers[0][0].rsplit(".", 1)[0]
+            inside = [(p, m) for p, m in model.named_modules() if p and not p.startswith(among)]
+        stack.callback(model.register_forward_pre_hook(recorder.begin).remove)
+        for path, module in inside:
+            stack.callback(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(recorder.leave(path), with_kwargs=True).remove)
+
+
+class _Recorder(TorchDispatchMode):
+    """Modules by their hooks, and the operators that reach the dispatcher in them."""
+
+    def __init__(self, looker: Fine, model: Any, parts: Callable[[], list[Part]]) -> None:
+        super().__init__()
+        self._looker, self._parts = looker, parts
+        self._storages = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._open: list[tuple[str, list[Slot]]] = []
+        self._count: Counter[tuple[str, str]] = Counter()
+        self._fresh: set[int] = set()  # storages that were made and hold nothing
+        self._tokens = self._row = self._index = self._requests = 0
+        self._now: StepRecord | None = None
+
+    def begin(self, *_: Any) -> None:
+        """A step: is it the one?"""
+        looker, start, self._now = self._looker, 0, None
+        step = self._parts()
+        for index, part in enumerate(step):
+            if part.request == looker.request and part.first <= looker.position < part.first + part.rows:
+                self._row, self._index = start + looker.position - part.first, index
+                self._tokens, self._requests, looker.step = sum(p.rows for p in step), len(step), step
+                looker.record = self._now = StepRecord(_CUT, 0, range(0), 0, cut=True)
+            start += part.rows
+
+    def enter(self, path: str) -> Callable[..., None]:
+        """A module begins; the first one puts the mode on."""
+
+        def hook(_module: Any, args: Any, kwargs: Any) -> None:
+            if self._now is not None:
+                with _disable_current_modes():
+                    slots = self._slots([*args, *([kwargs] if kwargs else [])])
+                if not self._open:
+                    self.__enter__()
+                self._open.append((path, slots))
+
+        return hook
+
+    def leave(self, path: str) -> Callable[..., None]:
+        """It ends."""
+
+        def hook(module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+            if self._now is not None and self._open and self._open[-1][0] == path:
+                _, slots = self._open.pop()
+                if not self._open:
+                    self.__exit__(None, None, None)
+                with _disable_current_modes():
+                    self._add(path, type(module).__name__, slots, self._slots({"out": output}))
+
+        return hook
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operator: what it writes is a result, what it reads an input."""
+        kwargs, schema = kwargs or {}, func._schema
+        written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+            return func(*args, **kwargs)  # a view: nothing is computed
+        if "empty" in schema.name:  # holds whatever was there
+            out = func(*args, **kwargs)
+            self._fresh.add(out.untyped_storage().data_ptr())
+            return out
+        given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
+        fresh = {n for n in written if isinstance(given.get(n), torch.Tensor) and self._is_fresh(given[n])}
+        read = {n: v for n, v in given.items() if n not in fresh}
+        inputs = self._slots(read)
+        out = func(*args, **kwargs)
+        results = {"out": out} | {name: given[name] for name in sorted(written) if name in given}
+        self._add(self._open[-1][0], schema.name, inputs, self._slots(results))
+        return out
+
+    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing was written to it yet; from now on something is."""
+        place = tensor.untyped_storage().data_ptr()
+        known = place in self._fresh
+        self._fresh.discard(place)
+        return known
+
+    def _add(self, module: str, call: str, inputs: list[Slot], outputs: list[Slot]) -> None:
+        if self._now is not None:
+            occurrence = self._count[module, call]
+            self._count[module, call] += 1
+            self._now.events.append(Event(EventKey(module, call, occurrence), inputs, outputs))
+
+    def _slots(self, value: Any) -> list[Slot]:
+        """The tensors, of which what counts tokens along its first axis is cut to the position's rows."""
+        made = []
+        for path, tensor in tensors_in(value):
+            weight = tensor.untyped_storage().data_ptr() in self._storages
+            mine = tensor.detach() if weight or not tensor.dim() else self._mine(tensor.detach())
+            kept = not weight and mine.numel() * mine.element_size() <= _MOST_BYTES
+            slot = Slot(path, tuple(mine.shape), tensor.dtype, weight, mine.clone().cpu() if kept else None)
+            made.append(slot)
+        return made
+
+    def _mine(self, tensor: torch.Tensor) -> torch.Tensor:
+        count = tensor.shape[0]
+        if count == self._requests != self._tokens:  # rows of the logits
+            return tensor[self._index : self._index + 1]
+        each, rest = divmod(count, self._tokens)  # a token's heads may have rows of their own
+        return tensor if rest or not each else tensor[self._row * each : (self._row + 1) * each]
+
+
+# The search.
+
+
+class VllmTrace:
+    """One trace: controls, the least place that differs, and the call there.
+
+    Args:
+        impl: "stock", "vllm-invariant" or "invariant".
+        solo, loaded: The requests of either arm; those under study in the second are its targets.
+        write: Takes each record as it is made, but those of `done`.
+        say: Takes a line for people as each step begins.
+        done: Keys of what is on record.
+    """
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        load: Load,
+        impl: str,
+        solo: Sequence[Request],
+        loaded: Sequence[Request],
+        *,
+        write: Callable[[Record], object],
+        say: Callable[[str], None],
+        done: Collection[tuple[str, ...]] = (),
+    ) -> None:
+        self._engine, self._load, self._impl, self._write, self._say = engine, load, impl, write, say
+        self._arms, self._prompt, self._done = (solo, loaded), len(solo[0].prompt), done
+
+    def write(self, record: Record) -> None:
+        """Unless it is on record."""
+        if record.key not in self._done:
+            self._write(record)
+
+    def run(self) -> TraceVerdict:
+        """The whole search. Raises EngineStoppedError: vLLM died, or a request failed in it."""
+        with self._engine.implementation(self._impl):
+            self._say("each arm twice, with hashes of every position and layer")
+            coarse, sessions = [], []
+            for title, arm in zip(("solo", "loaded"), self._arms, strict=True):
+                one, two = Coarse(), Coarse()
+                sessions.append(self._run(arm, one))
+                self._run(arm, two)
+                if same_records(one, two) is not None:
+                    note = f"arm {title}, repeated with the same batches, differs from itself"
+                    self._control("run to run", False, note)
+                    return self._verdict("run-to-run", notes=[note])
+                coarse.append(one)
+            rows = sum(len(one.rows) for one in coarse)
+            self._control("run to run", True, f"each arm twice: all records of {rows} rows agree")
+            target = self._arms[0][0].id
+            request = self._chosen(*sessions)
+            site = least_site(coarse[0], coarse[1], (target, request)) if request else None
+            if not request:
+                others = len(self._arms[1]) - 1
+                return self._verdict(
+                    "no divergence observed", notes=[f"tokens and logprobs agree, beside {others} other requests"]
+                )
+            if site is None:
+                note = "hidden states and logits agree and logprobs do not: what differs is vLLM's own softmax"
+                return self._verdict("batch-dependent", [self._culprit((target, request), note=note)])
+            self._say(f"the calls at position {site.position}, {place_of(site)}")
+            return self._named(site)
+
+    def _run(self, arm: Sequence[Request], looker: Looker) -> Session:
+        session = self._engine.run(arm, self._load, looker=looker)
+        failed = [f"{o.request.id}: {o.reason}" for o in session.outcomes if o.reason]
+        if session.fatal or failed:
+            raise EngineStoppedError(session.fatal or failed[0])
+        return session
+
+    def _chosen(self, solo: Session, loaded: Session) -> str:
+        """Of the targets that differ from the solo one the first to do so; "" where none does."""
+        alone = solo.outcomes[0]
+        targets = [o for o in loaded.outcomes if o.request.target]
+        places = [(first_difference(alone, o)[1], o.request.id) for o in targets]
+        parted = [(place, name) for place, name in places if place is not None]
+        sentence = (
+            f"of {len(targets)} requests with this prompt beside concurrent ones, {len(parted)} differ from it solo"
+        )
+        self._control("company", None, sentence, {"requests": len(targets), "logprobs": len(parted)})
+        return min(parted)[1] if parted else ""
+
+    def _named(self, site: Site) -> TraceVerdict:
+        lookers = [Fine(owner, site.position, site.region) for owner in site.owners]
+        for arm, looker in zip(self._arms, lookers, strict=True):
+            self._run(arm, looker)
+        one, two = (looker.record for looker in lookers)
+        if one is None or two is None:
+            note = "an arm did not compute that position again"
+            return self._verdict("batch-dependent", [self._culprit(site.owners, site, note=note)])
+        finding = first_guilty(one, two, [])
+        if finding.guilty is None:
+            note = f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
+            return self._verdict("batch-dependent", [self._culprit(site.owners, site, note=note)])
+        pair = finding.guilty
+        ran = [
+            [e.key.call for e in record.events if e.key.module == pair.a.key.module and "::" in e.key.call]
+            for record in (one, two)
+        ]
+        culprit = msgspec.structs.replace(
+            self._culprit(site.owners, site), **pair.a.key._asdict(), differences=dict(pair.unequal), kernels=ran,
+            unmatched=finding.unmatched, compared=finding.compared, not_understood=pair.not_understood,
+        )  # fmt: skip
+        sizes = [Sizes(sum(part.rows for part in looker.step), 0, 0) for looker in lookers]
+        culprit = msgspec.structs.replace(culprit, sentence=culprit_sentence(culprit, sizes))
+        self._control("step", None, _company(lookers[1]))
+        return self._verdict("batch-dependent", [culprit])
+
+    def _culprit(self, owners: Sequence[str], site: Site | None = None, note: str = "") -> Culprit:
+        position = site.position if site else -1
+        return Culprit(
+            number=1, replaced=[], position=position, token=max(-1, position - self._prompt + 1),
+            layer=site.region if site else "head", requests=[*owners],
+            sentence=f"position {position}, {place_of(site)}: {note}" if site else note,
+        )  # fmt: skip
+
+    def _control(self, name: str, passed: bool | None, sentence: str, figures: dict[str, float] | None = None) -> None:
+        self.write(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))
+
+    def _verdict(self, finding: str, culprits: Sequence[Culprit] = (), notes: Sequence[str] = ()) -> TraceVerdict:
+        for culprit in culprits:
+            self.write(culprit)
+        late = "which replacements would make the arms agree is not tested inside vLLM"
+        sentences = verdict_sentences(finding, culprits, None, notes, late)
+        return TraceVerdict(
+            finding=finding, culprits=[c.sentence for c in culprits], families=None, sentences=sentences, seconds=0.0
+        )
+
+
+def _company(looker: Fine) -> str:
+    """Who else was in the step, prefills first: they are what a decode seldom has beside it."""
+    others = [part for part in looker.step if part.request != looker.request]
+    prefills = [f"{part.request} ({part.rows} tokens from position {part.first})" for part in others if part.rows > 1]
+    text = f"beside {looker.request} that step computed {len(others) - len(prefills)} requests' next tokens"
+    listed = ", ".join(prefills[:_LISTED]) + (", ..." if len(prefills) > _LISTED else "")
+    return f"{text} and prefills of {listed}" if prefills else f"{text} and no prefill"

@@ -1,0 +1,255 @@
+"""`nondet trace --engine vllm` on a toy of vLLM's model, and, where vLLM is installed, on the embedded model."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nondet.cli import main
+from nondet.core.records import Control, Culprit, TraceVerdict
+from nondet.core.runfile import read_run
+from nondet.sampling.plan import Load, Outcome, Request, Session, parse_load
+from nondet.trace.vllm import Part, VllmTrace, parts_of
+
+H, V, TOKENS = 16, 40, 6
+
+
+class Attention(nn.Module):
+    """Sums a request's values so far; `faulty` where it does so differently beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, torch.Tensor] = {}
+        self.step: list[Part] = []
+        self.faulty = False
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Rows of all requests, one after the other."""
+        out, start = torch.empty_like(query), 0
+        for part in self.step:
+            rows = slice(start, start + part.rows)
+            before = self.cache.get(part.request, value[:0])[: part.first]
+            values = torch.cat([before, value[rows]])
+            self.cache[part.request] = values
+            sums = values.cumsum(0)[part.first :]
+            off = self.faulty and len(self.step) > 2 and part.first > 4
+            out[rows] = query[rows] + (sums * 1.001 if off else sums)
+            start += part.rows
+        return out
+
+
+class Product(nn.Module):
+    """Weights [N, K], each row of x [M, K] by itself: the sum has one order at every M."""
+
+    def __init__(self, inner: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, inner) / inner**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T."""
+        return (x[:, None] * self.weight).sum(-1)
+
+
+class Layer(nn.Module):
+    """Attention between two products; `split` where what follows depends on the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.attn, self.down = Product(H, 3 * H), Attention(), Product(H, H)
+        self.split = False
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor) -> Any:
+        """As vLLM's layers: (hidden, residual)."""
+        x = torch.relu(hidden + residual)
+        q, k, v = self.proj(x).split(H, -1)
+        out = self.attn(q + positions[:, None] * 0.01, k, v)
+        return self.down(out) * (1.001 if self.split and len(x) > 3 else 1.0), x
+
+
+class LogitsProcessor(nn.Module):
+    """By its name."""
+
+    def forward(self, head: Product, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the last rows."""
+        return head(hidden / hidden.abs().amax(-1, keepdim=True))
+
+
+class Model(nn.Module):
+    """As vLLM's: hidden states out, logits apart."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=layers))
+        self.embed, self.layers = nn.Embedding(V, H), nn.ModuleList(Layer() for _ in range(layers))
+        self.head, self.logits_processor = Product(H, V), LogitsProcessor()
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of all requests, one after the other."""
+        hidden, residual = self.embed(input_ids), torch.zeros(len(input_ids), H)
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden
+
+
+class Engine:
+    """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Model().eval()
+        self.implementations: list[str] = []
+
+    @contextmanager
+    def implementation(self, name: str) -> Iterator[Any]:
+        """What was asked for."""
+        self.implementations.append(name)
+        yield None
+
+    def run(self, requests: Sequence[Request], load: Load, looker: Any = None) -> Session:
+        """From an empty cache to everybody's last token."""
+        texts = {r.id: list(r.prompt) for r in requests}
+        done = dict.fromkeys(texts, 0)
+        logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
+        batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=[])
+        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model, input_batch=batch))
+        llm, taken, step = SimpleNamespace(collective_rpc=lambda f: [f(worker)]), list[Any](), 0
+        with ExitStack() as stack, torch.inference_mode():
+            if looker is not None:
+                stack.enter_context(looker.attached(llm, taken))
+            while True:
+                here = [r for r in requests if r.arrival_step <= step and len(logprobs[r.id]) < r.max_new_tokens]
+                if not here and all(len(logprobs[r.id]) == r.max_new_tokens for r in requests):
+                    break
+                counts = {r.id: min(4, len(texts[r.id]) - done[r.id]) for r in here}
+                step += 1
+                if here:
+                    batch.req_ids, batch.num_computed_tokens_cpu = [*counts], [done[r] for r in counts]
+                    taken.append(SimpleNamespace(num_scheduled_tokens=counts))
+                    self._step(parts_of(llm, taken), texts, done, logprobs)
+        outcomes = [
+            Outcome(
+                r,
+                token_ids=texts[r.id][len(r.prompt) :],
+                logprobs=np.float32(logprobs[r.id]).tobytes(),
+                finish="length",
+            )
+            for r in requests
+        ]
+        return Session(outcomes=outcomes, steps=step, tokens=0, seconds=0.0)
+
+    def _step(self, parts: list[Part], texts: Any, done: Any, logprobs: Any) -> None:
+        for layer in self.model.layers:
+            layer.attn.step = parts
+        ids = [i for p in parts for i in texts[p.request][p.first : p.first + p.rows]]
+        positions = [i for p in parts for i in range(p.first, p.first + p.rows)]
+        hidden = self.model(input_ids=torch.tensor(ids), positions=torch.tensor(positions))
+        ends = np.cumsum([p.rows for p in parts]) - 1
+        logits = self.model.logits_processor(self.model.head, hidden[ends])
+        for part, row in zip(parts, logits.log_softmax(-1), strict=True):
+            done[part.request] += part.rows
+            if done[part.request] == len(texts[part.request]):
+                token = int(row.argmax())
+                texts[part.request].append(token)
+                logprobs[part.request].append(float(row[token]))
+
+
+def traced(engine: Engine) -> tuple[TraceVerdict, dict[str, Control], list[Culprit]]:
+    solo = Request("t000000", True, (3, 9, 27, 5, 8, 1), TOKENS, 0)
+    others = [Request(f"b{i:03d}", False, tuple(range(i, i + 7)), 9, i) for i in range(4)]
+    wrote = list[Any]()
+    toy: Any = engine
+    trace = VllmTrace(
+        toy, parse_load("default"), "stock", [solo], [solo, *others], write=wrote.append, say=lambda _: None
+    )
+    verdict = trace.run()
+    assert engine.implementations == ["stock"]
+    return verdict, {r.name: r for r in wrote if isinstance(r, Control)}, [r for r in wrote if isinstance(r, Culprit)]
+
+
+def test_nothing_is_named_where_nothing_differs() -> None:
+    """And what was compared is said."""
+    verdict, controls, culprits = traced(Engine())
+    assert verdict.finding == "no divergence observed"
+    assert controls["run to run"].passed
+    assert controls["company"].figures == {"requests": 1, "logprobs": 0}
+    assert not culprits
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_attention_that_follows_its_step_is_named(layer: int) -> None:
+    """From its fifth position on, beside two others at least; who was in that step is told."""
+    engine = Engine()
+    engine.model.layers[layer].attn.faulty = True
+    verdict, controls, [culprit] = traced(engine)
+    assert verdict.finding == "batch-dependent"
+    assert (culprit.module, culprit.call) == (f"layers.{layer}.attn", "Attention")
+    assert (culprit.layer, culprit.position, culprit.token) == (str(layer), 6, 1)
+    assert next(iter(culprit.differences.values())).mismatched
+    assert "prefills of b0" in controls["step"].sentence or "next tokens" in controls["step"].sentence
+
+
+def test_a_product_that_follows_its_rows_is_named_by_its_operator() -> None:
+    """What a module computes by itself is seen as the operators that reach torch's dispatcher."""
+    engine = Engine()
+    engine.model.layers[1].split = True
+    _, _, [culprit] = traced(engine)
+    assert (culprit.module, culprit.layer) == ("layers.1", "1")
+    assert culprit.call == "aten::mul"
+    assert culprit.differences
+
+
+def test_an_engine_that_differs_from_itself_is_no_matter_of_batches() -> None:
+    """Noise in one layer: run to run, and nobody is named."""
+    engine = Engine()
+    engine.model.layers[0].down.register_forward_hook(lambda _m, _a, out: out + torch.rand_like(out) * 1e-3)
+    verdict, controls, culprits = traced(engine)
+    assert verdict.finding == "run-to-run"
+    assert controls["run to run"].passed is False
+    assert not culprits
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--run", "x.jsonl", "--request", "t0"), "--engine vllm and --run exclude each other"),
+        (("--repro", "x.py"), "--engine vllm and --repro exclude each other"),
+        (("--impl", "invariant:attention"), "unknown implementation under vLLM 'invariant:attention'"),
+        ((), "vLLM is not installed"),
+    ],
+)
+def test_what_it_can_not_do_is_one_line(
+    argv: tuple[str, ...],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    assert main(["trace", "--engine", "vllm", "--device", "cpu", *argv, "--out", "t.jsonl"]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "t.jsonl").exists()
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_real_one_names_its_attention(tmp_path: Path) -> None:
+    """vLLM 0.25.1 on a CPU in float32: attention splits a request's keys by how many requests its step has."""
+    out = tmp_path / "t.jsonl"
+    asked = ["trace", "--engine", "vllm", "--dtype", "float32", "--device", "cpu", "--threads", "2", "--out", str(out)]
+    assert main(asked) == 0
+    run = read_run(out)
+    [verdict] = run.trace_verdicts
+    assert verdict.finding == "batch-dependent"
+    [culprit] = run.culprits
+    assert culprit.call == "vllm::unified_attention_with_output"
+    assert {control.name for control in run.controls} == {"run to run", "company", "step"}
