@@ -338,16 +338,23 @@ class VllmTrace:
         """The whole search. Raises EngineStoppedError: vLLM died, or a request failed in it."""
         with self._engine.implementation(self._impl):
             self._say("each arm twice, with hashes of every position and layer")
-            coarse, sessions = [], []
-            for title, arm in zip(("solo", "loaded"), self._arms, strict=True):
-                one, two = Coarse(), Coarse()
+            coarse, sessions, cost = list[Coarse](), list[Session](), dict[str, float]()
+            for name, arm in zip(("alone", "in company"), self._arms, strict=True):
+                bare, one, two = self._run(arm), Coarse(), Coarse()
                 sessions.append(self._run(arm, one))
                 self._run(arm, two)
+                title = {"alone": "solo", "in company": "loaded"}[name]
                 if same_records(one, two) is not None:
                     note = f"arm {title}, repeated with the same batches, differs from itself"
                     self._control("run to run", False, note)
                     return self._verdict("run-to-run", notes=[note])
+                if [o.logprobs for o in bare.outcomes] != [o.logprobs for o in sessions[-1].outcomes]:
+                    note = f"the logprobs of arm {title} change when it is captured, so nothing else is reported"
+                    self._control("capture", False, note)
+                    return self._verdict("unknown", notes=[note])
                 coarse.append(one)
+                cost[name] = sessions[-1].seconds / max(bare.seconds, 1e-9)
+            self._control("capture", True, "capture changes no logprob of either arm", cost)
             rows = sum(len(one.rows) for one in coarse)
             self._control("run to run", True, f"each arm twice: all records of {rows} rows agree")
             target = self._arms[0][0].id
@@ -364,7 +371,7 @@ class VllmTrace:
             self._say(f"the calls at position {site.position}, {place_of(site)}")
             return self._named(site)
 
-    def _run(self, arm: Sequence[Request], looker: Looker) -> Session:
+    def _run(self, arm: Sequence[Request], looker: Looker | None = None) -> Session:
         session = self._engine.run(arm, self._load, looker=looker)
         failed = [f"{o.request.id}: {o.reason}" for o in session.outcomes if o.reason]
         if session.fatal or failed:
@@ -396,15 +403,23 @@ class VllmTrace:
             note = f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
             return self._verdict("batch-dependent", [self._culprit(site.owners, site, note=note)])
         pair = finding.guilty
+        key, tokens = pair.a.key, [sum(part.rows for part in looker.step) for looker in lookers]
         ran = [
-            [e.key.call for e in record.events if e.key.module == pair.a.key.module and "::" in e.key.call]
+            []
+            if "::" in key.call
+            else [e.key.call for e in record.events if e.key.module == key.module and "::" in e.key.call]
             for record in (one, two)
         ]
+        given = [
+            slot for slot in pair.a.inputs if not slot.weight and slot.dtype.is_floating_point and len(slot.shape) > 1
+        ]
         culprit = msgspec.structs.replace(
-            self._culprit(site.owners, site), **pair.a.key._asdict(), differences=dict(pair.unequal), kernels=ran,
+            self._culprit(site.owners, site), **key._asdict(), differences=dict(pair.unequal), kernels=ran,
+            shapes=[{slot.path: [count, *slot.shape[1:]] for slot in given} for count in tokens],
+            axes={slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given},
             unmatched=finding.unmatched, compared=finding.compared, not_understood=pair.not_understood,
         )  # fmt: skip
-        sizes = [Sizes(sum(part.rows for part in looker.step), 0, 0) for looker in lookers]
+        sizes = [Sizes(count, 0, 0) for count in tokens]
         culprit = msgspec.structs.replace(culprit, sentence=culprit_sentence(culprit, sizes))
         self._control("step", None, _company(lookers[1]))
         return self._verdict("batch-dependent", [culprit])

@@ -180,6 +180,7 @@ def test_nothing_is_named_where_nothing_differs() -> None:
     verdict, controls, culprits = traced(Engine())
     assert verdict.finding == "no divergence observed"
     assert controls["run to run"].passed
+    assert controls["capture"].passed
     assert controls["company"].figures == {"requests": 1, "logprobs": 0}
     assert not culprits
 
@@ -214,6 +215,25 @@ def test_an_engine_that_differs_from_itself_is_no_matter_of_batches() -> None:
     verdict, controls, culprits = traced(engine)
     assert verdict.finding == "run-to-run"
     assert controls["run to run"].passed is False
+    assert not culprits
+
+
+def test_a_capture_that_changes_answers_names_nobody() -> None:
+    """An engine that answers otherwise once it is watched."""
+    engine = Engine()
+
+    class Watched(Engine):
+        def run(self, requests: Sequence[Request], load: Load, looker: Any = None) -> Session:
+            """Other weights while somebody looks on."""
+            with torch.no_grad():
+                engine.model.head.weight += 0.1 if looker is not None else 0.0
+                session = engine.run(requests, load, looker)
+                engine.model.head.weight -= 0.1 if looker is not None else 0.0
+            return session
+
+    verdict, controls, culprits = traced(Watched())
+    assert verdict.finding == "unknown"
+    assert controls["capture"].passed is False
     assert not culprits
 
 
@@ -252,4 +272,4 @@ def test_the_real_one_names_its_attention(tmp_path: Path) -> None:
     assert verdict.finding == "batch-dependent"
     [culprit] = run.culprits
     assert culprit.call == "vllm::unified_attention_with_output"
-    assert {control.name for control in run.controls} == {"run to run", "company", "step"}
+    assert {control.name for control in run.controls} == {"run to run", "capture", "company", "step"}
