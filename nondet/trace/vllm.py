@@ -421,7 +421,7 @@ class VllmTrace:
         )  # fmt: skip
         sizes = [Sizes(count, 0, 0) for count in tokens]
         culprit = msgspec.structs.replace(culprit, sentence=culprit_sentence(culprit, sizes))
-        self._control("step", None, _company(lookers[1]))
+        self._control("step", None, _beside(lookers[1]))
         return self._verdict("batch-dependent", [culprit])
 
     def _culprit(self, owners: Sequence[str], site: Site | None = None, note: str = "") -> Culprit:
@@ -445,7 +445,7 @@ class VllmTrace:
         )
 
 
-def _company(looker: Fine) -> str:
+def _beside(looker: Fine) -> str:
     """Who else was in the step, prefills first: they are what a decode seldom has beside it."""
     others = [part for part in looker.step if part.request != looker.request]
     prefills = [f"{part.request} ({part.rows} tokens from position {part.first})" for part in others if part.rows > 1]
