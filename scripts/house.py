@@ -41,7 +41,7 @@ BUDGET = {
     "sampling": 6155,
     "services": 2900,
     "testing": 590,
-    "trace": 3260,
+    "trace": 3290,
     "training": 720,
     "verdict": 2540,
     "vllm": 1510,
