@@ -83,19 +83,24 @@ def rollouts_of_run(path: Path, encode: Callable[[str], list[int]]) -> dict[str,
     """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation.
 
     Raises:
-        UserError: it holds none, its traces are not beside it, or a prompt has another number of tokens here: it was
-            cut in the file, or the tokenizer is another one.
+        UserError: it holds none, its traces are not beside it, a server gave no token ids, or a prompt has another
+            number of tokens here: it was cut in the file, or the tokenizer or a chat template is another one.
     """
     run = read_run(path)
     if not run.completions:
         raise UserError(f"{path} holds no completions", "Give a run of `nondet sample`, or --rollouts FILE.")
     traces, _ = read_traces(path)
     check_traces(run, traces)
-    prompts = []
-    for place, prompt in enumerate(run.header.plan["prompts"]):
-        prompts.append(encode(prompt["text"]))
-        if len(prompts[-1]) != prompt["tokens"]:
-            what = f"{path}: prompt {place + 1} has {prompt['tokens']} tokens there and {len(prompts[-1])} here"
+    for server in run.servers:
+        if server.known_by != "ids":
+            what = f"{path}: {server.url} gave no token ids, its answers are known by their {server.known_by}"
+            raise UserError(what, "Sample from a server that gives them, such as vLLM.")
+    prompts = [encode(prompt["text"]) for prompt in run.header.plan["prompts"]]
+    counts = {(place, prompt["tokens"]) for place, prompt in enumerate(run.header.plan["prompts"])}
+    counts |= {(c.prompt, c.served.prompt_tokens or 0) for c in run.completions if c.served is not None}
+    for place, tokens in sorted(counts):  # 0: a server has not said
+        if tokens and tokens != len(prompts[place]):
+            what = f"{path}: prompt {place + 1} has {tokens} tokens there and {len(prompts[place])} here"
             raise UserError(
                 what, "Give the model, and so the tokenizer, that the run is of; a long prompt is cut there."
             )

@@ -21,6 +21,7 @@ from nondet.mismatch import collect
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import Outcome, decide, judge
 from nondet.verdict.mismatch import Thresholds, pairs
+from tests.endpoint.honest import serving
 
 SMALL = ["--n", "2", "--tokens", "6", "--threads", "1", "--device", "cpu", "--prompt", "Return a", "--prompt", "The"]
 
@@ -73,6 +74,30 @@ def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
     figures = pairs(run)[0].figures
     assert figures is not None
     assert (figures.tokens, figures.differ) == (6, 2)
+
+
+def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a server that gives ids each distinct answer is scored; without ids, or with another prompt, one line."""
+
+    def asked(kind: str, prompt: str) -> int:
+        run = tmp_path / f"{kind}{len(prompt)}.jsonl"
+        arms = ["--arms", "solo=2,loaded=6", "--max-tokens", "8", "--prompt", prompt, "--out", str(run), "-q"]
+        with serving(kind) as server:
+            assert main(["sample", "--endpoint", server.url, *arms]) == 0
+        capsys.readouterr()
+        return main(["mismatch", str(run), "--device", "cpu", "--threads", "1", "--out", f"{run}.m.jsonl", "-q"])
+
+    assert asked("vllm", "#!") == 0  # the toy counts letters, and here a letter is a token
+    [pair] = pairs(read_run(tmp_path / "vllm2.jsonl.m.jsonl"))
+    assert pair.impl == "server"
+    assert pair.figures is not None
+    assert pair.figures.tokens == 8
+    assert asked("vllm", "Return a") == 2
+    assert "prompt 1 has 8 tokens there and 2 here" in capsys.readouterr().err
+    assert asked("openai", "#!") == 2
+    assert "gave no token ids, its answers are known by their text" in capsys.readouterr().err
 
 
 def test_steps_of_training_are_told_apart(tmp_path: Path) -> None:
