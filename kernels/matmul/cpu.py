@@ -327,12 +327,42 @@ def _called(
         return None  # copied to a place like the one that was certified, tile by tile
     note(before.label)
     if count < size:
-        rows = padded(rows, 0, size)
+        rows = _filled_up(rows, size)
     if before.inner_product:
         out = originals.inner_product(rows, b.t() if weight is None else weight, bias)  # type: ignore[union-attr] # one is
     else:
         out = originals.product(rows, weight.t() if b is None else b, bias)  # type: ignore[union-attr] # the same
-    return out if count == size else out[:count].clone()
+    return out if count == size else torch.narrow_copy(out, 0, 0, count)
+
+
+_FILLED_BYTES, _FILLED_KEPT = 2**16, 64
+
+
+class _Filled(threading.local):
+    """Zeros with room for rows in front, (rows, to so many, K, dtype) -> (all, the room); a thread's own."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+_filled = _Filled()
+
+
+def _filled_up(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """`padded(rows, 0, size)`, which the next call in this thread may write anew: small ones are kept."""
+    count, depth = rows.shape
+    key = (count, size, depth, rows.dtype)
+    found = _filled.kept.get(key)
+    if found is None:
+        if size * depth * rows.itemsize > _FILLED_BYTES:
+            return padded(rows, 0, size)
+        if len(_filled.kept) >= _FILLED_KEPT:
+            _filled.kept.clear()
+        with torch.inference_mode(False):  # what is made under it can't be written outside
+            whole = torch.zeros(size, depth, dtype=rows.dtype)
+            found = _filled.kept[key] = whole, whole[:count]
+    found[1].copy_(rows)
+    return found[0]
 
 
 def mm_kept(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -135,3 +136,34 @@ def test_gradients_take_no_short_way() -> None:
                 F.linear(x, weight)
     assert identical(gradients[0], gradients[1])
     assert identical(gradients[0], gradients[2])
+
+
+def test_rows_that_are_filled_up_leave_nothing_behind() -> None:
+    """Few rows are written before kept zeros: not for the next call, another thread or another mode to meet."""
+    weight, rows = drawn(64, 93, seed=2), [drawn(count, 93, seed=count + 5) for count in (1, 2, 3, 5)]
+    spoiled = [torch.full_like(x, torch.nan) for x in rows]
+    wrong: list[int] = []
+
+    def compute(turns: int, others: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for _ in range(turns):
+                for x, bad, right in zip(others, spoiled, expected, strict=True):
+                    F.linear(bad, weight)
+                    torch.mm(bad, weight.t())
+                    got = F.linear(x, weight)
+                    F.linear(x.neg(), weight)  # what was given is nobody's to write anew
+                    wrong.extend([len(x)] * (not identical(got, right)))
+
+    with batch_invariant():
+        with torch.no_grad(), on_call(lambda call: None):
+            expected = [F.linear(x, weight) for x in rows]
+        with torch.inference_mode():
+            compute(3, rows)
+        compute(3, rows)
+        threads = [threading.Thread(target=compute, args=(50, rows)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        compute(50, rows)
+        for thread in threads:
+            thread.join()
+    assert not wrong
