@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 550,
     "mismatch": 1200,
-    "kernels": 19390,
+    "kernels": 19450,
     "nondet": 1821,
     "probes": 4895,
     "ranks": 596,
