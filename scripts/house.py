@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1200,
     "kernels": 19450,
     "nondet": 1821,
-    "probes": 4895,
+    "probes": 5145,
     "ranks": 596,
     "reports": 5980,
     "sampling": 6155,
