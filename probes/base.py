@@ -104,6 +104,10 @@ class Case:
 Operator = Callable[..., torch.Tensor]
 
 
+def _no_operator(*_: Any, **__: Any) -> torch.Tensor:
+    raise AssertionError("this probe computes by itself")
+
+
 class Probe:
     """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test.
 
@@ -129,6 +133,10 @@ class Probe:
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The variants, with `operator` the launcher of the implementation in hand."""
         raise NotImplementedError
+
+    def own(self, case: Case, impl: str) -> Operator:
+        """What computes a case whose operator is a name of the probe's own; a probe may do without."""
+        return _no_operator
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """What the first variant ought to be, in float64; None where there is no such thing."""

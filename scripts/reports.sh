@@ -88,6 +88,7 @@ scaled-matmul|cpu/probe-scaled-matmul|16 rows in batches of M, a scale for each 
 reduction-order|cpu/probe-order|linear: the order in which row 0 of M is added, K=1000 N=64, order
 reduction|h200/probes|sum: 32 rows in batches of M, K=4096, order
 atomics|h200/probes|index_add: 8192 additions to 16 rows
+backward|cpu/probe-backward|linear_weight: 16 sequences in micro-batches, bell
 all-reduce|cpu/probe-all-reduce|all_reduce: first row over M, ranks=4, width=512
 pointwise|cpu/probes|silu of 1024 elements
 PICTURES

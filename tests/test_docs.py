@@ -145,6 +145,7 @@ def probed() -> dict[str, list[tuple[str, str, str]]]:
         "h200/probes",
         "cpu/probes",
         "cpu/probe-all-reduce",
+        "cpu/probe-backward",
         "cpu/probe-logits",
         "cpu/probe-order",
         "cpu/probe-scaled-matmul",

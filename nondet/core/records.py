@@ -55,6 +55,7 @@ _AXES: dict[str, Axis] = {
     "run": Axis.RUN,
     "batch_size": Axis.BATCH,
     "position": Axis.BATCH,
+    "micro_batch": Axis.BATCH,  # sequences whose gradient is added at a time
     "query_chunk": Axis.BATCH,
     "routing": Axis.BATCH,  # which experts the other tokens go to
     "cache": Axis.BATCH,

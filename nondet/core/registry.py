@@ -255,6 +255,10 @@ PROBES: dict[str, tuple[str, str]] = {
     ),
     "reduction": ("nondet.probes.rows:Reduction", "one row of sum and mean while the number of rows changes"),
     "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
+    "backward": (
+        "nondet.probes.backward:Backward",
+        "gradients while batch and micro-batch change, and run to run: attention, norms, softmaxes, weights",
+    ),
     "all-reduce": (
         "nondet.probes.all_reduce:AllReduce",
         "one row of a sum over ranks while the message's size, its position, the run and the rank change",

@@ -17,13 +17,13 @@ from nondet.core.records import Culprit, Header, Run
 from nondet.core.runfile import open_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.probes import attention as packed
-from nondet.probes.base import Case, Options
+from nondet.probes.base import Case, Options, Probe
 from nondet.probes.runner import met_in, plan_jobs, run_jobs
 
 TOYS = "tests.probes.toys"
 
 
-class Toy:
+class Toy(Probe):
     """A probe whose variants are whatever the test says.
 
     Two cases under two implementations; `prepared` counts how often inputs were made.

@@ -1,0 +1,241 @@
+"""Gradients: whether their bits follow the batch, the micro-batch, or the moment.
+
+`invariant` is what a trainer gets under `nondet.batch_invariant(training=True)`, forward and backward both inside of
+the block; of a weight's gradient it is class "fold", the sums of `nondet.fold` (`nondet.kernels.fold`). `stock` is
+torch's autograd. Three questions:
+
+- What a gradient gives to a row, or to a request of attention, in batches of M.
+- What it gives to a weight, a sum over all tokens, where the same sequences come in micro-batches of 1, 2, 4 ... and
+  each adds to `.grad`. Stock adds each micro-batch's sum, so its order is the micro-batch's.
+- The same call again, where torch adds with atomics on a GPU: embeddings, gathers, attention's queries.
+
+Errors are those of the first variant, compared with torch's autograd in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nondet.core.inputs import generator, make
+from nondet.core.measure import Trial
+from nondet.probes import base
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory, size
+
+# Of x [M, W]; a weight [W] and a bias [W] where there are such, which are not learnt here.
+ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu_backward": lambda x, _: F.silu(x),
+    "softmax_backward": lambda x, _: x.softmax(-1),
+    "log_softmax_backward": lambda x, _: x.log_softmax(-1),
+    "rms_norm_backward": lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6),
+    "layer_norm_backward": lambda x, weight: F.layer_norm(x, weight.shape, weight, -weight, 1e-5),
+    "cross_entropy_backward": lambda x, _: F.cross_entropy(x, x.detach().argmin(-1), reduction="none"),
+}
+# Of a weight, x [tokens, K] and ids [tokens] below 40.
+WEIGHTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "linear_weight": lambda weight, x, _: F.linear(x, weight),
+    "rms_norm_weight": lambda weight, x, _: F.rms_norm(x, weight.shape, weight, 1e-6),
+    "embedding_weight": lambda weight, _, ids: F.embedding(ids, weight),
+}
+AGAIN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "embedding_dense_backward": lambda weight, ids: F.embedding(ids, weight),
+    "index_put_accumulate": lambda weight, ids: weight[ids],  # the gradient of what is gathered
+}
+_LOGITS = ("softmax_backward", "log_softmax_backward", "cross_entropy_backward")
+_VOCABULARY = 40
+_WIDTHS = {"cpu": (1000, 32000), "cuda": (4096, 151936)}  # hidden, vocabulary
+_BATCHES = (1, 2, 3, 5, 8, 16, 17, 32, 64, 128)
+_SEQUENCE, _SEQUENCES = 32, 16  # tokens of a sequence: a multiple of a step of class fold
+_MICRO = (16, 8, 4, 2, 1)
+_HEADS, _KEY_HEADS = 4, 2
+_TOKENS = 96
+_RUNS = {"cpu": 10, "cuda": 50}
+
+
+class Backward(Probe):
+    """Backward operators as autograd calls them."""
+
+    name = "backward"
+
+    def cases(self, options: Options) -> Iterable[Case]:
+        """Rows and requests in batches, weights in micro-batches, and what is run again; --m, --k, --n: M, W and N."""
+        for dtype in dtypes(options, "backward", ("bfloat16", "float32")):
+            for kind in kinds(options, ("bell",)):
+                yield from self._rows(options, dtype, kind)
+                yield from self._weights(options, dtype, kind)
+                yield from self._again(options, dtype, kind)
+
+    def _rows(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
+        hidden, vocabulary = _WIDTHS[options.device]
+        for name in (*ROWS, "attention_backward"):
+            head = _TOKENS * 64 * 2 * (_HEADS + _KEY_HEADS)
+            width = size("--k", options.k, vocabulary if name in _LOGITS else hidden)
+            each = head if name == "attention_backward" else width
+            largest = base.largest_batch(options, 16 if name == "attention_backward" else max(16, 2**20 // width))
+            largest = min(largest, 128) if options.m is None else largest
+            require_memory(options.device, 40 * largest * each, f"{name} of M={largest}")
+            shape = {"M": largest} | ({"T": _TOKENS, "D": 64} if name == "attention_backward" else {"W": width})
+            title, values = f"{name} in batches of M, {kind}", base.some(_BATCHES, largest, options)
+            yield self._case(title, name, shape, dtype, "batch_size", kind, values, rows=min(8, largest))
+
+    def _weights(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
+        K, N = size("--k", options.k, 256), size("--n", options.n, 192)
+        tokens = _SEQUENCE * _SEQUENCES
+        require_memory(options.device, (tokens + K) * (K + N) * (element_bytes(dtype) + 24), f"weights {K} x {N}")
+        for name in WEIGHTS:
+            shape = {"T": tokens, "K": K} | ({"N": N} if name == "linear_weight" else {})
+            title = f"{name}: {_SEQUENCES} sequences in micro-batches, {kind}"
+            yield self._case(title, name, shape, dtype, "micro_batch", kind, _MICRO)
+
+    def _again(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
+        K = size("--k", options.k, 256)
+        for name in (*AGAIN, "attention_backward"):
+            shape = {"T": _TOKENS, "D": 64} if name == "attention_backward" else {"T": _SEQUENCE * _SEQUENCES, "K": K}
+            title = f"{name}: the same call again, {kind}"
+            times = range(base.runs(options, _RUNS[options.device]))
+            yield self._case(title, name, shape, dtype, "run", kind, times, rows=8)
+
+    def _case(
+        self, title: str, name: str, shape: dict[str, int], dtype: str, varied: str, kind: str,
+        values: Iterable[int], rows: int = 0,
+    ) -> Case:  # fmt: skip
+        data = {"values": tuple(values), "rows": rows}
+        return Case(title, name, shape, dtype, varied, kind, ("stock", "invariant"), data=data)
+
+    def prepare(self, case: Case, device: str, seed: int) -> Any:
+        """x of rows [M, 2, W] beside their gradients, or requests [M, heads, T, D]; or a weight, x, ids, gradient."""
+        rng, dtype, shape = generator(seed, device), case.torch_dtype, case.shape
+        if case.operator == "attention_backward":
+            count = max(shape.get("M", 0), case.data["rows"])
+            return (make(case.inputs, (count, 2 * (_HEADS + _KEY_HEADS), _TOKENS, shape["D"]), dtype, device, rng),)
+        if case.operator in ROWS:
+            weight = make("bell", (shape["W"],), dtype, device, rng)
+            return make(case.inputs, (max(shape["M"], case.data["rows"]), 2, shape["W"]), dtype, device, rng), weight
+        T, K, N = shape["T"], shape["K"], shape.get("N", shape["K"])
+        at = {"linear_weight": (N, K), "rms_norm_weight": (K,)}.get(case.operator, (_VOCABULARY, K))
+        ids = torch.randint(0, _VOCABULARY, (T,), generator=rng, device=device)
+        x, above = (make(case.inputs, (T, wide), dtype, device, rng) for wide in (K, N))
+        return make("bell", at, dtype, device, rng), x, ids, above
+
+    def own(self, case: Case, impl: str) -> Operator:
+        """Autograd, or the same under `batch_invariant(training=True)`; sums over tokens in class fold."""
+        if impl == "stock":
+            return _folded_by_torch if case.varied == "micro_batch" else _gradient
+
+        def run(*arguments: Any) -> torch.Tensor:
+            from nondet.kernels.dispatch.block import batch_invariant
+
+            with batch_invariant(training=True) as block:
+                out = _folded(*arguments) if case.varied == "micro_batch" else _gradient(*arguments)
+            if risks := [line for line in block.coverage().lines() if not line.startswith("replaced")]:
+                raise NotImplementedError(f"batch_invariant(training=True) leaves {'; '.join(risks)}")
+            return out
+
+        return run
+
+    def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
+        """The same rows in batches of M; the same sequences in micro-batches; the same call again."""
+
+        def of_batch(batch: torch.Tensor) -> torch.Tensor:
+            return operator(case.operator, batch, *inputs[1:])
+
+        for value in case.data["values"]:
+            if case.varied == "batch_size":
+                yield Trial(value, partial(base.in_batches, of_batch, inputs[0], case.data["rows"], value))
+            elif case.varied == "micro_batch":
+                yield Trial(value, partial(operator, case.operator, value * _SEQUENCE, *inputs))
+            else:
+                yield Trial(value, partial(operator, case.operator, *inputs))
+
+    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
+        """Torch's autograd in float64."""
+        wide = [x.double() if x.is_floating_point() else x for x in inputs]
+        if case.varied == "micro_batch":
+            return _folded_by_torch(case.operator, case.shape["T"], *wide)
+        if case.varied == "batch_size":
+            wide[0] = wide[0][: case.data["rows"]]
+        return _gradient(case.operator, *wide)
+
+
+def _gradient(name: str, *tensors: torch.Tensor) -> torch.Tensor:
+    """The gradient of the first tensor by autograd; of attention that of q, k and v, heads beside each other."""
+    with torch.enable_grad():
+        if name == "attention_backward":
+            return _attention(tensors[0])
+        if name in ROWS:
+            x = tensors[0][:, 0].detach().contiguous().requires_grad_()
+            out = ROWS[name](x, tensors[1])
+            above = tensors[0][:, 1] if out.dim() == 2 else tensors[0][:, 1, 0]
+            (of_x,) = torch.autograd.grad(out, x, above.contiguous())
+            return of_x
+        weight, _, ids, above = tensors
+        leaf = weight.detach().requires_grad_()
+        (of_weight,) = torch.autograd.grad(AGAIN[name](leaf, ids), leaf, above)
+        return of_weight
+
+
+def _attention(packed: torch.Tensor) -> torch.Tensor:
+    sizes = [_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS]
+    *leaves, above = (x.detach().contiguous() for x in packed.split(sizes, 1))
+    q, k, v = (x.requires_grad_() for x in leaves)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return torch.cat(torch.autograd.grad(out, (q, k, v), above), 1)
+
+
+def _folded_by_torch(
+    name: str, tokens: int, weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, above: torch.Tensor
+) -> torch.Tensor:
+    """`weight.grad` after micro-batches of so many tokens each."""
+    model = _Model(name, weight)
+    leaf = model.inner.weight
+    with torch.enable_grad():
+        for seen, looked_up, gradient in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):
+            # a module of transformers computes in float32 what is asked in float64
+            wide = weight.dtype is torch.float64
+            out = WEIGHTS[name](leaf, seen, looked_up) if wide else model(looked_up, seen)
+            out.backward(gradient)
+    found: torch.Tensor = leaf.grad
+    return found
+
+
+def _folded(
+    name: str, tokens: int, weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, above: torch.Tensor
+) -> torch.Tensor:
+    """The same by `nondet.fold`: a module with the weight, each row of a micro-batch one sequence."""
+    from nondet.kernels.fold.gradients import fold
+
+    model = _Model(name, weight)
+    with fold(model) as sums:
+        for part in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):
+            seen, looked_up, gradient = (p.view(-1, _SEQUENCE, *p.shape[1:]) for p in part)
+            with torch.enable_grad():
+                out = model(looked_up, seen)
+                out.backward(gradient)
+        found: Any = sums.main_grad(model.inner.weight)
+    rounded: torch.Tensor = found.to(weight.dtype)
+    return rounded
+
+
+class _Model(torch.nn.Module):
+    """One module with the weight, called as transformers' models are."""
+
+    def __init__(self, name: str, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.takes_ids = name == "embedding_weight"
+        if name == "linear_weight":
+            self.inner: Any = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        elif self.takes_ids:
+            self.inner = torch.nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+        else:
+            from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+            self.inner = LlamaRMSNorm(len(weight), 1e-6)
+        self.inner.weight = torch.nn.Parameter(weight.detach().clone())
+
+    def forward(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> Any:
+        """[B, T, ...] of ids [B, T] and embeddings [B, T, K]."""
+        return self.inner(input_ids if self.takes_ids else inputs_embeds)
