@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nondet.core.records import Axis, Row
+from nondet.core.records import Axis, ClassError, Row
 from nondet.core.registry import PROBES
+from nondet.core.statistics import wilson
 from nondet.errors import one_line
-from nondet.reports.classes import axis_name, map_text
+from nondet.reports.classes import axis_name, letter, map_text
 from nondet.reports.document import (
     BRIEF,
     Bit,
@@ -35,6 +36,13 @@ _HELP = {
     "sample": "the model's own operators, at the sizes that the completions met",
     "bench": "row 0, or the last query, in batches of every size that was timed",
 }
+
+
+_ORDINARY = ("bell", "wide")  # inputs as a model has them: hard ones show an order, not an accuracy
+_HOW_BAD = (
+    "The error of each element in ULP of its dtype, of the first result of a class. More or less accurate "
+    "is said where a 95% interval of the share of nearer elements, were they independent, leaves out one half."
+)
 
 
 @dataclass(frozen=True)
@@ -231,6 +239,11 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
         made.append(Details("Reduction trees", [block for pair in ordered for block in _orders(*pair)], only="vm"))
     if probe.parted:
         made.append(Details("How far apart, and how far from float64", [_figures(probe.parted)], opened=opened))
+        plain = [row for case in probe.parted for row in case.measured if row.inputs in _ORDINARY]
+        told = [(row, i) for row in plain for i in range(len(row.class_errors))]
+        if told:
+            table: list[Block] = [_how_bad(told), Paragraph(_HOW_BAD, "soft")]
+            made.append(Details("How bad: each class against float64", table, opened=opened, only="mp"))
         maps = [block for case in probe.parted for block in _maps(case)]
         made.append(Details("Class maps", maps, only="vm"))
     if probe.clean:
@@ -348,6 +361,36 @@ def _figures(cases: Sequence[CaseGroup]) -> Table:
         },
         marks=marks,
     )
+
+
+def _how_bad(told: Sequence[tuple[Row, int]]) -> Table:
+    """A line a class of bits."""
+
+    def than_first(row: Row, label: int) -> str:
+        error = row.class_errors[label]
+        apart = error.closer + error.farther
+        if not label or not apart:
+            return "as near at every element" if label else "–"
+        low, high = wilson(error.closer, apart)
+        word = "more accurate" if low > 0.5 else "less accurate" if high < 0.5 else "merely different"
+        nearer = f"nearer at {counted(error.closer)}, farther at {counted(error.farther)}"
+        return f"{word}: {nearer} of {counted(error.elements)}"
+
+    def of(number: Callable[[ClassError], float], form: str = ".3g") -> Callable[[tuple[Row, int]], Inline]:
+        return lambda line: f"{number(line[0].class_errors[line[1]]):{form}}"
+
+    columns: dict[str, tuple[str, Callable[[tuple[Row, int]], Inline]]] = {
+        "case": ("wide", lambda line: Bit(f"{line[0].case}, {line[0].dtype}")),
+        "impl": ("nowrap", lambda line: Bit(line[0].impl, "code")),
+        "class": ("", lambda line: letter(line[1])),
+        "median, ULP": ("num", of(lambda e: e.median)),
+        "99%": ("num", of(lambda e: e.p99)),
+        "largest": ("num", of(lambda e: e.most)),
+        "bias": ("num", of(lambda e: e.mean, "+.2g")),
+        "than class A": ("wide", lambda line: than_first(*line)),
+    }
+    marks = [{"operator": row.operator, "impl": row.impl, "parted": ""} for row, _ in told]
+    return grid(told, columns, marks=marks)
 
 
 def _trials(row: Row) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from nondet.core.records import Difference, ErrorFigures
+from nondet.core.records import ClassError, Difference, ErrorFigures
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float4_e2m1fn_x2 packs two numbers in a byte and has no arithmetic: its bytes are compared, its values are not.
@@ -231,6 +231,9 @@ def _storable(x: float) -> float:
     return min(x, sys.float_info.max)
 
 
+_ELEMENTS = 2**20  # of a result whose distribution of errors is taken
+
+
 def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
     """Accuracy of `out` against a float64 reference of the same shape.
 
@@ -271,6 +274,39 @@ def errors_against(
             )
         )
     return errors, list(read)
+
+
+def class_errors(outs: Sequence[torch.Tensor], reference: torch.Tensor) -> list[ClassError]:
+    """Of each class's result how far it is from a float64 reference of its shape, by one look.
+
+    Args:
+        outs: Floating-point results of one shape and dtype; of more than a million elements evenly spread ones count.
+    """
+    step = -(-reference.numel() // _ELEMENTS)
+    exact = reference.flatten()[::step]
+    results = [out.flatten()[::step].double() for out in outs]
+    info = torch.finfo(outs[0].dtype)
+    # 2^e is the power of two at or below the reference, and eps the distance of neighbours above 1
+    exponent = torch.frexp(exact.abs().clamp_min(info.smallest_normal)).exponent - 1
+    errors = [(wide - exact) / torch.ldexp(torch.full_like(exact, info.eps), exponent) for wide in results]
+    known = torch.stack([torch.isfinite(error) for error in errors]).all(0)
+    errors = [error[known] for error in errors]
+    if not errors[0].numel():
+        return []
+    sizes = [error.abs() for error in errors]
+    marks = torch.tensor([0.5, 0.99], dtype=torch.float64, device=exact.device)
+    terms: list[torch.Tensor] = []
+    for error, size in zip(errors, sizes, strict=True):
+        half, most = torch.quantile(size, marks)
+        terms += [half, most, size.max(), error.mean(), (size < sizes[0]).sum(), (size > sizes[0]).sum()]
+    read, count = iter(numbers(*terms)), errors[0].numel()
+    return [
+        ClassError(
+            elements=count, median=_storable(next(read)), p99=_storable(next(read)), most=_storable(next(read)),
+            mean=next(read), closer=int(next(read)), farther=int(next(read)),
+        )
+        for _ in outs
+    ]  # fmt: skip
 
 
 def _error_terms(out: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, ...]:

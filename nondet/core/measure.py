@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from nondet.core.compare import ClassBook, errors_against, looked_at
+from nondet.core.compare import ClassBook, class_errors, errors_against, looked_at
 from nondet.core.launch import listen
-from nondet.core.records import ErrorFigures, Row, Status, Value
+from nondet.core.records import ClassError, ErrorFigures, Row, Status, Value
 from nondet.core.watch import Watch
 from nondet.errors import UserError, WrongResultError
 
@@ -122,6 +122,7 @@ def profile_variants(device: str) -> Iterator[VariantProfile]:
 _LISTED_VARIANTS = 4096
 # Of each class the first and the last variant are computed again; of a sweep with more classes, of the smallest ones.
 _CLASSES_REPLAYED = 12
+_CLASSES_TOLD = 12  # most classes whose errors are told one by one
 
 
 class Trial(NamedTuple):
@@ -228,11 +229,20 @@ def measure(
         difference=book.widest_difference(),
         error=errors[0] if errors else None,
         worst_error=max(errors, key=lambda e: math.inf if e.relative_norm is None else e.relative_norm, default=None),
+        class_errors=_class_errors(representatives, reference),
         accuracy=watch.accuracy if watch is not None else None,
         nonfinite=nonfinite,
         extra=details,
     )
     return _finished(row if listed else msgspec.structs.replace(row, values=[], labels=[]), started)
+
+
+def _class_errors(representatives: Sequence[torch.Tensor], reference: torch.Tensor | None) -> list[ClassError]:
+    """Of several classes, not too many to be read, of a dtype whose neighbours have one distance."""
+    if reference is None or not 1 < len(representatives) <= _CLASSES_TOLD:
+        return []
+    dtype = representatives[0].dtype
+    return class_errors(representatives, reference) if dtype.is_floating_point and dtype.itemsize > 1 else []
 
 
 def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **figures: Any) -> Row:

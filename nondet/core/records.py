@@ -158,6 +158,22 @@ class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
     max_ulp: int
 
 
+class ClassError(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the results of one class of bits are from the float64 reference, in ULP of the output dtype.
+
+    An ULP is the distance between neighbours at the reference; errors have fractions of it. Over elements that are
+    finite on both sides, those of the first variant that has the class.
+    """
+
+    elements: Count
+    median: Figure  # of the error's size
+    p99: Figure
+    most: Figure
+    mean: float  # with its sign: a bias
+    closer: Count  # elements at which the class is nearer to the reference than the first class, and
+    farther: Count  # farther; the others are as near
+
+
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Whole results of an operator, held against the float64 reference element by element."""
 
@@ -208,6 +224,8 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     difference: Difference | None = None
     error: ErrorFigures | None = None  # the first variant against the float64 reference; None where the probe has none
     worst_error: ErrorFigures | None = None  # the worst class against the float64 reference
+    # each class against the float64 reference, by label; empty of one class, of many, and where the probe has none
+    class_errors: list[ClassError] = []
     accuracy: Accuracy | None = None  # whole results against the reference; None where none was checked
     nonfinite: Count = 0  # elements of the first variant that are NaN or infinite
     extra: dict[str, Any] = {}  # what only this probe can say (a reduction tree, the range of the sums, ...)

@@ -14,6 +14,7 @@ import torch
 from nondet.core.compare import (
     ClassBook,
     bits,
+    class_errors,
     difference,
     digest,
     error_against,
@@ -448,3 +449,29 @@ def test_logits_are_held_against_each_other_by_bits(
     )
     assert logits_at_fault(bare, seen).startswith(why)
     assert bool(logits_at_fault(bare, seen)) == bool(why)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_of_classes_are_fractions_of_an_ulp(dtype: torch.dtype) -> None:
+    """A rounded reference is at most half an ULP away; one and a half ULP up is farther at each element."""
+    reference = torch.linspace(1.0, 7.9, 4001, dtype=torch.float64)
+    rounded = reference.to(dtype)
+    far = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
+    near, off = class_errors([rounded, far], reference)
+    assert near.elements == off.elements == 4001
+    assert near.most <= 0.5 * (1 + 1e-9)
+    assert 0.5 < off.median < 1.5
+    assert off.closer == 0
+    assert off.farther >= 4000  # one may be a tie
+    assert off.mean == pytest.approx(near.mean + 1.0, abs=2e-2)
+
+
+def test_errors_of_classes_leave_out_what_is_no_number() -> None:
+    """NaN and infinity on either side; a reference of zero has the ULP of the smallest normal number."""
+    reference = torch.tensor([1.0, torch.inf, 2.0, 0.0], dtype=torch.float64)
+    one = torch.tensor([1.0, torch.inf, torch.nan, 0.0])
+    two = torch.tensor([1.0, torch.inf, 2.0, torch.finfo(torch.float32).smallest_normal])
+    first, second = class_errors([one, two], reference)
+    assert (first.elements, first.most) == (2, 0.0)
+    assert (second.closer, second.farther, second.most) == (0, 1, 2.0**23)
+    assert class_errors([one[2:3], one[2:3]], reference[2:3]) == []

@@ -31,14 +31,17 @@ from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial, fingerprint, measure, row_of, written_to
 from nondet.core.processes import keep_freed_memory
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run
+from nondet.core.statistics import wilson
 from nondet.core.watch import Answers, Watch, bound_of
 from nondet.errors import WrongResultError
 from nondet.kernels import reference
 from nondet.kernels.experts import cpu
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
+from nondet.reports.html import render
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
+from tests.build import run_of
 from tests.probes import toys
 
 SMALL: dict[str, Any] = {"m": 32, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
@@ -83,6 +86,30 @@ def test_a_sound_kernel_is_clean_and_its_accuracy_is_on_record(dtype: str) -> No
         assert row.accuracy.calls >= 1
         assert 0 <= (row.accuracy.worst or 0.0) <= 1
         assert "Higham" in row.accuracy.source
+
+
+def test_a_class_says_whether_it_is_more_accurate_or_merely_different() -> None:
+    """Halves added in float32 are another order; a result that was rounded to bfloat16 on its way is less accurate."""
+    x, w = torch.randn(64, generator=generator(1, "cpu")), torch.randn(400, 64, generator=generator(2, "cpu"))
+    exact = x.double() @ w.double().T
+    halves = x[:32] @ w[:, :32].T + x[32:] @ w[:, 32:].T
+    rounded = (x.bfloat16().float() @ w.T)[None]
+    results = {1: (x @ w.T)[None], 2: halves[None], 3: rounded}
+    head = Row(
+        probe="matmul", case="c", operator="linear", shape={"M": 3}, dtype="float32", device="cpu", inputs="bell",
+        varied="batch_size", impl="stock", status="",
+    )  # fmt: skip
+    trials = [Trial(m, lambda m=m: results[m]) for m in results]  # type: ignore[misc] # binds the loop's
+    made = measure(head, trials, reference=exact[None])
+    first, other, worse = made.class_errors
+    assert (first.elements, first.closer, first.farther) == (400, 0, 0)
+    low, high = wilson(other.closer, other.closer + other.farther)
+    assert low < 0.5 < high
+    assert wilson(worse.closer, worse.closer + worse.farther)[1] < 0.5
+    assert worse.median > 100 * first.median
+    page = render([run_of(made)])
+    assert "merely different: nearer at" in page
+    assert "less accurate: nearer at" in page
 
 
 @pytest.mark.parametrize("toy", ["linear_every_fifth", "linear_rarely"])
