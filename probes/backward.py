@@ -7,7 +7,8 @@ torch's autograd. Three questions:
 - What a gradient gives to a row, or to a request of attention, in batches of M.
 - What it gives to a weight, a sum over all tokens, where the same sequences come in micro-batches of 1, 2, 4 ... and
   each adds to `.grad`. Stock adds each micro-batch's sum, so its order is the micro-batch's.
-- The same call again, where torch adds with atomics on a GPU: embeddings, gathers, attention's queries.
+- The same call again, of every operator, so that what a batch changes is told from what a moment does: on a GPU torch
+  adds with atomics in embeddings, gathers and attention's queries.
 
 Errors are those of the first variant, compared with torch's autograd in float64.
 """
@@ -93,8 +94,13 @@ class Backward(Probe):
 
     def _again(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
         K = size("--k", options.k, 256)
-        for name in (*AGAIN, "attention_backward"):
-            shape = {"T": _TOKENS, "D": 64} if name == "attention_backward" else {"T": _SEQUENCE * _SEQUENCES, "K": K}
+        for name in (*AGAIN, *WEIGHTS, *ROWS, "attention_backward"):
+            if name in ROWS:
+                shape = {"M": 8, "W": K}
+            elif name == "attention_backward":
+                shape = {"T": _TOKENS, "D": 64}
+            else:
+                shape = {"T": _SEQUENCE * _SEQUENCES, "K": K}
             title = f"{name}: the same call again, {kind}"
             times = range(base.runs(options, _RUNS[options.device]))
             yield self._case(title, name, shape, dtype, "run", kind, times, rows=8)
@@ -124,14 +130,15 @@ class Backward(Probe):
     def own(self, case: Case, impl: str) -> Operator:
         """Autograd, or the same under `batch_invariant(training=True)`; sums over tokens in class fold."""
         if impl == "stock":
-            return _folded_by_torch if case.varied == "micro_batch" else _gradient
+            return _folded_by_torch if case.operator in WEIGHTS else _gradient
 
         def run(*arguments: Any) -> torch.Tensor:
             from nondet.kernels.dispatch.block import batch_invariant
 
             with batch_invariant(training=True) as block:
-                out = _folded(*arguments) if case.varied == "micro_batch" else _gradient(*arguments)
-            if risks := [line for line in block.coverage().lines() if not line.startswith("replaced")]:
+                out = _folded(*arguments) if case.operator in WEIGHTS else _gradient(*arguments)
+            seen = block.coverage()
+            if risks := [*seen.left, *seen.at_risk]:
                 raise NotImplementedError(f"batch_invariant(training=True) leaves {'; '.join(risks)}")
             return out
 
@@ -149,12 +156,16 @@ class Backward(Probe):
             elif case.varied == "micro_batch":
                 yield Trial(value, partial(operator, case.operator, value * _SEQUENCE, *inputs))
             else:
-                yield Trial(value, partial(operator, case.operator, *inputs))
+                call = partial(operator, case.operator)
+                yield Trial(
+                    value,
+                    partial(call, case.shape["T"], *inputs) if case.operator in WEIGHTS else partial(call, *inputs),
+                )
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """Torch's autograd in float64."""
         wide = [x.double() if x.is_floating_point() else x for x in inputs]
-        if case.varied == "micro_batch":
+        if case.operator in WEIGHTS:
             return _folded_by_torch(case.operator, case.shape["T"], *wide)
         if case.varied == "batch_size":
             wide[0] = wide[0][: case.data["rows"]]

@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1200,
     "kernels": 19450,
     "nondet": 1821,
-    "probes": 5145,
+    "probes": 5155,
     "ranks": 596,
     "reports": 6025,
     "sampling": 6155,

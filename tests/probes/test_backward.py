@@ -14,6 +14,8 @@ from nondet.kernels.fold import gradients
 from nondet.probes import backward
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
+from nondet.verdict.findings import Finding
+from nondet.verdict.rows import judge_rows
 from tests.build import DEVICE
 
 
@@ -40,6 +42,15 @@ def test_stock_s_weights_follow_the_micro_batch(found):
     stock = [row for (_, varied, _, impl), row in found.items() if varied == "micro_batch" and impl == "stock"]
     assert len(stock) == 6
     assert {(row.status, row.axis) for row in stock} == {("divergent", "batch")}
+
+
+def test_every_operator_is_also_called_again(found):
+    """So a verdict tells the batch from the moment."""
+    for varied in ("batch_size", "micro_batch"):
+        assert {key[0] for key in found if key[1] == varied} <= {key[0] for key in found if key[1] == "run"}
+    verdict = judge_rows([row for row in found.values() if row.impl == "stock"])[0]
+    if DEVICE == "cpu":
+        assert verdict.findings == (Finding.BATCH,)
 
 
 def test_our_error_is_stock_s(found):
