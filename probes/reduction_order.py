@@ -441,7 +441,8 @@ def of_attention(
 ) -> Sum:
     """The last of M queries over K keys, all seen with equal scores: of each column of the values the mean.
 
-    A weight is exp(0) = 1 before it is divided, or 1 / K after, which is exact where K is a power of two.
+    A weight is exp(0) before it is divided: 1, or what torch's vectors take it for. Or it is 1 / K after, which is exact
+    where K is a power of two.
 
     Args:
         operator: (q [1, 1, M, D], k, v [1, 1, K, D]) -> [1, 1, M, D], causal.
@@ -466,7 +467,7 @@ def of_attention(
     which = "column 0" if every >= D else f"every {every}th column" if every > 1 else ""
     further = _APART if every == 1 and D > _APART else D
     fewer = partial(of_attention, operator, M, K, dtype, device, D, further) if every < D else None
-    finishes = ("divided by K", "times 1/K")
+    finishes = ("divided by K", "times 1/K", *([emulator.VECTOR_WEIGHTS] if device == "cpu" else []))
     return Sum(ask, draw, len(columns), K, dtype, device, finishes, which, fewer)
 
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from nondet.core.records import Row
-from nondet.kernels.emulator import Tree, chain
+from nondet.kernels.emulator import VECTOR_WEIGHTS, Tree, chain
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import (
     NotASumError,
     find,
+    of_attention,
     of_exponentials,
     of_product,
     of_rows,
@@ -470,6 +471,22 @@ def test_a_sound_attention_has_one_tree() -> None:
     row, *_ = [r for r in run(f"attention={__name__}:attention_sound", k=64, n=32) if r.operator == "attention"]
     (tree,) = row.extra["reduction_trees"]["classes"]
     assert (tree["words"], tree["proven"], tree["arithmetic"]) == ("one chain of 64", True, "in float32, divided by K")
+
+
+@pytest.mark.parametrize(("off", "finish"), [(0, "divided by K"), (896, VECTOR_WEIGHTS), (2000, None)])
+def test_weights_that_a_fast_exponential_gave_are_seen_in_their_sum(off: int, finish: str | None) -> None:
+    """As torch's attention has them in bfloat16 on a CPU: rounded to 1, but divided by the sum of what exp gave."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(v.shape[-1])
+        for row in v[0, 0].float():
+            total += row
+        by = torch.tensor(1.0) / (500 - 496 * off / 2**24)
+        return (total * by).to(v.dtype).expand(q.shape[2:])[None, None]
+
+    result = find(of_attention(attention, 1, 500, torch.bfloat16, "cpu"))
+    assert result.tree == chain(500)
+    assert (result.proven.finish if result.proven is not None else None) == finish, result.words
 
 
 @pytest.mark.parametrize("impl", [f"all_reduce={__name__}:reduced_by_size", "invariant"])
