@@ -398,6 +398,7 @@ def _zeros(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> tor
 
     Half of the numbers are so much larger than the others that adding one of each rounds, however short the dtype: in
     float32, and in float64 in every third three rows. Each sum is 0 but for these roundings: a short result shows them.
+    In every second row the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry.
     """
     rng = np.random.default_rng(seed)
     spread = 8 + int(np.log2(K)) // 2
@@ -412,6 +413,8 @@ def _zeros(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> tor
         numbers = rng.uniform(1, 2, half) * 2.0**exponents
         row[places[:half]] = numbers
         row[places[half : 2 * half]] = -numbers
+        if half and i % 2:
+            row[places[half + np.abs(numbers).argmin()]] = 0.0
     return torch.from_numpy(made).to(dtype).to(device)
 
 
@@ -441,7 +444,7 @@ def of_attention(
 ) -> Sum:
     """The last of M queries over K keys, all seen with equal scores: of each column of the values the mean.
 
-    A weight is exp(0) before it is divided: 1, or what torch's vectors take it for. Or it is 1 / K after, which is exact
+    A weight is exp(0) before it is divided: 1, or what torch's vectors take it for. After it is 1 / K, which is exact
     where K is a power of two.
 
     Args:
