@@ -68,6 +68,7 @@ def _table(told: Sequence[Pair], **more: Any) -> Table:
         "other bits": ("num", of(lambda f: f"{counted(f.differ)} of {counted(f.tokens)}")),
         "K3": ("num", of(lambda f: f"{f.k3:.1e}" if f.k3 else "0")),
         "95%": ("num", of(interval)),
+        "KL, whole rows": ("num", lambda p: f"{p.kl:.1e}" if p.rows_differ else "0" if p.whole else "–"),
         "outside 1%": ("num", of(lambda f: f"{f.outside / f.tokens:.1%}")),
         "ratios": ("num", of(lambda f: "{:.3f} to {:.3f}".format(*f.ratios))),
         "|d|: middle, 99%, 99.9%": ("num", of(lambda f: ", ".join(f"{f.tails[q]:.1e}" for q in (0.5, 0.99, 0.999)))),
@@ -75,7 +76,9 @@ def _table(told: Sequence[Pair], **more: Any) -> Table:
         "4,096 tokens in 0.5 to 2": ("num", of(lambda f: f"{f.long[1]:.1%}")),
         "s, sample + train": ("num", seconds),
     }
-    return grid(told, columns, unshown=list(columns)[5:], **more)
+    if not any(p.whole for p in told):
+        del columns["KL, whole rows"]
+    return grid(told, columns, unshown=list(columns)[list(columns).index("ratios") :], **more)
 
 
 def _kinds(pair: Pair, **more: Any) -> Table:

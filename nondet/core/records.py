@@ -756,6 +756,22 @@ class MismatchPlace(ImplementationRecord, frozen=True, tag="mismatch-place", kw_
     unsteady: str = ""  # sampler or trainer, if made again it gave other bits: then nothing is known
 
 
+class MismatchVocabulary(ImplementationRecord, frozen=True, tag="mismatch-vocabulary", kw_only=True):
+    """Whole rows of both sides' logits, each before a sampled token; which ones was drawn ahead of the sampling."""
+
+    keyed_by = ("impl",)
+    size: Size  # of the vocabulary
+    rollouts: list[str] = []  # of each row: its rollout's name,
+    positions: list[Count] = []  # the position in its text,
+    differ: list[Count] = []  # logits that are not the same number on both sides, bit for bit,
+    kl: list[Figure] = []  # and KL(sampler || trainer) in nats at temperature 1, summed in float64
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a row lacks one of its entries."""
+        if len({len(self.rollouts), len(self.positions), len(self.differ), len(self.kl)}) != 1:
+            raise ValueError("rows of logits have lists of other lengths")
+
+
 class MismatchCost(ImplementationRecord, frozen=True, tag="mismatch-cost", kw_only=True):
     """Seconds of both sides of an arm, and what the dispatcher says ran there."""
 
@@ -908,6 +924,7 @@ class Run(msgspec.Struct, kw_only=True):
     mismatch_effects: list[MismatchEffect] = []
     mismatch_costs: list[MismatchCost] = []
     mismatch_places: list[MismatchPlace] = []
+    mismatch_vocabularies: list[MismatchVocabulary] = []
     complete: bool = True  # whether the end line is there
     source: str = ""  # where it was read from, for messages
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nondet.core.records import MismatchCost, MismatchEffect, MismatchPlace, MismatchRollout
+from nondet.core.compare import bits
+from nondet.core.records import MismatchCost, MismatchEffect, MismatchPlace, MismatchRollout, MismatchVocabulary
 from nondet.core.runfile import RunWriter
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import batch_invariant
@@ -25,10 +28,12 @@ from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Spec, gradient, layout, score, widths
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Load, Request, Sampling, Session, Watcher
+from nondet.sampling.plan import Load, Request, Sampling, Session, StepLog, Watcher
+from nondet.sampling.schedule import requested_logits
 from nondet.trace.trainer import Batch, Row, first_difference
 
 _SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
+_WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, at most
 _EFFECT = 16  # rollouts of each of the two batches whose gradients are compared, at most
 Told = Callable[[str], None]
 
@@ -81,14 +86,77 @@ def _kernels(side: str, ran: Counter[str], arm: Arm) -> Iterator[None]:
     ran.update({f"{side}: {what}": count for what, count in block.coverage().counts().items()})
 
 
-def sampled(loaded: LoadedModel, asked: Asked) -> list[Rollout]:
+def sampled(loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None) -> list[Rollout]:
     """Drawn at temperature 1 by the engine under load: prefills are chunked, and decodes share steps with them."""
-    session, rollouts = _session(loaded, asked), []
+    session, rollouts = _session(loaded, asked, watcher), []
     for o in sorted(session.outcomes, key=lambda o: o.request.id):
         start, ids = len(o.request.prompt), [*o.request.prompt, *o.token_ids]
         values = np.frombuffer(o.logprobs, dtype="<f4").astype(np.float32)
         rollouts.append(Rollout(o.request.id, ids, range(start, len(ids)), values))
     return rollouts
+
+
+class WholeRows:
+    """A watcher that keeps the engine's logits before some tokens, of any rollout, drawn by seed.
+
+    Attributes:
+        kept: (request, position of the token before) -> [V], in the model's dtype, where the engine came so far.
+    """
+
+    done = False
+
+    def __init__(self, loaded: LoadedModel, asked: Asked) -> None:
+        starts = [len(loaded.encode(text)) for text in asked.prompts]
+        every, each = range(len(starts) * asked.n * asked.tokens), asked.n * asked.tokens
+        rng = random.Random(f"nondet mismatch rows {asked.seed}")  # noqa: S311 - a sample, no secret
+        drawn = rng.sample(every, min(len(every), _WHOLE_ROWS))
+        self._places = {
+            (_name(k // each, k % each // asked.tokens), starts[k // each] + k % asked.tokens - 1) for k in drawn
+        }
+        self.kept: dict[tuple[str, int], torch.Tensor] = {}
+
+    @contextmanager
+    def attached(self, model: Any, log: StepLog) -> Iterator[None]:
+        """A hook on the model, for one session."""
+
+        def keep(_module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            logits = requested_logits(kwargs, output)
+            predicting = [(span.request, span.first + span.rows - 1) for span in log.pack if span.new]
+            for row, place in enumerate(predicting):
+                if place in self._places:
+                    self.kept[place] = logits[row].detach().clone()
+
+        # ahead of the engine's own, which leaves of the logits what makes it choose the token that was drawn
+        handle = model.register_forward_hook(keep, with_kwargs=True, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def over_vocabulary(
+    impl: str, sampler: Mapping[tuple[str, int], torch.Tensor], trainer: Mapping[tuple[str, int], torch.Tensor]
+) -> MismatchVocabulary | None:
+    """Both sides' logits [V] by (rollout, position), where both have them; None where none is."""
+    places = sorted(sampler.keys() & trainer.keys())
+    differ, kl = [], []
+    for place in places:
+        one, other = (side[place].double() for side in (sampler, trainer))  # exact
+        differ.append(int((bits(one) != bits(other)).sum()))
+        mine, theirs = one.log_softmax(-1), other.log_softmax(-1)
+        terms = torch.where(mine.isneginf(), 0.0, mine.exp() * (mine - theirs))
+        total = float(terms.sum()) if differ[-1] else 0.0
+        kl.append(max(0.0, total) if math.isfinite(total) else sys.float_info.max)
+    if not places:
+        return None
+    names, positions = zip(*places, strict=True)
+    return MismatchVocabulary(
+        impl=impl, size=len(one), rollouts=list(names), positions=list(positions), differ=differ, kl=kl
+    )
+
+
+def _name(prompt: int, rollout: int) -> str:
+    return f"p{prompt:03d}-{rollout:04d}"
 
 
 def _session(
@@ -100,7 +168,7 @@ def _session(
         for j in range(asked.n):
             drawn = Sampling(1.0, 0, 1.0, (asked.seed * 1_000_003 + i * 10_007 + j) % 2**63)
             prompt, arrival = tuple(loaded.encode(text)), rng.randrange(_SPREAD)
-            name, draw = f"p{i:03d}-{j:04d}", None if again else drawn
+            name, draw = _name(i, j), None if again else drawn
             requests.append(Request(name, True, prompt, asked.tokens, arrival, i, draw))
     unused, count = (1, 1), len(requests)  # lengths of background requests
     load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
@@ -140,18 +208,27 @@ def _arm(
     kernels, ran = arm_of(arm), Counter[str]()
     if kernels.trainer:
         spec = replace(spec, formula="token_logprobs")
-    started = time.perf_counter()
+    started, rows, trained = time.perf_counter(), None, dict[tuple[str, int], torch.Tensor]()
     if asked is not None and sampler is not None:
         told(f"{arm}: sampling")
+        rows = WholeRows(sampler, asked)
         with _kernels("sampler", ran, kernels):
-            rollouts = sampled(sampler, asked)
+            rollouts = sampled(sampler, asked, rows)
+    following = iter(rollouts)
+
+    def keep(logits: torch.Tensor, _ids: torch.Tensor) -> None:
+        rollout = next(following)
+        for at, i in enumerate(rollout.drawn):
+            if rows is not None and (rollout.name, i - 1) in rows.kept:
+                trained[rollout.name, i - 1] = logits[at].clone()
+
     drawn = time.perf_counter()
     trainers = [r.trainer for r in rollouts if r.trainer is not None]
     ours = len(trainers) < len(rollouts)
     with _kernels("trainer", ran, kernels):
         if ours and trainer is not None:
             told(f"{arm}: the trainer's forward")
-            values = score(trainer.model, rollouts, spec, gradients=True)
+            values = score(trainer.model, rollouts, spec, gradients=True, keep=keep)
         else:
             values = np.concatenate(trainers)
         ended, at = time.perf_counter(), 0
@@ -170,6 +247,10 @@ def _arm(
             if effect is not None:
                 _put(writer, effect)
     differ = bool((seen.view(np.uint32) != values.view(np.uint32)).any())
+    whole = over_vocabulary(arm, rows.kept, trained) if rows is not None else None
+    if whole is not None:
+        _put(writer, whole)
+        differ = differ or any(whole.differ)
     # in two formats the embedding is the first to differ, which says nothing
     if differ and asked and sampler and trainer and trainer.dtype == sampler.dtype and not spec.autocast:
         told(f"{arm}: the first call that differs")

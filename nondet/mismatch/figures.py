@@ -91,19 +91,8 @@ class Figures:
 
     @cached_property
     def k3_interval(self) -> tuple[float, float] | None:
-        """K3's 95% interval, by sequence: tokens of one are not independent. None of fewer than five sequences.
-
-        Percentiles of 2,000 resamples of whole sequences with replacement, each sum of terms over its own number of
-        tokens; the draws are of seed 0, so that a file has one interval.
-        """
-        if len(self.lengths) < _SEQUENCES_LEAST:
-            return None
-        sums, lengths = self._sums(self.terms), np.asarray(self.lengths)
-        rng = np.random.default_rng(0)
-        drawn = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_RESAMPLES)
-        tail = (1 - CONFIDENCE) / 2
-        low, high = np.quantile((drawn @ sums) / (drawn @ lengths), (tail, 1 - tail))
-        return float(low), float(high)
+        """K3's 95% interval; see `interval_by_sequence`."""
+        return interval_by_sequence(self._sums(self.terms), self.lengths)
 
     @cached_property
     def ratios(self) -> tuple[float, float]:
@@ -175,6 +164,25 @@ class Figures:
                 mean, most = float(size.mean()), float(size.max())
                 found.append(Bin(ends[i], ends[i + 1], int(mine.sum()), float(terms.mean()), mean, most))
         return found
+
+
+def interval_by_sequence(sums: Floats, lengths: Sequence[int]) -> tuple[float, float] | None:
+    """The 95% interval of a mean over tokens: those of one sequence are not independent. None below five sequences.
+
+    Percentiles of 2,000 resamples of whole sequences with replacement, each sum of terms over its own number of
+    tokens; the draws are of seed 0, so that a file has one interval.
+
+    Args:
+        sums: [m], of each sequence's terms.
+        lengths: [m], how many these are.
+    """
+    if len(lengths) < _SEQUENCES_LEAST:
+        return None
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=_RESAMPLES)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile((drawn @ sums) / (drawn @ np.asarray(lengths)), (tail, 1 - tail))
+    return float(low), float(high)
 
 
 def _exp(value: float) -> float:

@@ -17,9 +17,10 @@ from nondet.core.records import (
     MismatchKind,
     MismatchPlace,
     MismatchRollout,
+    MismatchVocabulary,
     Run,
 )
-from nondet.mismatch.figures import Bin, Figures
+from nondet.mismatch.figures import Bin, Figures, interval_by_sequence
 from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason
 
@@ -45,6 +46,7 @@ class Pair:
     kinds: Sequence[MismatchKind]
     floor: MismatchFloor | None
     place: MismatchPlace | None
+    whole: MismatchVocabulary | None
     effect: MismatchEffect | None
     cost: MismatchCost | None
 
@@ -69,6 +71,24 @@ class Pair:
             terms, size = f.terms[np.concatenate(mine)], np.abs(f.distance[np.concatenate(mine)])
             found.append(Bin(step, step, len(terms), float(terms.mean()), float(size.mean()), float(size.max())))
         return found
+
+    @property
+    def rows_differ(self) -> int:
+        """Whole rows of logits that do."""
+        return sum(n > 0 for n in self.whole.differ) if self.whole else 0
+
+    @property
+    def kl(self) -> float:
+        """KL(sampler || trainer), nats a token: the mean over whole rows; 0 of none."""
+        return sum(self.whole.kl) / len(self.whole.kl) if self.whole and self.whole.kl else 0.0
+
+    @cached_property
+    def kl_interval(self) -> tuple[float, float] | None:
+        """Its 95% interval, by rollout."""
+        by: dict[str, list[float]] = {}
+        for name, value in zip(self.whole.rollouts, self.whole.kl, strict=True) if self.whole else ():
+            by.setdefault(name, []).append(value)
+        return interval_by_sequence(np.array([sum(v) for v in by.values()]), [len(v) for v in by.values()])
 
     @cached_property
     def named(self) -> MismatchKind | None:
@@ -119,7 +139,8 @@ def pairs(run: Run) -> list[Pair]:
         place = next(iter(of(run.mismatch_places, impl)), None)
         kinds = sorted(of(run.mismatch_kinds, impl), key=lambda k: k.left)
         good, bad = ([r for r in mine if (r.status == "ok") == ok] for ok in (True, False))
-        made.append(Pair(impl, good, bad, kinds, floor, place, effect, cost))
+        whole = next(iter(of(run.mismatch_vocabularies, impl)), None)
+        made.append(Pair(impl, good, bad, kinds, floor, place, whole, effect, cost))
     return made
 
 
@@ -135,9 +156,14 @@ def _judge(pair: Pair, told: Sequence[Pair]) -> Verdict:
     if figures is None:
         return Verdict(pair.impl, (Finding.UNTESTED,), (reason("mm-none"),), tuple(failed))
     counted = {"tokens": figures.tokens, "rollouts": len(figures.lengths)}
-    if not figures.differ:
+    rows = _rows(pair)
+    if not figures.differ and not pair.rows_differ:
         bound = reason("rl-bound", rate=figures.bound)
-        return Verdict(pair.impl, (Finding.CLEAN,), (reason("mm-zero", **counted),), tuple(failed), bounds=(bound,))
+        zero = (reason("mm-zero", **counted),)
+        return Verdict(pair.impl, (Finding.CLEAN,), zero, (*failed, *rows), bounds=(bound,))
+    if not figures.differ:
+        only = reason("mm-rows-only", **counted, rows=pair.rows_differ, n=len(pair.whole.differ) if pair.whole else 0)
+        return Verdict(pair.impl, (Finding.MISMATCH,), (only,), (*failed, *rows, *_where(pair)))
     ends = figures.k3_interval
     interval = reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
     seen = reason("mm-apart", **counted, differ=figures.differ, k3=figures.k3, interval=interval)
@@ -145,8 +171,20 @@ def _judge(pair: Pair, told: Sequence[Pair]) -> Verdict:
     tails = reason("mm-tails", outside=figures.outside / figures.tokens, least=least, most=most)
     deviation, share = figures.long
     long = reason("mm-long", share=share, deviation=deviation)
-    notes = [*failed, *_kind(pair), *_where(pair), long, *_so_what(pair, told)]
+    notes = [*failed, *_kind(pair), *_where(pair), *rows, long, *_so_what(pair, told)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen, tails), tuple(notes))
+
+
+def _rows(pair: Pair) -> list[Reason]:
+    """The whole vocabulary, where it was compared; of sides that gave logprobs alone, that it was not."""
+    if (w := pair.whole) is None or not w.differ:
+        return [reason("mm-rows-none")]
+    told = {"n": len(w.differ), "size": w.size}
+    if not pair.rows_differ:
+        return [reason("mm-rows-zero", **told)]
+    ends = pair.kl_interval
+    interval = reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
+    return [reason("mm-rows", **told, rows=pair.rows_differ, kl=pair.kl, most=max(w.kl), interval=interval)]
 
 
 def _kind(pair: Pair) -> list[Reason]:
@@ -234,6 +272,7 @@ def beyond(run: Run, limits: Thresholds) -> tuple[list[Reason], list[Reason]]:
         told = {
             "other bits": (figures.differ, limits.bits), "K3": (figures.k3, limits.k3),
             "mean of exp |d|": (figures.mult_prob_error, limits.mult_prob_error),
+            "rows of other logits": (pair.rows_differ, 0 if limits.bits == 0 and pair.whole else None),
         }  # fmt: skip
         for name, (value, limit) in told.items():
             if limit is not None:

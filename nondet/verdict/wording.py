@@ -209,6 +209,12 @@ WORDS: dict[str, str] = {
     "mm-zero": "no divergence observed: 0 of {tokens:#token} in {rollouts:#rollout} have other logprob bits",
     "mm-apart": "mismatched: {differ:,} of {tokens:#token} in {rollouts:#rollout} have other logprob bits, K3 "
     "{k3:.1e}{interval}",
+    "mm-rows-only": "mismatched: {tokens:#token} in {rollouts:#rollout} have the same logprob bits, and {rows:,} of "
+    "{n:#row} of logits differ elsewhere in the vocabulary",
+    "mm-rows-zero": "Whole rows: at {n:#position} drawn by seed all {size:,} logits are the same, so KL is 0 there.",
+    "mm-rows": "Whole rows: at {rows:,} of {n:#position} drawn by seed logits differ; KL over the vocabulary of "
+    "{size:,} is {kl:.1e} nats a token{interval}, at most {most:.1e}.",
+    "mm-rows-none": "The logprobs of the sampled tokens were compared, not the whole vocabulary.",
     "mm-interval": " (95%, by sequence: {low:.1e} to {high:.1e})",
     "mm-tails": "{outside:near} of ratios outside 0.99 to 1.01, {least:.3f} to {most:.3f}",
     "mm-long": "If tokens went on so, a rollout of 4,096 would have a ratio between 0.5 and 2 with a chance of "

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import nondet
 from nondet.cli import main
@@ -18,6 +21,7 @@ from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.mismatch import collect
+from nondet.mismatch import trainer as trainer_module
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import Outcome, decide, judge
 from nondet.verdict.mismatch import Thresholds, pairs
@@ -58,6 +62,7 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     assert (verdict.impl, verdict.finding) == ("file", Finding.MISMATCH)
     assert verdict.text.startswith("mismatched: 48 of 48 tokens in 6 rollouts have other logprob bits, K3 ")
     assert any("not tested" in note for note in verdict.notes)
+    assert "The logprobs of the sampled tokens were compared, not the whole vocabulary." in verdict.notes
 
 
 def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
@@ -208,6 +213,58 @@ def test_the_embedded_model_differs_stock_and_not_invariant(whole: Path) -> None
     assert (stock.finding, invariant.finding) == (Finding.MISMATCH, Finding.CLEAN)
     assert any(note.startswith("Kind: numeric.") for note in stock.notes)
     assert any(note.startswith("Invariant on both sides leaves 0 of 24 tokens") for note in stock.notes)
+    assert (
+        "Whole rows: at 24 positions drawn by seed all 4,096 logits are the same, so KL is 0 there." in invariant.notes
+    )
+    told = pairs(read_run(whole))
+    assert [pair.whole is not None and len(pair.whole.differ) for pair in told] == [24, 24]
+    assert 0 < told[0].kl < 1e-2
+    assert told[1].kl == 0
+
+
+def of_positions(rows: dict[int, list[float]], dtype: torch.dtype) -> dict[tuple[str, int], torch.Tensor]:
+    return {("r", place): torch.tensor(row, dtype=dtype) for place, row in rows.items()}
+
+
+def test_whole_rows_are_compared_by_number_and_by_their_distributions() -> None:
+    """Against KL by hand; a row that one side lacks is left out; a token that both exclude is no difference."""
+    sampler = of_positions({3: [0.0, 1.0], 4: [2.0, -math.inf], 5: [1.0, 2.0]}, torch.bfloat16)
+    trainer = of_positions({3: [0.0, 0.0], 4: [2.0, -math.inf], 6: [1.0, 2.0]}, torch.float32)
+    found = collect.over_vocabulary("stock", sampler, trainer)
+    assert found is not None
+    assert (found.size, found.positions, found.differ) == (2, [3, 4], [1, 0])
+    p = 1 / (1 + math.e)
+    assert found.kl == pytest.approx([p * math.log(2 * p) + (1 - p) * math.log(2 - 2 * p), 0.0], rel=1e-12)
+    assert collect.over_vocabulary("stock", sampler, {}) is None
+    beyond_all = collect.over_vocabulary("stock", sampler, of_positions({3: [0.0, -math.inf]}, torch.float32))
+    assert beyond_all is not None
+    assert beyond_all.kl == [sys.float_info.max]
+
+
+def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sampled tokens' logprobs have the very bits: the sum goes over the same numbers."""
+    sound = trainer_module._logits
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        for logits, ids, count in sound(*args, **kwargs):
+            one, other = sorted(set(range(10)) - set(ids.tolist()))[:2]
+            order = list(range(logits.shape[-1]))
+            order[one], order[other] = other, one
+            yield logits[..., order], ids, count
+
+    monkeypatch.setattr(trainer_module, "_logits", swapped)
+    out = tmp_path / "m.jsonl"
+    assert main(["mismatch", *SMALL, "--arms", "invariant", "--out", str(out), "--quiet"]) == 0
+    run = read_run(out)
+    [verdict] = judge(run)
+    assert pairs(run)[0].figures.differ == 0
+    assert verdict.finding == Finding.MISMATCH
+    assert verdict.text.startswith("mismatched: 24 tokens in 4 rollouts have the same logprob bits, and 24 of 24 rows")
+    assert main(["gate", str(out), "--quiet", "--mismatch-bits", "0"]) == 3
+    assert main(["gate", str(out), "--quiet"]) == 3
+    assert "rows of other logits" in capsys.readouterr().out
 
 
 def test_a_killed_run_goes_on_with_its_bits(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
