@@ -231,9 +231,11 @@ def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If blocks were merged in an order that depends on the batch, the first use would say so and not compute."""
     honest = cpu_attention._merge_blocks
 
-    def dishonest(*args: object) -> torch.Tensor:
-        out = honest(*args)  # type: ignore[arg-type]  # passed through
-        return out if out.shape[0] * out.shape[1] < 100 else torch.nextafter(out, torch.ones(()))
+    def dishonest(*args: object) -> object:
+        room = honest(*args)  # type: ignore[arg-type]  # passed through
+        if room.parts.shape[0] * room.parts.shape[1] >= 100:
+            room.parts.copy_(torch.nextafter(room.parts, torch.ones(())))
+        return room
 
     monkeypatch.setattr(cpu_attention, "_merge_blocks", dishonest)
     monkeypatch.setattr(cpu_attention, "_verified", {})

@@ -124,6 +124,36 @@ def test_a_plan_is_of_its_settings() -> None:
             torch.set_num_threads(threads)
 
 
+def test_attention_is_asked_for_as_a_whole(request: pytest.FixtureRequest) -> None:
+    """One pair of shapes, and a flag, a scale, a mask or what stands in the mask decides: no plan takes another's."""
+    q, k, v = (drawn(2, 4, 9, 16, seed=seed) for seed in (1, 2, 3))
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    mask[..., 0] = False
+    attend = F.scaled_dot_product_attention
+    asked: dict[str, Callable[[], torch.Tensor]] = {
+        "whole": lambda: attend(q, k, v),
+        "causal": lambda: attend(q, k, v, is_causal=True),
+        "scaled": lambda: attend(q, k, v, scale=0.5),
+        "masked": lambda: attend(q, k, v, attn_mask=mask),
+        "by token": lambda: attend(q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        "fewer heads": lambda: attend(q, k[:, :2], v[:, :2], enable_gqa=True),
+        "half": lambda: attend(q.half(), k.half(), v.half()),
+    }
+    threads = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    with torch.no_grad(), batch_invariant():
+        for turn in range(3):
+            torch.set_num_threads(threads + turn % 2)
+            with on_call(lambda call: None):
+                right = {name: call() for name, call in asked.items()}
+            for name, call in asked.items():
+                assert identical(call(), right[name]), (name, turn)
+            assert len({out.float().sum().item() for out in right.values()}) == 6  # by token is whole
+            with pytest.raises(RuntimeError):
+                attend(q, k[:, :2], v[:, :2])  # torch's own error, though such shapes with enable_gqa were before
+            mask[1, :, :, : turn + 2] = False  # the mask's content, in place
+
+
 def test_gradients_take_no_short_way() -> None:
     """What autograd records is the operator: a second call has its gradient as the first."""
     x, weight = drawn(5, 77), drawn(48, 77, seed=4).requires_grad_()
@@ -138,32 +168,41 @@ def test_gradients_take_no_short_way() -> None:
     assert identical(gradients[0], gradients[2])
 
 
-def test_rows_that_are_filled_up_leave_nothing_behind() -> None:
-    """Few rows are written before kept zeros: not for the next call, another thread or another mode to meet."""
-    weight, rows = drawn(64, 93, seed=2), [drawn(count, 93, seed=count + 5) for count in (1, 2, 3, 5)]
-    spoiled = [torch.full_like(x, torch.nan) for x in rows]
-    wrong: list[int] = []
+def test_kept_memory_leaves_nothing_behind() -> None:
+    """Few rows, or few blocks of keys, are written into memory that stands ready.
 
-    def compute(turns: int, others: list[torch.Tensor]) -> None:
+    Not for the next call, another thread or another mode to meet, and never given away.
+    """
+    weight, rows = drawn(64, 93, seed=2), [drawn(count, 93, seed=count + 5) for count in (1, 2, 3, 5)]
+    heads = [drawn(1, 4, count, 16, seed=count) for count in (1, 2, 70, 130)]
+    operators: list[tuple[Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]] = [
+        (lambda x: F.linear(x, weight), rows),
+        (lambda x: torch.mm(x, weight.t()), rows),
+        (lambda x: F.scaled_dot_product_attention(x[:, :, :1], x, x), heads),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), heads),
+    ]
+    wrong: list[tuple[int, tuple[int, ...]]] = []
+
+    def compute(turns: int) -> None:
         with torch.no_grad():
             for _ in range(turns):
-                for x, bad, right in zip(others, spoiled, expected, strict=True):
-                    F.linear(bad, weight)
-                    torch.mm(bad, weight.t())
-                    got = F.linear(x, weight)
-                    F.linear(x.neg(), weight)  # what was given is nobody's to write anew
-                    wrong.extend([len(x)] * (not identical(got, right)))
+                for i, (call, inputs) in enumerate(operators):
+                    for x, right in zip(inputs, expected[i], strict=True):
+                        call(torch.full_like(x, torch.nan))
+                        got = call(x)
+                        call(x.neg())  # what was given is nobody's to write anew
+                        wrong.extend([(i, tuple(x.shape))] * (not identical(got, right)))
 
     with batch_invariant():
         with torch.no_grad(), on_call(lambda call: None):
-            expected = [F.linear(x, weight) for x in rows]
+            expected = [[call(x) for x in inputs] for call, inputs in operators]
         with torch.inference_mode():
-            compute(3, rows)
-        compute(3, rows)
-        threads = [threading.Thread(target=compute, args=(50, rows)) for _ in range(3)]
+            compute(3)
+        compute(3)
+        threads = [threading.Thread(target=compute, args=(30,)) for _ in range(3)]
         for thread in threads:
             thread.start()
-        compute(50, rows)
+        compute(30)
         for thread in threads:
             thread.join()
     assert not wrong
