@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -69,6 +70,8 @@ class Ask(NamedTuple):
     window: int | None
 
 
+_Numbers = np.ndarray[Any, np.dtype[np.float32]]
+_Index = np.ndarray[Any, np.dtype[np.int64]]
 _Member = tuple[int, int, int, int, int]  # a request: first query, how many, first key, how many, its position
 
 
@@ -90,12 +93,12 @@ class Group(NamedTuple):
 
     height: int
     tiles: int
-    q_index: torch.Tensor
-    valid: torch.Tensor
+    q_index: _Index
+    valid: _Index
     out_index: torch.Tensor | None
     spans: tuple[tuple[int, int, int], ...]
-    tile: np.ndarray[Any, np.dtype[np.int64]] | None
-    k_index: torch.Tensor
+    tile: _Index | None
+    k_index: _Index
     hidden: np.ndarray[Any, np.dtype[np.bool_]] | None
 
 
@@ -256,12 +259,12 @@ def _groups(height: int, members: list[_Member], layout: _Layout, ask: Ask, rows
             Group(
                 height,
                 len(mine),
-                torch.from_numpy(q_index[at].reshape(-1)),
-                torch.from_numpy(flat[by_row]),
+                q_index[at].reshape(-1),
+                flat[by_row],
                 None if everything else torch.from_numpy(out[by_row]),
                 tuple((b - a, a, b) for a, b in zip([0, *ends], ends, strict=False)),
                 tile if tile.size > len(mine) else None,
-                torch.from_numpy((k_row[at][:, None] + there * layout.k_token).reshape(-1)),
+                (k_row[at][:, None] + there * layout.k_token).reshape(-1),
                 hidden,
             )
         )
@@ -445,6 +448,7 @@ MAX_HEAD_DIM = sys.maxsize  # any
 _FLOATS, _LEAST_PAIRS = 2**20, 64
 # Scores, and rows of them, up to which NumPy is faster than torch at what has the same bits by either.
 _SMALL, _FEW_ROWS = 2**15, 64
+_ROOM, _ROOMS_KEPT = 2**16, 16  # floats of a small group's largest step, and how many sizes a thread keeps
 _HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
 
@@ -452,11 +456,13 @@ _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
 class _Places(NamedTuple):
     """Where packed keys lie in a cache: each key's token there; rows are tokens and heads."""
 
-    tokens: np.ndarray[Any, np.dtype[np.int64]]
+    tokens: _Index
     kv_heads: int
 
 
 _verified: dict[tuple[object, ...], NotInvariantError | None] = {}
+_ASKED_KEPT = 256
+_asked: dict[tuple[object, ...], tuple[bool, Ask]] = shortcut()
 
 
 def attention(
@@ -484,21 +490,52 @@ def attention(
         NotInvariantError: this machine has no certified way.
     """
     batch, heads, q_len, dim = q.shape
-    kv_heads, k_len = k.shape[1], k.shape[2]
+    kv_heads = k.shape[1]
     if q.numel() == 0:
         return q.new_empty((batch, q_len, heads, dim)).transpose(1, 2)
     _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
     _prove_once(dim, softcap is not None)
-    by_token = q.transpose(1, 2).is_contiguous()
+    by_token, ask = q_len > 1 and q.transpose(1, 2).is_contiguous(), _ask(heads, kv_heads, dim, causal, window)
+    out = _batched(q, k, v, by_token, ask, scale, softcap)
+    if window is None and softcap is None and k.shape == v.shape and k.shape[0] == batch:
+        if len(_asked) >= _ASKED_KEPT:
+            _asked.clear()
+        _asked[_asked_by(q, k, v, causal)] = by_token, ask
+    return out
+
+
+def attention_again(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor | None:
+    """`attention` without a window or a cap, where one of these shapes, strides, dtypes and settings was before."""
+    known = _asked.get(_asked_by(q, k, v, causal))
+    return None if known is None else _batched(q, k, v, *known, scale, None)
+
+
+def _asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[object, ...]:
+    return q.shape, q.stride(), k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal, *environment_key()
+
+
+def _batched(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    by_token: bool,
+    ask: Ask,
+    scale: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`attention` without its checks; `by_token`: q lies in memory as [B, Tq, Hq, D]."""
+    batch, heads, q_len, dim = q.shape
     out = _attend(
-        (q.transpose(1, 2) if by_token else q.contiguous()).reshape(-1, dim),
-        k.contiguous().view(-1, dim),
-        v.contiguous().view(-1, dim),
-        plan_batch(batch, q_len, k_len, by_token, _ask(heads, kv_heads, dim, causal, window)),
+        q.transpose(1, 2) if by_token else q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        plan_batch(batch, q_len, k.shape[2], by_token, ask),
         scale,
         softcap,
     )
-    return out.view(batch, q_len, heads, dim).transpose(1, 2)
+    return out.view(batch, heads, 1, dim) if q_len == 1 else out.view(batch, q_len, heads, dim).transpose(1, 2)
 
 
 def attention_varlen(
@@ -583,9 +620,9 @@ def _varlen(
     if q.numel() == 0:
         return q.new_zeros(q.shape)
     out = _attend(
-        q.reshape(-1, dim),
-        k.reshape(-1, dim),
-        v.reshape(-1, dim),
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
         plan_packed(q.shape[0], tuple(starts_q), tuple(starts_k), first, _ask(heads, kv_heads, dim, causal, window)),
         scale,
         softcap,
@@ -625,63 +662,139 @@ def _check(
 
 
 def _attend(
-    q_rows: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     groups: tuple[Group, ...],
     scale: float | None,
     softcap: float | None,
     places: _Places | None = None,
 ) -> torch.Tensor:
-    """[.., D] in the dtype, a row for each of q_rows, token by token; zeros where the plan has no query."""
-    dim, dtype = q_rows.shape[1], q_rows.dtype
+    """[.., D] in the dtype, a row for each of q [..., D], token by token; zeros where the plan has no query.
+
+    All three contiguous.
+    """
+    dim, dtype = q.shape[-1], q.dtype
     factor = scale if scale is not None else 1.0 / math.sqrt(dim)
     out: torch.Tensor | None = None
     for group in groups:
         note(f"cpu_attention[{group.height}x{BLOCK}]")
         index = group.k_index if places is None else _placed(group.k_index, places)
-        result = _merge_blocks(q_rows, k_rows, v_rows, index, group, factor, softcap)
-        result = result.view(-1, dim).index_select(0, group.valid).to(dtype)
+        room = _merge_blocks(q, k, v, index, group, factor, softcap)
+        result = torch.empty((group.valid.size, dim))
+        if room.kept:
+            room.mixed.reshape(-1, dim).take(group.valid, 0, out=result.numpy(), mode="clip")
+        else:
+            torch.index_select(room.parts.view(-1, dim), 0, torch.from_numpy(group.valid), out=result)
+        if dtype is not torch.float32:
+            result = result.to(dtype)
         if group.out_index is None:
             return result
         if out is None:
-            out = torch.zeros_like(q_rows)
+            out = torch.zeros((q.numel() // dim, dim), dtype=dtype)
         out.index_copy_(0, group.out_index, result)
-    return torch.zeros_like(q_rows) if out is None else out
+    return torch.zeros((q.numel() // dim, dim), dtype=dtype) if out is None else out
 
 
-def _placed(index: torch.Tensor, places: _Places) -> torch.Tensor:
+def _placed(index: _Index, places: _Places) -> _Index:
     """Rows of the packed keys as rows of the cache that they lie in."""
-    token, head = np.divmod(index.numpy(), places.kv_heads)
+    token, head = np.divmod(index, places.kv_heads)
     at = places.tokens.take(token)
     at *= places.kv_heads
     at += head
-    return torch.from_numpy(at)
+    return at
+
+
+class _Room(NamedTuple):
+    """Memory for a group's steps, float32, and the same as NumPy sees it.
+
+    Attributes:
+        products: Those of `products_of`; the room is another one's where they are others.
+        kept: A small group's, which the thread's next one of this size writes anew, and one call is certified to take.
+        q, keys, turned: [pairs, height, D], [pairs, 64, D] of keys and then of values, and transposed.
+        weights, parts: [pairs, height, 64], [pairs, height, D].
+        q_rows, key_rows: [pairs * height, D], [pairs * 64, D].
+        p, mixed: As `weights` and `parts`.
+    """
+
+    products: tuple[Tiles, Tiles]
+    kept: bool
+    q: torch.Tensor
+    keys: torch.Tensor
+    turned: torch.Tensor
+    weights: torch.Tensor
+    parts: torch.Tensor
+    q_rows: _Numbers
+    key_rows: _Numbers
+    p: _Numbers
+    mixed: _Numbers
+
+
+class _Rooms(threading.local):
+    """A thread's own, by (pairs, height, D)."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int, int], _Room] = {}
+
+
+_rooms = _Rooms()
+
+
+def _room(pairs: int, height: int, dim: int) -> _Room:
+    products = products_of(height, dim)
+    found = _rooms.kept.get((pairs, height, dim))
+    if found is not None and found.products is products:
+        return found
+    small = pairs * max(BLOCK * dim, height * BLOCK, height * dim) <= _ROOM
+    keep = small and all(tiles.plan(pairs).whole for tiles in products)
+    with torch.inference_mode(False):  # what is made under it can't be written outside
+        q, keys = torch.empty(pairs, height, dim), torch.empty(pairs, BLOCK, dim)
+        weights, parts = torch.empty(pairs, height, BLOCK), torch.empty(pairs, height, dim)
+    rows = q.numpy().reshape(-1, dim), keys.numpy().reshape(-1, dim)
+    made = _Room(products, keep, q, keys, keys.mT, weights, parts, *rows, weights.numpy(), parts.numpy())
+    if keep:
+        if len(_rooms.kept) >= _ROOMS_KEPT:
+            _rooms.kept.clear()
+        _rooms.kept[pairs, height, dim] = made
+    return made
+
+
+def _gather(x: torch.Tensor, index: _Index, into: torch.Tensor, array: _Numbers | None) -> None:
+    """Rows of x [..., D] at `index` into `into`, float32; `array`: its memory as [.., D], where NumPy shall do it."""
+    dim = x.shape[-1]
+    if x.dtype is not torch.float32:
+        into.view(-1, dim).copy_(x.view(-1, dim).index_select(0, torch.from_numpy(index)))
+    elif array is None:
+        torch.index_select(x.view(-1, dim), 0, torch.from_numpy(index), out=into.view(-1, dim))
+    else:
+        (x.detach() if x.requires_grad else x).numpy().reshape(-1, dim).take(index, 0, out=array, mode="clip")
 
 
 @np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _merge_blocks(
-    q_rows: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    k_index: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_index: _Index,
     group: Group,
     scale: float,
     softcap: float | None,
-) -> torch.Tensor:
-    """[pairs, height, D] in float32, of which the first `group.tiles` are the tiles' results.
+) -> _Room:
+    """Its `parts` [pairs, height, D], of which the first `group.tiles` are the tiles' results.
 
     What is elementwise goes through NumPy: the same roundings, and no dispatcher before each of thirty small steps.
     """
-    height, tiles, dim = group.height, group.tiles, q_rows.shape[1]
-    by_scores, by_values = products_of(height, dim)
-    q = q_rows.index_select(0, group.q_index).float().view(-1, height, dim)
-    numbers = q.numpy()
-    np.multiply(numbers, np.float32(scale), out=numbers)
-    pairs = numbers.shape[0]
-    weights = q.new_empty((pairs, height, BLOCK))
-    by_scores.apply((q, k_rows.index_select(0, k_index).float().view(pairs, BLOCK, dim)), weights, scores)
-    p = weights.numpy()
+    height, tiles = group.height, group.tiles
+    pairs = group.q_index.size // height
+    room = _room(pairs, height, q.shape[-1])
+    kept, p = room.kept, room.p
+    _gather(q, group.q_index, room.q, room.q_rows if kept else None)
+    np.multiply(room.q_rows, np.float32(scale), out=room.q_rows)
+    _gather(k, k_index, room.keys, room.key_rows if kept else None)
+    if kept:
+        originals.bmm(room.q, room.turned, room.weights)
+    else:
+        room.products[0].apply((room.q, room.keys), room.weights, scores)
     if softcap is not None:
         p /= np.float32(softcap)
         np.tanh(p, out=p)
@@ -690,24 +803,26 @@ def _merge_blocks(
         if p.size <= _SMALL:
             np.putmask(p, group.hidden, _HIDDEN)
         else:
-            weights.masked_fill_(torch.from_numpy(group.hidden), -math.inf)
-    best = np.maximum.reduce(p, axis=-1) if pairs * height <= _FEW_ROWS else weights.amax(-1).numpy()
+            room.weights.masked_fill_(torch.from_numpy(group.hidden), -math.inf)
+    best = np.maximum.reduce(p, axis=-1) if pairs * height <= _FEW_ROWS else room.weights.amax(-1).numpy()
     top = np.maximum(best[:tiles], _LOWEST)
     for count, start, stop in group.spans[1:]:
         np.maximum(top[:count], best[start:stop], out=top[:count])
     p -= (top if group.tile is None else top.take(group.tile, 0))[:, :, None]
     np.exp(p, out=p)
     total = np.add.reduce(p, axis=-1)
-    parts = torch.empty_like(q)
-    by_values.apply((weights, v_rows.index_select(0, k_index).float().view(pairs, BLOCK, dim)), parts, values)
-    mixed = parts.numpy()
-    first, sums = mixed[:tiles], total[:tiles]
+    _gather(v, k_index, room.keys, room.key_rows if kept else None)
+    if kept:
+        originals.bmm(room.weights, room.keys, room.parts)
+    else:
+        room.products[1].apply((room.weights, room.keys), room.parts, values)
+    first, sums = room.mixed[:tiles], total[:tiles]
     first += _ZERO  # a sum from zero on, whichever block is the first: -0.0 becomes 0.0
     for count, start, stop in group.spans[1:]:
         sums[:count] += total[start:stop]
-        first[:count] += mixed[start:stop]
+        first[:count] += room.mixed[start:stop]
     first /= sums[:, :, None]
-    return parts
+    return room
 
 
 def _prove_once(dim: int, capped: bool) -> None:
