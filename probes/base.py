@@ -43,6 +43,7 @@ class Options:
         runs: Repetitions of run-to-run cases.
         ranks: Numbers of ranks to start, for probes of collectives.
         full: The long sweep instead of the default list of under 20 s.
+        map: "mn" or "mk": every M at some N, or at some K, instead of the default list; "": no map.
         met: (rows, keys, products or 0) that a trace met, see `nondet.probes.runner`: they are among what is asked.
         own: Keys that the row in question saw there.
         operator: What it met, where the probe asks several.
@@ -60,6 +61,7 @@ class Options:
     ranks: tuple[int, ...] | None = None
     seed: int = 0
     full: bool = False
+    map: str = ""
     met: tuple[tuple[int, int], ...] = ()
     own: int = 0
     operator: str = ""
@@ -137,6 +139,11 @@ class Probe:
     def own(self, case: Case, impl: str) -> Operator:
         """What computes a case whose operator is a name of the probe's own; a probe may do without."""
         return _no_operator
+
+    def join(self, case: Case, parts: Any) -> torch.Tensor:
+        """One tensor of what a variant gives, unseen by the profiler; as it is, where that is one."""
+        whole: torch.Tensor = parts
+        return whole
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """What the first variant ought to be, in float64; None where there is no such thing."""

@@ -15,13 +15,56 @@ from typing import Any
 
 import torch
 
+from nondet.core.compare import bits, identical
 from nondet.core.inputs import EXACT, generator, make, product_operands
-from nondet.core.measure import Trial
+from nondet.core.measure import LISTED_VARIANTS, Trial
 from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
 from nondet.probes.reduction_order import trees_of_product
+
+# Maps: every M at some N, or some K.
+
+_MAPPED = {"cuda": 512, "cpu": 128}  # the largest M
+_LINES = 16  # of N, or of K; of a full map four times as many
+
+
+def _map_cases(options: Options) -> Iterable[Case]:
+    """A line of the map each: every M, since nothing says that classes are contiguous."""
+    axis, device = options.map[1].upper(), options.device
+    largest = base.largest_batch(options, _MAPPED[device])
+    if largest > LISTED_VARIANTS:
+        raise UserError(f"--m {largest}: a map holds every M up to {LISTED_VARIANTS:,}", "Give --m as much or less.")
+    layers, _ = _layers(options, (_SMALL[device],))
+    for layer in layers:
+        name, *sizes = layer
+        for dtype in dtypes(options, "matmul", _LAYER_DTYPES[device]):
+            for kind in kinds(options, ("order",)):
+                for size in _lines(sizes[axis == "N"], _LINES * (4 if options.full else 1)):
+                    K, N = (size, sizes[1]) if axis == "K" else (sizes[0], size)
+                    _check_memory(device, largest, (name, K, N), dtype)
+                    title = f"map of M x {axis}, every row of M equal ones, K={K} N={N}, {kind}"
+                    shape = {"M": largest, "N": N, "K": K}
+                    data = {"values": list(range(1, largest + 1)), "layer": name, "layout": "", "map": axis}
+                    yield Case(title, "linear", shape, dtype, "batch_size", kind, data=data)
+
+
+def _lines(largest: int, count: int) -> list[int]:
+    """Sizes at equal distances up to the largest."""
+    return sorted({max(1, largest * i // count) for i in range(1, count + 1)})
+
+
+def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
+    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row whose bits are not row 0's; else row 0 again.
+
+    So results are of one class where row 0 has equal bits and each call gave all of its rows these bits, or the same
+    other ones first. Nothing here waits for a device.
+    """
+    pattern = bits(result)
+    odd = (pattern != pattern[:1]).any(1).to(torch.uint8).argmax()  # of equals the first: row 0 where none is odd
+    return result.index_select(0, torch.stack([torch.zeros_like(odd), odd]))
+
 
 # Products in batches, as a trace met them.
 
@@ -112,6 +155,9 @@ class Matmul(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other questions; one layer is drawn from the seed."""
+        if options.map:
+            yield from _map_cases(options)
+            return
         if any(batch for _, batch in options.met):
             yield from _batched_cases(options)
             return
@@ -159,7 +205,7 @@ class Matmul(Probe):
         if case.inputs == "linspace":
             a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
             return {"x": a[:M], "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
-        rows = _ROWS_PER_PLACE if case.varied == "position" else M
+        rows = _ROWS_PER_PLACE if case.varied == "position" else 1 if "map" in case.data else M
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
         w *= weight_scale(K)
         layout, bias = case.data["layout"], None
@@ -172,6 +218,7 @@ class Matmul(Probe):
             w = torch.nn.functional.pad(w, (0, 8))[:, :K]
         elif layout == "weight stored [K, N]":
             w = w.mT.contiguous().mT
+        x = x.repeat(M, 1) if "map" in case.data else x
         return {"x": x, "w": w, "bias": bias}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
@@ -191,6 +238,9 @@ class Matmul(Probe):
         if case.inputs == "linspace":
             for M in case.data["values"]:
                 yield Trial(M, partial(_row_0, operator, x[:M], w))
+        elif "map" in case.data:
+            for M in case.data["values"]:
+                yield Trial(M, partial(operator, x[:M], w))
         elif case.varied == "position":
             yield Trial(0, partial(base.at_every_place, product, x, case.shape["M"]), many=True)
         elif case.varied == "run":
@@ -203,6 +253,10 @@ class Matmul(Probe):
             for M in case.data["values"]:
                 yield Trial(M, partial(base.in_batches, laid_out, x, _ROWS, M))
 
+    def join(self, case: Case, parts: Any) -> torch.Tensor:
+        """Of a map's calls two rows that tell of all."""
+        return _first_and_odd(parts) if "map" in case.data else super().join(case, parts)
+
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows that are compared, in float64."""
         if "batched" in case.data:
@@ -213,12 +267,15 @@ class Matmul(Probe):
         if case.varied in base.AXES:
             x = x[_call(inputs).kept]
         elif case.varied == "batch_size":
-            x = x[:_ROWS]
+            x = x[:1].expand(2, -1) if "map" in case.data else x[:_ROWS]
         return reference.linear(x, w, inputs["bias"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """Where classes part over M, the reduction tree of row 0 in each, once for a layer: of the inputs `order`."""
         said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
+        if "map" in case.data:
+            odd = [i for i, (first, other) in enumerate(results) if not identical(first, other)]
+            return said | {"map": {"axis": case.data["map"], "unequal": odd}}
         plain = case.varied == "batch_size" and case.inputs == "order" and not case.data.get("layout", "-")
         if len(results) < 2 or not plain or self._operator is None:
             return said

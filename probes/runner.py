@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -331,6 +332,7 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
         head,
         list(job.probe.trials(case, inputs, operator)),
         watch=watch,
+        join=partial(job.probe.join, case),
         replay=registered and head.axis != Axis.RUN,
         # what a probe computes by itself is thousands of elementwise launches, whose names explain nothing
         profile=registered,

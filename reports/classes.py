@@ -246,6 +246,74 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return figures
 
 
+@dataclass(frozen=True)
+class ProductMap:
+    """Classes over M and one other size: rows that tried every M, a line each.
+
+    Attributes:
+        axis: The other size, "N" or "K".
+        rows: By implementation, of rising size.
+    """
+
+    axis: str
+    rows: dict[str, tuple[Row, ...]]
+
+    @property
+    def texts(self) -> list[tuple[str, str]]:
+        """(implementation, "N 20-320: M 1: A | 2-128: B"): lines of one text together."""
+        told = []
+        for impl, rows in self.rows.items():
+            ranges: dict[str, list[str]] = {}
+            for text, run in itertools.groupby(rows, lambda row: map_text(row) + _unequal(row)):
+                sizes = [row.shape[self.axis] for row in run]
+                ranges.setdefault(text, []).append(value_range(sizes[0], sizes[-1]))
+            told += [(impl, f"{self.axis} {', '.join(found)}: {text}") for text, found in ranges.items()]
+        return told
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """As one of `map_figures`: a lane a row, or one for all where each has one class; M on a log scale, no gaps."""
+        every = [row for rows in self.rows.values() for row in rows]
+        values = max((row.values for row in every), key=len)
+        places = [WIDTH * math.log2(m) / math.log2(len(values) + 1) for m in range(1, len(values) + 2)]
+        marks = list(itertools.pairwise(places))
+        borders = {run[0].start for row in every for run in _stretches(row)[1:]}
+        panels = []
+        for rows in self.rows.values():
+            alike = all(row.distinct == 1 and row.values == values for row in rows)
+            lines = [("all", f"every {self.axis}", rows[0])] if alike else []
+            lines = lines or [(f"{row.shape[self.axis]:,}", f"{self.axis} {row.shape[self.axis]}", row) for row in rows]
+            lanes = [{"name": name, "height": 16.0, "cells": _line_cells(row, at, marks)} for name, at, row in lines]
+            panels.append({"row": max(rows, key=lambda row: row.distinct), "lanes": lanes})
+        return {"panels": panels, "ticks": _value_ticks(values, marks, borders), "scale": "log2 scale"}
+
+
+def product_map(rows: Sequence[Row]) -> ProductMap | None:
+    """The map that these rows are, if they tried every M up to some: a row of a foreign file is believed in nothing."""
+    axes = [row.extra["map"].get("axis") for row in rows if isinstance(row.extra.get("map"), dict)]
+    axis = next((axis for axis in ("N", "K") if axes and axes == [axis] * len(rows)), "")
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        if axis and axis in row.shape and row.values and row.values == list(range(1, len(row.labels) + 1)):
+            lines.setdefault(row.impl, []).append(row)
+    sizes = {impl: tuple(sorted(found, key=lambda row: row.shape[axis])) for impl, found in lines.items()}
+    return ProductMap(axis, sizes) if sizes else None
+
+
+def _unequal(row: Row) -> str:
+    """Which classes are of calls whose equal rows got unequal bits."""
+    found = row.extra.get("map")
+    labels = found.get("unequal") if isinstance(found, dict) else None
+    told = labels if isinstance(labels, list) else []
+    named = [letter(i) for i in told if isinstance(i, int) and 0 <= i < row.distinct]
+    return f"; equal rows of one call got unequal bits in {', '.join(named)}" if named else ""
+
+
+def _line_cells(row: Row, at: str, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
+    cells = [cell for label in range(row.distinct) for cell in _cells(row, label, marks, 16.0)]
+    return [cell | {"words": f"{at}, {cell['words']}"} for cell in cells]
+
+
 def _marks(values: Sequence[Value], varied: str) -> tuple[list[tuple[float, float]], str]:
     """Left and right edge of each value's mark, in thousandths, and what the axis is besides a list of values.
 
@@ -286,7 +354,7 @@ def _kernels_text(used: Sequence[tuple[str, ...]]) -> str:
     return names + (f", {len(used) - 1} more" if len(used) > 1 else "")
 
 
-def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]], height: float) -> list[dict[str, str]]:
+def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]], height: float) -> list[dict[str, Any]]:
     """Neighbouring values of one class and one set of kernels: a shape, and what it is in words.
 
     Where they are too many to be told one by one, one shape for each kind of kernel.
@@ -309,7 +377,7 @@ def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]], height: f
                 parts[-1] = (parts[-1][0], right)
             else:
                 parts.append((left, right))
-    return [{"path": _path(parts, height), "words": words} for words, parts in shapes.values()]
+    return [{"label": label, "path": _path(parts, height), "words": words} for words, parts in shapes.values()]
 
 
 def _path(cells: Sequence[tuple[float, float]], height: float) -> str:

@@ -62,7 +62,7 @@ _SERVER = (
     "--endpoint", "--model", "--prompt", "--prompt-file", "--prompts", "--protocol", "--key-env", "--ca-file",
     "--allow-plain-http", "--insecure", "--no-stream", "--max-tokens", "--temperature", "--top-k", "--top-p", "--seeds",
 )  # fmt: skip
-_PROBE = ("--dtype", "--inputs", "--k", "--n", "--preset", "--model", *_MACHINE)
+_PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *_MACHINE)
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of a model and a prompt
 # Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
 _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")

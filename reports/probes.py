@@ -12,7 +12,7 @@ from nondet.core.records import Axis, ClassError, Row
 from nondet.core.registry import PROBES
 from nondet.core.statistics import wilson
 from nondet.errors import one_line
-from nondet.reports.classes import axis_name, letter, map_text
+from nondet.reports.classes import ProductMap, axis_name, letter, map_text, product_map
 from nondet.reports.document import (
     BRIEF,
     Bit,
@@ -38,6 +38,10 @@ _HELP = {
 }
 
 
+_MAPS = (
+    "Every M was tried, with M equal rows; a class holds the calls that gave row 0 equal bits, and every other row "
+    "these too, or the same other ones first. Letters begin anew in each line: sizes are not compared."
+)
 _ORDINARY = ("bell", "wide")  # inputs as a model has them: hard ones show an order, not an accuracy
 _HOW_BAD = (
     "The error of each element in ULP of its dtype, of the first result of a class. More or less accurate "
@@ -89,6 +93,10 @@ class CaseFamily:
         return any(c.parted for c in self.cases)
 
 
+def _of_map(case: CaseGroup) -> bool:
+    return product_map(case.measured) is not None
+
+
 def _without_inputs(row: Row) -> str:
     return one_line(row.case.removesuffix(f", {row.inputs}"), 400)
 
@@ -111,11 +119,23 @@ class ProbeSection:
         """The cases that were measured, those of one question on several inputs together; those that parted first."""
         grouped: dict[tuple[str, str, str, str], list[CaseGroup]] = {}
         for case in self.cases:
-            if case.measured:
+            if case.measured and not _of_map(case):
                 head = case.head
                 grouped.setdefault((_without_inputs(head), head.dtype, head.device, head.varied), []).append(case)
         families = [CaseFamily(tuple(cases)) for cases in grouped.values()]
         return tuple(sorted(families, key=lambda f: not f.parted))
+
+    @cached_property
+    def maps(self) -> list[tuple[str, ProductMap]]:
+        """(title, map): lines of one dtype, kind of input and other size, of all implementations."""
+        grouped: dict[str, list[Row]] = {}
+        for case in filter(_of_map, self.cases):
+            row = case.measured[0]
+            other = "K" if row.extra["map"]["axis"] == "N" else "N"
+            sizes = f"{other}={row.shape.get(other)}"
+            title = f"{row.case.partition(',')[0]}, {sizes}, {row.inputs}, {row.dtype}, {row.device}"
+            grouped.setdefault(one_line(title, 200), []).extend(case.measured)
+        return [(title, drawn) for title, rows in grouped.items() if (drawn := product_map(rows))]
 
     @property
     def parted(self) -> tuple[CaseGroup, ...]:
@@ -213,6 +233,11 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
     made: list[Block] = [Paragraph(sentence(probe.summary), only="vm")]
     if probe.help:
         made.append(Paragraph(sentence(probe.help), "soft", "p"))
+    for i, (title, found) in enumerate(probe.maps, 1):
+        made.append(Figure("product_map", found, f"{place}-map-{i}", title))
+        lines: list[Inline] = [(Bit(impl, "code"), ": ", Bit(text, "code")) for impl, text in found.texts]
+        made += [Details("The map in words", [Items(lines)], only="p"), Details(title, [Items(lines)], only="vm")]
+    made += [Paragraph(_MAPS, "soft", "pmv")] if probe.maps else []
     parted = [family for family in probe.families if family.parted]
     drawn = [Figure("family", family, f"{place}-{i}") for i, family in enumerate(parted, 1)]
     made += drawn[:_DRAWN_MOST]
@@ -238,21 +263,24 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
         made.append(Details("Reduction trees", pages, opened=opened, only="p"))
         made.append(Details("Reduction trees", [block for pair in ordered for block in _orders(*pair)], only="vm"))
     if probe.parted:
-        made.append(Details("How far apart, and how far from float64", [_figures(probe.parted)], opened=opened))
+        others = [case for case in probe.parted if not _of_map(case)]
+        if others:
+            made.append(Details("How far apart, and how far from float64", [_figures(others)], opened=opened))
         plain = [row for case in probe.parted for row in case.measured if row.inputs in _ORDINARY]
         told = [(row, i) for row in plain for i in range(len(row.class_errors))]
         if told:
             table: list[Block] = [_how_bad(told), Paragraph(_HOW_BAD, "soft")]
             made.append(Details("How bad: each class against float64", table, opened=opened, only="mp"))
-        maps = [block for case in probe.parted for block in _maps(case)]
-        made.append(Details("Class maps", maps, only="vm"))
+        maps = [block for case in others for block in _maps(case)]
+        made += [Details("Class maps", maps, only="vm")] if maps else []
     if probe.clean:
         trials = counted(sum(r.trials for c in probe.clean for r in c.measured))
         cases = plural(len(probe.clean), "other case" if probe.parted else "case")
         made.append(Paragraph(f"No difference in {cases} ({trials} trials).", "soft", "v"))
         few = not probe.parted and len(probe.clean) <= 12
         title = f"{plural(len(probe.clean), 'case')} without a difference: identical bits"
-        made.append(Details(title, [_clean(probe.clean)], opened=few, only="mp"))
+        if not probe.maps:  # which has a line for each
+            made.append(Details(title, [_clean(probe.clean)], opened=few, only="mp"))
     return made
 
 

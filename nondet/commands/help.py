@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 _COMMON = {
     "diagnose": "prompt prompt_file n within max_tokens load dtype device",
     "sample": "n prompt prompts max_tokens model impl load vary temperature endpoint device",
-    "probe": "from_trace impl dtype m k n preset inputs full device",
+    "probe": "from_trace impl dtype m k n preset inputs full map device",
     "embed": "model texts column impl batch dtype device",
     "trace": "prompt max_tokens model impl load run request repro device",
     "replay": "request impl solo shrink most device",

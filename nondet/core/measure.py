@@ -119,7 +119,7 @@ def profile_variants(device: str) -> Iterator[VariantProfile]:
 
 
 # Above this many variants only the class sizes are kept: a list of 10,000 labels tells a reader nothing.
-_LISTED_VARIANTS = 4096
+LISTED_VARIANTS = 4096
 # Of each class the first and the last variant are computed again; of a sweep with more classes, of the smallest ones.
 _CLASSES_REPLAYED = 12
 _CLASSES_TOLD = 12  # most classes whose errors are told one by one
@@ -201,7 +201,7 @@ def measure(
         replays = replays_parted = int(False in looked_at(watch.repeated()))
     kernels = session.kernels(len(values))
     sets = list(dict.fromkeys(map(tuple, kernels)))
-    listed = len(values) <= _LISTED_VARIANTS
+    listed = len(values) <= LISTED_VARIANTS
     representatives = book.representatives if reference is not None else []
     errors, (count,) = errors_against(representatives, reference, _nonfinite(book.representatives[0], reference))
     nonfinite = int(count)

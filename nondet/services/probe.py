@@ -48,6 +48,10 @@ class ProbeRequest(Request):
     runs: Annotated[int | None, o.opt("Repetitions of run-to-run cases.")] = None
     ranks: Annotated[str | None, o.opt('Numbers of ranks for all-reduce: "2,4".')] = None
     full: Annotated[bool, o.opt("The long sweep (M up to 4096) instead of the default list.", "--full")] = False
+    map: Annotated[
+        str | None,
+        o.opt("Only products: classes over every M at some N (mn) or K (mk), as a picture. M up to --m."),
+    ] = None
     seed: o.SEED = 0
     threads: o.THREADS = None
     workers: Annotated[
@@ -65,7 +69,11 @@ class ProbeRequest(Request):
             raise UserError("--from-trace names the probe and its shapes", "Leave NAME, --preset and --model out.")
         if self.from_trace is None and not self.names:
             raise UserError("no probe was named", "Name some (see `nondet list`), or give --from-trace RUN.")
-        _probe_names(self.names or [])
+        names = _probe_names(self.names or [])
+        if self.map not in (None, "mn", "mk"):
+            raise UserError(f"--map {self.map!r} is no map", "Give mn (M and N) or mk (M and K).")
+        if self.map and names != ["matmul"]:
+            raise UserError("--map is of products", "Give it with `nondet probe matmul`.")
         check_workers(self.workers)
 
 
@@ -105,7 +113,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
             device=target, ranks=ranks, **same,
             dtypes=tuple(request.dtype) if request.dtype else None,
             inputs=tuple(request.inputs) if request.inputs else None,
-            layers=sizes.layers if sizes else (), config=sizes.config if sizes else {},
+            map=request.map or "", layers=sizes.layers if sizes else (), config=sizes.config if sizes else {},
         )  # fmt: skip
         if met is not None:
             options = met.options(options)
@@ -126,6 +134,8 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
         plan |= {name: getattr(request, name) for name in ("inputs", "runs", "full", "seed")} | user_sources(impls)
         if left_out:
             plan["left_out"] = left_out
+        if request.map:
+            plan["map"] = request.map
         if met is not None:
             plan["met"] = {"shapes": met.shapes, "own": met.own, "k": met.k, "n": met.n, "config": met.config}
             plan["met"] |= {"operator": met.operator} if met.operator else {}

@@ -233,3 +233,66 @@ def test_bad_input_is_refused_before_anything_is_allocated(options, said):
     assert said in str(caught.value)
     assert caught.value.hint
     assert "\n" not in str(caught.value)
+
+
+# ---- maps
+
+MAP = {"m": 32, "k": 64, "n": 16, "dtypes": ("float32",), "map": "mn"}
+
+
+def test_a_map_has_the_border_where_it_is_at_every_size():
+    """A toy that splits K from 16 rows on: the class changes at 16 in each of 16 lines; a sound one's not."""
+    for axis in ("n", "k"):
+        rows = measure("matmul", "linear_splits_by_m", **(MAP | {"map": f"m{axis}"})).values()
+        assert sorted(row.shape[axis.upper()] for row in rows) == [MAP[axis] * i // 16 for i in range(1, 17)]
+        for row in rows:
+            assert row.values == list(range(1, 33))
+            assert row.extra["map"] == {"axis": axis.upper(), "unequal": []}
+            # four sums of one term have one order
+            assert row.labels == [0] * 32 if row.shape["K"] <= 4 else row.labels == [0] * 15 + [1] * 17, row.case
+    sound = measure("matmul", "linear_sound", **MAP)
+    assert statuses(sound) == {"identical"}
+    assert {len(row.class_sizes) for row in sound.values()} == {1}
+
+
+def test_a_map_looks_at_every_row_of_a_call():
+    """Row 0 never changes under a toy whose tail does: its calls are a class of their own, of unequal rows."""
+    rows = measure("matmul", "linear_tail_rows", **MAP)
+    row = next(r for r in rows.values() if r.shape["N"] == 16)
+    assert row.labels == [int((m > 8 and m % 8 > 0) or 1 < m < 8) for m in range(1, 33)]
+    assert row.extra["map"]["unequal"] == [1]
+
+
+def test_a_map_of_torch_s_product_has_borders_and_the_invariant_one_none():
+    """Real kernels: a CPU's bfloat16 product takes another way from some M * N * K on; `invariant` has one class."""
+    from nondet.probes.runner import plan_jobs, run_jobs
+
+    options = Options(map="mk", m=24, k=64, n=48, dtypes=("bfloat16", "float32"))
+    rows = list(run_jobs(plan_jobs(["matmul"], ["stock", "invariant"], options), 0, set()))
+    assert len(rows) == 64
+    assert {row.status for row in rows if row.impl == "invariant"} == {"identical"}
+    assert any(row.parted for row in rows if row.impl == "stock")
+    shown = next(row for row in rows if row.impl == "stock" and row.parted)
+    # the border is where two calls differ: asked by hand
+    probe = Matmul()
+    case = next(c for c in probe.cases(options) if (c.name, c.dtype) == (shown.case, shown.dtype))
+    inputs = probe.prepare(case, "cpu", 0)
+    at = shown.labels.index(1)
+    before, after = (torch.nn.functional.linear(inputs["x"][:m], inputs["w"]) for m in (at, at + 1))
+    assert not torch.equal(before, after[:at])
+
+
+def test_a_map_resumes_line_by_line():
+    """A line that is there is not measured again."""
+    from nondet.probes.runner import plan_jobs, run_jobs
+
+    jobs = plan_jobs(["matmul"], ["stock"], Options(**MAP))
+    assert len({job.key for job in jobs}) == 16
+    done = {job.key for job in jobs[:14]}
+    assert [row.key for row in run_jobs(jobs, 0, done)] == [job.key for job in jobs[14:]]
+
+
+def test_a_map_too_long_to_list_is_refused():
+    """Every M is a value of its row."""
+    with pytest.raises(UserError, match="every M up to 4,096"):
+        list(Matmul().cases(Options(**(MAP | {"m": 5000}))))

@@ -16,6 +16,7 @@ from nondet.reports.classes import (
     letter,
     map_figures,
     map_text,
+    product_map,
     segments,
     short_kernel,
     size_bar,
@@ -188,3 +189,36 @@ def test_cells_are_what_kernels_are() -> None:
     assert (
         kind_of(["decode_kernel", "merge_all_kernel"]).key == kind_of(["attend_kernel", "merge_kernel"]).key == "split"
     )
+
+
+def _line(n: int, labels: list[int], impl: str = "stock", **extra: Any) -> Any:
+    said = {"map": {"axis": "N", "unequal": []} | extra}
+    shape = {"M": len(labels), "N": n, "K": 8}
+    return row(labels, case=f"map of M x N, K=8 N={n}", impl=impl, shape=shape, extra=said)
+
+
+def test_a_map_s_lines_are_told_together_and_drawn_with_their_borders() -> None:
+    """Equal lines are one text; a lane a line, its border at log2(M); where nothing differs one lane for all."""
+    lines = [_line(2, [0, 0, 1]), _line(1, [0, 0, 1]), _line(3, [0, 1, 1], unequal=[1, 7, "x"]), _line(4, [0, 0, 1])]
+    found = product_map([*lines, *(_line(n, [0, 0, 0], "invariant") for n in (1, 2))])
+    assert found is not None
+    assert found.texts == [
+        ("stock", "N 1-2, 4: M 1-2: A | 3: B"),
+        ("stock", "N 3: M 1: A | 2-3: B; equal rows of one call got unequal bits in B"),
+        ("invariant", "N 1-2: M 1-3: A"),
+    ]
+    stock, invariant = found.drawn["panels"]
+    assert [lane["name"] for lane in stock["lanes"]] == ["1", "2", "3", "4"]
+    assert [lane["name"] for lane in invariant["lanes"]] == ["all"]
+    first, second = stock["lanes"][0]["cells"]
+    assert (first["label"], second["label"]) == (0, 1)
+    assert re.findall(r"H([\d.]+)", first["path"])[0] == re.findall(r"M([\d.]+)", second["path"])[0] == "792.5"
+    assert second["words"].startswith("N 1, ")
+    assert "3: class B" in second["words"]
+
+
+@pytest.mark.parametrize("said", [{}, {"map": 3}, {"map": {"axis": "M x"}}, {"map": {"axis": ["N"]}}])
+def test_what_is_no_map_is_drawn_as_none(said: dict[str, Any]) -> None:
+    """A foreign file may hold anything there; so may its values be others than every M."""
+    assert product_map([row([0, 1], extra=said)]) is None
+    assert product_map([row([0, 1], values=[1, 3], shape={"N": 2}, extra={"map": {"axis": "N"}})]) is None
