@@ -138,6 +138,31 @@ def scaled_mm(
         raise Leave("scales of another form") from None
 
 
+_BY_TENSOR, _BY_ROW = 0, 1  # of torch.nn.functional.ScalingType
+
+
+def scaled_mm_v2(
+    kernels: Kernels,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: list[torch.Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[torch.Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,  # as above
+) -> torch.Tensor:
+    """What `torch.nn.functional.scaled_mm` calls: as `scaled_mm`, with one scale for a tensor, or one for each row."""
+    recipes = [*recipe_a, *recipe_b]
+    if recipes not in ([_BY_TENSOR] * 2, [_BY_ROW] * 2) or any([*swizzle_a, *swizzle_b]) or contraction_dim:
+        raise Leave("scales in blocks, swizzled, or contracted otherwise")
+    return scaled_mm(kernels, a, b, scale_a[0].reshape(-1, 1), scale_b[0].reshape(1, -1), bias, None, out_dtype)
+
+
 def attention(
     kernels: Kernels,
     q: torch.Tensor,

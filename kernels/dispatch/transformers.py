@@ -732,10 +732,12 @@ def _grouped(original: Any) -> Any:
     return grouped
 
 
-# transformers' FP8 layers, whose kernels come from its hub and may be launched past the dispatcher, unseen.
+# transformers' FP8 layers, whose kernels come from its hub, DeepGEMM or FBGEMM and may be launched past the dispatcher,
+# unseen.
 #
-# A linear layer with weights in blocks of 128x128, or with one scale, is computed by the family "fp8": activations by
-# 1x128, by row or by the layer's own static scale, then one product. Anything else is counted as at risk.
+# Computed by the family "fp8", activations by 1x128, by row or by the layer's own static scale, then one product: a
+# linear layer with weights in blocks of 128x128 or with one scale, its block-diagonal form, experts (one product for
+# each expert that was chosen), and FBGEMM's linear layer with scales of rows. Anything else is counted as at risk.
 
 
 def _fp8(original: Any) -> Any:
@@ -745,13 +747,18 @@ def _fp8(original: Any) -> Any:
         if weight is not None and weight.element_size() > 1:
             return original(self, *args, **kwargs)  # a plain product, which is seen itself
         what = f"transformers {type(self).__name__}"
-        if "fp8" in current().families and len(args) == 1 and not kwargs and not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            note_traced(what)
+            return original(self, *args, **kwargs)
+        compute = _FP8_LAYERS.get(type(self).__name__)
+        if compute is not None and "fp8" in current().families and not kwargs and not torch.is_grad_enabled():
             try:
-                out = guarded(_fp8_linear)(self, args[0])
+                out = compute(self, *args)
             except (Leave, NotImplementedError) as reason:
                 what = f"{what}: {reason}"
             else:
                 count("replaced", what)
+                emit(f"transformers::{type(self).__name__}", (self, *args), {}, out, "replaced")
                 return out
         count("at_risk", what)
         return original(self, *args, **kwargs)
@@ -760,25 +767,87 @@ def _fp8(original: Any) -> Any:
 
 
 def _fp8_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    from nondet.kernels.scaled.functions import BLOCK, quantize_block, quantize_by, quantize_row
+    return _fp8_product(layer, x, layer.weight, layer.weight_scale_inv, layer.bias)
 
-    weight, block, static = (getattr(layer, name, None) for name in ("weight", "block_size", "activation_scale"))
-    if (
-        type(layer).__name__ != "FP8Linear"
-        or weight is None
-        or weight.element_size() > 1
-        or torch.compiler.is_compiling()
-    ):
-        raise Leave("another layer, or compiled")
-    if block is not None and (static is not None or tuple(block) != (BLOCK, BLOCK)):
+
+def _fp8_groups(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """x [.., G, K]: each group by its own part of the weight [G N, K] -> [.., G, N]."""
+    groups = layer.n_groups
+    if layer.block_size is None or layer.activation_scale is not None or len(layer.weight_scale_inv) % groups:
+        raise Leave("groups without whole blocks, or with a static scale")
+    tensors = (layer.weight, layer.weight_scale_inv, layer.bias)
+    own = zip(*((None,) * groups if t is None else t.chunk(groups) for t in tensors), strict=True)
+    return torch.stack([_fp8_product(layer, x[..., g, :], *given) for g, given in enumerate(own)], -2)
+
+
+def _fp8_experts(layer: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """x [T, H] by the experts index [T, k]: products of each row alone, added in float32 in its order.
+
+    Which experts were chosen is read on the host, which no CUDA graph can.
+    """
+    if layer.activation_scheme == "static" or layer.block_size is None or layer._is_expert_parallel:
+        raise Leave("a static scale, one scale a weight, or experts on several ranks")
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Leave("its experts are read on the host, which no CUDA graph can")
+    rows, chosen = x.repeat_interleave(index.shape[-1], 0), index.reshape(-1)
+    first = "gate_up_proj" if layer.has_gate else "up_proj"
+    out = torch.zeros_like(rows)
+    for expert in chosen.unique().tolist():
+        mine = (chosen == expert).nonzero()[:, 0]
+        part = rows[mine]
+        for name in (first, "down_proj"):
+            weight, scales = getattr(layer, name)[expert], getattr(layer, f"{name}_scale_inv")[expert]
+            part = _fp8_product(layer, part, weight, scales)
+            if name == first:
+                part = layer._apply_gate(part) if layer.has_gate else layer.act_fn(part)
+        out[mine] = part
+    slots = (out * weights.reshape(-1, 1).to(out.dtype)).view(*index.shape, -1).float().unbind(1)
+    return functools.reduce(torch.add, slots).to(x.dtype)
+
+
+def _fbgemm_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """As FBGEMM: scales of rows, those of x up to a limit; a bfloat16 result, and a bias added to that."""
+    from nondet.kernels.scaled.functions import quantize_row
+
+    if x.dtype != torch.bfloat16:
+        raise Leave(f"activations of {x.dtype}")
+    quantize = functools.partial(quantize_row, limit=layer.input_scale_ub)
+    out = _scaled_product(quantize, x, layer.weight, layer.weight_scale.float().t())
+    return out if layer.bias is None else out + layer.bias
+
+
+def _fp8_product(
+    layer: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [.., K] times a weight [N, K], quantized as the layer says."""
+    from nondet.kernels.scaled.functions import BLOCK, FLOAT8, quantize_block, quantize_by, quantize_row
+
+    block, static = layer.block_size, getattr(layer, "activation_scale", None)
+    if weight.dtype not in FLOAT8:
+        raise Leave(f"weights of {weight.dtype}")
+    if block is None:
+        quantize = quantize_row if static is None else functools.partial(quantize_by, static)
+        return _scaled_product(quantize, x, weight, scales.float().reshape(1, 1), bias)
+    if static is not None or tuple(block) != (BLOCK, BLOCK):
         raise Leave(f"blocks of {tuple(block)}, or a static scale beside blocks")
-    rows = x.reshape(-1, x.shape[-1])
-    dynamic = quantize_row if block is None else quantize_block
-    q, scale = dynamic(rows) if static is None else quantize_by(static, rows)
-    scales = layer.weight_scale_inv.float()
-    scales = scales.reshape(1, 1) if block is None else scales.t()
-    out = kernels_for(x.device.type).scaled_matmul(q, weight.t(), scale, scales, x.dtype, layer.bias)
+    return _scaled_product(quantize_block, x, weight, scales.float().t(), bias)
+
+
+def _scaled(
+    quantize: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    q, scale = quantize(x.reshape(-1, x.shape[-1]))
+    out = kernels_for(x.device.type).scaled_matmul(q, weight.t(), scale, scales, x.dtype, bias)
     return out.view(*x.shape[:-1], -1)
+
+
+_scaled_product = guarded(_scaled)
+_FP8_LAYERS: dict[str, Callable[..., torch.Tensor]] = {
+    "FP8Linear": _fp8_linear,
+    "FP8GroupedLinear": _fp8_groups,
+    "FP8Experts": _fp8_experts,
+    "FbgemmFp8Linear": _fbgemm_linear,
+}
 
 
 REPLACEMENTS = (
@@ -793,10 +862,8 @@ REPLACEMENTS = (
     Replacement("forward", _where_known(form_of, fused), "RMSNorm"),
     Replacement("forward", _where_known(form_of_projections, projecting), "Attention"),
     *(
-        Replacement(
-            "forward", lambda _, original: _fp8(original), name, r"transformers\.integrations\.finegrained_fp8$"
-        )
-        for name in ("FP8Linear", "FP8GroupedLinear", "FP8Experts")
+        Replacement("forward", lambda _, original: _fp8(original), name, r"transformers\.integrations\.\w*_fp8$")
+        for name in (*_FP8_LAYERS, "FbgemmFp8Llama4TextExperts")
     ),
     Replacement(_NAME_ROTARY, lambda module, original: rotating(original) if rotates(module, original) else None),
 )

@@ -41,10 +41,16 @@ def quantize_by(scale: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, tor
     return (x.float() / scale).clamp(-most, most).to(FLOAT8[0]), scale
 
 
-def quantize_row(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] with a scale for each row, [M, 1]: a row depends on itself alone (a maximum is exact)."""
+def quantize_row(
+    x: torch.Tensor, dtype: torch.dtype = FLOAT8[0], limit: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] with a scale for each row, [M, 1]: a row depends on itself alone (a maximum is exact).
+
+    With a `limit` [1] no scale is that of a number beyond it, and what is beyond it is cut, as FBGEMM does.
+    """
     note("quantize[row]")
-    return _quantized(x, x.abs().amax(-1, keepdim=True), dtype)
+    largest = x.abs().amax(-1, keepdim=True)
+    return _quantized(x, largest if limit is None else torch.minimum(largest.float(), limit), dtype)
 
 
 def quantize_block(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,7 +61,10 @@ SCALED_MATMUL = Operator(
         ),
     ),
     family=SCALED,
-    aten=(AtenOperator(name="_scaled_mm", replacement=f"{_REPLACE}:scaled_mm", out="_scaled_mm.out"),),
+    aten=(
+        AtenOperator(name="_scaled_mm", replacement=f"{_REPLACE}:scaled_mm", out="_scaled_mm.out"),
+        AtenOperator(name="_scaled_mm_v2", replacement=f"{_REPLACE}:scaled_mm_v2", out="_scaled_mm_v2.out"),
+    ),
     accuracy=AccuracyBound(f"{_FOLDER}.functions:bound", _SOURCE),
     claims=(
         Claim(

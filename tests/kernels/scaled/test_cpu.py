@@ -162,3 +162,33 @@ def test_under_batch_invariant_scaled_mm_is_replaced_and_told():
     with batch_invariant(["matmul"]) as block:
         rows()
     assert block.coverage().at_risk["_scaled_mm float8_e4m3fn"] == 2
+
+
+def test_torch_s_public_scaled_mm_is_replaced_too():
+    """torch.nn.functional.scaled_mm calls another operator: the same bits, one scale or one a row; blocks are left."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    for how, recipe in (("tensor", ScalingType.TensorWise), ("row", ScalingType.RowWise)):
+        a, b, scale_a, scale_b = operands("order-wide", how, (32, 1024, 256), (E4M3, E4M3), "cpu", 0)
+        bias = torch.randn(256, generator=torch.Generator().manual_seed(0))
+
+        def call(a, scale_a, b=b, scale_b=scale_b, recipe=recipe, **more):
+            return scaled_mm(a, b, scale_a, recipe, scale_b, recipe, output_dtype=torch.float32, **more)
+
+        one = scale_a[:1]
+        assert not identical(call(a, scale_a)[:1], call(a[:1], one))  # stock
+        with batch_invariant(["fp8"]) as block:
+            assert identical(call(a, scale_a)[:1], call(a[:1], one))
+            flat, biased = call(a, scale_a.flatten()), call(a, scale_a, bias=bias)
+        assert identical(flat, scaled_matmul(a, b, scale_a, scale_b, torch.float32))
+        assert identical(biased, scaled_matmul(a, b, scale_a, scale_b, torch.float32, bias))
+        assert block.coverage().replaced == {"_scaled_mm_v2": 4}
+        assert not block.coverage().at_risk
+        with batch_invariant(["norm"]) as block:
+            call(a, scale_a)
+        assert block.coverage().at_risk["_scaled_mm_v2 float8_e4m3fn"] == 1
+    a, b, scale_a, scale_b = operands("bell", "block", (32, 1024, 256), (E4M3, E4M3), "cpu", 0)
+    recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    with batch_invariant(["fp8"]) as block, pytest.raises((RuntimeError, ValueError)):
+        scaled_mm(a, b, scale_a, recipes[0], scale_b, recipes[1])  # torch has none on a CPU, and says so itself
+    assert not block.coverage().replaced

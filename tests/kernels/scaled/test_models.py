@@ -5,19 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.integrations import finegrained_fp8
+from transformers.integrations import fbgemm_fp8, finegrained_fp8
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from nondet.core.compare import error_against, identical
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.scaled.functions import quantize_block
+from nondet.kernels.scaled.functions import quantize_block, quantize_row
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = ("block", "tensor", "row")
@@ -150,3 +151,158 @@ def test_what_is_not_replaced_is_at_risk(folders, monkeypatch):
     assert not block.coverage().at_risk
     forward = vars(finegrained_fp8.FP8Linear)["forward"]
     assert not hasattr(forward, "__wrapped__")  # taken out with the block
+
+
+def row_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The copy with FBGEMM's layers of transformers, which call torch._scaled_mm where there is no FBGEMM (on XPU)."""
+
+    def by_row(x, scale_ub):
+        q, scale = quantize_row(x, limit=scale_ub)
+        return q, scale[:, 0]
+
+    monkeypatch.setattr(fbgemm_fp8, "_is_torch_xpu_available", True)
+    monkeypatch.setattr(fbgemm_fp8, "quantize_fp8_per_row", by_row, raising=False)
+    model = AutoModelForCausalLM.from_pretrained(script().EMBEDDED, dtype=torch.bfloat16).eval()
+    tensors = load_file(folder / "model.safetensors")
+    for name, old in list(model.named_modules()):
+        if name.endswith("_proj"):
+            new = fbgemm_fp8.FbgemmFp8Linear(old.in_features, old.out_features, old.bias is not None)
+            missing, unexpected = new.load_state_dict(
+                {part: tensors[f"{name}.{part}"] for part in ("weight", "weight_scale")}, assign=True
+            )
+            assert not missing + unexpected
+            new.input_scale_ub.fill_(1200.0)
+            model.set_submodule(name, new)
+    return model
+
+
+def test_fbgemm_s_layers_are_replaced_and_a_request_keeps_its_bits(folders, monkeypatch):
+    """Whole models; a layer by transformers' own code, torch._scaled_mm, follows the batch where float32 shows it."""
+    model = row_model(folders["row"], monkeypatch)
+    ids = torch.randint(0, 4096, (9, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), batch_invariant() as block:
+        whole = model(ids).logits
+        for part in (slice(3, 4), slice(5, 8)):
+            assert identical(model(ids[part]).logits, whole[part])
+    told = block.coverage()
+    assert told.replaced["transformers FbgemmFp8Linear"] == 3 * 28
+    assert not [what for what in told.at_risk if "Fp8" in what or "scaled" in what]
+    layer = model.model.layers[0].mlp.down_proj
+    x = torch.randn(33, 768, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert not identical(layer(x[:1]), layer(x)[:1])
+        theirs = layer(x.bfloat16())
+        with batch_invariant(["fp8"]):
+            ours = layer(x.bfloat16())
+        assert error_against(ours, theirs.double()).relative_norm <= 2**-8  # its meaning is theirs
+        layer.input_scale_ub.fill_(0.5)  # numbers beyond it are cut
+        with batch_invariant(["fp8"]) as block:
+            assert not identical(layer(x.bfloat16()), ours)
+            layer(x)
+        assert layer(x.bfloat16()).abs().max() < ours.abs().max()
+    assert any("activations of torch.float32" in what for what in block.coverage().at_risk)
+    with torch.no_grad(), batch_invariant(["norm"]) as block:
+        layer(x.bfloat16())
+    assert block.coverage().at_risk["transformers FbgemmFp8Linear"] == 1
+
+
+def experts(block: tuple[int, int] | None = (128, 128), **more: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """FP8Experts of 8 weights, seeded, and what a router of 2 gives them for 11 rows."""
+    config = SimpleNamespace(
+        hidden_size=256, num_experts=8, moe_intermediate_size=128, hidden_act="silu", _experts_implementation="eager"
+    )
+    made = finegrained_fp8.FP8Experts(config, block_size=block, **more)
+    made._is_expert_parallel = False
+    rng = torch.Generator().manual_seed(0)
+    for p in list(made.parameters()):
+        drawn = torch.randn(p.shape, generator=rng)
+        p.data = drawn.to(p.dtype) if p.element_size() == 1 else (drawn.abs() + 0.5) / 200
+    x = torch.randn(11, 256, generator=rng).bfloat16()
+    weights, index = torch.randn(11, 8, generator=rng).softmax(-1).topk(2)
+    return made, (x, index, weights)
+
+
+def test_fp8_experts_are_computed_row_by_row_and_told():
+    """A row's bits alone, among others and in another order; its value is that of its two experts in float64."""
+    made, (x, index, weights) = experts()
+    with torch.no_grad(), batch_invariant() as block:
+        whole = made(x, index, weights)
+        for at in (torch.tensor([4]), torch.tensor([9, 4, 0]), torch.arange(10, -1, -1)):
+            assert identical(made(x[at], index[at], weights[at]), whole[at])
+    told = block.coverage()
+    assert told.replaced["transformers FP8Experts"] == 4
+    assert told.replaced["silu"]
+    assert not told.at_risk
+    for row in (0, 4):
+        total = torch.zeros(256, dtype=torch.float64)
+        for expert, weight in zip(index[row].tolist(), weights[row], strict=True):
+            part = x[row : row + 1]
+            for name in ("gate_up_proj", "down_proj"):
+                q, scale = quantize_block(part)
+                w, s = getattr(made, name)[expert], getattr(made, f"{name}_scale_inv")[expert]
+                part = reference.scaled_matmul(q, w.t(), scale, s.t(), torch.float32).detach()
+                if name == "gate_up_proj":
+                    part = torch.nn.functional.silu(part[:, :128]) * part[:, 128:]
+                part = part.bfloat16()
+            total += part[0].double() * weight.double()
+        assert error_against(whole[row], total).relative_norm <= 2**-6
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"), [({"activation_scheme": "static"}, "a static scale"), ({"expert_dtype": "fp4"}, "torch.int8")]
+)
+def test_experts_that_are_not_computed_are_at_risk(asked, why, monkeypatch):
+    """transformers' own forward runs in their place, and the reason is told."""
+    try:
+        made, given = experts(**asked)
+    except TypeError:
+        pytest.skip("another transformers, which names FP4 elsewhere")
+    ran = []
+    monkeypatch.setattr(
+        finegrained_fp8, "fp8_linear", lambda x, w, *_, **__: ran.append(len(x)) or x.new_ones(len(x), 256)
+    )
+    with torch.no_grad(), batch_invariant() as block:
+        made(*given)
+    assert sum(ran) == 2 * 22
+    assert [why in what for what in block.coverage().at_risk if "FP8Experts" in what] == [True]
+
+
+def test_block_diagonal_layers_are_computed_group_by_group():
+    """Each group's slice by its own part of the weight: the bits of a layer of that part alone, in any batch."""
+    layer = finegrained_fp8.FP8GroupedLinear(256, 384, 3, (128, 128), has_bias=True)
+    rng = torch.Generator().manual_seed(0)
+    for name, p in layer.named_parameters():
+        drawn = torch.randn(p.shape, generator=rng)
+        p.data = drawn.to(p.dtype) if name == "weight" else drawn.abs()
+    x = torch.randn(2, 5, 3, 256, generator=rng).bfloat16()
+    with torch.no_grad(), batch_invariant() as block:
+        whole = layer(x)
+        assert identical(layer(x[1:, 2:3]), whole[1:, 2:3])
+        for g in range(3):
+            one = finegrained_fp8.FP8Linear(256, 128, (128, 128), has_bias=True)
+            for name in ("weight", "weight_scale_inv", "bias"):
+                getattr(one, name).data = getattr(layer, name).data.chunk(3)[g]
+            assert identical(one(x[..., g, :]), whole[..., g, :])
+    assert whole.shape == (2, 5, 3, 128)
+    assert block.coverage().replaced == {"transformers FP8GroupedLinear": 2, "transformers FP8Linear": 3}
+    assert not block.coverage().at_risk
+
+
+def test_compressed_tensors_layers_are_cured_by_their_product():
+    """They call torch.nn.functional.scaled_mm: stock follows the batch there, the replaced operator does not."""
+    compressed = pytest.importorskip("transformers.integrations.compressed_tensors")
+    if not hasattr(compressed, "CompressedTensorsFP8Linear"):
+        pytest.skip("another transformers, which has no FP8 layer for these")
+    layer = compressed.CompressedTensorsFP8Linear(1024, 256)
+    rng = torch.Generator().manual_seed(0)
+    layer.weight.data = torch.randn(256, 1024, generator=rng).to(torch.float8_e4m3fn)
+    layer.weight_scale.data = torch.rand(1, 256, generator=rng) + 0.5
+    x = torch.randn(33, 1024, generator=rng)
+    with torch.no_grad():
+        assert not identical(layer(x[:1]), layer(x)[:1])
+        with batch_invariant() as block:
+            whole = layer(x)
+            for at in (slice(0, 1), slice(7, 12)):
+                assert identical(layer(x[at]), whole[at])
+    assert block.coverage().replaced == {"_scaled_mm_v2": 3}
+    assert not block.coverage().at_risk
