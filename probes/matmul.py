@@ -205,7 +205,8 @@ class Matmul(Probe):
         if case.inputs == "linspace":
             a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
             return {"x": a[:M], "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
-        rows = _ROWS_PER_PLACE if case.varied == "position" else 1 if "map" in case.data else M
+        rows = {"position": _ROWS_PER_PLACE, "batch_size": max(M, _ROWS)}.get(case.varied, M)
+        rows = 1 if "map" in case.data else rows
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
         w *= weight_scale(K)
         layout, bias = case.data["layout"], None

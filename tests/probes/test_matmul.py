@@ -26,6 +26,11 @@ def test_split_by_m_is_flagged_where_it_begins():
         assert statuses(rows, varied=varied) == {"identical"}
 
 
+def test_fewer_rows_than_are_compared_are_a_sweep_too():
+    """--m 3: 16 rows in batches of up to 3, and no case fails."""
+    assert "error" not in statuses(measure("matmul", "linear_splits_by_m", **(SMALL | {"m": 3})))
+
+
 def test_stream_k_is_flagged_by_the_place():
     """A kernel that cuts K by the row's place: every place among 32 has the class of its cut."""
     rows = measure("matmul", "linear_stream_k", **SMALL)
