@@ -408,7 +408,13 @@ def counts_alone(summary: SampleSummary) -> SampleSummary:
         return replace(interval, low=0.0, high=1.0, method=COUNTS, rounds=0)
 
     return replace(
-        summary, agree=bare(summary.agree), rate=bare(summary.rate), disagreement=None, new_share=None, k3=None
+        summary,
+        agree=bare(summary.agree),
+        rate=bare(summary.rate),
+        disagreement=None,
+        new_share=None,
+        flips=None,
+        k3=None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -351,6 +352,8 @@ def _counts(sample: SampleSection) -> Table:
         "chance of a new one next": lambda s: _share(s.new_share),
         "K3 to the most common trace, nats a token": lambda s: "–" if s.k3 is None else text.number(s.k3),
         "margin where they differ; elsewhere": _margins_text,
+        "tokens that flip": flips_text,
+        "change of the margin": moves_text,
         "draw where they first differ; elsewhere": _draws_text,
         "run again": lambda s: repeated(sample.replays.get(s.impl, ())),
         "first fork, token index": lambda s: str(s.first_fork.index) if s.first_fork else "none",
@@ -360,6 +363,10 @@ def _counts(sample: SampleSection) -> Table:
     }
     if not any(s.draws for s in sample.summaries):
         del rows["draw where they first differ; elsewhere"]
+    if not any(s.flips for s in sample.summaries):
+        del rows["tokens that flip"]
+    if not any(s.flips and s.flips.compared for s in sample.summaries):
+        del rows["change of the margin"]
     if not any(s.batch_max for s in sample.summaries):  # a server does not tell
         del rows["batch, query tokens a step"]
     return _measures(sample.summaries, rows)
@@ -402,6 +409,35 @@ def _margins_text(summary: SampleSummary) -> str:
         f"{text.number(m.elsewhere_median)} at {text.counted(m.elsewhere)} other positions, as close in "
         f"{percent(m.as_close)} of them"
     )
+
+
+def flips_text(summary: SampleSummary) -> str:
+    """ "7 of 3,840, 1 in 549 (95% 1 in 90 to 1 in 3,200 over 4 rounds, anytime-valid)"."""
+    f = summary.flips
+    if f is None:
+        return "–"
+    share = f"{text.counted(f.flips)} of {text.counted(f.tokens)}"
+    if f.low is None or f.high is None:
+        return f"{share} ({TOO_FEW})"
+    most = f"1 in {text.counted(max(1, math.floor(1 / f.high)))}"
+    span = f"{most} to 1 in {text.counted(math.ceil(1 / f.low))}" if f.low > 1e-9 else f"{most} or fewer"
+    once = (
+        f"{share}, 1 in {text.counted(round(f.tokens / f.flips))}" if f.flips else f"none of {text.counted(f.tokens)}"
+    )
+    return f"{once} (95% {span} over {plural(f.rounds, 'round')})"
+
+
+def moves_text(summary: SampleSummary) -> str:
+    """ "at 1,822 of 3,833 positions, median 0.03, at most 0.125, up to 5 classes; 14 of 64 margins are no larger"."""
+    f = summary.flips
+    if f is None or not f.compared:
+        return "–"
+    if not f.moved:
+        return f"at none of {text.counted(f.compared)} positions"
+    where = f"at {text.counted(f.moved)} of {text.counted(f.compared)} positions"
+    where += f", in up to {plural(f.classes, 'class', 'classes')}"
+    near = f"{text.counted(f.near)} of {text.counted(f.met)} margins of the most common are no larger"
+    return f"{where}, by {text.number(f.median)} (median) and at most {text.number(f.largest)} logits; {near}"
 
 
 def _draws_text(summary: SampleSummary) -> str:

@@ -330,6 +330,36 @@ class FlipMargins:
 
 
 @dataclass(frozen=True)
+class TokenFlips:
+    """Greedy tokens compared with the commonest completion's while all before them are equal, and the margins there.
+
+    Attributes:
+        flips, tokens: Of all completions but the commonest's first: those that part, and the tokens compared, the one
+            that parts included.
+        low, high: 95% interval of one over the other, the round being what is drawn; None where no round was held
+            against an earlier one.
+        moved, compared: Of distinct traces against the commonest one's, the shared places where the same two tokens
+            came first and second: where the margin has other bits, and all of them. 0 of 0 where none was recorded.
+        classes: Most different margins at one place.
+        median, largest: Of the moves of a margin that are not 0, in logits; 0.0 without one.
+        near, met: Margins of the commonest trace that are no larger than the largest move, and all of them.
+    """
+
+    flips: int
+    tokens: int
+    low: float | None
+    high: float | None
+    rounds: int
+    moved: int
+    compared: int
+    classes: int
+    median: float
+    largest: float
+    near: int
+    met: int
+
+
+@dataclass(frozen=True)
 class FlipDraws:
     """How near the draws were to another token where completions first part; see `nondet.sampling.engine.Draw`.
 
@@ -370,6 +400,7 @@ class SampleSummary:
             come has 0.05 / (j (j + 1)), over all texts together 0.05.
         margins: None where nothing parted, or no margins were recorded.
         draws: None where nothing parted, or the draws are not known.
+        flips: None of drawn tokens, and where nothing was compared.
         k3: Mean K3 of the other traces against the commonest one, over the tokens shared; None where all are equal.
     """
 
@@ -400,6 +431,7 @@ class SampleSummary:
     confidence: float = CONFIDENCE
     margins: FlipMargins | None = None
     draws: FlipDraws | None = None
+    flips: TokenFlips | None = None
     k3: float | None = None
 
     def band(self, index: int) -> tuple[float, float]:
@@ -672,6 +704,71 @@ def flip_margins(traces: Sequence[Member]) -> FlipMargins | None:
         as_close=float((others <= flips.max()).mean()),
         apart=superiority(flips, others),
     )
+
+
+def token_flips(
+    reference: Trace,
+    others: Mapping[str, tuple[Trace, int, int]],
+    rounds: Mapping[int, tuple[int, int, int]],
+    held: Sequence[int],
+    confidence: float,
+) -> TokenFlips | None:
+    """How often a token flips, and how far margins move beside those met; None where nothing was compared.
+
+    Args:
+        others: As of `k3_of`.
+        rounds: Of each round (completions that part from the commonest, tokens compared, completions).
+        held: The rounds that were held against an earlier one.
+        confidence: Of the interval.
+    """
+    length = len(reference.token_ids)
+    flips = sum(parted for parted, _, _ in rounds.values())
+    tokens = sum(tokens for _, tokens, _ in rounds.values()) - length  # the commonest's first is compared with nothing
+    if tokens <= 0:
+        return None
+    bounds = _flip_bounds([rounds[r] for r in held], length + 1, confidence) if held else None
+    margins, second = reference.margin_array, np.asarray(reference.runner_up)
+    places, moves = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    for digest, (trace, _, shared) in others.items():
+        end = min(shared, len(margins), len(trace.margin_array), len(second), len(trace.runner_up))
+        if digest == reference.digest or not end:
+            continue
+        move = trace.margin_array[:end].astype(np.float64) - margins[:end]
+        known = np.flatnonzero(np.isfinite(move) & (second[:end] == np.asarray(trace.runner_up)[:end]))
+        places.append(known)
+        moves.append(move[known])
+    where, by = np.concatenate(places), np.concatenate(moves)
+    moved = np.abs(by[by != 0.0])
+    largest = float(moved.max()) if len(moved) else 0.0
+    several = np.unique(np.stack([where[by != 0.0], by[by != 0.0]]), axis=1)[0]  # place and move of each other class
+    met = margins[np.isfinite(margins)]
+    return TokenFlips(
+        flips=flips,
+        tokens=tokens,
+        low=min(bounds[0], flips / tokens) if bounds else None,
+        high=max(bounds[1], flips / tokens) if bounds else None,
+        rounds=len(held),
+        moved=len(moved),
+        compared=len(by),
+        classes=1 + max(Counter(several.tolist()).values(), default=0),
+        median=float(np.median(moved)) if len(moved) else 0.0,
+        largest=largest,
+        near=int((met <= largest).sum()),
+        met=len(met),
+    )
+
+
+def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: float) -> tuple[float, float]:
+    """Of flips over tokens: a completion's chance to part over the tokens it is expected to be compared for.
+
+    Both have intervals by round, as a share of completions and of the `most` tokens that one may take, each at half of
+    the error; the quotients of their ends hold with both.
+    """
+    each = 1.0 - (1.0 - confidence) / 2
+    sizes = [n for _, _, n in rounds]
+    low, high = round_interval([parted for parted, _, _ in rounds], sizes, each)
+    short, long = round_interval([tokens for _, tokens, _ in rounds], [n * most for n in sizes], each)
+    return low / (long * most), min(1.0, high / (short * most))
 
 
 def flip_draws(traces: Sequence[Member], first: int) -> FlipDraws | None:
@@ -1002,6 +1099,15 @@ def summarize(
     ]
     lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
     relatives = {d: (traces[d], c, lengths[g.tokens]) for g in groups for d, c in g.traces.items()}
+    exposed = {
+        r: (
+            counts.total() - counts[top.tokens],
+            sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items()),
+            counts.total(),
+        )
+        for r, counts in texts.items()
+    }
+    common = traces[top.traces.most_common(1)[0][0]] if n else None
     return SampleSummary(
         impl=impl,
         prompt=prompt,
@@ -1040,7 +1146,8 @@ def summarize(
         confidence=confidence,
         margins=flip_margins(members) if forks and not drawn else None,
         draws=flip_draws(members, forks[0].index) if forks else None,
-        k3=k3_of(traces[top.traces.most_common(1)[0][0]], relatives) if n else None,
+        flips=token_flips(common, relatives, exposed, held, confidence) if common and not drawn else None,
+        k3=k3_of(common, relatives) if common else None,
     )
 
 

@@ -20,7 +20,7 @@ import pytest
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Completion, Header, Round, Run, Step
 from nondet.core.statistics import round_interval
 from nondet.core.traces import Trace, tokens_digest, trace_digest
-from nondet.reports.samples import rate_text
+from nondet.reports.samples import flips_text, moves_text, rate_text
 from nondet.sampling.analysis import (
     Group,
     Grower,
@@ -118,6 +118,76 @@ A = trace([1, 2, 3, 4], margins=[1.0, 0.5, 0.25, 2.0])
 A2 = trace([1, 2, 3, 4], [-0.5, -0.5, -0.25, -0.5], margins=[1.0, 0.5, 0.125, 2.0])
 B = trace([1, 2, 9, 4], margins=[1.0, 0.5, 0.0, 2.0])
 C = trace([1, 2, 9, 7], margins=[1.0, 0.5, 0.5, 1.5])
+
+
+def test_flips_and_moves_of_margins_are_counted_by_hand() -> None:
+    """Tokens compared end with the one that flips; margins only where the same two tokens came first and second."""
+    second = [5, 6, 7, 8]
+    a, a2, b, c = (msgspec.structs.replace(t, runner_up=second) for t in (A, A2, B, C))
+    flips = summary_of((a, 2), (a2, 1), (b, 2), (c, 1)).flips
+    assert flips is not None
+    # the other two of (1, 2, 3, 4) have 4 tokens each, three others 3: they part at the third
+    assert (flips.flips, flips.tokens, flips.low) == (3, 2 * 4 + 3 * 3, None)
+    # A2 has 4 places, B and C 2 each that they share; one margin moved, by 1/8, and all of 1, 1/2, 1/4 and 2 are larger
+    assert (flips.moved, flips.compared, flips.classes) == (1, 8, 2)
+    assert (flips.median, flips.largest, flips.near, flips.met) == (0.125, 0.125, 0, 4)
+    other = msgspec.structs.replace(a2, runner_up=[5, 6, 9, 8])
+    moved = summary_of((a, 2), (other, 1)).flips
+    assert moved is not None
+    assert (moved.moved, moved.compared) == (0, 3), "another runner-up: another margin"
+    assert summary_of((A, 1)).flips is None, "one completion is compared with nothing"
+    third = msgspec.structs.replace(
+        trace([1, 2, 3, 4], [-0.5, -0.5, -0.75, -0.5], [1.0, 0.5, 0.0, 2.0]), runner_up=second
+    )
+    several = summary_of((a, 2), (a2, 1), (third, 1)).flips
+    assert several is not None
+    assert (several.classes, several.largest, several.near) == (3, 0.25, 1), "as close as the move is near"
+
+
+def test_the_rate_of_flips_has_an_interval_by_round() -> None:
+    """What rounds share is what is drawn: 200 runs whose rounds flip together, and the true rate is in 95% or more."""
+    rng = random.Random(5)  # noqa: S311 - a simulation
+    ways = [trace([*([1] * k), *([2] * (k < 8)), *([1] * (7 - k))]) for k in range(9)]  # which parts at token k
+
+    def draw(chance: float) -> Trace:
+        return ways[next((k for k in range(8) if rng.random() < chance), 8)]
+
+    chances = (0.0, 0.08)  # of a token to flip, by round
+    parts = [1 - (1 - p) ** 8 for p in chances]
+    lengths = [sum((1 - p) ** k for k in range(8)) for p in chances]
+    true = sum(parts) / sum(lengths)
+    inside, widths = 0, []
+    for _ in range(200):
+        rounds = [[ways[8]], *([draw(p) for _ in range(12)] for p in rng.choices(chances, k=24))]
+        flips = in_rounds(*rounds).flips
+        assert flips is not None
+        assert flips.low is not None
+        assert flips.high is not None
+        assert flips.low <= flips.flips / flips.tokens <= flips.high
+        inside += flips.low <= true <= flips.high
+        widths.append(flips.high / max(flips.low, 1e-9))
+    assert inside >= 190
+    assert median(widths) < 30, "an interval that holds everything says nothing"
+    none = in_rounds(*[[ways[8]] * 4] * 3).flips
+    assert none is not None
+    assert (none.flips, none.tokens, none.low, none.rounds) == (0, 11 * 8, 0.0, 2)
+    assert none.high is not None
+    assert none.high > 0
+
+
+def test_flips_are_told_as_one_token_in_so_many() -> None:
+    """With the interval the same way round; none, and where too few rounds were played."""
+    s = in_rounds([A] * 4, [A, A, B, B])
+    assert s.flips is not None
+    told = replace(s, flips=replace(s.flips, flips=2, tokens=109, low=0.004, high=0.03, rounds=24))
+    assert flips_text(told) == "2 of 109, 1 in 54 (95% 1 in 33 to 1 in 250 over 24 rounds)"
+    assert flips_text(replace(told, flips=replace(told.flips, low=0.0))).endswith(
+        "(95% 1 in 33 or fewer over 24 rounds)"
+    )
+    none = replace(told, flips=replace(told.flips, flips=0, low=0.0))
+    assert flips_text(none) == "none of 109 (95% 1 in 33 or fewer over 24 rounds)"
+    assert flips_text(in_rounds([A, A, B])).endswith("(no interval: too few rounds)")
+    assert moves_text(s) == "–", "no runner-up is known"
 
 
 def test_counts_and_forks_of_a_small_tree() -> None:
