@@ -13,6 +13,7 @@ import torch
 
 from nondet.core.inputs import EXACT, ORDER, generator, product_operands
 from nondet.core.launch import note
+from nondet.core.operator import Shape
 from nondet.kernels.reference import dequantized
 
 BLOCK = 128  # k in one stretch: what has a scale of its own, and after how many k sums go to float32
@@ -98,6 +99,23 @@ def operands(
             drawn = (drawn[:, :1] if place == 0 else drawn[:1]).expand(rows, columns).contiguous()
         scales.append(torch.exp2(torch.floor(drawn * 2) - 2) if kind in EXACT else drawn)
     return a, w.mT, scales[0], scales[1]
+
+
+def _steps(rows: int, columns: int, device: str) -> torch.Tensor:
+    """[rows, columns] from 0.5 to 1.5, laid out by columns, as torch asks of scales in blocks."""
+    flat = torch.arange(rows * columns, device=device).view(rows, columns) * 37 % 101 / 101 + 0.5
+    return flat.mT.contiguous().mT
+
+
+def row_scales(shape: Shape, device: str) -> torch.Tensor:
+    """Scales of `nondet bench`: [M, 1], or [M, scales]; a row's are the same in any batch."""
+    return _steps(shape["M"], shape["scales"], device)
+
+
+def column_scales(shape: Shape, device: str) -> torch.Tensor:
+    """Those of b: [1, N] beside scales of rows, [scales, N / 128] beside blocks."""
+    N, scales = shape["N"], shape["scales"]
+    return _steps(scales, N if scales == 1 else -(-N // BLOCK), device)
 
 
 def checked(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype) -> bool:

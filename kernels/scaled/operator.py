@@ -7,12 +7,17 @@ from nondet.core.operator import (
     INVARIANT,
     AccuracyBound,
     AtenOperator,
+    Bench,
+    BenchCell,
+    BenchSizes,
     Claim,
     Family,
     Implementation,
+    Operand,
     Operator,
     OrderClass,
     ScaledForm,
+    Shape,
 )
 
 _FOLDER, _REPLACE = "nondet.kernels.scaled", "nondet.kernels.dispatch.replacements"
@@ -49,6 +54,32 @@ CPU_FP8 = OrderClass(
 )
 _SOURCE = "gamma_K ||a|| ||b|| of a sum over K in any order (Higham 2002, 3.1); on a GPU of sums of 13 bits"
 
+# (K, N) of Qwen3-8B's layers: 4 weights, 5 numbers of rows and 2 kinds of scales are 40 cells
+_WEIGHTS = {"cuda": ((4096, 6144), (4096, 24576), (12288, 4096), (4096, 4096)), "cpu": ((1024, 1024), (2048, 512))}
+_ROWS = {"cuda": (1, 16, 64, 512, 4096), "cpu": (1, 16, 128)}
+
+
+def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+    """A scale for each row, then one for 128 k; `scales` is how many a row has."""
+    pairs = _WEIGHTS[device]
+    if sizes.k is not None or sizes.n is not None:
+        pairs = ((sizes.k or sizes.n or 0, sizes.n or sizes.k or 0),)
+    return [
+        BenchCell(f"scaled_matmul, {how}", {"M": m, "K": k, "N": n, "scales": -(-k // 128) if how == "blocks" else 1})
+        for how in ("rows", "blocks")
+        for k, n in pairs
+        for m in sizes.m or _ROWS[device]
+        if how == "rows" or k > 128
+    ]
+
+
+def _work(s: Shape) -> tuple[int, int]:
+    """Bytes, of a bfloat16 result and float32 scales, and operations."""
+    M, K, N, scales = (s[axis] for axis in ("M", "K", "N", "scales"))
+    of_b = N if scales == 1 else scales * -(-N // 128)
+    return M * K + N * K + 2 * M * N + 4 * (M * scales + of_b), 2 * M * N * K
+
+
 SCALED_MATMUL = Operator(
     name="scaled_matmul",
     reference="nondet.kernels.reference:scaled_matmul",
@@ -66,6 +97,13 @@ SCALED_MATMUL = Operator(
         AtenOperator(name="_scaled_mm_v2", replacement=f"{_REPLACE}:scaled_mm_v2", out="_scaled_mm_v2.out"),
     ),
     accuracy=AccuracyBound(f"{_FOLDER}.functions:bound", _SOURCE),
+    operands=(
+        Operand(("M", "K")),
+        Operand(("N", "K"), transposed=True),
+        Operand(("M", "scales"), made_by=f"{_FOLDER}.functions:row_scales"),
+        Operand(("N", "scales"), made_by=f"{_FOLDER}.functions:column_scales"),
+    ),
+    bench=Bench(cells=_cells, work=_work, group=("K", "N", "scales"), options=frozenset({"n"}), fp8=True),
     claims=(
         Claim(
             order=CHAIN_FP8,

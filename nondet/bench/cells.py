@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from nondet.bench.work import ITEM_BYTES, Work, bench_of, timed_operators, work_of
+from nondet.bench.work import FP8, ITEM_BYTES, Work, bench_of, timed_operators, work_of
 from nondet.core.inputs import generator, make
 from nondet.core.operator import BenchSizes, Operand, tile_borders
 from nondet.core.records import Cell, Limit, Record, Row, Status, Timed
-from nondet.core.registry import load_object, operators
+from nondet.core.registry import load_implementation, load_object, operators
 from nondet.errors import UnknownNameError, UserError
 
 # Timing: every implementation of a cell in turn, replay by replay, over rotating buffers.
@@ -260,13 +260,15 @@ def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Li
     copy: one tensor onto another, far larger than the cache, by the library's own copy and by a kernel that reads and
     writes once (torch.neg); bytes read and written both count. On an H200 the library's copy reached 2.8 TB/s where
     kernels reach more than 4, so the faster one is the limit.
-    peak: torch.mm of two square matrices of ordinary numbers (zeros would run at higher clocks).
+    peak: torch.mm of two square matrices of ordinary numbers (zeros would run at higher clocks); of float8
+    torch._scaled_mm with one scale each into bfloat16, a `NotImplementedError` where torch has none.
 
     A limit is the most that was seen, so the fastest replay counts: under power limits the median of a large product
     differed by 12% from one process to the next on an H200, its fastest replay by less than 1%.
     """
     rng = generator(seed, device)
     calls: dict[str, Callable[..., Any]]
+    sets: list[tuple[torch.Tensor, ...]]
     if name == COPY:
         source = make("bell", (_COPY_BYTES[device] // 4,), torch.float32, device, rng)
         sets = [(torch.empty_like(source), source) for _ in range(2)]
@@ -276,9 +278,13 @@ def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Li
     else:
         edge = _PRODUCT[device]
         dtype: torch.dtype = getattr(torch, name.removeprefix(peak_name("")))
-        sets = [tuple(make("bell", (edge, edge), dtype, device, rng) for _ in range(2)) for _ in range(2)]  # type: ignore[misc] # always two
+        sets = [tuple(make("bell", (edge, edge), dtype, device, rng) for _ in range(2)) for _ in range(2)]
         unit, work = "FLOP/s", 2 * edge**3
         calls = {f"torch.mm, {edge} cubed": torch.mm}
+        if dtype.itemsize == 1:
+            one = torch.ones(1, 1, device=device)
+            sets = [(a, b.t(), one, one) for a, b in sets]
+            calls = {f"torch._scaled_mm, {edge} cubed": load_implementation("scaled_matmul", "stock", device).call}
     timed = interleave({what: stopwatch.record(call, sets, 2) for what, call in calls.items()}, stopwatch)
     what = min(timed, key=lambda name: min(timed[name]))
     samples = [us / 2 for us in timed[what]]
@@ -423,8 +429,8 @@ def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tup
             raise UnknownNameError("operator", name, [*known, "all"])
     chosen = list(dict.fromkeys(known.values() if "all" in wanted else (known[name] for name in wanted)))
     for dtype in dtypes or ():
-        if dtype not in ITEM_BYTES:
-            raise UnknownNameError("dtype", dtype, ITEM_BYTES)
+        if dtype not in (known_dtypes := (*ITEM_BYTES, FP8)):
+            raise UnknownNameError("dtype", dtype, known_dtypes)
     for option, size in (("k", sizes.k), ("n", sizes.n)):
         if size is not None and not 1 <= size <= MOST:
             raise UserError(f"--{option} {size} makes no sense", f"Give a size from 1 to {MOST:,}.")
@@ -434,12 +440,17 @@ def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tup
     if sizes.jigsaw and "jigsaw" not in options:
         raise UserError(f"--jigsaw is about linear and matmul, and {', '.join(wanted)} was asked for", "Leave it out.")
     cases = []
-    for dtype in dtypes or (("bfloat16",) if device == "cuda" else ("float32",)):
+    for dtype in dtypes or ("bfloat16" if device == "cuda" else "float32", FP8):
         for operator in (operators()[name] for name in chosen):
             bench, axis = bench_of(operator.name), operator.operands[0].axes[0]
+            if bench.fp8 != (dtype == FP8):
+                continue
             for cell in bench.cells(sizes, device):
                 group = sizes_text({key: cell.shape[key] for key in bench.group})
                 cases.append(BenchCase(cell.section, operator.name, group, axis, cell.shape, dtype))
+    if not cases:
+        given = ", ".join(dtypes or ())
+        raise UserError(f"--dtype {given}: {', '.join(wanted)} is not timed in it", f"FP8 products take {FP8} alone.")
     return cases
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from nondet.core.operator import Bench, Operator
 from nondet.core.registry import operators
 
+FP8 = "float8_e4m3fn"  # of operators whose declaration says so, and of no others
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 # Cells over several ranks, which `nondet.bench.ranks` times: the name on the command line -> its implementations.
@@ -46,7 +47,7 @@ def bench_of(operator: str) -> Bench:
 def work_of(operator: str, shape: Mapping[str, int], dtype: str) -> Work:
     """The work of one call of a declared operator at `shape`; as `bench_of`."""
     elements, flops = bench_of(operator).work(shape)
-    return Work(elements * ITEM_BYTES[dtype], flops)
+    return Work(elements * ITEM_BYTES.get(dtype, 1), flops)
 
 
 def limit_us(work: Work, copy_rate: float | None, peak_rate: float | None) -> tuple[float | None, str]:

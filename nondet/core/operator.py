@@ -66,6 +66,7 @@ class Bench:
             written once, nothing kept between calls. No operations where memory is the limit on every machine.
         group: Axes whose sizes the cells of a group share. They ask for equal bits; they differ in the batch axis.
         options: Options of the command line that its sizes follow, beside --m and --k: "n", "jigsaw".
+        fp8: Operands are float8_e4m3fn, whatever else is asked for, and `work` counts bytes.
         company: What the bits of a group's cells are compared over: "rows" (row 0 among M), or "queries" (the last
             query decoded alone, decoded beside others, and at the end of a prefill).
     """
@@ -76,6 +77,7 @@ class Bench:
     options: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
     company: str = "rows"
+    fp8: bool = False
 
 
 def row_cells(

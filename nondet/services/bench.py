@@ -60,7 +60,7 @@ class BenchRequest(Request):
     dtype: Annotated[
         list[str] | None,
         o.opt("bfloat16, float16 or float32. Repeatable.", shown="bfloat16 on CUDA, float32 on a CPU"),
-        o.FLOATS,
+        o.OneOf((*o.FLOATS.names, "float8_e4m3fn"), o.FLOATS.what),  # the latter of scaled-matmul alone
     ] = None
     m: Annotated[
         list[str] | None,

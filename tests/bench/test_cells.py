@@ -39,7 +39,9 @@ def test_the_defaults_on_cuda() -> None:
     """77 linear layers, 10 of matmul, 7 decode steps, 2 prefills of an 8B model in bfloat16; rows beyond the cache."""
     cases = plan_cases(["all"], BenchSizes(), "cuda", None)
     sections = {c.section: [d for d in cases if d.section == c.section] for c in cases}
-    assert {c.dtype for c in cases} == {"bfloat16"}
+    assert {c.dtype for c in cases if c.operator != "scaled_matmul"} == {"bfloat16"}
+    assert [len(sections[f"scaled_matmul, {how}"]) for how in ("rows", "blocks")] == [4 * 5, 4 * 5]
+    assert {c.dtype for c in cases if c.operator == "scaled_matmul"} == {"float8_e4m3fn"}
     assert len(sections["linear"]) == 11 * 7
     assert sections["linear"][0].name == "M=1 K=4096 N=6144"
     assert {c.operator for c in sections["matmul"]} == {"matmul"}
@@ -78,6 +80,39 @@ def test_linear_and_matmul_mean_what_they_say() -> None:
             assert load_implementation(name, "invariant", "cpu").call(a, b).shape == (3, 7)
         except NotInvariantError as refused:  # some CPUs' libraries have none for so short a K, and the kernel says so
             assert "no tile of" in str(refused)  # noqa: PT017 - either answer is right, by machine
+
+
+def test_fp8_products_are_timed_in_fp8_alone() -> None:
+    """Operands of float8, by rows and by blocks, a row's scales the same in any batch; another dtype is one line."""
+    rows, blocks = plan_cases(["scaled-matmul"], BenchSizes(m=(3,), k=300, n=200), "cpu", None)
+    for case, shapes in ((rows, ((3, 1), (1, 200))), (blocks, ((3, 3), (3, 2)))):
+        a, b, scale_a, scale_b = arguments(case, "cpu", generator(0, "cpu"))
+        assert (a.shape, b.shape, b.stride()) == ((3, 300), (300, 200), (1, 300))
+        assert {a.dtype, b.dtype} == {torch.float8_e4m3fn}
+        assert (scale_a.shape, scale_b.shape) == shapes
+        assert min(float(scale_a.min()), float(scale_b.min())) > 0
+        call = load_implementation("scaled_matmul", "invariant", "cpu").call
+        whole = call(a, b, scale_a, scale_b)
+        one = first_rows(case, (a, b, scale_a, scale_b), 1)
+        assert torch.equal(one[2], scale_a[:1])
+        assert torch.equal(call(*one), whole[:1])
+        assert whole.dtype == torch.bfloat16
+    # 3x300 and 300x200 of one byte, 3x200 of two, scales of four
+    assert rows.work == Work(900 + 60_000 + 1_200 + 4 * (3 + 200), 2 * 3 * 300 * 200)
+    assert blocks.work == Work(900 + 60_000 + 1_200 + 4 * (9 + 6), 2 * 3 * 300 * 200)
+    for names, dtypes in ((["scaled-matmul"], ("bfloat16",)), (["linear"], ("float8_e4m3fn",))):
+        with pytest.raises(UserError, match="is not timed in it"):
+            plan_cases(names, BenchSizes(), "cpu", dtypes)
+    both = plan_cases(["scaled-matmul", "softmax"], BenchSizes(), "cpu", ("float16", "float8_e4m3fn"))
+    assert {(c.operator, c.dtype) for c in both} == {("softmax", "float16"), ("scaled_matmul", "float8_e4m3fn")}
+
+
+def test_the_peak_of_fp8_products() -> None:
+    """By torch._scaled_mm; where torch refuses, nothing stands in its place."""
+    limit = measure_limit(peak_name("float8_e4m3fn"), "cpu", 0, PerfCounter())
+    assert limit.what == "torch._scaled_mm, 1024 cubed"
+    assert limit.work == 2 * 1024**3
+    assert limit.rate > 0
 
 
 def test_former_names_still_work() -> None:
