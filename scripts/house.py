@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 2340,
+    "bench": 2354,
     "certify": 1105,
     "commands": 960,
     "core": 6295,
@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 550,
     "mismatch": 1290,
-    "kernels": 19675,
+    "kernels": 19720,
     "nondet": 1821,
     "probes": 5230,
     "ranks": 596,
