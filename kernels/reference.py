@@ -46,7 +46,7 @@ def dequantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_matmul(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """a [M, K] times b [K, N], both float8, each times its float32 scales (`dequantized`) -> [M, N] of the dtype.
 

@@ -52,7 +52,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
 
 def scaled_matmul(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """float8 a [M, K] by b [K, N] with their scales -> [M, N]: torch._scaled_mm, its accumulation as torch has it.
 

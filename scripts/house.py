@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 550,
     "mismatch": 1290,
-    "kernels": 19720,
+    "kernels": 19726,
     "nondet": 1821,
     "probes": 5230,
     "ranks": 596,

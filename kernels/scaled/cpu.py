@@ -26,7 +26,7 @@ def scaled_matmul(
     b: torch.Tensor,
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a [M, K] times b [K, N], float8_e4m3fn or float8_e5m2, with float32 scales -> [M, N] of the dtype.

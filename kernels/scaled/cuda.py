@@ -115,7 +115,7 @@ def scaled_matmul(
     b: torch.Tensor,
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype,
     bias: torch.Tensor | None = None,
     *,
     tile: Tile | None = None,

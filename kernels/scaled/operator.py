@@ -102,6 +102,7 @@ SCALED_MATMUL = Operator(
         Operand(("N", "K"), transposed=True),
         Operand(("M", "scales"), made_by=f"{_FOLDER}.functions:row_scales"),
         Operand(("N", "scales"), made_by=f"{_FOLDER}.functions:column_scales"),
+        Operand((), made_by=f"{_FOLDER}.functions:result_dtype"),
     ),
     bench=Bench(cells=_cells, work=_work, group=("K", "N", "scales"), options=frozenset({"n"}), fp8=True),
     claims=(

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -284,7 +285,8 @@ def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Li
         if dtype.itemsize == 1:
             one = torch.ones(1, 1, device=device)
             sets = [(a, b.t(), one, one) for a, b in sets]
-            calls = {f"torch._scaled_mm, {edge} cubed": load_implementation("scaled_matmul", "stock", device).call}
+            stock = load_implementation("scaled_matmul", "stock", device).call
+            calls = {f"torch._scaled_mm, {edge} cubed": partial(stock, dtype=torch.bfloat16)}
     timed = interleave({what: stopwatch.record(call, sets, 2) for what, call in calls.items()}, stopwatch)
     what = min(timed, key=lambda name: min(timed[name]))
     samples = [us / 2 for us in timed[what]]
@@ -450,7 +452,9 @@ def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tup
                 cases.append(BenchCase(cell.section, operator.name, group, axis, cell.shape, dtype))
     if not cases:
         given = ", ".join(dtypes or ())
-        raise UserError(f"--dtype {given}: {', '.join(wanted)} is not timed in it", f"FP8 products take {FP8} alone.")
+        raise UserError(
+            f"--dtype {given}: {', '.join(wanted)} is not timed in it", f"FP8 products take {FP8}, others do not."
+        )
     return cases
 
 
@@ -475,7 +479,7 @@ def first_rows(case: BenchCase, whole: tuple[torch.Tensor, ...], m: int) -> tupl
 
     def part(operand: Operand, x: torch.Tensor) -> torch.Tensor:
         if operand.made_by is not None:
-            return load_object(operand.made_by)(shape, str(x.device))
+            return load_object(operand.made_by)(shape, str(whole[0].device))
         return x[:m] if operand.axes[0] == case.axis else x
 
     operands = operators()[case.operator].operands

@@ -86,17 +86,17 @@ def test_fp8_products_are_timed_in_fp8_alone() -> None:
     """Operands of float8, by rows and by blocks, a row's scales the same in any batch; another dtype is one line."""
     rows, blocks = plan_cases(["scaled-matmul"], BenchSizes(m=(3,), k=300, n=200), "cpu", None)
     for case, shapes in ((rows, ((3, 1), (1, 200))), (blocks, ((3, 3), (3, 2)))):
-        a, b, scale_a, scale_b = arguments(case, "cpu", generator(0, "cpu"))
+        a, b, scale_a, scale_b, dtype = given = arguments(case, "cpu", generator(0, "cpu"))
         assert (a.shape, b.shape, b.stride()) == ((3, 300), (300, 200), (1, 300))
         assert {a.dtype, b.dtype} == {torch.float8_e4m3fn}
         assert (scale_a.shape, scale_b.shape) == shapes
         assert min(float(scale_a.min()), float(scale_b.min())) > 0
         call = load_implementation("scaled_matmul", "invariant", "cpu").call
-        whole = call(a, b, scale_a, scale_b)
-        one = first_rows(case, (a, b, scale_a, scale_b), 1)
+        whole = call(*given)
+        one = first_rows(case, given, 1)
         assert torch.equal(one[2], scale_a[:1])
         assert torch.equal(call(*one), whole[:1])
-        assert whole.dtype == torch.bfloat16
+        assert whole.dtype == dtype == torch.bfloat16
     # 3x300 and 300x200 of one byte, 3x200 of two, scales of four
     assert rows.work == Work(900 + 60_000 + 1_200 + 4 * (3 + 200), 2 * 3 * 300 * 200)
     assert blocks.work == Work(900 + 60_000 + 1_200 + 4 * (9 + 6), 2 * 3 * 300 * 200)
