@@ -451,10 +451,8 @@ def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tup
                 group = sizes_text({key: cell.shape[key] for key in bench.group})
                 cases.append(BenchCase(cell.section, operator.name, group, axis, cell.shape, dtype))
     if not cases:
-        given = ", ".join(dtypes or ())
-        raise UserError(
-            f"--dtype {given}: {', '.join(wanted)} is not timed in it", f"FP8 products take {FP8}, others do not."
-        )
+        given, only = ", ".join(dtypes or ()), f"FP8 products take {FP8}, others do not."
+        raise UserError(f"--dtype {given}: {', '.join(wanted)} is not timed in it", only)
     return cases
 
 

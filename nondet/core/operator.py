@@ -29,7 +29,7 @@ class Operand:
         transposed: Drawn in the order of `axes`, then handed over with its last two axes exchanged: the layout that
             models hold.
         below: It holds integers from 0 up to the size of that axis, none of them the size itself.
-        made_by: Target of (shape, device) -> tensor, or an argument of another type, for what follows from the sizes alone.
+        made_by: Target of (shape, device) -> tensor, or another argument, for what follows from the sizes alone.
     """
 
     axes: tuple[str, ...]
