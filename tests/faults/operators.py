@@ -32,7 +32,9 @@ _LINEAR = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 5}
 _GROUPED = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 4}
 _ROWS = {"m": 33, "k": 515, "dtypes": ("float32",)}
 _HEADS = {"config": {"heads": 4, "kv_heads": 2, "head_dim": 8}, "dtypes": ("float32",)}
+_FP8 = {"m": 80, "k": 512, "n": 24, "dtypes": ("float8_e4m3fn", "float32"), "runs": 3}
 _JOINS = frozenset({"neighbour_length"})
+_MET = frozenset({"batch_size", "neighbour_values", "run"})
 _DECODE = frozenset({"batch_size", "neighbour_values", "history"})
 
 
@@ -163,7 +165,13 @@ PLANTED: tuple[Planted, ...] = (
     _toy("atomics", "scatter_add=scatter_add_atomic", {RUN}, "run", {"m": 256, "dtypes": ("float32",)}),
     _toy("atomics", "index_add=index_add_loses_twins", {WRONG}, "", {"m": 256, "n": 4, "dtypes": ("float32",)}),
     Planted("pointwise", "tests.probes.toys:exp_with_a_tail", frozenset({OTHER}), "length", {"k": 256}),
+    _toy("scaled-matmul", "scaled_matmul=fp8_promotes_sooner", {BATCH}, "batch_size", _FP8, _MET),
+    _toy("scaled-matmul", "scaled_matmul=fp8_splits", {BATCH}, "batch_size", _FP8, _MET),
+    _toy("scaled-matmul", "scaled_matmul=fp8_rescales", {BATCH, WRONG}, "neighbour_values", _FP8, _MET),
+    _toy("scaled-matmul", "quantize=quantize_by_batch", {BATCH}, "neighbour_values", _FP8, _MET),
     # ---- sound
+    _toy("scaled-matmul", "scaled_matmul=fp8_sound", set(), "", _FP8, _MET),
+    _toy("scaled-matmul", "quantize=quantize_by_row", set(), "", _FP8, _MET),
     _linear(_TOYS, "linear_sound", set()),
     _linear(_TOYS, "linear_in_order", set()),
     _linear(_HERE, "padded_to_tiles", set()),

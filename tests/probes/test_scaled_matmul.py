@@ -15,8 +15,8 @@ SMALL = {"m": 80, "k": 512, "n": 24, "dtypes": ("float8_e4m3fn", "float32"), "ru
 EVERY_128 = "promoted to float32 every 128 k"
 
 
-def orders(toy: str, scales: str) -> Row:
-    rows = measure("scaled-matmul", toy, asked=("batch_size",), **SMALL)
+def orders(toy: str, scales: str, seed: int = 0) -> Row:
+    rows = measure("scaled-matmul", toy, asked=("batch_size",), seed=seed, **SMALL)
     found = [
         r for r in rows.values() if r.inputs == "order-wide" and scales in r.case and r.operator == "scaled_matmul"
     ]
@@ -32,9 +32,10 @@ def orders(toy: str, scales: str) -> Row:
         ("fp8_splits", 64, "K in 2 parts, promoted every 128 k"),
     ],
 )
-def test_a_planted_order_is_named_and_its_border_is_found(toy, border, name, scales):
+@pytest.mark.parametrize("seed", range(3))
+def test_a_planted_order_is_named_and_its_border_is_found(toy, border, name, scales, seed):
     """Two classes, each by the name of its order, parted at the number of rows at which the fault sets in."""
-    row = orders(toy, scales)
+    row = orders(toy, scales, seed)
     assert row.status == "divergent"
     assert row.extra["orders"] == [EVERY_128, name]
     assert row.reason == f"class 1: {EVERY_128}; class 2: {name}"
@@ -61,11 +62,12 @@ def test_one_scale_made_of_all_rows_inside_of_a_product_is_flagged_by_neighbours
     assert statuses({k: r for k, r in rows.items() if "for each row" in k}) == {"wrong"}
 
 
-def test_a_scale_of_the_whole_batch_is_named_by_its_meaning():
+@pytest.mark.parametrize("seed", range(3))
+def test_a_scale_of_the_whole_batch_is_named_by_its_meaning(seed):
     """One scale for a batch is batch-dependent by meaning; scales of rows are not flagged; rounding is no scale."""
     wanted = {"quantize_by_batch": "meaning", "quantize_by_row": "", "quantize_dithers": ""}
     for toy, word in wanted.items():
-        rows = measure("scaled-matmul", f"quantize={toy}", asked=("batch_size", "neighbour_values"), **SMALL)
+        rows = measure("scaled-matmul", f"quantize={toy}", asked=("batch_size", "neighbour_values"), seed=seed, **SMALL)
         found = [r for r in rows.values() if r.operator == "quantize" and r.varied == "batch_size"]
         assert [r.status for r in found] == ["identical" if toy == "quantize_by_row" else "divergent"]
         assert all(("by meaning" in r.reason) == bool(word) for r in found)

@@ -515,8 +515,14 @@ def not_here(*_: Any, **__: Any) -> torch.Tensor:
 # ---- FP8 products: sums of so many k are exact, and added in float32 in order
 
 
+def _no_blocks(scale_a: Any) -> None:
+    if scale_a.dim() == 2 and scale_a.shape[1] > 1:
+        raise NotImplementedError("no scales in blocks")
+
+
 def _promoted(interval: int, splits: int, a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
     """In so many parts of K, each promoted every `interval` k: written anew, not by the kernel that is to find it."""
+    _no_blocks(scale_a)
     whole = torch.zeros(a.shape[0], b.shape[1])
     for part in torch.arange(a.shape[1]).chunk(splits):
         total = torch.zeros_like(whole)
@@ -543,6 +549,7 @@ def fp8_splits(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.
 
 def fp8_rescales(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
     """Faulty: the rows' scales become one for the whole batch before the product."""
+    _no_blocks(scale_a)
     wide = a.float() * scale_a
     one = wide.nan_to_num(0.0).abs().amax() / 448
     return _promoted(128, 1, (wide / one).to(a.dtype), b, one, scale_b, dtype)
