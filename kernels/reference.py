@@ -7,6 +7,7 @@ arguments, in any floating dtype, and gives the dtype of its first argument; the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -174,3 +175,43 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of each row of x [..., W], largest first: values and indices [..., k]; ties by rising index."""
     values, indices = torch.sort(x.double(), dim=-1, descending=True, stable=True)
     return values[..., :k], indices[..., :k]
+
+
+# Gradients, the forward included: of x, by the gradient of what the operator gives.
+
+
+def autograd(
+    forward: Callable[..., torch.Tensor], gradient: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Of forward(*tensors) over each of the tensors, in their shapes and dtype."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(forward(*leaves), leaves, gradient)
+
+
+def softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Of softmax over the last axis of x [M, V], by the gradient [M, V]."""
+    return autograd(softmax, gradient.double(), x.double())[0]
+
+
+def log_softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Of log_softmax over the last axis of x [M, V], by the gradient [M, V]."""
+    return autograd(log_softmax, gradient.double(), x.double())[0]
+
+
+def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Of x sigmoid(x), x [M, W], by the gradient [M, W]."""
+    return autograd(torch.nn.functional.silu, gradient.double(), x.double())[0]
+
+
+def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Of rms_norm over x [M, H], by the gradient [M, H]; weight [H], whose own gradient is the batch's and not here."""
+    return autograd(lambda t: rms_norm(t, weight, eps), gradient.double(), x.double())[0]
+
+
+def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Of causal attention: q and the gradient [M, Hq, T, D], k and v [M, Hkv, T, D] -> [M, Hq + 2 Hkv, T, D].
+
+    The gradients of q, k and v, their heads beside each other.
+    """
+    return torch.cat(autograd(attention, gradient.double(), q.double(), k.double(), v.double()), 1)

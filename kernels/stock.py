@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nondet.core.launch import note
+from nondet.kernels.reference import autograd
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -260,3 +261,32 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     note("torch.topk")
     values, indices = torch.topk(x, k, dim=-1)
     return values, indices
+
+
+def softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """torch.softmax and its backward operator, as autograd calls them."""
+    note("torch.softmax+_softmax_backward_data")
+    return torch.ops.aten._softmax_backward_data(gradient, torch.softmax(x, -1), -1, x.dtype)
+
+
+def log_softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """torch.log_softmax and its backward operator, as autograd calls them."""
+    note("torch.log_softmax+_log_softmax_backward_data")
+    return torch.ops.aten._log_softmax_backward_data(gradient, torch.log_softmax(x, -1), -1, x.dtype)
+
+
+def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """torch's silu_backward, which needs nothing of the forward."""
+    note("torch.silu_backward")
+    return torch.ops.aten.silu_backward(gradient, x)
+
+
+def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """F.rms_norm under autograd, which computes the weight's gradient, too."""
+    note("torch.rms_norm+autograd")
+    return autograd(lambda t, w: F.rms_norm(t, w.shape, w, eps), gradient, x, weight)[0]
+
+
+def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """F.scaled_dot_product_attention under autograd, by the backend that torch picks."""
+    return torch.cat(autograd(attention, gradient, q, k, v), 1)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from nondet.core.launch import note
 from nondet.kernels.dispatch.state import Kernels, Leave, count, current, guarded, kernels_for
+from nondet.kernels.reference import autograd
 
 
 def _always(*args: Any) -> bool:
@@ -162,3 +164,44 @@ class _Linear(torch.autograd.Function):
         rows = gradient.reshape(-1, weight.shape[0])
         of_weight = torch.mm(rows.t(), x.reshape(-1, weight.shape[1]))
         return torch.mm(rows, weight).view(x.shape), of_weight, rows.sum(0)
+
+
+# Gradients as operators, for `nondet certify` and `nondet bench`: what autograd calls under the block, without it.
+# Order: of a row the forward's sums, and all else element by element; of attention `attention_backward`'s. Invariance:
+# nothing is computed from another row, or another request.
+
+
+def softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """p (g - sum of g p) of x [M, V]; p is the forward's, in x's dtype, as autograd keeps it."""
+    from nondet.kernels.dispatch.gradients import softmax_backward
+
+    kernels = kernels_for(x.device.type)
+    return guarded(softmax_backward)(kernels, gradient, kernels.softmax(x), -1, x.dtype)
+
+
+def log_softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """g - exp(y) (sum of g) of x [M, V]; y is the forward's, in x's dtype."""
+    from nondet.kernels.dispatch.gradients import log_softmax_backward
+
+    kernels = kernels_for(x.device.type)
+    return guarded(log_softmax_backward)(kernels, gradient, kernels.log_softmax(x), -1, x.dtype)
+
+
+def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """torch's silu_backward of x [M, W], on a CPU by the body of its vector loop alone."""
+    from nondet.kernels.dispatch.gradients import silu_backward
+
+    note("silu_backward[vectors]")
+    return guarded(silu_backward)(kernels_for(x.device.type), gradient, x)
+
+
+def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """By two means over its own row of x [M, H]; the weight's is computed as well, and not given: it is the batch's."""
+    kernels = Differentiable(kernels_for(x.device.type))
+    return autograd(lambda t, w: kernels.rms_norm(t, w, eps), gradient, x, weight)[0]
+
+
+def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As the reference's [M, Hq + 2 Hkv, T, D]: the sampler's own kernel, and a backward without atomics."""
+    kernels = Differentiable(kernels_for(q.device.type))
+    return torch.cat(autograd(kernels.attention, gradient, q, k, v), 1)

@@ -18,6 +18,7 @@ from nondet.core.operator import (
     AttentionForm,
     GroupedForm,
     Layer,
+    Operand,
     ProductForm,
     QuestionForm,
     RowForm,
@@ -177,25 +178,28 @@ class RowsQuestion(Question):
     def prepare(self, kind: str) -> Any:
         """(tensors of M rows, tensors that all rows share)."""
         M, W = self._rows, self.shape["W"]
+        first, *others = declared()[self.operator].operands
+
+        def size(operand: Operand) -> tuple[int, ...]:
+            return tuple(M if axis == first.axes[0] else self.shape.get(axis, W) for axis in operand.axes)
+
         if kind == "order":
             x = order_revealing(M, W, self.torch_dtype, 2 * self.seed + 1, negate=True, device=self.device)
         else:
-            x = make(kind, (M, W), self.torch_dtype, self.device, generator(self.seed, self.device))
+            x = make(kind, size(first), self.torch_dtype, self.device, generator(self.seed, self.device))
             x = x * self.outlier_scale if kind == "outlier" else x
         if "strided" in self.layout:
-            x = torch.nn.functional.pad(x, (0, 8))[:, :W]
+            x = torch.nn.functional.pad(x, (0, 8))[..., :W]
         rows: list[torch.Tensor] = [x]
         shared: list[torch.Tensor] = []
         rng = generator(self.seed + 1, self.device)
-        first, *others = declared()[self.operator].operands
         for operand in others:
-            size = tuple(M if axis == first.axes[0] else W for axis in operand.axes)
             if operand.axes[0] != first.axes[0]:
-                shared.append(make("bell", size, self.torch_dtype, self.device, rng))
+                shared.append(make("bell", size(operand), self.torch_dtype, self.device, rng))
             elif operand.below is not None:
-                rows.append(torch.randint(0, W, size, device=self.device, generator=rng))
+                rows.append(torch.randint(0, W, size(operand), device=self.device, generator=rng))
             else:
-                rows.append(make(kind, size, self.torch_dtype, self.device, rng))
+                rows.append(make(kind, size(operand), self.torch_dtype, self.device, rng))
         return rows, shared
 
     def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
@@ -542,7 +546,7 @@ def _rows(topic: _Topic, form: RowForm) -> _Questions:
     for i, width in enumerate((wish.k,) if wish.k else form.widths):
         batches = _batches(wish, [m for m in form.batches if m * width <= form.elements])
         for layout in ("contiguous", "strided") if i == 0 else ("contiguous",):
-            shared = topic.about({"W": width}, layout, batches, form.kinds)
+            shared = topic.about({"W": width, **form.sizes}, layout, batches, form.kinds)
             yield RowsQuestion(**shared, outlier_scale=form.outlier_scale), True
 
 

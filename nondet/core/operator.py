@@ -169,6 +169,7 @@ class RowForm(QuestionForm):
     batches: tuple[int, ...]
     elements: int  # most elements of a batch
     outlier_scale: float = 1.0  # on inputs with outliers, for operators in which one term would be all
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of operands' axes between the batch's and the last
 
 
 @dataclass(frozen=True)

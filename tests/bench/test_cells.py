@@ -336,6 +336,15 @@ ATTENTION = {"B": 2, "Tq": 3, "Tk": 5, "Hq": 4, "Hkv": 2, "D": 8}
         ("log_softmax", {"M": 3, "V": 7}, "float32", 4 * 42, 0),
         ("mean", {"M": 3, "K": 7}, "float32", 4 * 24, 0),
         ("logsumexp", {"M": 3, "V": 7}, "float32", 4 * 24, 0),
+        ("softmax_gradient", {"M": 3, "W": 7}, "float32", 4 * 63, 0),
+        ("rms_norm_gradient", {"M": 3, "W": 7}, "bfloat16", 2 * (63 + 7), 0),
+        (
+            "attention_gradient",
+            {"M": 2, "T": 5, "Hq": 4, "Hkv": 2, "D": 8},
+            "bfloat16",
+            2 * (3 * 2 * 4 * 5 * 8 + 4 * 2 * 2 * 5 * 8),
+            6 * 2 * 2 * 4 * 8 * 15,
+        ),
     ],
 )
 def test_counts(operator: str, shape: dict[str, int], dtype: str, bytes_: int, flops: int) -> None:

@@ -130,7 +130,20 @@ def test_a_users_kernel_gets_a_verdict_in_plain_words(run: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "operator",
-    ["attention", "softmax", "rms-norm", "rms-norm-residual", "cross-entropy", "sum", "grouped-matmul", "matmul"],
+    [
+        "attention",
+        "softmax",
+        "rms-norm",
+        "rms-norm-residual",
+        "cross-entropy",
+        "sum",
+        "grouped-matmul",
+        "matmul",
+        "softmax-gradient",
+        "silu-gradient",
+        "rms-norm-gradient",
+        "attention-gradient",
+    ],
 )
 def test_the_cpus_classes_hold_on_this_machine(run: Any, operator: str) -> None:
     """Every operator with a class on a CPU can be asked, answers, and stays in its class."""

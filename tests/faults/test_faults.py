@@ -85,6 +85,8 @@ _OWN = {"split_k", "all_reduce", "reduce_scatter", "all_gather"}
 _OWN |= {"quantize"}  # has no one right answer: tests/probes/test_scaled_matmul.py plants its faults
 # Products of a times b are asked at what a trace met; the others are held by `nondet certify` alone.
 UNPROBED = {"matmul", "cross_entropy", "rms_norm_residual", "topk"}
+# `nondet probe backward` asks these of autograd itself, under its own names.
+UNPROBED |= {o for o in operators() if o.endswith("_gradient")}
 PROBED = {o: p for o, p in _PROBES.items() if o not in _OWN | UNPROBED}
 ARGUMENTS = [
     (o, name)
