@@ -8,14 +8,24 @@ then a model of Qwen3-0.6B's shape with random weights, 64 requests of 256 + 256
 and what forward and backward cost there beside torch's flash attention and log_softmax, three passes each, the median.
 
 `repeat`: promise B, after 50 steps of sampling and training in bfloat16, made twice, with one thread and with four.
+
+python scripts/promises.py 0 grid FILE
+
+Promise A in every layout after 100 optimizer steps, each model in bfloat16 and float32: 1,280 tokens of their own for
+each of four layouts x micro-batches of 1 to 16 x with and without gradient checkpointing, every fifth row of logits
+over the whole vocabulary; and a stock trainer, which must differ. Lines are added to FILE; what it has is not done
+again, but for the 100 steps, which must end with the weights that it names.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +38,8 @@ from tests.training import test_promises as promises
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = replace(promises.LOAD, budget=192, requests=96)
+CELLS = tuple(itertools.product(("right", "left", "packed", "wide"), (1, 2, 4, 7, 16), (False, True)))
+STOCK = ("left", 4, False, "stock")
 LARGE = replace(promises.LOAD, budget=1024, requests=64)
 
 
@@ -102,8 +114,51 @@ def repeat(name: str, threads: int) -> None:
         differing=once[2] + again[2])  # fmt: skip
 
 
+def grid(name: str, dtype: str, path: Path) -> None:
+    """One model: 100 steps, and then every cell at these weights."""
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = [line for line in known if (line["model"], line["dtype"]) == (name, dtype)]
+    done = {(line["layout"], line["micro"], line["checkpointing"], line["trainer"]) for line in known}
+    if len(done) > len(CELLS):
+        return
+    began, model = time.monotonic(), promises.make(name, dtype, DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for step in range(100):
+        with nondet.batch_invariant(training=True):
+            rollouts = promises.sample(model, step, 6)
+            promises.train(model, rollouts, ("right", "left", "packed")[step % 3], 1 + step % 6, rows=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = hashlib.sha256(b"".join(map(promises.digest, model.parameters()))).hexdigest()[:16]
+    if any(line["weights"] != weights for line in known):
+        raise SystemExit(f"{name} {dtype}: the 100 steps do not end with the weights of {path}")
+    for i, (layout, micro, checkpointing, trainer) in enumerate([*((*c, "invariant") for c in CELLS), STOCK]):
+        if (layout, micro, checkpointing, trainer) in done:
+            continue
+        (model.gradient_checkpointing_enable if checkpointing else model.gradient_checkpointing_disable)()
+        with nondet.batch_invariant(training=True):
+            rollouts = promises.sample(model, 1000 + i, 32, 40, WIDE)
+        block = nondet.batch_invariant(training=True) if trainer == "invariant" else None
+        trained = promises.train(model, rollouts, layout, micro, block)
+        model.zero_grad()
+        line = {"model": name, "dtype": dtype, "weights": weights, "optimizer_steps": 100, "layout": layout,
+                "micro": micro, "checkpointing": checkpointing, "trainer": trainer, "tokens": len(trained.logprobs),
+                "differing": apart(rollouts, trained), "rows": trained.rows, "rows_equal": trained.rows_known,
+                "values": len(trained.logprobs.unique()), "logprob": round(float(trained.logprobs.mean()), 3),
+                "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+        with path.open("a") as file:
+            print(json.dumps(line), file=file, flush=True)
+        began = time.monotonic()
+
+
 def main() -> None:
     """All of it."""
+    if "grid" in sys.argv:
+        for name in promises.MODELS:
+            for dtype in ("bfloat16", "float32"):
+                with pinned(1):
+                    grid(name, dtype, Path(sys.argv[3]))
+        return
     gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     say(device=gpu, torch=torch.__version__, transformers=transformers.__version__, nondet=nondet.__version__)
     for name in promises.MODELS if float(sys.argv[1]) else ():
