@@ -448,7 +448,7 @@ MAX_HEAD_DIM = sys.maxsize  # any
 _FLOATS, _LEAST_PAIRS = 2**20, 64
 # Scores, and rows of them, up to which NumPy is faster than torch at what has the same bits by either.
 _SMALL, _FEW_ROWS = 2**15, 64
-_ROOM, _ROOMS_KEPT = 2**16, 16  # floats of a small group's largest step, and how many sizes a thread keeps
+_ROOM, _ROOMS_KEPT = 2**18, 16  # floats of a small group's largest step, and how many sizes a thread keeps
 _HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
 
