@@ -66,6 +66,7 @@ done
 nondet export docs/evidence/h200/matmul-12288x4096.jsonl.gz --figure class-map --out "$to/class-map.png" --force
 nondet export docs/evidence/h200/bench.jsonl.gz --figure jigsaw --section linear --out "$to/speed-matmul.png" --force
 nondet export docs/evidence/h200/sample.jsonl.gz --figure tree --out "$to/tree-light.svg" --force
+nondet export docs/evidence/cpu/probe-map.jsonl.gz --figure map --out "$to/map.png" --force
 nondet export docs/evidence/cpu/rl.jsonl.gz --figure training --out "$to/training.svg" --force
 
 # A class map for the page of each probe, of the case that shows most.

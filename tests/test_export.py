@@ -23,6 +23,7 @@ from tests.build import sampled
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 SOURCE = {
     "class-map": "matmul-12288x4096.jsonl.gz",
+    "map": "../cpu/probe-map.jsonl.gz",
     "speed": "bench.jsonl.gz",
     "jigsaw": "bench.jsonl.gz",
     "survival": "sample.jsonl.gz",
@@ -67,6 +68,22 @@ def test_hostile_names_do_not_reach_the_markup(tmp_path: Path) -> None:
     run.rows[:] = [msgspec.structs.replace(r, case=f"<script>$\\frac{{$</script>\x1b[31m{r.case}") for r in run.rows]
     save(draw("class-map", [run]), tmp_path / "x.svg")
     assert "<script>" not in (tmp_path / "x.svg").read_text(encoding="utf-8")
+
+
+def test_a_map_has_its_borders_where_the_run_has_them() -> None:
+    """Two dtypes under two implementations; at K = 43 bfloat16 changes at M = 2, and invariant never does."""
+    figure = draw("map", [read_run(EVIDENCE / SOURCE["map"])])
+    panels = {
+        axis.get_title(loc="left").partition(",")[0] + axis.get_title(loc="left")[-13:]: axis for axis in figure.axes
+    }
+    assert len(panels) == 4
+    bars = {
+        name: [(p.get_x(), p.get_width()) for p in axis.patches if p.get_y() == 42] for name, axis in panels.items()
+    }
+    assert bars["stock: map of M x Kbfloat16, cpu"] == [(1, 1), (2, 31)]
+    assert bars["invariant: map of M x Kbfloat16, cpu"] == [(1, 32)]
+    with pytest.raises(UserError, match="no map of a product"):
+        draw("map", [read_run(EVIDENCE / SOURCE["class-map"])])
 
 
 @pytest.mark.parametrize("name", ["class-map", "speed", "tree"])
@@ -147,7 +164,7 @@ def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path)
     with pytest.raises(UserError, match="--figure"):
         export([EVIDENCE / "sample.jsonl.gz"], tmp_path / "s.png")
     with pytest.raises(UnknownNameError):
-        draw("map", [])
+        draw("globe", [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json"]
 
 

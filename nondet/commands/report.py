@@ -95,8 +95,8 @@ def export(
     figure: Annotated[
         str | None,
         o.opt(
-            "Figure: class-map, speed, jigsaw, survival or tree.", shown="the only one there is",
-            complete=o.choices("class-map", "speed", "jigsaw", "survival", "tree"),
+            "Figure: class-map, map, speed, jigsaw, survival or tree.", shown="the only one there is",
+            complete=o.choices("class-map", "map", "speed", "jigsaw", "survival", "tree"),
         ),
     ] = None,
     section: Annotated[str | None, o.opt("Only this section of a bench run: matmul, ...", shown="all")] = None,

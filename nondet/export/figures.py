@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nondet.bench.summary import Section, is_stock, sections
 from nondet.core.records import Row, Run
 from nondet.errors import UnknownNameError, UserError, one_line
-from nondet.reports.classes import axis_name, kernel_sets, letter, short_kernel
+from nondet.reports.classes import ProductMap, axis_name, kernel_sets, letter, segments, short_kernel
+from nondet.reports.probes import probe_sections
 from nondet.reports.text import environment_line
 from nondet.verdict.samples import is_varied
 from nondet.verdict.served import is_endpoint
@@ -88,6 +89,7 @@ def save(figure: Figure, path: Path) -> None:
 def figures_of(runs: Sequence[Run]) -> list[str]:
     """The figures that these runs have anything for."""
     names = ["class-map"] if any(map(_sweeps, runs)) else []
+    names += ["map"] if _maps(runs) else []
     names += ["speed", "jigsaw"] if any(_curves(section) for run in runs for section in sections(run)) else []
     names += ["training"] if any(run.training_steps for run in runs) else []
     return [*names, *(["survival", "tree"] if any(map(_is_one_sample, runs)) else [])]
@@ -177,6 +179,35 @@ def _lanes(axis: Any, rows: Sequence[Row]) -> None:
     most = max(row.distinct for row in rows)
     cut = f" (the first {_MOST_LANES} of {most} classes)" if most > _MOST_LANES else ""
     axis.set_title(one_line(f"{first.case}, {first.dtype}", 110) + cut, fontsize=8, loc="left")
+
+
+def _maps(runs: Sequence[Run]) -> list[tuple[str, ProductMap]]:
+    return [found for run in runs for section in probe_sections(run.rows) for found in section.maps]
+
+
+def _map(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
+    """Classes over M and one other size: a panel an implementation, a line a size, a colour a class of that line."""
+    found = [(title, drawn, impl) for title, drawn in _maps(runs) for impl in drawn.rows]
+    if not found:
+        raise UserError("these runs hold no map of a product", "Draw a run of `nondet probe matmul --map mk`.")
+    figure, axes = _subplots(len(found), 4.6, 2.9, columns=min(2, len(found)))
+    for axis, (title, drawn, impl) in zip(axes, found, strict=False):
+        rows = drawn.rows[impl]
+        for place, row in enumerate(rows):
+            for part in segments(row):  # whose values are every M
+                width, colour = part.stop - part.start, _COLOURS[part.label % len(_COLOURS)]
+                axis.barh(place, width, left=part.start + 1, height=1.0, align="edge", color=colour, linewidth=0)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.set_xlim(1, max(len(row.values) for row in rows) + 1)
+        shown = range(0, len(rows), -(-len(rows) // 8))
+        axis.set_yticks([i + 0.5 for i in shown], [f"{rows[i].shape[drawn.axis]:,}" for i in shown])
+        axis.set_ylim(len(rows), 0)
+        axis.grid(visible=False)
+        axis.set_xlabel("M, from each to the next")
+        axis.set_ylabel(drawn.axis)
+        axis.set_title(one_line(f"{impl}: {title}", 90), fontsize=7, loc="left")
+    return figure
 
 
 def _curves(section: Section) -> dict[str, list[Any]]:
@@ -323,6 +354,7 @@ def _training(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
 
 FIGURES: dict[str, Callable[[Sequence[Run], Callable[[Run], Any]], Figure]] = {
     "class-map": _class_map,
+    "map": _map,
     "speed": lambda runs, _: _bench(
         runs, lambda c: c.ratio, "best stock time / time (above 1: faster)", baseline=False
     ),

@@ -53,7 +53,7 @@ def test_a_packed_file_has_the_name_of_the_plain_one(path: Path) -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = sorted(p.relative_to(ROOT / "docs") for p in (ROOT / "docs" / "evidence").rglob("*") if p.suffix == ".html")
-PICTURES = ("class-map.png", "speed-matmul.png", *(f"probes/{name}.png" for name in PROBES))
+PICTURES = ("class-map.png", "map.png", "speed-matmul.png", *(f"probes/{name}.png" for name in PROBES))
 # Bytes of a PNG follow the version of what draws it.
 _PIN = re.search(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
 
