@@ -31,7 +31,7 @@ BUDGET = {
     "diagnose": 1040,
     "embedded": 10,
     "endpoint": 3150,
-    "export": 550,
+    "export": 585,
     "mismatch": 1290,
     "kernels": 19935,
     "nondet": 1821,
