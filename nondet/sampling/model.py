@@ -388,6 +388,7 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             options["local_files_only"] = offline(where)
         # the config first: a tokenizer is looked up by it, and would be blamed for a broken one
         config: Any = None if random else read_config(where, local, options)
+        given = getattr(config, "quantization_config", None)  # transformers takes it away where it makes plain weights
         names = ["model.safetensors"] if random else weight_names(where, local, config, options)
         tokenizer = read_tokenizer(where, local, options)
         if random:
@@ -420,8 +421,19 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
         dtype=dtype,
         context=limit if isinstance(limit, int) and limit > 0 else None,
         eos=_eos(model, text_config),
-        identity=identity_of(model, where, local, None if random else names, dtype) | {"vocabulary": rows},
+        identity=identity_of(model, where, local, None if random else names, dtype)
+        | {"vocabulary": rows}
+        | quantization_of(given, model, dtype),
     )
+
+
+def quantization_of(given: Any, model: Any, dtype: str) -> dict[str, str]:
+    """How the weights that were read are quantized, and whether the model computes with plain ones made of them."""
+    if given is None:
+        return {}
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    kept = getattr(model.config, "quantization_config", None) is not None
+    return {"quantization": str(method) if kept else f"{method}, of which loading made {dtype}"}
 
 
 def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: int) -> None:

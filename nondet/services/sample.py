@@ -250,7 +250,11 @@ def open_model(request: Any, sink: Sink) -> LoadedModel:
     device = pick_device(request.device, request.threads)
     if request.model is not None and not sink.quiet and (is_random(request.model) or local_folder(request.model)):
         sink.say(f"loading {request.model} ...")
-    return load_model(request.model, request.dtype, device, trust_remote_code=request.trust_remote_code)
+    loaded = load_model(request.model, request.dtype, device, trust_remote_code=request.trust_remote_code)
+    quantized = loaded.identity.get("quantization", "")
+    if "loading made" in quantized and not sink.quiet:
+        sink.say(f"weights are {quantized}: what is found here is of {request.dtype}")
+    return loaded
 
 
 def planned(

@@ -19,6 +19,7 @@ from nondet.core.compare import error_against, identical
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled.functions import quantize_block, quantize_row
+from nondet.sampling.model import load_model, quantization_of
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = ("block", "tensor", "row")
@@ -89,6 +90,20 @@ def test_a_copy_loads_as_bfloat16_on_a_cpu(folders, how):
         pytest.skip("this is a GPU")
     model = AutoModelForCausalLM.from_pretrained(folders[how])
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    told = load_model(str(folders[how]), "bfloat16", "cpu").identity
+    assert told["quantization"] == "fp8, of which loading made bfloat16"
+    assert "quantization" not in load_model(None, "bfloat16", "cpu").identity
+
+
+def test_quantized_weights_that_stay_are_told_as_they_are():
+    """A model that keeps its config's method computes with it; one that lost it has plain weights."""
+    given = SimpleNamespace(quant_method="fbgemm_fp8")
+    kept, lost = (SimpleNamespace(config=SimpleNamespace(quantization_config=one)) for one in (given, None))
+    assert quantization_of(given, kept, "bfloat16") == {"quantization": "fbgemm_fp8"}
+    assert quantization_of({"quant_method": "fp8"}, lost, "bfloat16") == {
+        "quantization": "fp8, of which loading made bfloat16"
+    }
+    assert quantization_of(None, lost, "bfloat16") == {}
 
 
 @pytest.mark.parametrize("how", ["block", "tensor"])
