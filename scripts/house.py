@@ -39,7 +39,7 @@ BUDGET = {
     "ranks": 596,
     "reports": 6165,
     "sampling": 6250,
-    "services": 2905,
+    "services": 2911,
     "testing": 590,
     "trace": 3290,
     "training": 720,
