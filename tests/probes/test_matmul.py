@@ -301,3 +301,18 @@ def test_a_map_too_long_to_list_is_refused():
     """Every M is a value of its row."""
     with pytest.raises(UserError, match="every M up to 4,096"):
         list(Matmul().cases(Options(**(MAP | {"m": 5000}))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["stock", "invariant"])
+def test_a_whole_weight_is_mapped_on_a_gpu(impl):
+    """Every M up to 512 of an 8B model's down_proj: one line of a map, kernels named; `invariant` has one class."""
+    from nondet.probes.runner import plan_jobs, run_jobs
+
+    options = Options(device="cuda", map="mn", k=12288, n=4096, dtypes=("bfloat16",))
+    jobs = plan_jobs(["matmul"], [impl], options)
+    (row,) = run_jobs(jobs[-1:], 0, set())
+    assert (row.shape["N"], row.values) == (4096, list(range(1, 513)))
+    assert row.kernel_sets
+    assert not any("ArgMax" in name for names in row.kernel_sets for name in names), "the comparison's own"
+    assert row.status == ("divergent" if impl == "stock" else "identical")

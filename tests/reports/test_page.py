@@ -186,3 +186,32 @@ def test_axe_finds_nothing(browse: Browse, name: str) -> None:
     for width in (1400, 500):
         for dark in (False, True):
             assert browse(made, script, width=width, dark=dark) == [], (width, dark)
+
+
+def test_a_map_of_a_product_is_told_by_size_and_fits_a_narrow_page(browse: Browse) -> None:
+    """Each cell says its line, its M and its class; a size of 5 digits stands on one line of a narrow page."""
+    lines = [
+        row([0] * m + [1] * (8 - m), case=f"map of M x N, K=8 N={n}", shape={"M": 8, "N": n, "K": 8},
+            extra={"map": {"axis": "N", "unequal": []}})
+        for n, m in ((1024, 2), (12288, 5))
+    ]  # fmt: skip
+    said = browse(
+        render([run_of(*lines)]),
+        """
+        for (const fold of document.querySelectorAll("details")) fold.open = true;
+        const figure = document.querySelector("main .part .lines").closest("figure");
+        const map = figure.querySelector(".map"), readout = figure.querySelector(".readout"), read = [];
+        const key = () => map.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
+        map.dispatchEvent(new FocusEvent("focus")); read.push(readout.textContent);
+        for (let i = 0; i < 3; i++) { key(); read.push(readout.textContent); }
+        const heights = [...figure.querySelectorAll(".lane")].map((e) => e.getBoundingClientRect().height);
+        return { read, heights, wide: document.documentElement.scrollWidth, operator: figure.dataset.operator };
+        """,
+        width=500,
+    )
+    assert [text.partition(",")[0] for text in said["read"]] == ["N 1024", "N 1024", "N 12288", "N 12288"]
+    assert "M 1-2: class A" in said["read"][0]
+    assert "M 6-8: class B" in said["read"][3]
+    assert said["heights"][0] == said["heights"][1]
+    assert said["wide"] <= 500
+    assert said["operator"] == "linear"
