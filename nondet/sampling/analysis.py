@@ -768,7 +768,7 @@ def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: 
     sizes = [n for _, _, n in rounds]
     low, high = round_interval([parted for parted, _, _ in rounds], sizes, each)
     short, long = round_interval([tokens for _, tokens, _ in rounds], [n * most for n in sizes], each)
-    return low / (long * most), min(1.0, high / (short * most))
+    return low / (long * most), min(1.0, high / (short * most)) if short else 1.0  # of empty completions nothing
 
 
 def flip_draws(traces: Sequence[Member], first: int) -> FlipDraws | None:

@@ -168,6 +168,9 @@ def test_the_rate_of_flips_has_an_interval_by_round() -> None:
         widths.append(flips.high / max(flips.low, 1e-9))
     assert inside >= 190
     assert median(widths) < 30, "an interval that holds everything says nothing"
+    empty = in_rounds([*[trace([])] * 4, trace([1])], [trace([])] * 4).flips
+    assert empty is not None
+    assert (empty.flips, empty.tokens, empty.high) == (1, 1, 1.0), "most completions are empty"
     none = in_rounds(*[[ways[8]] * 4] * 3).flips
     assert none is not None
     assert (none.flips, none.tokens, none.low, none.rounds) == (0, 11 * 8, 0.0, 2)
