@@ -177,35 +177,29 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values[..., :k], indices[..., :k]
 
 
-# Gradients, the forward included: of x, by the gradient of what the operator gives.
-
-
 def autograd(
     forward: Callable[..., torch.Tensor], gradient: torch.Tensor, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Of forward(*tensors) over each of the tensors, in their shapes and dtype."""
+    """The gradients of forward(*tensors) over each of the tensors, by that of what it gives."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in tensors]
         return torch.autograd.grad(forward(*leaves), leaves, gradient)
 
 
-def softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Of softmax over the last axis of x [M, V], by the gradient [M, V]."""
-    return autograd(softmax, gradient.double(), x.double())[0]
+def _over_rows(forward: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Of x [M, W], by the gradient [M, W] of what the operator gives."""
+        return autograd(forward, gradient.double(), x.double())[0]
+
+    return run
 
 
-def log_softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Of log_softmax over the last axis of x [M, V], by the gradient [M, V]."""
-    return autograd(log_softmax, gradient.double(), x.double())[0]
-
-
-def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Of x sigmoid(x), x [M, W], by the gradient [M, W]."""
-    return autograd(torch.nn.functional.silu, gradient.double(), x.double())[0]
+softmax_gradient, log_softmax_gradient = map(_over_rows, (softmax, log_softmax))
+silu_gradient = _over_rows(torch.nn.functional.silu)
 
 
 def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Of rms_norm over x [M, H], by the gradient [M, H]; weight [H], whose own gradient is the batch's and not here."""
+    """Over x [M, H], by the gradient [M, H]; weight [H], whose own gradient is the batch's and not here."""
     return autograd(lambda t: rms_norm(t, weight, eps), gradient.double(), x.double())[0]
 
 
@@ -215,3 +209,10 @@ def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor,
     The gradients of q, k and v, their heads beside each other.
     """
     return torch.cat(autograd(attention, gradient.double(), q.double(), k.double(), v.double()), 1)
+
+
+def linear_weight_gradient(
+    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
+) -> torch.Tensor:
+    """Of a linear layer's weight [N, K]: x [T, K] and the gradient [T, N] over all tokens, whatever their layout."""
+    return gradient.double().t() @ x.double()

@@ -263,16 +263,17 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, indices
 
 
-def softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """torch.softmax and its backward operator, as autograd calls them."""
-    note("torch.softmax+_softmax_backward_data")
-    return torch.ops.aten._softmax_backward_data(gradient, torch.softmax(x, -1), -1, x.dtype)
+def _after(forward: Any, name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        note(f"torch.{forward.__name__}+{name}")
+        out: torch.Tensor = getattr(torch.ops.aten, name)(gradient, forward(x, -1), -1, x.dtype)
+        return out
+
+    return run
 
 
-def log_softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """torch.log_softmax and its backward operator, as autograd calls them."""
-    note("torch.log_softmax+_log_softmax_backward_data")
-    return torch.ops.aten._log_softmax_backward_data(gradient, torch.log_softmax(x, -1), -1, x.dtype)
+softmax_gradient = _after(torch.softmax, "_softmax_backward_data")
+log_softmax_gradient = _after(torch.log_softmax, "_log_softmax_backward_data")
 
 
 def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -283,8 +284,7 @@ def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """F.rms_norm under autograd, which computes the weight's gradient, too."""
-    note("torch.rms_norm+autograd")
-    return autograd(lambda t, w: F.rms_norm(t, w.shape, w, eps), gradient, x, weight)[0]
+    return autograd(lambda t, w: rms_norm(t, w, eps), gradient, x, weight)[0]
 
 
 def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

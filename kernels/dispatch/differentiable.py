@@ -203,5 +203,4 @@ def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Ten
 
 def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """As the reference's [M, Hq + 2 Hkv, T, D]: the sampler's own kernel, and a backward without atomics."""
-    kernels = Differentiable(kernels_for(q.device.type))
-    return torch.cat(autograd(kernels.attention, gradient, q, k, v), 1)
+    return torch.cat(autograd(Differentiable(kernels_for(q.device.type)).attention, gradient, q, k, v), 1)

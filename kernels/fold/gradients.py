@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,6 +239,63 @@ def fold_lookup(acc: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> Non
 def _placed(x: torch.Tensor, at: Places) -> torch.Tensor:
     """x [tokens, ...] -> [S, ...]: each token at its place, zeros at the others."""
     return x.new_zeros((at.size, *x.shape[1:])).index_copy_(0, at.slots, x[at.rows])
+
+
+def _micro_batches(
+    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int, padding: str
+) -> Iterator[tuple[Layout, torch.Tensor, torch.Tensor]]:
+    """(layout, x, gradient) of each micro-batch, zeros at padding; as `linear_weight_gradient` takes them."""
+    start = 0
+    for part in (t.tolist() for t in lengths.split(micro or len(lengths))):
+        pieces = [t[start : start + sum(part)].split(part) for t in (x, gradient)]
+        start += sum(part)
+        if padding == "packed":
+            laid = [torch.cat(p)[None] for p in pieces]
+            spans = [Span(0, sum(part[:i]), n) for i, n in enumerate(part)]
+        else:
+            laid = [torch.nn.utils.rnn.pad_sequence(p, True, padding_side=padding) for p in pieces]
+            spans = [Span(i, (laid[0].shape[1] - n) * (padding == "left"), n) for i, n in enumerate(part)]
+        yield Layout((laid[0].shape[0], laid[0].shape[1]), spans), laid[0].flatten(0, 1), laid[1].flatten(0, 1)
+
+
+def linear_weight_gradient(
+    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
+) -> torch.Tensor:
+    """What `fold` adds up of a linear layer's weight [N, K], rounded once to x's dtype, without a model around it.
+
+    Args:
+        x, gradient: [T, K] and [T, N], the tokens of all sequences, one sequence after the other.
+        lengths: int64 [sequences], on the CPU.
+        micro: Sequences of a micro-batch; 0: all.
+        padding: "packed", "left" or "right", of a micro-batch.
+    """
+    acc = torch.zeros((gradient.shape[1], x.shape[1]), device=x.device)
+    for layout, rows, above in _micro_batches(x, gradient, lengths, micro, padding):
+        at = layout.places(len(rows), x.device)
+        assert at is not None  # noqa: S101 - the layout is of these very rows
+        fold_product(acc, _placed(above, at), _placed(rows, at))
+    return acc.to(x.dtype)
+
+
+def linear_weight_gradient_stock(
+    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
+) -> torch.Tensor:
+    """As autograd has it: a product a micro-batch, added to `.grad` in its dtype."""
+    note("torch.mm a micro-batch")
+    parts = (above.t() @ rows for _, rows, above in _micro_batches(x, gradient, lengths, micro, padding))
+    return functools.reduce(torch.add, parts)
+
+
+def fold_anchor(
+    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
+) -> torch.Tensor:
+    """Class "fold" as it is written down: sequence by sequence, in steps of 16 tokens; no micro-batch, no padding."""
+    acc, whole = torch.zeros((gradient.shape[1], x.shape[1])), lengths.tolist()
+    for above, rows in zip(gradient.float().split(whole), x.float().split(whole), strict=True):
+        for left, right in zip(above.split(STEP), rows.split(STEP), strict=True):
+            filled = (torch.nn.functional.pad(t, (0, 0, 0, STEP - len(t))) for t in (left, right))
+            acc.addmm_(next(filled).t(), next(filled))
+    return acc.to(x.dtype)
 
 
 class _Call(NamedTuple):

@@ -17,6 +17,7 @@ from nondet.core.operator import (
     OrderClass,
     RowForm,
     Shape,
+    WeightForm,
     row_cells,
 )
 
@@ -94,3 +95,31 @@ ATTENTION_GRADIENT = _gradient(
         sizes={"Hq": 4, "Hkv": 2, "T": 100},
     ),
 )  # fmt: skip
+
+_FOLD = "nondet.kernels.fold.gradients"
+FOLD = OrderClass(
+    name="fold",
+    device="cpu",
+    dtypes=("bfloat16", "float32"),
+    accumulator="float32",
+    order=(
+        "Of a linear layer's weight: one chain over tokens, sequence by sequence, each filled up with zeros to a "
+        "multiple of 16 tokens, in steps of 16; a step is one call of the library of the same sizes. The chain goes on "
+        "from the gradient so far: micro-batches, padding and packing cut it nowhere."
+    ),
+    formula="acc = library(acc + grad[s:s+16]^T x[s:s+16]),  s = 0, 16, ... of each sequence;  dW = round(acc)",
+)
+LINEAR_WEIGHT_GRADIENT = Operator(
+    name="linear_weight_gradient",
+    reference="nondet.kernels.reference:linear_weight_gradient",
+    implementations=(
+        Implementation(name="stock", stock=True, targets={ANY: f"{_FOLD}:linear_weight_gradient_stock"}),
+        Implementation(name="invariant", invariant=True, targets={ANY: f"{_FOLD}:linear_weight_gradient"}),
+    ),
+    claims=(Claim(order=FOLD, anchor=f"{_FOLD}:fold_anchor"),),
+    questions={
+        "cpu": WeightForm(
+            weights=((256, 192), (100, 33)), lengths=(32, 5, 17, 1, 48, 16, 31, 40), micro=(0, 1, 2, 3, 5)
+        )
+    },
+)

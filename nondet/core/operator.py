@@ -185,6 +185,15 @@ class Heads:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightForm(QuestionForm):
+    """Of a weight's gradient: (K, N), over sequences of `lengths` tokens in micro-batches of so many (0: all)."""
+
+    weights: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
+    micro: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionForm(QuestionForm):
     """Of attention: prompts of `tokens`, whole and in `chunks`."""
 

@@ -39,6 +39,7 @@ DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.gradients.operator:SILU_GRADIENT",
     "nondet.kernels.gradients.operator:RMS_NORM_GRADIENT",
     "nondet.kernels.gradients.operator:ATTENTION_GRADIENT",
+    "nondet.kernels.gradients.operator:LINEAR_WEIGHT_GRADIENT",
     "nondet.kernels.experts.operator:GROUPED_MATMUL",
     "nondet.kernels.experts.operator:TOPK",
     "nondet.kernels.experts.operator:INDEX_ADD",

@@ -143,6 +143,7 @@ def test_a_users_kernel_gets_a_verdict_in_plain_words(run: Any, tmp_path: Path) 
         "silu-gradient",
         "rms-norm-gradient",
         "attention-gradient",
+        "linear-weight-gradient",
     ],
 )
 def test_the_cpus_classes_hold_on_this_machine(run: Any, operator: str) -> None:
