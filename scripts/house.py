@@ -25,15 +25,15 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
     "bench": 2354,
-    "certify": 1105,
+    "certify": 1145,
     "commands": 960,
-    "core": 6301,
+    "core": 6311,
     "diagnose": 1040,
     "embedded": 10,
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1290,
-    "kernels": 19935,
+    "kernels": 20020,
     "nondet": 1821,
     "probes": 5230,
     "ranks": 596,
