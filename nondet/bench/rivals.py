@@ -10,6 +10,8 @@ Sources read for the calls:
   * vLLM: vllm/model_executor/layers/batch_invariant.py. Its Triton product is what it uses on Ampere; on Hopper it
     restricts cuBLAS by environment variables of the whole process, which can't stand beside stock cuBLAS in one.
   * flash-attn 2: flash_attn/flash_attn_interface.py; flash-attn 3: hopper/flash_attn_interface.py
+  * DeepGEMM: deepseek-ai/DeepGEMM, docs/API_REFERENCE.md at b8feb7d (fp8_gemm_nt), and the former name of the same call
+  * vLLM's CUTLASS products of FP8: vllm/_custom_ops.py of 0.25.1, cutlass_scaled_mm
   * FlashInfer: flashinfer/norm.py, decode.py, prefill.py; attention of a single request, without a plan made ahead
 """
 
@@ -107,6 +109,30 @@ def _flashinfer_attention(module: Any) -> Call:
     return attention
 
 
+def deep_gemm(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> Any:
+    """fp8_gemm_nt((a [M, K], [M, K / 128]), (b as [N, K], [N / 128, K / 128]), out), in blocks, into bfloat16."""
+    product = _function(importlib.import_module("deep_gemm"), "fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt")
+    in_blocks = scale_a.numel() == a.shape[0] * -(-a.shape[1] // 128)
+    if not in_blocks or f"{a.dtype} {dtype}" != "torch.float8_e4m3fn torch.bfloat16":
+        raise NotImplementedError("DeepGEMM takes float8_e4m3fn with scales in blocks, into bfloat16")
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    product((a, scale_a), (b.t(), scale_b.t().contiguous()), out)
+    return out
+
+
+def vllm_cutlass(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> Any:
+    """cutlass_scaled_mm(a, b, scale_a, scale_b, dtype), scales in blocks laid out by columns.
+
+    Where K or N is no multiple of 16 vLLM takes another kernel, of Triton, which is not what is asked about.
+    """
+    product = _function(importlib.import_module("vllm._custom_ops"), "cutlass_scaled_mm")
+    if b.shape[0] % 16 or b.shape[1] % 16 or str(dtype) == "torch.float32":
+        raise NotImplementedError("vLLM's CUTLASS product takes K and N in steps of 16, into half precision")
+    if scale_a.dim() == 2 and scale_a.shape[1] > 1:
+        scale_a, scale_b = scale_a.mT.contiguous().mT, scale_b.mT.contiguous().mT
+    return product(a, b, scale_a, scale_b, dtype)
+
+
 _SHARED = {"linear": _persistent_linear, "log_softmax": _last_axis("log_softmax"), "mean": _last_axis("mean_dim")}
 
 RIVALS: dict[str, Rival] = {
@@ -129,6 +155,8 @@ RIVALS: dict[str, Rival] = {
             "rms_norm": _norm("rms_norm_batch_invariant", "rms_norm"),
         },
     ),
+    "deep-gemm": Rival("deep_gemm", "deep_gemm", "deep_gemm", {"scaled_matmul": lambda _: deep_gemm}),
+    "vllm-cutlass": Rival("vllm", "vllm._custom_ops", "vllm", {"scaled_matmul": lambda _: vllm_cutlass}),
     "flash-attn": Rival("flash_attn", "flash_attn", "flash-attn", {"attention": _flash}),
     "flash-attn-3": Rival("flash_attn_interface", "flash_attn_interface", "flash-attn-3", {"attention": _flash}),
     "flashinfer": Rival(

@@ -12,6 +12,7 @@ from nondet.bench.collect import implementations_of
 from nondet.bench.rivals import RIVALS, installed_rivals, rival_call
 from nondet.errors import UserError
 from nondet.kernels import reference
+from nondet.kernels.scaled.functions import FLOAT8, operands
 
 SHARED = """
 import torch
@@ -40,6 +41,25 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, softmax_scale=None, causal=Fals
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale, enable_gqa=True)
     return out.transpose(1, 2), "logsumexp"
 """
+DEEP_GEMM = """
+import torch
+def fp8_gemm_nt(a, b, d, c=None, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
+    (a, scale_a), (b, scale_b) = a, b
+    assert a.shape[1] == b.shape[1] and d.dtype == torch.bfloat16 and scale_b.is_contiguous()
+    assert scale_b.shape == (-(-b.shape[0] // 128), -(-b.shape[1] // 128))
+    wide = [s.repeat_interleave(128, 1)[:, :a.shape[1]].double() for s in (scale_a, scale_b)]
+    d.copy_((a.double() * wide[0]) @ (b.double() * wide[1].repeat_interleave(128, 0)[:len(b)]).t())
+"""
+CUTLASS = """
+def cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias=None):
+    assert b.stride(0) == 1 and a.shape[1] == b.shape[0]
+    if scale_a.shape[1] > 1:
+        assert scale_a.stride(0) == scale_b.stride(0) == 1
+        scale_a = scale_a.repeat_interleave(128, 1)[:, :a.shape[1]]
+        scale_b = scale_b.repeat_interleave(128, 0)[:b.shape[0]].repeat_interleave(128, 1)[:, :b.shape[1]]
+        return ((a.double() * scale_a) @ (b.double() * scale_b)).to(out_dtype)
+    return ((a.double() @ b.double()) * scale_a * scale_b).to(out_dtype)
+"""
 FLASHINFER = """
 import torch
 def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
@@ -65,6 +85,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "flash_attn/__init__.py": FLASH,
         "flash_attn_interface.py": FLASH,
         "flashinfer/__init__.py": FLASHINFER,
+        "deep_gemm/__init__.py": DEEP_GEMM,
+        "vllm/_custom_ops.py": CUTLASS,
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -113,7 +135,10 @@ def test_rivals_compute_what_ours_do(name: str) -> None:
     """Layouts, argument order and alignment are right: every adapter agrees with the float64 oracle."""
     x, w, norm = torch.randn(3, 8), torch.randn(5, 8), torch.rand(8)
     q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    fp8 = [operands("bell", how, (5, 384, 256), FLOAT8[:1] * 2, "cpu", 0) for how in ("row", "block")]
+    scaled = [(*given, torch.bfloat16) for given in fp8 if name != "deep-gemm" or given[2].shape[1] > 1]
     arguments = {
+        "scaled_matmul": scaled,
         "linear": [(x, w)], "log_softmax": [(x,)], "softmax": [(x,)], "mean": [(x,)], "rms_norm": [(x, norm)],
         "attention": [(q, k, v), (q[:, :, -1:], k, v)],
     }  # fmt: skip
@@ -121,7 +146,8 @@ def test_rivals_compute_what_ours_do(name: str) -> None:
     for operator in RIVALS[name].operators:
         call, oracle = rival_call(name, operator), getattr(reference, operator)
         for inputs in arguments[operator]:
-            torch.testing.assert_close(call(*inputs).double(), oracle(*inputs), rtol=1e-4, atol=1e-5)
+            rtol = 2**-8 if operator == "scaled_matmul" else 1e-4  # one rounding to bfloat16
+            torch.testing.assert_close(call(*inputs).double(), oracle(*inputs), rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.usefixtures("installed")
@@ -134,6 +160,20 @@ def test_what_a_rival_lacks_is_said() -> None:
     del flashinfer.single_decode_with_kv_cache
     with pytest.raises(NotImplementedError, match="flashinfer has no single_decode_with_kv_cache"):
         rival_call("flashinfer", "attention")
+
+
+@pytest.mark.usefixtures("installed")
+def test_fp8_products_that_a_rival_has_not_are_refused() -> None:
+    """DeepGEMM has no scales of rows; vLLM's call takes a kernel that is not CUTLASS's where sizes are odd."""
+    rows = operands("bell", "row", (5, 384, 256), FLOAT8[:1] * 2, "cpu", 0)
+    odd = operands("bell", "row", (5, 384, 250), FLOAT8[:1] * 2, "cpu", 0)
+    for name, given, dtype, why in (
+        ("deep-gemm", rows, torch.bfloat16, "with scales in blocks"),
+        ("vllm-cutlass", odd, torch.bfloat16, "steps of 16"),
+        ("vllm-cutlass", rows, torch.float32, "half precision"),
+    ):
+        with pytest.raises(NotImplementedError, match=why):
+            rival_call(name, "scaled_matmul")(*given, dtype)
 
 
 @pytest.mark.usefixtures("installed")
