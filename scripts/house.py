@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 2354,
+    "bench": 2384,
     "certify": 1145,
     "commands": 960,
     "core": 6311,
@@ -39,7 +39,7 @@ BUDGET = {
     "ranks": 596,
     "reports": 6165,
     "sampling": 6250,
-    "services": 2911,
+    "services": 2938,
     "testing": 590,
     "trace": 3290,
     "training": 720,
