@@ -27,8 +27,8 @@ class CertifyTerminal(Terminal):
     """Members by class, where other commands have their report."""
 
     def render(self, run: Run) -> None:
-        """Print the table, or of a quiet command the verdict."""
-        if self.quiet:
+        """Print the table, or of a quiet command the verdict; of vLLM's layers the report."""
+        if self.quiet or run.layer_standings:
             super().render(run)
         else:
             _print(run, verbose=self.verbose)

@@ -28,7 +28,7 @@ _COMMON = {
     "export": "records figure section probe",
     "bench": "impl dtype m k n models requests check device",
     "list": "as_json",
-    "certify": "cls impl dtype k n full show forget device",
+    "certify": "cls impl dtype k n full vllm show forget device",
 }
 _EVERYWHERE = "out report fail_on verbose"
 _KINDS = {"int": "INT", "float": "NUMBER", "path": "PATH"}  # what typer calls a type -> what stands for a value

@@ -445,7 +445,7 @@ class Neighbours(ImplementationRecord, frozen=True, tag="neighbours", kw_only=Tr
 
 
 class LayerStanding(Record, frozen=True, tag="layer-standing", kw_only=True):
-    """Layers of one kind that an engine has loaded, and what they compute by under nondet's plugin."""
+    """Layers of one kind that vLLM has loaded, and what they compute by, under nondet's plugin or without."""
 
     keyed_by = ("number",)
     number: Count

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,8 @@ from nondet.services.run import Output, Request, Sink, model_sizes, pick_device,
 
 if TYPE_CHECKING:
     from nondet.certify.plan import Call, Question
+
+_STEP = 256  # tokens of a step of vLLM's, where --m says no other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,10 @@ class CertifyRequest(Request):
         o.OneOf(("order", "order-wide", "wide", "cancel", "outlier", "bell"), o.KINDS.what),
     ] = None
     full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
+    vllm: Annotated[
+        bool,
+        o.opt("What of vLLM stands: each layer of --model, in steps of up to --m tokens.", "--vllm"),
+    ] = False
     show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
     forget: Annotated[bool, o.opt("Delete this machine's certificates.", "--forget")] = False
     seed: o.SEED = 0
@@ -53,10 +60,14 @@ class CertifyRequest(Request):
         if self.forget and (self.show or self.names or self.member):
             what = "--forget deletes every certificate of this machine"
             raise UserError(what, "Give it by itself, with --device and --threads at most.")
+        if self.vllm and (self.names or self.member or self.impl or self.cls or self.show or self.forget):
+            raise UserError("--vllm asks vLLM's layers", "Leave operators, members and classes out.")
 
 
 def certify(request: CertifyRequest, sink: Sink) -> Path:
     """Check bit for bit that kernels share one order of reduction on this machine, and keep the certificates."""
+    if request.vllm:
+        return _under_vllm(request, sink)
     names = request.names or []
     impls, rivals = _functions(request.impl or [])
     output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
@@ -132,6 +143,44 @@ def _functions(impls: list[str]) -> tuple[list[str], dict[str, str]]:
             versions[target] = f"{name} {found[name]}"
         targets.append(target)
     return targets, versions
+
+
+def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
+    """What stands of vLLM as it would run here: every layer's own kernel is asked, in vLLM's own process."""
+    output = Output(request, "certify-vllm", sink)
+
+    from nondet.sampling.model import load_model
+    from nondet.sampling.plan import Load
+    from nondet.vllm import ASKED, OWN
+    from nondet.vllm.engine import VllmEngine, check_installed
+    from nondet.vllm.plugin import Look, grouped
+
+    check_installed()
+    device, steps = pick_device(request.device), request.m or _STEP
+    own, ours = (os.environ.get(name) == "1" for name in (OWN, ASKED))
+    way = "invariant" if ours else "vllm-invariant" if own else "stock"
+    pick_device("cpu", request.threads)
+    dtype = (request.dtype or ["bfloat16"])[0]
+    model = str(request.model) if request.model is not None else None
+    loaded = replace(load_model(model, dtype, "cpu"), device=device)
+    load = Load(others=0, targets=1, spread=1, prompt=(1, 1), tokens=(1, 1), budget=steps, requests=steps)
+    engine = VllmEngine(loaded, load, steps)
+    try:
+        plan = {"vllm": way, "model": {"name": loaded.name, **loaded.identity}, "engine": engine.describe()}
+        with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as told:
+            told(f"vLLM starts as {way}")
+            with engine.implementation(way):
+                told("each layer's kernel is asked")
+                look = Look()
+                session = engine.run([], load, look)
+            if session.fatal:
+                raise UserError(session.fatal, "See docs/vllm.md.")
+            for record in grouped(look.found):
+                if record.key not in writer.done:
+                    writer.write(record)
+    finally:
+        engine.close()
+    return output.present()
 
 
 def _try(impl: str, question: Question, call: Call) -> None:

@@ -48,7 +48,7 @@ def check_installed() -> None:
     """Refuse, as a `UserError`, where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         hint = "pip install vllm==0.25.1 beside nondet, or test a running server with --endpoint."
-        raise UserError("--engine vllm: vLLM is not installed in this environment", hint)
+        raise UserError("vLLM is not installed in this environment", hint)
 
 
 def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int, seed: int = 0) -> dict[str, Any]:

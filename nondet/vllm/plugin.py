@@ -18,13 +18,18 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nondet.errors import UserError, one_line
 from nondet.version import VERSION
 from nondet.vllm import ALLOWED, ASKED, OWN, WRITTEN
+
+if TYPE_CHECKING:
+    from nondet.core.records import LayerStanding
 
 TRIED = ("0.25.1",)  # versions of vLLM whose seams fit, and that were run
 _BACKEND = "nondet.vllm.attention.SegmentsBackend"
@@ -341,11 +346,14 @@ def _ancestors(module: Any) -> set[str]:
     return {cls.__name__ for cls in type(module).__mro__}
 
 
-def standing_of(name: str, module: Any, own: Callable[[str, Any], Standing]) -> Standing | None:
+def standing_of(
+    name: str, module: Any, own: Callable[[str, Any], Standing], *, installed: bool = True
+) -> Standing | None:
     """What a module computes by; None of one that only holds others.
 
     Args:
-        own: own(name, module) -> the standing of a quantized layer's own kernel.
+        own: own(name, module) -> the standing of a layer's own kernel.
+        installed: Whether nondet's kernels are in place; else every product and norm has its own kernel.
     """
     ancestors, kind = _ancestors(module), type(module).__name__
 
@@ -356,14 +364,16 @@ def standing_of(name: str, module: Any, own: Callable[[str, Any], Standing]) -> 
     if "MoERunner" in ancestors or "FusedMoE" in kind or "MoERunner" in kind:
         return said(AT_RISK, "experts by vLLM's own kernels, which are not proven")
     if {"LinearBase", "VocabParallelEmbedding"} & ancestors:
-        if type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+        if installed and type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
             return said(REPLACED, "products in class chain, certified at start")
         return own(name, module)
     if "Attention" in ancestors and hasattr(module, "impl"):
-        if type(module.impl).__name__ == "SegmentsImpl":
+        if installed and type(module.impl).__name__ == "SegmentsImpl":
             return said(REPLACED, "attention in class segments")
         return said(AT_RISK, f"attention by {type(module.impl).__name__}, which is not proven")
     if {"RMSNorm", "GemmaRMSNorm"} & ancestors:
+        if not installed:
+            return own(name, module)
         whole = getattr(module, "variance_size_override", None) is None and getattr(module, "has_weight", True)
         return said(REPLACED, "norm in class lanes") if whole else said(AT_RISK, "a norm without weight, or of a part")
     if _ELEMENTWISE & ancestors:
@@ -391,11 +401,31 @@ def limits_of(config: Any) -> tuple[list[int], int, int]:
     return graphs, int(tokens), int(requests)
 
 
+def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Callable[[Any], Any], int]]:
+    """(norm of [M, W], W) as a model calls it: of tokens, with and without what is added before; of all their heads."""
+    import torch
+
+    model, width = config.model_config, int(weight.shape[-1])
+
+    def added(x: Any) -> Any:
+        return torch.cat(layer(x.clone(), x.flip(-1)), -1)  # the norm, and the sum that it is of
+
+    def by_head(heads: int, x: Any) -> Any:
+        return layer(x.view(-1, heads, width)).flatten(1)
+
+    if width == model.get_hidden_size():
+        yield from ((layer, width), (added, width))
+        return
+    for count in (model.get_num_attention_heads, model.get_num_kv_heads):
+        heads = count(config.parallel_config)
+        yield partial(by_head, heads), heads * width
+
+
 _MOST_ASKED = 4096  # row counts that a layer's own kernel is asked for
 
 
 def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
-    """Asks a quantized layer's own kernel; layers of one kind and shape once."""
+    """Asks a layer's own kernel, a product's or a norm's; layers of one kind and shape once."""
     from nondet.vllm.operators import stands_alone
 
     graphs, tokens, _ = limits_of(config)
@@ -410,14 +440,18 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
                 f"its kernel would have to be tested at {len(met):,} row counts: lower --max-num-batched-tokens",
             )
         width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", 0)
-        parameter = next(layer.parameters())
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+        method: Any = getattr(layer, "quant_method", None)
 
         def compute(x: Any) -> Any:
-            return layer.quant_method.apply(layer, x, bias)
+            return method.apply(layer, x, bias)
 
         try:
-            failed = stands_alone(compute, int(width or 0), config.model_config.dtype, parameter.device, met)
+            parameter = next(layer.parameters())
+            asked = [(compute, int(width or 0))] if method is not None else _forms_of_norm(layer, parameter, config)
+            failed = None
+            for form, size in asked:
+                failed = failed or stands_alone(form, size, config.model_config.dtype, parameter.device, met)
         except Exception as error:  # noqa: BLE001 - whatever somebody's kernel raises, it is not proven
             return AT_RISK, f"its kernel could not be tested: {one_line(str(error), 120) or type(error).__name__}"
         if failed is not None:
@@ -425,9 +459,10 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
         return CERTIFIED, f"its kernel gives equal bits at all {len(met)} row counts"
 
     def own(name: str, layer: Any) -> Standing:
-        method = type(getattr(layer, "quant_method", None))
+        quantized = getattr(layer, "quant_method", None)
+        method = type(quantized or layer)
         shapes = " ".join(f"{n}{list(p.shape)}{p.dtype}" for n, p in layer.named_parameters())
-        inside = {**vars(layer.quant_method), "scheme": getattr(layer, "scheme", None)}
+        inside = {**(vars(quantized) if quantized else {}), "scheme": getattr(layer, "scheme", None)}
         parts = " ".join(
             f"{n}:{v if isinstance(v, int | str) else type(v).__name__}" for n, v in sorted(inside.items())
         )
@@ -435,7 +470,8 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
         if words not in known:
             known[words] = judged(layer)
         standing, why = known[words]
-        return Standing(name, f"{type(layer).__name__} by {method.__name__}", standing, why)
+        kind = type(layer).__name__
+        return Standing(name, f"{kind} by {method.__name__}" if quantized else kind, standing, why)
 
     return own
 
@@ -496,6 +532,40 @@ def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank:
         )
 
 
+class Look:
+    """Goes into vLLM's process and says what each layer of the loaded model computes by, whoever's kernels these are.
+
+    Attributes:
+        found: Of the configuration and of every layer; all of it once attached.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Standing] = []
+
+    @contextmanager
+    def attached(self, llm: Any, _taken: Any) -> Iterator[None]:
+        """Asks before anything is played."""
+        [model] = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+        config = llm.llm_engine.vllm_config
+        own, installed = own_kernel(config), bool(_done)
+        seen = (standing_of(name, module, own, installed=installed) for name, module in model.named_modules())
+        self.found = [*config_standings(config), *filter(None, seen)]
+        yield
+
+
+def grouped(found: Sequence[Standing]) -> list[LayerStanding]:
+    """As a run file holds them: layers of one kind, standing and reason together."""
+    from nondet.core.records import LayerStanding
+
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for one in found:
+        groups.setdefault((one.kind, one.standing, one.why), []).append(one.layer)
+    return [
+        LayerStanding(number=number, kind=kind, standing=standing, why=why, first=layers[0], layers=len(layers))
+        for number, ((kind, standing, why), layers) in enumerate(groups.items())
+    ]
+
+
 def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int = 0) -> Path | None:
     """The run file that `nondet report` reads; None where there is no place for one.
 
@@ -503,7 +573,6 @@ def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, An
     """
     from nondet.core.certificates import cache_folder
     from nondet.core.environment import collect
-    from nondet.core.records import LayerStanding
     from nondet.core.runfile import open_run
 
     folder, named = cache_folder(), os.environ.get(WRITTEN)
@@ -526,15 +595,10 @@ def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, An
         "requests": requests,
         "shapes": len(seen),
     }
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for one in found:
-        groups.setdefault((one.kind, one.standing, one.why), []).append(one.layer)
     try:
         writer = open_run(path, command="vllm", plan=plan, environment=collect())
-        for number, ((kind, standing, why), layers) in enumerate(groups.items()):
-            writer.write(
-                LayerStanding(number=number, kind=kind, standing=standing, why=why, first=layers[0], layers=len(layers))
-            )
+        for record in grouped(found):
+            writer.write(record)
         writer.finish()
     except UserError as error:  # a full disk does not keep a server from starting: its log has the same
         _log(f"no coverage file: {error}")

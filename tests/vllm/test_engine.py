@@ -157,6 +157,20 @@ def test_without_vllm_one_line_says_so(capsys: pytest.CaptureFixture[str], tmp_p
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_what_stands_of_a_real_one(tmp_path: Path) -> None:
+    """Stock: its attention is never certified; each product and norm was asked at every M of a step."""
+    out = tmp_path / "run.jsonl"
+    assert main(["certify", "--vllm", "--dtype", "float32", "--m", "40", "--out", str(out), "--quiet"]) == 0
+    run = read_run(out)
+    assert run.header.plan["vllm"] == "stock"
+    found = {s.kind.partition(" ")[0]: s for s in run.layer_standings}
+    assert found["Attention"].standing == "at risk"
+    asked = [found[kind] for kind in ("QKVParallelLinear", "RowParallelLinear", "RMSNorm")]
+    assert all("40 row counts" in s.why or "other bits at M=" in s.why for s in asked)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_real_one(tmp_path: Path) -> None:
     """On whatever device it has: every request has an answer, and the batches of the steps add up."""
     out = tmp_path / "run.jsonl"

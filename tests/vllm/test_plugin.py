@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import nondet.vllm
+from nondet.cli import main
 from nondet.core import compare
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
@@ -308,6 +309,55 @@ def test_a_quantized_layer_whose_bits_depend_on_m_is_refused(toy: Toy) -> None:
     """It parts at 32 rows, which is one of the graphs' sizes; at 33 no step of this configuration asks it."""
     with pytest.raises(UserError, match=r"2 layers are at risk.*by Fp8.*other bits at M=1 than at M=64"):
         loaded(toy, model(method=Fp8(parts=32)))
+
+
+class HeadNorm(toys.RMSNorm):
+    """Over [M, heads, 4]: from 20 rows of M times heads on, the mean's order is another."""
+
+    def forward(self, x: torch.Tensor, residual: Any = None) -> Any:
+        """By the number of rows."""
+        out = super().forward(x, residual)
+        return out * (1.0 if x.numel() // x.shape[-1] < 20 else 1.0625)
+
+
+class AddingNorm(toys.RMSNorm):
+    """Sound, but for what is added before: above 16 rows that is rounded once more."""
+
+    def forward(self, x: torch.Tensor, residual: Any = None) -> Any:
+        """By the number of rows."""
+        return super().forward(x, residual if residual is None or len(x) <= 16 else residual * 1.0625)
+
+
+def looked_at(it: nn.Module, **changes: Any) -> dict[str, tuple[str, str]]:
+    """Kind -> standing and why, of `nondet certify --vllm` in vLLM's process."""
+    llm = SimpleNamespace(collective_rpc=lambda _: [it], llm_engine=SimpleNamespace(vllm_config=toys.config(**changes)))
+    look = plugin.Look()
+    with look.attached(llm, []):
+        return {one.kind: (one.standing, one.why) for one in look.found}
+
+
+def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
+    """Products and norms at every M of a step; attention is never certified; a fault is named by its layer."""
+    found = looked_at(nn.Sequential(Block(Fp8())))
+    assert found["QKVParallelLinear by Fp8"][0] == plugin.CERTIFIED
+    assert found["RMSNorm"] == (plugin.CERTIFIED, "its kernel gives equal bits at all 7 row counts")
+    assert found["SiluAndMul"][0] == plugin.ELEMENTWISE
+    assert found["Attention"] == (plugin.AT_RISK, "attention by SegmentsImpl, which is not proven")
+    found = looked_at(nn.Sequential(Block(Fp8(parts=32)), HeadNorm(4), AddingNorm(8)))
+    assert found["QKVParallelLinear by Fp8"] == (
+        plugin.AT_RISK,
+        "its kernel gives a row other bits at M=1 than at M=64",
+    )
+    assert found["HeadNorm"][0] == found["AddingNorm"][0] == plugin.AT_RISK
+    assert "M=1 than at M=64" in found["AddingNorm"][1]
+    found = looked_at(nn.Sequential(toys.RMSNorm(4)), model_config__get_num_kv_heads=None)
+    assert found["RMSNorm"][0] == plugin.AT_RISK
+    assert "could not be tested" in found["RMSNorm"][1]
+
+
+def test_what_is_asked_beside_vllm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "linear", "--vllm"]) == 2
+    assert "--vllm asks vLLM's layers" in capsys.readouterr().err
 
 
 def test_every_row_count_that_a_step_can_have_is_asked(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,12 @@ class RMSNorm(nn.Module):
         self.weight, self.has_weight = nn.Parameter(torch.ones(width), requires_grad=False), has_weight
         self.variance_size_override = variance_size_override
 
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        whole = x if residual is None else x + residual
+        wide = whole.double()  # exact enough that no order of the mean shows
+        out = (wide * (wide * wide).mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype) * self.weight.to(x.dtype)
+        return out if residual is None else (out, whole)
+
 
 class SiluAndMul(nn.Module):
     pass
@@ -246,7 +252,8 @@ def config(**changes: Any) -> Any:
             tensor_parallel_size=1, pipeline_parallel_size=1,
         ),
         model_config=SimpleNamespace(
-            use_mla=False, enable_sleep_mode=False, dtype=torch.bfloat16, model="toy", max_model_len=512, heads=4
+            use_mla=False, enable_sleep_mode=False, dtype=torch.bfloat16, model="toy", max_model_len=512, heads=4,
+            get_hidden_size=lambda: 8, get_num_attention_heads=lambda _: 4, get_num_kv_heads=lambda _: 2,
         ),
         offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0)),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
