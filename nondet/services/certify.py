@@ -170,7 +170,7 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
         with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as told:
             told(f"vLLM starts as {way}")
             with engine.implementation(way):
-                told("each layer's kernel is asked")
+                told("each layer's kernel is tested")
                 look = Look()
                 session = engine.run([], load, look)
             if session.fatal:
