@@ -13,6 +13,7 @@ from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled.cpu import anchor, exact, in_order, scaled_grouped_matmul, scaled_matmul
 from nondet.kernels.scaled.functions import FLOAT8, SCALES, operands, quantize_block, quantize_by, quantize_row
+from tests.build import needs_row_scales
 
 E4M3, E5M2 = FLOAT8
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)]
@@ -164,6 +165,7 @@ def test_under_batch_invariant_scaled_mm_is_replaced_and_told():
     assert block.coverage().at_risk["_scaled_mm float8_e4m3fn"] == 2
 
 
+@needs_row_scales
 def test_torch_s_public_scaled_mm_is_replaced_too():
     """torch.nn.functional.scaled_mm calls another operator: the same bits, one scale or one a row; blocks are left."""
     from torch.nn.functional import ScalingType, scaled_mm

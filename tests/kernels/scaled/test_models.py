@@ -20,6 +20,7 @@ from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled.functions import quantize_block, quantize_row
 from nondet.sampling.model import load_model, quantization_of
+from tests.build import needs_row_scales
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = ("block", "tensor", "row")
@@ -191,6 +192,7 @@ def row_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
+@needs_row_scales
 def test_fbgemm_s_layers_are_replaced_and_a_request_keeps_its_bits(folders, monkeypatch):
     """Whole models; a layer by transformers' own code, torch._scaled_mm, follows the batch where float32 shows it."""
     model = row_model(folders["row"], monkeypatch)
@@ -303,6 +305,7 @@ def test_block_diagonal_layers_are_computed_group_by_group():
     assert not block.coverage().at_risk
 
 
+@needs_row_scales
 def test_compressed_tensors_layers_are_cured_by_their_product():
     """They call torch.nn.functional.scaled_mm: stock follows the batch there, the replaced operator does not."""
     compressed = pytest.importorskip("transformers.integrations.compressed_tensors")
