@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from nondet.core import compare
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.vllm import operators, plugin
+from scripts import vllm_seams
 from tests.vllm import toys
 
 Toy = dict[str, ModuleType]
@@ -370,6 +371,45 @@ def test_every_row_count_that_a_step_can_have_is_asked(toy: Toy, monkeypatch: py
     plugin._done.clear()
     with pytest.raises(UserError, match="lower --max-num-batched-tokens"):
         plugin.start(model(method=Fp8()), toys.config(**changes))
+
+
+# Sources of a release.
+
+
+def sources(folder: Path, change: Callable[[str], str]) -> str:
+    """A vLLM whose files have the seams, as `change` leaves them, and nothing else."""
+    held: dict[str, dict[str, list[str]]] = {}
+    for place, takes in plugin.SEAMS:
+        module, _, path = place.partition(":")
+        cls, _, name = path.rpartition(".")
+        held.setdefault(module, {}).setdefault(cls, []).append(f"def {name}({', '.join(takes.split())}): ...")
+    for module, classes in held.items():
+        path = folder.joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(
+            "\n".join([f"class {cls}:", *(f"    {one}" for one in functions)] if cls else functions) + "\n"
+            for cls, functions in classes.items()
+        )
+        path.write_text(change(text), encoding="utf-8")
+    (folder / "vllm" / "__init__.py").touch()
+    return str(folder)
+
+
+def test_seams_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every seam as it is; then one that takes more and one that is gone; a folder without vLLM is refused."""
+    assert vllm_seams.main([sources(tmp_path / "fits", lambda text: text)]) == 0
+    assert f"fits: {len(plugin.SEAMS)} of {len(plugin.SEAMS)} seams fit" in capsys.readouterr().out
+    moved = sources(
+        tmp_path / "moved",
+        lambda t: t.replace("(self, level)", "(self, level, tags)").replace("register_backend", "put"),
+    )
+    assert vllm_seams.main([moved]) == 1
+    said = capsys.readouterr().out
+    assert f"moved: {len(plugin.SEAMS) - 2} of {len(plugin.SEAMS)} seams fit" in said
+    assert "Worker.sleep: takes (self level tags), not (self level)" in said
+    assert "registry:register_backend: not there" in said
+    with pytest.raises(SystemExit, match="holds no sources of vLLM"):
+        vllm_seams.main([str(tmp_path)])
 
 
 # Products.
