@@ -3,8 +3,8 @@
     curl -LO https://files.pythonhosted.org/.../vllm-0.33.0.tar.gz && tar xzf vllm-0.33.0.tar.gz
     python scripts/vllm_seams.py vllm-0.33.0 ...
 
-A line for each seam that is gone or takes other parameters; the exit code is 1 where there is one. That all fit does not
-say that a release was run: `nondet.vllm.plugin.TRIED` names those that were.
+A line for each seam that is gone or takes other parameters; exit code 1 where there is one. A release that fits was not
+run: `nondet.vllm.plugin.TRIED` names those that were.
 """
 
 from __future__ import annotations
