@@ -47,6 +47,7 @@ from nondet.kernels.attention.triton_kernels import (
     plan_for,
 )
 from nondet.kernels.triton_common import HALF, INTERPRETED, on_device, require
+from nondet.kernels.triton_common import launch as triton_launch
 
 _MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
 _LOG2_E = math.log2(math.e)
@@ -166,22 +167,28 @@ def launch(call: Call, way: Way, why: str = "") -> None:
         if way.tiles:
             hopper.decode(q, k, v, out, part, qk_scale, way, causal=call.causal, segment=segment)
         else:
-            attend_kernel[grid](
-                *(q, k, v, out, part, *pointers, call.key_index, call.tq, call.tk, blocks, heads_kv, window),
-                *(segments, rows_per_start, slots, qk_scale, *caps, *strides),
-                SPAN=span,
-                PEEL=plan.peel,
-                PDL=way.pdl,
-                SOFTCAP=call.softcap is not None,
-                GROUP=group,
-                BLOCK_M=plan.block_m,
-                BLOCK_N=plan.block_n,
-                BLOCK_D=plan.block_d,
+            triton_launch(
+                attend_kernel,
+                grid,
+                (
+                    *(q, k, v, out, part, *pointers, call.key_index, call.tq, call.tk, blocks, heads_kv, window),
+                    *(segments, rows_per_start, slots, qk_scale, *caps, *strides),
+                ),
+                {
+                    "SPAN": span,
+                    "PEEL": plan.peel,
+                    "PDL": way.pdl,
+                    **mask,
+                    "SOFTCAP": call.softcap is not None,
+                    "GROUP": group,
+                    **dims,
+                    "BLOCK_M": plan.block_m,
+                    "BLOCK_N": plan.block_n,
+                    "BLOCK_D": plan.block_d,
+                },
                 num_warps=plan.warps,
                 num_stages=plan.stages,
                 enable_fp_fusion=False,
-                **mask,
-                **dims,
             )
         if not span:
             return
@@ -201,17 +208,16 @@ def launch(call: Call, way: Way, why: str = "") -> None:
                 SEGMENT=segment,
             )
             return
-        merge_kernel[(rows,)](
-            *(part, out, *pointers, call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start, slots),
-            qk_scale,
-            *strides[9:],
-            UNROLL=8,
-            PDL=way.pdl,
-            BLOCK_D=plan.block_d,
+        triton_launch(
+            merge_kernel,
+            (rows,),
+            (
+                *(part, out, *pointers, call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start),
+                *(slots, qk_scale, *strides[9:]),
+            ),
+            {"UNROLL": 8, "PDL": way.pdl, **mask, **dims, "BLOCK_D": plan.block_d},
             num_warps=1,
             enable_fp_fusion=False,
-            **mask,
-            **dims,
             **({"launch_pdl": True} if way.pdl else {}),
         )
 
@@ -238,6 +244,7 @@ _HOPPER = "hopper 128x128"
 _MOST_KNOWN = 16384
 
 _known: dict[tuple[Any, ...], bool] = {}
+_ways: dict[tuple[Any, ...], Way] = {}  # of `attention`: checked, chosen and proven
 
 
 class _Case(NamedTuple):
@@ -296,6 +303,7 @@ def hopper_stands(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
 def forget() -> None:
     """Look certificates up again: after they have changed within the process."""
     _known.clear()
+    _ways.clear()
 
 
 def prove_way(form: Form, way: Way, device: torch.device) -> bool | None:
@@ -506,27 +514,32 @@ def _check(
     require("attention", _DTYPES, q, k, v)
 
 
-def compute(call: Call, way: Way, *, asked: bool = False) -> None:
+def compute(call: Call, way: Way, *, asked: bool = False) -> bool:
     """Compute call.out in this way where it is proven on this machine, else by the one plan.
 
     Args:
         asked: In this way whatever is proven.
+
+    Returns:
+        Whether it was this way, proven.
 
     Raises:
         NotImplementedError: the one plan itself was seen to give a row other bits at another place.
     """
     if asked or INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
         launch(call, way)
-        return
+        return False
     one = one_plan(call.q.shape[3], call.q.dtype)
     if torch.compiler.is_compiling():
         launch(call, one, why=", the one plan")
     elif stands(call, way):
         launch(call, way)
+        return True
     elif excluded(call, one):
         raise NotImplementedError("attention's one plan gives a row other bits at another place on this machine")
     else:
         launch(call, one, why=", the one plan")
+    return False
 
 
 def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
@@ -567,6 +580,13 @@ def attention(
         NotImplementedError: a device or dtype without a kernel.
         ValueError: shapes that do not fit, no keys at all, a window without causal, a scale that is not above 0.
     """
+    key = _layout_of(q, k, v, causal, scale, window, softcap) if split is None else None
+    kept = None if key is None else _ways.get(key)
+    if kept is not None:
+        batch, heads, tq, head_dim = q.shape
+        out = torch.empty(batch, tq, heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
+        launch(Call(q, k, v, out, batch, tq, k.shape[2], scale, causal, window, softcap), kept)
+        return out
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0]:
         raise ValueError(f"attention takes [B, H, T, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     _check(q, k, v, causal, window, softcap, scale)
@@ -587,8 +607,22 @@ def attention(
         return out
     operands = (_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v), out)
     call = Call(*operands, batch, tq, k.shape[2], scale, causal, window, softcap)
-    compute(call, quickest(call, split), asked=split is not None)
+    way = quickest(call, split)
+    proven = compute(call, way, asked=split is not None)
+    if key is not None and proven and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        if len(_ways) >= _MOST_KNOWN:
+            _ways.clear()
+        _ways[key] = way
     return out
+
+
+def _layout_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> tuple[Any, ...] | None:
+    """All that the way of a call follows from; None where nothing may be remembered."""
+    if INTERPRETED or torch.compiler.is_compiling():
+        return None
+    shapes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    places = (q.get_device(), k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15)
+    return (*shapes, *places, q.dtype, k.dtype, v.dtype, *how)
 
 
 def attention_by_one_plan(

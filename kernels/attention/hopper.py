@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,7 @@ import triton
 
 from nondet.core.launch import note
 from nondet.kernels.attention.triton_kernels import Way
-from nondet.kernels.triton_common import HALF, INTERPRETED, capability, multiprocessors
+from nondet.kernels.triton_common import HALF, INTERPRETED, capability, launch, multiprocessors
 
 try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not take the other kernels with it
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -102,6 +103,25 @@ def supports(
 
 def descriptor(x: torch.Tensor, rows: int) -> Any:
     """Boxes of `rows` tokens of one head of x [B, H, T, D]; tokens beyond T read as zeros and are not written."""
+    if x.data_ptr() % 16:
+        return _boxes(x, rows)  # which refuses it
+    key = (x.shape, x.stride(), x.dtype, rows)
+    kept = _descriptors.get(key)
+    if kept is None:
+        if len(_descriptors) >= _DESCRIPTORS_KEPT:
+            _descriptors.clear()
+        kept = _descriptors[key] = _boxes(x, rows)
+        kept.base = None  # it is a pattern, and holds no memory
+    made = copy(kept)
+    made.base = x
+    return made
+
+
+_DESCRIPTORS_KEPT = 1024
+_descriptors: dict[tuple[Any, ...], Any] = {}
+
+
+def _boxes(x: torch.Tensor, rows: int) -> Any:
     shape = list(x.shape)
     steps = x.stride()
     # A stride over one element is never taken, but it is checked.
@@ -222,20 +242,26 @@ def decode(
     group = heads // heads_kv
     blocks = -(-tq * group // plan.block_m)
     segments = -(-tk // segment)
-    decode_kernel[(batch * heads_kv * blocks, -(-segments // way.span) if way.span else 1)](
-        *(q, descriptor(k, plan.block_n), descriptor(v, plan.block_n), out, part, tq, tk),
-        *(blocks, heads_kv, way.span, segments, batch * tq * heads * segments, qk_scale, *q.stride()[:3]),
-        *out.stride()[:3],
-        SPLIT=way.span > 0,
-        TILES=way.tiles,
-        SLOTS=plan.stages,
-        EARLY=way.early,
-        CAUSAL=causal,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        SEGMENT=segment,
-        BLOCK_N=plan.block_n,
-        WARPS=plan.warps,
+    launch(
+        decode_kernel,
+        (batch * heads_kv * blocks, -(-segments // way.span) if way.span else 1),
+        (
+            *(q, descriptor(k, plan.block_n), descriptor(v, plan.block_n), out, part, tq, tk),
+            *(blocks, heads_kv, way.span, segments, batch * tq * heads * segments, qk_scale, *q.stride()[:3]),
+            *out.stride()[:3],
+        ),
+        {
+            "SPLIT": way.span > 0,
+            "TILES": way.tiles,
+            "SLOTS": plan.stages,
+            "EARLY": way.early,
+            "CAUSAL": causal,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "SEGMENT": segment,
+            "BLOCK_N": plan.block_n,
+            "WARPS": plan.warps,
+        },
         num_warps=plan.warps,
         maxnreg=_LAUNCH_REGISTERS_DECODE,
         enable_fp_fusion=False,
@@ -243,14 +269,16 @@ def decode(
     )
 
 
-def merge(rows: int, segments: int, arguments: tuple[Any, ...], *, head_dim: int, pdl: bool, **constants: Any) -> None:
-    """Launch `merge_all_kernel` over rows of `segments` segments at most."""
-    merge_all_kernel[(rows, head_dim // MERGE_COLUMNS)](
-        *arguments,
-        CHUNK=min(MERGE_CHUNK, max(2, triton.next_power_of_2(segments))),
-        HEAD_DIM=head_dim,
+def merge(rows: int, segments: int, arguments: tuple[Any, ...], *, head_dim: int, pdl: bool, **mask: Any) -> None:
+    """Launch `merge_all_kernel` over rows of `segments` segments at most; `mask`: VARLEN, CAUSAL and SEGMENT."""
+    chunk = min(MERGE_CHUNK, max(2, triton.next_power_of_2(segments)))
+    launch(
+        merge_all_kernel,
+        (rows, head_dim // MERGE_COLUMNS),
+        arguments,
+        {"CHUNK": chunk, **{name: mask[name] for name in ("VARLEN", "CAUSAL")}, "HEAD_DIM": head_dim}
+        | {"SEGMENT": mask["SEGMENT"]},
         num_warps=1,
         enable_fp_fusion=False,
-        **constants,
         **({"launch_pdl": True} if pdl else {}),
     )

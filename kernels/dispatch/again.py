@@ -1,4 +1,4 @@
-"""Plans: what a call like one before needs and nothing more, on a CPU.
+"""Plans: what a call like one before needs and nothing more.
 
 A first call of an operator goes through its replacement, which looks at everything. What it found out holds for every
 call of the same dtypes, shapes, strides, alignment and settings, and those are a plan's key; the numbers in a tensor
@@ -12,6 +12,7 @@ It is asked for plain tensors without gradients, while its family is on and no h
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,13 +34,15 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _FLOATING, _ONE = frozenset(DTYPES), np.float32(1.0)
 
 
-def short_way(name: str, stock: Callable[..., Any], vectors_alone: bool) -> Short | None:
-    """The short way of aten's `name` on a CPU; None where it has none.
+def short_way(name: str, device: str, stock: Callable[..., Any], vectors_alone: bool) -> Short | None:
+    """The short way of aten's `name` on "CPU" or "CUDA"; None where it has none.
 
     Args:
         stock: The original, boxed.
         vectors_alone: It is replaced by the original over vectors alone.
     """
+    if device == "CUDA":
+        return _WAYS_ON_CUDA.get(name)
     if vectors_alone:
         return _pointwise(stock)
     if name in ("_softmax", "_log_softmax"):
@@ -211,4 +214,26 @@ _WAYS: dict[str, Short] = {
     "rms_norm": _rms_norm,
     "native_layer_norm": _layer_norm,
     "scaled_dot_product_attention": _attention,
+}
+
+
+def _on_cuda(linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    products = sys.modules.get("nondet.kernels.matmul.cuda")  # imported with the first product, as every kernel
+    again = getattr(products, "again", None)
+    out: torch.Tensor | None = None if again is None else again(linear, a, b, bias)
+    return out
+
+
+def _addmm_on_cuda(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor | None:
+    if beta != 1 or alpha != 1 or b.dim() != 2 or bias.shape != b.shape[1:]:
+        return None
+    return _on_cuda(True, a, b.mT, bias)
+
+
+_WAYS_ON_CUDA: dict[str, Short] = {
+    "linear": partial(_on_cuda, True),
+    "mm": partial(_on_cuda, False),
+    "addmm": _addmm_on_cuda,
 }

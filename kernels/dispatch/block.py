@@ -245,11 +245,9 @@ def _computes(qualified: str) -> bool:
 
 
 def _again(name: str, base: str, family: str, device: str, original: Any) -> Callable[..., Any] | None:
-    """The shorter way that an operator has on a CPU, see `functions.replacing`."""
-    if device != "CPU":
-        return None
-    alone = family == "pointwise" and name == base and name in VECTORS_ALONE and name not in EXEMPT
-    return short_way(name, original.call_boxed, alone)
+    """The shorter way that an operator has on a device, see `functions.replacing`."""
+    alone = device == "CPU" and family == "pointwise" and name == base and name in VECTORS_ALONE and name not in EXEMPT
+    return short_way(name, device, original.call_boxed, alone)
 
 
 def _kernels(device: str) -> Callable[[], Kernels]:

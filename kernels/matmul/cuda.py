@@ -548,19 +548,17 @@ def _key(
     is_linear: bool, alignment: int, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[Any, ...]:
     return (
-        is_linear,
-        alignment,
-        a.shape,
-        a.stride(),
-        a.dtype,
-        a.device,
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.device,
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        *(is_linear, alignment, a.shape, a.stride(), a.dtype, a.get_device(), b.shape, b.stride(), b.dtype),
+        b.get_device(),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
         a.dtype is torch.float32 and _tf32(),
     )
+
+
+def again(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """`linear`, or else `matmul`, of a call like one before; None where there was none."""
+    plan = _plans.get(_key(is_linear, alignment_of(a, b, bias), a, b, bias))
+    return None if plan is None else _launched(plan, a, b, bias)
 
 
 def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -10,8 +10,6 @@ Results are rounded once, to the input's dtype. Forward only.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,6 @@ import triton.language as tl
 from nondet.core.launch import note
 from nondet.kernels.rows.cuda_softmax import (
     DTYPES,
-    Plan,
     add_tree,
     as_rows,
     load_tile,
@@ -32,7 +29,7 @@ from nondet.kernels.rows.cuda_softmax import cross_entropy as cross_entropy
 from nondet.kernels.rows.cuda_softmax import log_softmax as log_softmax
 from nondet.kernels.rows.cuda_softmax import logsumexp as logsumexp
 from nondet.kernels.rows.cuda_softmax import softmax as softmax
-from nondet.kernels.triton_common import accumulator, on_device, require
+from nondet.kernels.triton_common import accumulator, launch, on_device, require
 
 # RMSNorm on CUDA, also with the residual's addition before it: one pass over memory, invariant over rows.
 #
@@ -165,22 +162,19 @@ def _norm(
     together, warps = how.rows_and_warps(m)
     note(f"{name}_rows[{how.span}]")
     with on_device(x):
-        _rms_norm_kernel[(triton.cdiv(m, together),)](
-            rows,
-            other,
-            weight,
-            out,
-            added,
-            m,
-            width,
-            *rows.stride(),
-            *other.stride(),
-            EPS=eps,
-            RESIDUAL=residual is not None,
-            EARLY=m < _MANY or (how.span >= 4096 and 4 * width > 3 * how.span),
-            ROWS=together,
-            **how.tree(),
-            ACC=accumulator(x.dtype),
+        early = m < _MANY or (how.span >= 4096 and 4 * width > 3 * how.span)
+        launch(
+            _rms_norm_kernel,
+            (-(-m // together),),
+            (rows, other, weight, out, added, m, width, *rows.stride(), *other.stride()),
+            {
+                "EPS": eps,
+                "RESIDUAL": residual is not None,
+                "EARLY": early,
+                "ROWS": together,
+                **how.tree(),
+                "ACC": accumulator(x.dtype),
+            },
             num_warps=warps,
             enable_fp_fusion=False,
         )
@@ -276,16 +270,6 @@ def _module_norm_kernel(
     store_tile(out_ptr, normed * weight, first, 0, WIDTH, WIDTH, M, ROWS, SPAN)
 
 
-class _Bound(NamedTuple):
-    """A compiled kernel and what it is launched with: Triton's own way to find it again takes several times as long."""
-
-    kernel: Any
-    constants: tuple[Any, ...]
-
-
-_bound: dict[tuple[Any, ...], _Bound] = {}
-
-
 def module_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, round_first: bool, plus_one: bool
 ) -> torch.Tensor | None:
@@ -306,52 +290,23 @@ def module_norm(
         return out
     rows, warps = how.rows_and_warps(m)
     note("module_norm")
-    grid = (-(-m // rows), 1, 1)
-    low = x.data_ptr() | weight.data_ptr()
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        with on_device(x):
-            _launch(x, weight, out, m, width, eps, round_first, plus_one, how, rows, warps, grid)
-        return out
-    key = (width, x.dtype, x.get_device(), rows, eps, round_first, plus_one, low % 16 == 0)
-    bound = _bound.get(key)
-    if bound is not None:
-        bound.kernel[grid](x, weight, out, m, *bound.constants)
-        return out
-    kernel = _launch(x, weight, out, m, width, eps, round_first, plus_one, how, rows, warps, grid)
-    if kernel is not None:  # the interpreter gives None
-        constants = (width, eps, round_first, plus_one, rows, how.span, how.halves, how.levels)
-        _bound[key] = _Bound(kernel, constants)
+    with on_device(x):
+        launch(
+            _module_norm_kernel,
+            (-(-m // rows),),
+            (x, weight, out, m),
+            {
+                "WIDTH": width,
+                "EPS": eps,
+                "ROUND_FIRST": round_first,
+                "PLUS_ONE": plus_one,
+                "ROWS": rows,
+                **how.tree(),
+            },
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
     return out
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    m: int,
-    width: int,
-    eps: float,
-    round_first: bool,
-    plus_one: bool,
-    how: Plan,
-    rows: int,
-    warps: int,
-    grid: tuple[int, int, int],
-) -> Any:
-    return _module_norm_kernel[grid](
-        x,
-        weight,
-        out,
-        m,
-        width,
-        eps,
-        round_first,
-        plus_one,
-        ROWS=rows,
-        **how.tree(),
-        num_warps=warps,
-        enable_fp_fusion=False,
-    )
 
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -412,16 +367,11 @@ def _reduce(name: str, x: torch.Tensor, *, mean: bool) -> torch.Tensor:
             return out
         together, warps = how.rows_and_warps(m)
         note(f"{name}_rows[{how.span}]")
-        _sum_kernel[(triton.cdiv(m, together),)](
-            rows,
-            out,
-            m,
-            width,
-            *rows.stride(),
-            MEAN=mean,
-            ROWS=together,
-            **how.tree(),
-            ACC=accumulator(x.dtype),
+        launch(
+            _sum_kernel,
+            (-(-m // together),),
+            (rows, out, m, width, *rows.stride()),
+            {"MEAN": mean, "ROWS": together, **how.tree(), "ACC": accumulator(x.dtype)},
             num_warps=warps,
             enable_fp_fusion=False,
         )

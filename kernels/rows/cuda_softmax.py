@@ -29,7 +29,16 @@ import triton
 import triton.language as tl
 
 from nondet.core.launch import note
-from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, multiprocessors, on_device, require
+from nondet.kernels.triton_common import (
+    HALF,
+    INTERPRETED,
+    accumulator,
+    capability,
+    launch,
+    multiprocessors,
+    on_device,
+    require,
+)
 
 # What operators over the last axis share on CUDA: the class "lanes", an order of additions, and plans of launches.
 #
@@ -746,12 +755,11 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
             return out
         together, warps = how.rows_and_warps(m)
         note(f"{name}_rows[{how.span}]")
-        _softmax_kernel[(triton.cdiv(m, together),)](
-            *(rows, out, m, width, *rows.stride()),
-            LOG=log,
-            ROWS=together,
-            **how.tree(),
-            ACC=accumulator(x.dtype),
+        launch(
+            _softmax_kernel,
+            (-(-m // together),),
+            (rows, out, m, width, *rows.stride()),
+            {"LOG": log, "ROWS": together, **how.tree(), "ACC": accumulator(x.dtype)},
             num_warps=warps,
             enable_fp_fusion=False,
         )

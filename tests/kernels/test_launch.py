@@ -1,0 +1,107 @@
+"""A Triton kernel found again by what it was compiled for: the same launch, and no other's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nondet.kernels import triton_common
+from nondet.kernels.triton_common import launch
+
+
+class Kernel:
+    """In place of Triton's: counts what it compiles, and keeps what is launched."""
+
+    arg_names = ("x", "n", "scale", "SPAN", "LOG")
+
+    def __init__(self) -> None:
+        self.fn = object()
+        self.compiled = 0
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*arguments: Any, **others: Any) -> Any:
+            self.compiled += 1
+            self.launched.append((grid, arguments, {k: v for k, v in others.items() if k.isupper()}))
+            return _Compiled(self)
+
+        return run
+
+
+class _Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            names = Kernel.arg_names[3:]
+            self._kernel.launched.append((grid, arguments[:3], dict(zip(names, arguments[3:], strict=True))))
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(triton_common, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+CONSTANTS = {"SPAN": 16, "LOG": False}
+
+
+def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
+    """Another tensor and another number of the same kind: their own, to the kernel that is there."""
+    x = torch.zeros(8)
+    launch(kernel, (3,), (x, 33, 0.5), CONSTANTS, num_warps=4)
+    other = torch.ones(8)
+    launch(kernel, (5,), (other, 35, 0.25), CONSTANTS, num_warps=4)
+    assert kernel.compiled == 1
+    grid, arguments, constants = kernel.launched[1]
+    assert grid[:3] == (5, 1, 1)
+    assert arguments[0] is other
+    assert arguments[1:] == (35, 0.25)
+    assert constants == CONSTANTS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "constants", "options"),
+    [
+        ((torch.zeros(8, dtype=torch.float16), 33, 0.5), CONSTANTS, 4),
+        ((torch.zeros(9)[1:], 33, 0.5), CONSTANTS, 4),
+        ((None, 33, 0.5), CONSTANTS, 4),
+        ((torch.zeros(8), 1, 0.5), CONSTANTS, 4),
+        ((torch.zeros(8), 32, 0.5), CONSTANTS, 4),
+        ((torch.zeros(8), 2**31 + 1, 0.5), CONSTANTS, 4),
+        ((torch.zeros(8), True, 0.5), CONSTANTS, 4),
+        ((torch.zeros(8), 33, 3), CONSTANTS, 4),
+        ((torch.zeros(8), 33, 0.5), {"SPAN": 32, "LOG": False}, 4),
+        ((torch.zeros(8), 33, 0.5), {"SPAN": 16, "LOG": True}, 4),
+        ((torch.zeros(8), 33, 0.5), CONSTANTS, 8),
+    ],
+)
+def test_another_kind_is_compiled(
+    kernel: Kernel, arguments: tuple[Any, ...], constants: dict[str, Any], options: int
+) -> None:
+    """A dtype, a place, none at all, one, a multiple of 16, more than 32 bits, another type, constant or option."""
+    launch(kernel, (3,), (torch.zeros(8), 33, 0.5), CONSTANTS, num_warps=4)
+    launch(kernel, (3,), arguments, constants, num_warps=options)
+    assert kernel.compiled == 2
+
+
+def test_another_device_is_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is loaded on a device."""
+    for device in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        launch(kernel, (3,), (torch.zeros(8), 33, 0.5), CONSTANTS)
+    assert kernel.compiled == 2
+
+
+def test_constants_out_of_their_order_are_not_launched_by_place(kernel: Kernel) -> None:
+    """They would land in each other's places: Triton binds them by name, each time."""
+    for _ in range(3):
+        launch(kernel, (3,), (torch.zeros(8), 33, 0.5), {"LOG": False, "SPAN": 16})
+    assert kernel.compiled == 3
