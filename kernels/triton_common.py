@@ -52,50 +52,53 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-_FOUND_MOST = 4096
+_FOUND_MOST = 16384
 _found: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    constants: dict[str, Any],
+    **options: Any,
 ) -> None:
-    """kernel[grid](*arguments, **constants, **options), in fewer steps where the like of it was launched before.
+    """kernel[grid](*tensors, *numbers, **constants, **options), found again where its like was launched before.
 
     Triton's own way to a compiled kernel binds a signature, and takes several times as long as the launch. Here it is
-    found by all that Triton compiles it for: the device, the constants and options, of each tensor the dtype and
-    whether it starts at 16 bytes, of each number its type, whether it is 1, a multiple of 16 or beyond 32 bits.
+    found by all that Triton compiles it for: the device, numbers, constants and options as they are, of each tensor the
+    dtype and whether it starts at 16 bytes.
 
     Args:
-        arguments: The kernel's first parameters, by place.
+        tensors: The kernel's first parameters, by place: tensors, boxes of them for the copy engine, or None.
+        numbers: The next ones.
         constants: All others, by name and in their order.
     """
     if INTERPRETED or torch.compiler.is_compiling():
-        kernel[grid](*arguments, **constants, **options)
+        kernel[grid](*tensors, *numbers, **constants, **options)
         return
-    values = tuple(constants.values())
-    what = (_kind(x) for x in arguments)
-    key = (kernel.fn, torch.cuda.current_device(), values, tuple(options.items()), *what)
+    low = 0
+    kinds: list[object] = []
+    for x in tensors:
+        if isinstance(x, torch.Tensor):
+            low |= x.data_ptr()
+            kinds.append(x.dtype)
+        else:  # how boxes lie in shared memory follows from their sizes
+            kinds.append(None if x is None else (x.base.dtype, *x.block_shape))
+    if low & 15:
+        kinds += [isinstance(x, torch.Tensor) and x.data_ptr() & 15 for x in tensors]
+    values = (*constants.values(),)
+    key = (kernel.fn, torch.cuda.current_device(), numbers, values, *options.values(), *kinds)
     compiled = _found.get(key)
     if compiled is not None:
-        compiled[(*grid, 1, 1)](*arguments, *values)
+        compiled[(*grid, 1, 1)](*tensors, *numbers, *values)
         return
-    compiled = kernel[grid](*arguments, **constants, **options)
-    if compiled is not None and [*constants] == [*kernel.arg_names[len(arguments) :]]:
+    compiled = kernel[grid](*tensors, *numbers, **constants, **options)
+    if compiled is not None and [*constants] == [*kernel.arg_names[len(tensors) + len(numbers) :]]:
         if len(_found) >= _FOUND_MOST:
             _found.clear()
         _found[key] = compiled
-
-
-def _kind(x: Any) -> object:
-    """What Triton specializes a kernel on of an argument, or finer."""
-    kind = type(x)
-    if kind is int:
-        return 1 if x == 1 else (kind, not x & 15, -(2**31) <= x < 2**31)
-    if isinstance(x, torch.Tensor):
-        return x.dtype, not x.data_ptr() & 15
-    if x is None or kind is float or kind is bool:
-        return kind
-    return kind, x.base.dtype, *x.block_shape  # boxes: how they lie in shared memory follows from these
 
 
 def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tensor) -> None:

@@ -170,9 +170,10 @@ def launch(call: Call, way: Way, why: str = "") -> None:
             triton_launch(
                 attend_kernel,
                 grid,
+                (q, k, v, out, part, *pointers, call.key_index),
                 (
-                    *(q, k, v, out, part, *pointers, call.key_index, call.tq, call.tk, blocks, heads_kv, window),
-                    *(segments, rows_per_start, slots, qk_scale, *caps, *strides),
+                    *(call.tq, call.tk, blocks, heads_kv, window, segments, rows_per_start, slots, qk_scale),
+                    *(*caps, *strides),
                 ),
                 {
                     "SPAN": span,
@@ -197,9 +198,10 @@ def launch(call: Call, way: Way, why: str = "") -> None:
             hopper.merge(
                 rows,
                 segments,
+                (part, out, call.cu_q, call.cu_k),
                 (
-                    *(part, out, call.cu_q, call.cu_k, call.tq, call.tk, heads, call.tq * heads, segments),
-                    *(rows_per_start, slots, qk_scale, *strides[9:]),
+                    *(call.tq, call.tk, heads, call.tq * heads, segments, rows_per_start, slots, qk_scale),
+                    *strides[9:],
                 ),
                 head_dim=head_dim,
                 pdl=way.pdl,
@@ -211,9 +213,10 @@ def launch(call: Call, way: Way, why: str = "") -> None:
         triton_launch(
             merge_kernel,
             (rows,),
+            (part, out, *pointers),
             (
-                *(part, out, *pointers, call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start),
-                *(slots, qk_scale, *strides[9:]),
+                *(call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start, slots, qk_scale),
+                *strides[9:],
             ),
             {"UNROLL": 8, "PDL": way.pdl, **mask, **dims, "BLOCK_D": plan.block_d},
             num_warps=1,

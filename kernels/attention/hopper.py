@@ -245,10 +245,10 @@ def decode(
     launch(
         decode_kernel,
         (batch * heads_kv * blocks, -(-segments // way.span) if way.span else 1),
+        (q, descriptor(k, plan.block_n), descriptor(v, plan.block_n), out, part),
         (
-            *(q, descriptor(k, plan.block_n), descriptor(v, plan.block_n), out, part, tq, tk),
-            *(blocks, heads_kv, way.span, segments, batch * tq * heads * segments, qk_scale, *q.stride()[:3]),
-            *out.stride()[:3],
+            *(tq, tk, blocks, heads_kv, way.span, segments, batch * tq * heads * segments, qk_scale),
+            *(*q.stride()[:3], *out.stride()[:3]),
         ),
         {
             "SPLIT": way.span > 0,
@@ -269,13 +269,23 @@ def decode(
     )
 
 
-def merge(rows: int, segments: int, arguments: tuple[Any, ...], *, head_dim: int, pdl: bool, **mask: Any) -> None:
+def merge(
+    rows: int,
+    segments: int,
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    *,
+    head_dim: int,
+    pdl: bool,
+    **mask: Any,
+) -> None:
     """Launch `merge_all_kernel` over rows of `segments` segments at most; `mask`: VARLEN, CAUSAL and SEGMENT."""
     chunk = min(MERGE_CHUNK, max(2, triton.next_power_of_2(segments)))
     launch(
         merge_all_kernel,
         (rows, head_dim // MERGE_COLUMNS),
-        arguments,
+        tensors,
+        numbers,
         {"CHUNK": chunk, **{name: mask[name] for name in ("VARLEN", "CAUSAL")}, "HEAD_DIM": head_dim}
         | {"SEGMENT": mask["SEGMENT"]},
         num_warps=1,

@@ -166,7 +166,8 @@ def _norm(
         launch(
             _rms_norm_kernel,
             (-(-m // together),),
-            (rows, other, weight, out, added, m, width, *rows.stride(), *other.stride()),
+            (rows, other, weight, out, added),
+            (m, width, *rows.stride(), *other.stride()),
             {
                 "EPS": eps,
                 "RESIDUAL": residual is not None,
@@ -294,7 +295,8 @@ def module_norm(
         launch(
             _module_norm_kernel,
             (-(-m // rows),),
-            (x, weight, out, m),
+            (x, weight, out),
+            (m,),
             {
                 "WIDTH": width,
                 "EPS": eps,
@@ -370,7 +372,8 @@ def _reduce(name: str, x: torch.Tensor, *, mean: bool) -> torch.Tensor:
         launch(
             _sum_kernel,
             (-(-m // together),),
-            (rows, out, m, width, *rows.stride()),
+            (rows, out),
+            (m, width, *rows.stride()),
             {"MEAN": mean, "ROWS": together, **how.tree(), "ACC": accumulator(x.dtype)},
             num_warps=warps,
             enable_fp_fusion=False,

@@ -758,7 +758,8 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
         launch(
             _softmax_kernel,
             (-(-m // together),),
-            (rows, out, m, width, *rows.stride()),
+            (rows, out),
+            (m, width, *rows.stride()),
             {"LOG": log, "ROWS": together, **how.tree(), "ACC": accumulator(x.dtype)},
             num_warps=warps,
             enable_fp_fusion=False,

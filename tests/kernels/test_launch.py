@@ -54,41 +54,41 @@ CONSTANTS = {"SPAN": 16, "LOG": False}
 
 
 def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
-    """Another tensor and another number of the same kind: their own, to the kernel that is there."""
+    """Another tensor of the same kind, and another grid: their own, to the kernel that is there."""
     x = torch.zeros(8)
-    launch(kernel, (3,), (x, 33, 0.5), CONSTANTS, num_warps=4)
+    launch(kernel, (3,), (x,), (33, 0.5), CONSTANTS, num_warps=4)
     other = torch.ones(8)
-    launch(kernel, (5,), (other, 35, 0.25), CONSTANTS, num_warps=4)
+    launch(kernel, (5,), (other,), (33, 0.5), CONSTANTS, num_warps=4)
     assert kernel.compiled == 1
     grid, arguments, constants = kernel.launched[1]
     assert grid[:3] == (5, 1, 1)
     assert arguments[0] is other
-    assert arguments[1:] == (35, 0.25)
+    assert arguments[1:] == (33, 0.5)
     assert constants == CONSTANTS
 
 
 @pytest.mark.parametrize(
-    ("arguments", "constants", "options"),
+    ("x", "numbers", "constants", "warps"),
     [
-        ((torch.zeros(8, dtype=torch.float16), 33, 0.5), CONSTANTS, 4),
-        ((torch.zeros(9)[1:], 33, 0.5), CONSTANTS, 4),
-        ((None, 33, 0.5), CONSTANTS, 4),
-        ((torch.zeros(8), 1, 0.5), CONSTANTS, 4),
-        ((torch.zeros(8), 32, 0.5), CONSTANTS, 4),
-        ((torch.zeros(8), 2**31 + 1, 0.5), CONSTANTS, 4),
-        ((torch.zeros(8), True, 0.5), CONSTANTS, 4),
-        ((torch.zeros(8), 33, 3), CONSTANTS, 4),
-        ((torch.zeros(8), 33, 0.5), {"SPAN": 32, "LOG": False}, 4),
-        ((torch.zeros(8), 33, 0.5), {"SPAN": 16, "LOG": True}, 4),
-        ((torch.zeros(8), 33, 0.5), CONSTANTS, 8),
+        (torch.zeros(8, dtype=torch.float16), (33, 0.5), CONSTANTS, 4),
+        (torch.zeros(9)[1:], (33, 0.5), CONSTANTS, 4),
+        (None, (33, 0.5), CONSTANTS, 4),
+        (torch.zeros(8), (1, 0.5), CONSTANTS, 4),
+        (torch.zeros(8), (32, 0.5), CONSTANTS, 4),
+        (torch.zeros(8), (2**31 + 1, 0.5), CONSTANTS, 4),
+        (torch.zeros(8), (True, 0.5), CONSTANTS, 4),
+        (torch.zeros(8), (33, 3), CONSTANTS, 4),
+        (torch.zeros(8), (33, 0.5), {"SPAN": 32, "LOG": False}, 4),
+        (torch.zeros(8), (33, 0.5), {"SPAN": 16, "LOG": True}, 4),
+        (torch.zeros(8), (33, 0.5), CONSTANTS, 8),
     ],
 )
 def test_another_kind_is_compiled(
-    kernel: Kernel, arguments: tuple[Any, ...], constants: dict[str, Any], options: int
+    kernel: Kernel, x: torch.Tensor | None, numbers: tuple[Any, ...], constants: dict[str, Any], warps: int
 ) -> None:
-    """A dtype, a place, none at all, one, a multiple of 16, more than 32 bits, another type, constant or option."""
-    launch(kernel, (3,), (torch.zeros(8), 33, 0.5), CONSTANTS, num_warps=4)
-    launch(kernel, (3,), arguments, constants, num_warps=options)
+    """A dtype, a place, none at all, another number or type of it, another constant or option."""
+    launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), CONSTANTS, num_warps=4)
+    launch(kernel, (3,), (x,), numbers, constants, num_warps=warps)
     assert kernel.compiled == 2
 
 
@@ -96,12 +96,12 @@ def test_another_device_is_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPa
     """A kernel is loaded on a device."""
     for device in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
-        launch(kernel, (3,), (torch.zeros(8), 33, 0.5), CONSTANTS)
+        launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), CONSTANTS)
     assert kernel.compiled == 2
 
 
 def test_constants_out_of_their_order_are_not_launched_by_place(kernel: Kernel) -> None:
     """They would land in each other's places: Triton binds them by name, each time."""
     for _ in range(3):
-        launch(kernel, (3,), (torch.zeros(8), 33, 0.5), {"LOG": False, "SPAN": 16})
+        launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), {"LOG": False, "SPAN": 16})
     assert kernel.compiled == 3
