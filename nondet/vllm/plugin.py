@@ -217,8 +217,11 @@ def _install(found: Mapping[str, Any]) -> None:
 def _before_configuration(original: Callable[..., Any]) -> None:
     def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False) -> Any:
         prepare(self)
+        given = sizes_given(self)
         config = original(self, usage_context, headless)
         refuse(config)
+        if not given:
+            graph_prefill(config.compilation_config, config.scheduler_config.max_num_batched_tokens)
         return config
 
     create_engine_config.__doc__ = original.__doc__
@@ -287,6 +290,38 @@ def prepare(arguments: Any) -> None:
         what = f"--additional-config is a {type(arguments.additional_config).__name__}"
         raise UserError(f"{what}: the compile cache can't be keyed on nondet's version", "Give a dictionary, or none.")
     arguments.additional_config["nondet"] = f"{VERSION} {sources()}"
+
+
+_GRAPH_STEP, _GRAPHED_TO = 128, 2048  # tokens
+
+
+def sizes_given(arguments: Any) -> bool:
+    """Whether somebody chose the sizes of CUDA graphs in the engine's arguments."""
+    places = (arguments, arguments.compilation_config)
+    return any(
+        getattr(place, name, None) is not None
+        for place in places
+        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    )
+
+
+def graph_prefill(compilation: Any, tokens: int) -> None:
+    """Let vLLM capture its graphs between attentions also for steps with prompts in them, up to `_GRAPHED_TO` tokens.
+
+    vLLM stops at 512, where its own launches cost little beside a step's work. Ours start in Python, and of a small
+    model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step among them.
+
+    Args:
+        compilation: vLLM's CompilationConfig, its sizes as vLLM chose them; none without CUDA graphs.
+        tokens: Most tokens of a step.
+    """
+    sizes = compilation.cudagraph_capture_sizes
+    if not sizes:
+        return
+    most = min(tokens, _GRAPHED_TO)
+    first = (sizes[-1] // _GRAPH_STEP + 1) * _GRAPH_STEP
+    sizes.extend(size for size in dict.fromkeys((*range(first, most, _GRAPH_STEP), most)) if size > sizes[-1])
+    compilation.max_cudagraph_capture_size = sizes[-1]
 
 
 def _get(config: Any, path: str, default: Any = None) -> Any:

@@ -165,6 +165,30 @@ def test_the_configuration_says_what_the_plugin_needs(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "added"),
+    [(100, [100]), (300, [128, 256, 300]), (9000, [*range(128, 2049, 128)]), (64, [])],
+)
+def test_steps_with_prompts_in_them_are_graphed(toy: Toy, tokens: int, added: list[int]) -> None:
+    """Up to 2,048 tokens; sizes that somebody chose, and an engine without graphs, stay as they are."""
+    plugin.register()
+    arguments = toy["vllm.engine.arg_utils"].EngineArgs
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+
+    def compiled(given: list[int], **chosen: Any) -> Any:
+        changes = {"compilation_config__cudagraph_capture_sizes": [*given]}
+        made = toys.config(**changes, scheduler_config__max_num_batched_tokens=tokens)
+        return arguments(made=made, **chosen).create_engine_config().compilation_config
+
+    found = compiled(sizes)
+    assert found.cudagraph_capture_sizes == [*sizes, *added]
+    if added:
+        assert found.max_cudagraph_capture_size == added[-1]
+    assert compiled([]).cudagraph_capture_sizes == []
+    for chosen in ({"cudagraph_capture_sizes": sizes}, {"max_cudagraph_capture_size": 64}):
+        assert compiled(sizes, **chosen).cudagraph_capture_sizes == sizes
+
+
+@pytest.mark.parametrize(
     ("given", "named"),
     [
         ({"attention_backend": toys.AttentionBackendEnum.FLASH_ATTN}, "--attention-backend FLASH_ATTN"),

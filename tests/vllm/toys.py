@@ -217,6 +217,8 @@ class EngineArgs:
         )
     )
     additional_config: Any = field(default_factory=dict)
+    cudagraph_capture_sizes: Any = None
+    max_cudagraph_capture_size: Any = None
     made: Any = None
 
     def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> Any:
