@@ -11,6 +11,10 @@ import os
 import signal
 import threading
 
+if __name__ == "__main__":
+    # workers are processes of their own, and find nondet by this; last, so that nothing there is taken for another's
+    sys.path += [folder for folder in (os.path.dirname(os.path.dirname(__file__)),) if folder not in sys.path]
+
 __all__ = ["leave", "main"]
 
 

@@ -20,7 +20,7 @@ one() { # NAME OPTIONS...: a result that is there is kept
 for mode in stock own nondet; do
     one "embedded-$mode" --mode "$mode" --model nondet/embedded --prefix-cache
     for model in ${MODELS:-0.6b 8b}; do
-        one "$model-$mode" --mode "$mode" --model "$model" --cache-gib 48 --speed --long 12000 --repeats "${REPEATS:-5}"
+        one "$model-$mode" --mode "$mode" --model "$model" --cache-gib 48 --speed --long 1x12000 --long 16x4000 --repeats "${REPEATS:-5}"
     done
 done
 for again in 2 3; do # fresh processes, and nothing that was tuned is shared

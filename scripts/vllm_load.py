@@ -75,7 +75,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--copies", type=int, default=100)
     parser.add_argument("--others", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--long", type=int, default=0, help="also time one request of so many keys")
+    parser.add_argument(
+        "--long",
+        action="append",
+        default=[],
+        metavar="NxK",
+        help="also time N requests of K keys: 1x12000. Repeatable.",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cache-gib", type=float, default=8.0)
     parser.add_argument("--until", type=Path)
@@ -202,17 +208,18 @@ class Test:
                 "changed_from_256": sum(a != b for a, b in zip(tokens[0], first, strict=False)),
             }
             self.say("speed", size, found)
-        if self.asked.long:
-            prompt = [rng.randrange(1, self.vocabulary) for _ in range(self.asked.long)]
+        for requests, keys in (map(int, text.split("x")) for text in self.asked.long):
+            prompts = [[rng.randrange(1, self.vocabulary) for _ in range(keys)] for _ in range(requests)]
             taken: dict[int, list[float]] = {8: [], 136: []}
-            self.generate([prompt], [2], [None])
+            self.generate(prompts, [2] * requests, [None] * requests)
             for new in (8, 136) * self.asked.repeats:
                 began = time.time()
-                self.generate([prompt], [new], [None])
+                self.generate(prompts, [new] * requests, [None] * requests)
                 taken[new].append(time.time() - began)
             step = (min(taken[136]) - min(taken[8])) / 128
-            self.seen["long"] = {"keys": self.asked.long, "prefill_s": min(taken[8]), "ms_per_step": 1e3 * step}
-            self.say("long", self.seen["long"])
+            found = {"requests": requests, "keys": keys, "prefill_s": min(taken[8]), "ms_per_step": 1e3 * step}
+            self.seen.setdefault("long", []).append(found)
+            self.say("long", found)
 
 
 def trace(one: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:

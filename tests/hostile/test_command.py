@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nondet
 from nondet.cli import main
 from nondet.commands import output
 from nondet.services.run import interruptible
@@ -181,6 +182,31 @@ def test_any_encoding_of_the_terminal_will_do(
     out = written.getvalue().decode(encoding)
     assert out
     assert all(json.loads(line) for line in out.splitlines() if form)
+
+
+UNINSTALLED = """
+import importlib.util, runpy, sys
+here = sys.argv.pop(1)
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in f"{f}".lower()]
+sys.path[:] = [here, *(p for p in sys.path if p not in ("", here))]  # as `python -m` has it
+try:
+    runpy.run_module("nondet", run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+assert sys.path[0] != here
+sys.path_importer_cache.clear()
+assert importlib.util.find_spec("nondet") is not None
+print(sys.path[-1])
+"""
+
+
+def test_workers_of_a_clone_that_is_not_installed_find_nondet() -> None:
+    """`python -m nondet` there takes its folder from the head of the path, where a torch.py would be taken for torch."""
+    here = str(Path(nondet.__file__).parents[1])
+    command = [sys.executable, "-c", UNINSTALLED, here, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == here
 
 
 # Ctrl-C at a moment that no machine's speed decides: as the import of a module begins.
