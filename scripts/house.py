@@ -34,7 +34,7 @@ BUDGET = {
     "export": 585,
     "mismatch": 1290,
     "kernels": 20140,
-    "nondet": 1821,
+    "nondet": 1826,
     "probes": 5230,
     "ranks": 596,
     "reports": 6165,

@@ -80,7 +80,7 @@ def options() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NxK",
-        help="also time N requests of K keys: 1x12000. Repeatable.",
+        help="time N requests of K keys: 1x12000. Repeatable.",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cache-gib", type=float, default=8.0)

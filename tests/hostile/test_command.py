@@ -201,7 +201,7 @@ print(sys.path[-1])
 
 
 def test_workers_of_a_clone_that_is_not_installed_find_nondet() -> None:
-    """`python -m nondet` there takes its folder from the head of the path, where a torch.py would be taken for torch."""
+    """`python -m nondet` there takes its folder from the path, where a torch.py would be taken for torch."""
     here = str(Path(nondet.__file__).parents[1])
     command = [sys.executable, "-c", UNINSTALLED, here, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
