@@ -60,6 +60,8 @@ class Call(NamedTuple):
 
     Attributes:
         tq, tk: Sizes of every request, or packed, the largest; tk counts from position 0.
+        page: Of a paged cache, keys of which every whole run lies together: key i * page + j of a request j behind key
+            i * page. 0 where nobody says.
     """
 
     q: torch.Tensor
@@ -77,6 +79,7 @@ class Call(NamedTuple):
     cu_k: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     key_index: torch.Tensor | None = None
+    page: int = 0
 
 
 def form_of(call: Call) -> Form:
@@ -93,6 +96,7 @@ def form_of(call: Call) -> Form:
         packed=call.cu_q is not None,
         positions=None if call.positions is None else call.positions.dtype,
         paged=None if call.key_index is None else call.key_index.dtype,
+        page=call.page,
         steps=tuple(tuple(x.stride(i) % 16 == 0 for i in (axis, 1, 2)) for x in operands),
         aligned=tuple(x.data_ptr() % 16 == 0 for x in (call.q, call.k, call.v)),
     )
@@ -108,7 +112,8 @@ def quickest(call: Call, split: bool | None = None) -> Way:
     slots = call.q.shape[0] * call.q.shape[2] * heads * segments
     fits = slots * (head_dim + 2) <= _MAX_PARTIAL_ELEMENTS
     few = split is None and plan.block_m == triton_kernels.FEW_ROWS and _has_few_row_kernels(call)
-    if few and call.cu_q is None and hopper.call_fault(call.q, call.k, call.v) is None:
+    together = call.cu_q is None or (call.page in hopper.PAGES and call.positions is None)
+    if few and together and hopper.call_fault(call.q, call.k, call.v) is None:
         return triton_kernels.few_rows(programs, segments if fits else 1, head_dim, call.q.device)
     if split is None:
         span = triton_kernels.span_for(programs, segments, triton_kernels.SEGMENT // plan.block_n, call.q.device)
@@ -165,7 +170,21 @@ def launch(call: Call, way: Way, why: str = "") -> None:
     grid = (programs, -(-segments // span) if span else 1)
     with on_device(q):
         if way.tiles:
-            hopper.decode(q, k, v, out, part, qk_scale, way, causal=call.causal, segment=segment)
+            hopper.decode(
+                (q, k, v, out),
+                part,
+                (call.cu_q, call.cu_k, call.key_index),
+                (
+                    *(call.tq, call.tk, blocks, heads_kv, span, segments, rows_per_start, slots, qk_scale),
+                    *(*strides[:3], *strides[9:]),
+                ),
+                way,
+                grid,
+                page=call.page if packed else 0,
+                **mask,
+                **dims,
+                GROUP=group,
+            )
         else:
             triton_launch(
                 attend_kernel,
@@ -273,7 +292,7 @@ def stands(call: Call, way: Way) -> bool:
         (q.stride(), k.stride(), v.stride(), out.stride()),
         (call.causal, call.window is None, call.softcap is None, call.cu_q is None),
         None if call.positions is None else call.positions.dtype,
-        None if call.key_index is None else call.key_index.dtype,
+        None if call.key_index is None else (call.key_index.dtype, call.page),
         q.device,
     )
     known = _known.get(at)
@@ -446,10 +465,16 @@ def _packed(case: _Case, form: Form) -> Call:
     if form.positions is not None:
         ends = [(q.shape[2], x[1].shape[2]) for q, x in zip(queries, case.requests, strict=True)]
         positions = torch.cat([torch.arange(nk - nq, nk, device=device) for nq, nk in ends]).to(form.positions)
-    if form.paged is not None:  # a cache with room for more, its tokens anywhere
-        tokens = k.shape[2]
-        places = torch.randperm(tokens + 13, generator=inputs.generator(5, device), device=device)[:tokens]
-        k, v = (x.new_zeros(1, x.shape[1], tokens + 13, x.shape[3]).index_copy_(2, places, x) for x in (k, v))
+    if form.paged is not None:  # a cache with room for more, its pages anywhere, NaN where nobody wrote
+        page = max(form.page, 1)
+        counts = [-(-n // page) for n in kept]
+        pages = torch.randperm(sum(counts) + 13, generator=inputs.generator(5, device), device=device)
+        offsets = torch.arange(page, device=device)
+        starts = [sum(counts[:i]) for i in range(len(kept))]
+        whole = [(pages[a : a + c, None] * page + offsets).flatten() for a, c in zip(starts, counts, strict=True)]
+        places = torch.cat([x[:n] for x, n in zip(whole, kept, strict=True)])
+        tokens = len(pages) * page
+        k, v = (x.new_full((1, x.shape[1], tokens, x.shape[3]), torch.nan).index_copy_(2, places, x) for x in (k, v))
         key_index = places.to(form.paged)
     lengths = [q.shape[2] for q in queries]
     q, k, v, out = _laid_out(torch.cat(queries, 2), k, v, form)
@@ -462,6 +487,7 @@ def _packed(case: _Case, form: Form) -> Call:
         cu_k=_starts(kept, device),
         positions=positions,
         key_index=key_index,
+        page=form.page,
     )
 
 

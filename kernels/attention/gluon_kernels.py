@@ -593,34 +593,59 @@ all_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @gluon.jit
 def decode_producer(
-    k_desc, v_desc, ring, ready, empty, batch, kv_head, first_tile, groups,
-    TILES: gl.constexpr, SLOTS: gl.constexpr, BLOCK_N: gl.constexpr,
+    k_desc, v_desc, index_ptr, ring, ready, empty, batch, kv_head, first_tile, groups, keys,
+    TILES: gl.constexpr, SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Load TILES tiles of K, then those of V, group after group, as far ahead as there are slots."""
-    for group in range(groups):
-        for j in gl.static_range(2 * TILES):
-            item = group * (2 * TILES) + j
+    """Load TILES tiles of K, then those of V, group after group, as far ahead as there are slots.
+
+    A tile of a paged cache comes page by page; behind the last page, from beyond the cache, which reads as zeros.
+    """
+    if PAGE == 0:
+        for group in range(groups):
+            for j in gl.static_range(2 * TILES):
+                item = group * (2 * TILES) + j
+                barrier = ready.index(item % SLOTS)
+                key = (first_tile + group * TILES + j % TILES) * BLOCK_N
+                mbarrier.wait(empty.index(item % SLOTS), (item // SLOTS & 1) ^ 1)
+                if j < TILES:
+                    mbarrier.expect(barrier, k_desc.block_type.nbytes)
+                    tma_load(k_desc, [batch, kv_head, key, 0], barrier, ring.index(item % SLOTS))
+                else:
+                    mbarrier.expect(barrier, v_desc.block_type.nbytes)
+                    tma_load(v_desc, [batch, kv_head, key, 0], barrier, ring.index(item % SLOTS))
+    else:
+        PAGES: gl.constexpr = BLOCK_N // PAGE
+        for item in range(groups * (2 * TILES)):
+            j = item % (2 * TILES)
+            key = (first_tile + item // (2 * TILES) * TILES + j % TILES) * BLOCK_N
+            places = ()
+            for i in gl.static_range(PAGES):
+                place = gl.load(index_ptr + gl.minimum(key + i * PAGE, keys - 1))
+                places = places + (place,)  # type: ignore[assignment]  # noqa: RUF005 - a tuple grows while Gluon traces
             barrier = ready.index(item % SLOTS)
-            key = (first_tile + group * TILES + j % TILES) * BLOCK_N
+            slot = ring.index(item % SLOTS)
             mbarrier.wait(empty.index(item % SLOTS), (item // SLOTS & 1) ^ 1)
-            if j < TILES:
-                mbarrier.expect(barrier, k_desc.block_type.nbytes)
-                tma_load(k_desc, [batch, kv_head, key, 0], barrier, ring.index(item % SLOTS))
-            else:
-                mbarrier.expect(barrier, v_desc.block_type.nbytes)
-                tma_load(v_desc, [batch, kv_head, key, 0], barrier, ring.index(item % SLOTS))
+            mbarrier.expect(barrier, k_desc.block_type.nbytes * PAGES)
+            for i in gl.static_range(PAGES):
+                place = gl.where(key + i * PAGE < keys, places[i], 1 << 30)
+                part = slot.slice(i * PAGE, PAGE, dim=2)
+                if j < TILES:
+                    tma_load(k_desc, [0, kv_head, place, 0], barrier, part)
+                else:
+                    tma_load(v_desc, [0, kv_head, place, 0], barrier, part)
 
 
 @gluon.jit
 def decode_consumer(
     q_ptr, out_ptr, part_ptr, ring, p_smem, ready, empty, sizes, strides, place, qk_scale,
     SPLIT: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, SEGMENT: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, SEGMENT: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Compute 16 rows; see the module for the order of steps."""
-    tq, tk, heads_kv, segments, slots = sizes
+    tq, tk, q0, rows_per_start, heads_kv, segments, slots = sizes
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_ot = strides
-    batch, kv_head, first_row, first_tile, last_tile, full, groups = place
+    kv_head, first_row, first_tile, last_tile, full, groups = place
     ROWS: gl.constexpr = 16
     PER: gl.constexpr = SEGMENT // BLOCK_N // TILES  # groups of a segment
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
@@ -640,7 +665,7 @@ def decode_consumer(
     dtype: gl.constexpr = ring.dtype
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, Q))
     offs_q = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, Q))
-    q_ptr += batch.to(gl.int64) * stride_qb
+    q_ptr += q0 * stride_qb
     q_ptrs = q_ptr + gl.expand_dims((rows // GROUP).to(gl.int64) * stride_qt, 1) + gl.expand_dims(offs_q, 0)
     q_ptrs += gl.expand_dims((kv_head * GROUP + rows % GROUP).to(gl.int64) * stride_qh, 1)
     q = gl.convert_layout(gl.load(q_ptrs, mask=gl.expand_dims(rows // GROUP < tq, 1), other=0.0), A)
@@ -654,7 +679,7 @@ def decode_consumer(
     if CAUSAL:
         limit = gl.minimum(limit, query + tk - tq)
     offs_o = gl.arange(0, HEAD_DIM, layout=COL)
-    slot = ((batch.to(gl.int64) * tq + query) * (heads_kv * GROUP) + head) * segments
+    slot = ((q0 * rows_per_start + query) * (heads_kv * GROUP) + head) * segments
 
     no_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     no_acc = gl.full([ROWS, HEAD_DIM], 0.0, gl.float32, MMA)
@@ -730,6 +755,10 @@ def decode_consumer(
             alpha = (a0, a1, a2, a3)[j]
             mbarrier.wait(ready.index((item + TILES + j) % SLOTS), (item + TILES + j) // SLOTS & 1)
             v = as_matrix(ring.index((item + TILES + j) % SLOTS)).load(B)
+            if PAGE > 0:  # noqa: SIM102 - known at compile time, the next at run time
+                if (tile + j + 1) * BLOCK_N > tk:  # a last page holds what others left there, NaN perhaps
+                    left = tk - (tile + j) * BLOCK_N
+                    v = gl.where(gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, B)) < left, 1), v, 0.0)
             added = mma_v2(p_smem.slice(j * BLOCK_N, BLOCK_N, dim=1).load(A), v, acc * gl.expand_dims(alpha, 1))
             acc = gl.where(tile + j < last_tile, added, acc)
             all_threads()
@@ -749,22 +778,27 @@ def decode_consumer(
     if not SPLIT:
         at = gl.expand_dims(query.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh, 1)
         gl.store(
-            out_ptr + batch.to(gl.int64) * stride_ob + at + gl.expand_dims(offs_o, 0),
+            out_ptr + q0 * stride_ob + at + gl.expand_dims(offs_o, 0),
             (acc_all / gl.expand_dims(l_all, 1)).to(out_ptr.dtype.element_ty),
             mask=gl.expand_dims(rows_in, 1),
         )
 
 
-@gluon.jit(do_not_specialize=["tq", "tk", "blocks", "heads_kv", "span", "segments", "slots"])
+@gluon.jit(
+    do_not_specialize=["tq", "tk", "blocks", "heads_kv", "span", "segments", "rows_per_start", "slots"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "index_ptr"],
+)
 def decode_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, part_ptr, tq, tk, blocks, heads_kv, span, segments, slots, qk_scale,
+    q_ptr, k_desc, v_desc, out_ptr, part_ptr, cu_q_ptr, cu_k_ptr, index_ptr,
+    tq, tk, blocks, heads_kv, span, segments, rows_per_start, slots, qk_scale,
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_ot,
-    SPLIT: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, EARLY: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, SEGMENT: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    SPLIT: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, EARLY: gl.constexpr, VARLEN: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, SEGMENT: gl.constexpr, BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """16 rows of a KV head of a request: over all segments or (SPLIT) over `span` segments, left apart for the merge.
 
-    k_desc and v_desc are of boxes of BLOCK_N keys.
+    k_desc and v_desc are of boxes of BLOCK_N keys; or (PAGE) of as many as lie together, key i of all at index_ptr[i].
     """
     launch_dependents()
     ROWS: gl.constexpr = 16
@@ -772,12 +806,17 @@ def decode_kernel(
     first_row = (blocks - 1 - pid % blocks) * ROWS  # causal: the last blocks see the most keys, so they start first
     kv_head = pid // blocks % heads_kv
     batch = pid // blocks // heads_kv
+    if EARLY and VARLEN:
+        wait_for_kernel_before()  # which may have written where requests begin
+    q0, nq, k0, nk = request_of(cu_q_ptr, cu_k_ptr, batch, tq, tk, VARLEN)
+    if PAGE > 0:
+        index_ptr += k0
     lo = 0
-    hi = tk
-    full = tk  # keys that every row sees
+    hi = nk
+    full = nk  # keys that every row sees
     if CAUSAL:
-        hi = gl.minimum(tk, gl.minimum((first_row + ROWS - 1) // GROUP, tq - 1) + 1 + tk - tq)
-        full = first_row // GROUP + 1 + tk - tq
+        hi = gl.minimum(nk, gl.minimum((first_row + ROWS - 1) // GROUP, nq - 1) + 1 + nk - nq)
+        full = first_row // GROUP + 1 + nk - nq
     if SPLIT:
         lo = gl.program_id(1) * (span * SEGMENT)
         hi = gl.minimum(hi, lo + span * SEGMENT)
@@ -794,20 +833,20 @@ def decode_kernel(
         mbarrier.init(ready.index(j), count=1)
         mbarrier.init(empty.index(j), count=1)
     fence_async_shared()
-    if EARLY:
+    if EARLY and not VARLEN:
         wait_for_kernel_before()  # before anything is read, and before any return
     if SPLIT:  # noqa: SIM102 - known at compile time, the next at run time
         if lo >= hi:
             return  # the merge knows; in one pass, a row that sees no key becomes NaN
-    sizes = (tq, tk, heads_kv, segments, slots)
+    sizes = (nq, nk, q0, rows_per_start, heads_kv, segments, slots)
     strides = (stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_ot)
-    place = (batch, kv_head, first_row, first_tile, last_tile, full, groups)
+    place = (kv_head, first_row, first_tile, last_tile, full, groups)
     gl.warp_specialize(
         [
             (decode_consumer, (q_ptr, out_ptr, part_ptr, ring, p_smem, ready, empty, sizes, strides, place,
-                        qk_scale, SPLIT, TILES, SLOTS, CAUSAL, GROUP, HEAD_DIM, SEGMENT, BLOCK_N, WARPS)),
-            (decode_producer, (k_desc, v_desc, ring, ready, empty, batch, kv_head, first_tile, groups, TILES, SLOTS,
-                        BLOCK_N)),
+                        qk_scale, SPLIT, TILES, SLOTS, CAUSAL, GROUP, HEAD_DIM, SEGMENT, BLOCK_N, PAGE, WARPS)),
+            (decode_producer, (k_desc, v_desc, index_ptr, ring, ready, empty, batch, kv_head, first_tile, groups, nk,
+                        TILES, SLOTS, BLOCK_N, PAGE)),
         ],
         [1],
         [24],

@@ -193,6 +193,7 @@ except (ImportError, AttributeError) as error:  # pragma: no cover - depends on 
 
 
 HEAD_DIMS = (64, 128)
+PAGES = (16, 32, 64, 128)  # of a paged cache, each a box of the copy engine
 MERGE_CHUNK = 64  # segments merged at a time, at most: one register of a thread for each
 MERGE_COLUMNS = 32  # of a row that one program merges
 _LAUNCH_REGISTERS_DECODE = 128  # of a thread: two programs of 4 warps fit, or one of 8 and a merge; see `hopper`
@@ -221,45 +222,42 @@ def call_fault(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
 
 
 def decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     part: torch.Tensor | None,
-    qk_scale: float,
+    packed: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    numbers: tuple[Any, ...],
     way: Way,
+    grid: tuple[int, int],
     *,
-    causal: bool,
-    segment: int,
+    page: int = 0,
+    **mask: Any,
 ) -> None:
-    """Launch `decode_kernel`: q, out [B, Hq, Tq, D] over dense k, v [B, Hkv, Tk, D]; `part` is `cuda_launch`'s.
+    """Launch `decode_kernel`: q, k, v, out of `operands` [B, H, T, D]; `part` and the numbers are `cuda.launch`'s.
 
     Positions are aligned to the end. The plan's stages are the slots of the ring, and its warps those of a program.
+
+    Args:
+        packed: cu_q, cu_k and key_index, where requests are ranges of tokens.
+        numbers: From tq to qk_scale, then the steps of q and out.
+        page: Keys that lie together in a paged cache; 0 for a dense one.
+        mask: VARLEN, CAUSAL, GROUP, HEAD_DIM and SEGMENT.
     """
-    batch, heads, tq, head_dim = q.shape
-    heads_kv, tk = k.shape[1], k.shape[2]
+    q, k, v, out = operands
     plan = way.plan
-    group = heads // heads_kv
-    blocks = -(-tq * group // plan.block_m)
-    segments = -(-tk // segment)
+    boxes = page or plan.block_n
     launch(
         decode_kernel,
-        (batch * heads_kv * blocks, -(-segments // way.span) if way.span else 1),
-        (q, descriptor(k, plan.block_n), descriptor(v, plan.block_n), out, part),
-        (
-            *(tq, tk, blocks, heads_kv, way.span, segments, batch * tq * heads * segments, qk_scale),
-            *(*q.stride()[:3], *out.stride()[:3]),
-        ),
+        grid,
+        (q, descriptor(k, boxes), descriptor(v, boxes), out, part, *packed),
+        numbers,
         {
             "SPLIT": way.span > 0,
             "TILES": way.tiles,
             "SLOTS": plan.stages,
             "EARLY": way.early,
-            "CAUSAL": causal,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "SEGMENT": segment,
+            **{name: mask[name] for name in ("VARLEN", "CAUSAL", "GROUP", "HEAD_DIM", "SEGMENT")},
             "BLOCK_N": plan.block_n,
+            "PAGE": page,
             "WARPS": plan.warps,
         },
         num_warps=plan.warps,

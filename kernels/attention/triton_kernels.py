@@ -512,6 +512,7 @@ class Form(NamedTuple):
         packed: Requests are ranges of tokens.
         positions: The dtype of positions, where a cache has dropped keys.
         paged: The dtype of a paged cache's index.
+        page: Keys of it that are known to lie together, or 0.
         steps: For q, k, v and the result: which of the steps to the next request (packed: token), head and token are
             multiples of 16 elements.
         aligned: Which of q, k and v start at a multiple of 16 bytes.
@@ -528,6 +529,7 @@ class Form(NamedTuple):
     paged: torch.dtype | None
     steps: tuple[tuple[bool, ...], ...]
     aligned: tuple[bool, ...]
+    page: int = 0
 
     def words(self) -> tuple[str, ...]:
         """For the key of a certificate."""
@@ -541,6 +543,7 @@ class Form(NamedTuple):
             *(flag for flag in flags if getattr(self, flag)),
             *(f"positions={name(x)}" for x in (self.positions,) if x is not None),
             *(f"paged={name(x)}" for x in (self.paged,) if x is not None),
+            *(f"page={x}" for x in (self.page,) if x),
             "16|" + ",".join("".join("y" if step else "n" for step in steps) for steps in self.steps),
             "@" + ",".join("16" if x else "1" for x in self.aligned),
         )

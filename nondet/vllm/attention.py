@@ -144,7 +144,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         self.may_gather = all(i.sliding_window[0] < 0 and not i.logits_soft_cap for i in impls)
         if device.type == "cuda":
             for impl in {(i.num_heads, i.num_kv_heads, i.sliding_window, i.logits_soft_cap): i for i in impls}.values():
-                warm(impl, kv_cache_spec.dtype, requests, longest, device)
+                warm(impl, kv_cache_spec.dtype, requests, longest, device, self.block_size)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: a shared prefix is attended to by each request itself."""
@@ -183,7 +183,9 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         return meta
 
 
-def ways_of(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device) -> dict[Way, Call]:
+def ways_of(
+    impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int
+) -> dict[Way, Call]:
     """The ways that `way_for` can choose, each with a call that it is chosen for; the calls are never computed."""
     cache = torch.zeros(64, impl.num_kv_heads, impl.head_size, dtype=dtype, device=device)
     k, v = as_dense(cache[:32]), as_dense(cache[32:])
@@ -196,15 +198,15 @@ def ways_of(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: 
             (*(2**i for i in range((longest // SEGMENT).bit_length())), -(-longest // SEGMENT))
         ):
             keys = min(segments * SEGMENT, longest)
-            call = impl.call(q, k, v, torch.empty_like(q), count, queries, keys, places, places, places)
+            call = impl.call(q, k, v, torch.empty_like(q), count, queries, keys, places, places, places, page)
             ways.setdefault(way_for(call), call)
     return ways
 
 
-def warm(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device) -> None:
+def warm(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> None:
     """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served."""
     with float32_default(), torch.inference_mode():
-        for way, call in ways_of(impl, dtype, requests, longest, device).items():
+        for way, call in ways_of(impl, dtype, requests, longest, device, page).items():
             stands(call, way)
         if impl.sliding_window[0] < 0 and not impl.logits_soft_cap:  # the dense prefill of a large chunk
             q, kv = (
@@ -269,12 +271,13 @@ class SegmentsImpl(FlashAttentionImpl):
         cu_q: torch.Tensor,
         cu_k: torch.Tensor,
         index: torch.Tensor,
+        page: int,
     ) -> Call:
         """A launch of this layer's attention: operands [1, H, T, D], cu_q and cu_k [requests + 1], index [keys]."""
         window = None if self.sliding_window[0] < 0 else self.sliding_window[0] + 1
         cap = self.logits_soft_cap or None
         sizes = (requests, queries, keys, self.scale, True, window, cap)
-        return Call(q, k, v, out, *sizes, cu_q=cu_q, cu_k=cu_k, key_index=index)
+        return Call(q, k, v, out, *sizes, cu_q=cu_q, cu_k=cu_k, key_index=index, page=page)
 
     def forward(
         self,
@@ -308,7 +311,7 @@ class SegmentsImpl(FlashAttentionImpl):
             upto = last if piece.queries == 1 and first == 0 else meta.num_actual_tokens
             operands = (as_dense(query[:upto]), as_dense(k), as_dense(v), as_dense(out[:upto]))
             cu_q, cu_k = meta.query_start_loc[first : last + 1], meta.cu_k[first : last + 1]
-            call = self.call(*operands, last - first, piece.queries, piece.keys, cu_q, cu_k, meta.key_index)
+            call = self.call(*operands, last - first, piece.queries, piece.keys, cu_q, cu_k, meta.key_index, page)
             compute(call, way_for(call))
         return output
 

@@ -174,6 +174,6 @@ def test_a_step_that_is_not_causal_is_refused(backend: ModuleType) -> None:
 def test_ways_are_few(backend: ModuleType) -> None:
     """What is chosen by the batch's size is one of a handful: all are proven and compiled at start."""
     impl = backend.SegmentsImpl(**NEEDED)
-    ways = backend.ways_of(impl, torch.float16, 256, 16384, torch.device("cpu"))
+    ways = backend.ways_of(impl, torch.float16, 256, 16384, torch.device("cpu"), 16)
     assert 3 < len(ways) <= 12
     assert all(way.span & (way.span - 1) == 0 for way in ways)

@@ -484,9 +484,13 @@ def build(kernel, types, constants, warps, **options):
 plain = {"CAUSAL": True, "HEAD_DIM": 128, "SEGMENT": 512}
 box = f"tensordesc<bf16[1, 1, 128, 128],{hopper._box_layout()!r}>"
 registers = hopper_decode._LAUNCH_REGISTERS
-for split, tiles, slots, warps in ((True, 4, 6, 4), (False, 2, 3, 4)):
-    build(decode_kernel, {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_desc": box, "v_desc": box},
+dense = {"cu_q_ptr": None, "cu_k_ptr": None, "index_ptr": None}
+for split, tiles, slots, warps, page in ((True, 4, 6, 4, 0), (False, 2, 3, 4, 0), (True, 4, 6, 4, 16)):
+    boxes = box.replace("128, 128]", f"{page}, 128]") if page else box
+    indices = {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32", "index_ptr": "*i32"} if page else {}
+    build(decode_kernel, {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_desc": boxes, "v_desc": boxes} | indices,
           plain | {"SPLIT": split, "TILES": tiles, "SLOTS": slots, "EARLY": True, "GROUP": 4, "BLOCK_N": 128,
+                   "PAGE": page, "VARLEN": page > 0, **({} if page else dense),
                    "WARPS": warps, **({} if split else {"part_ptr": None})}, warps, maxnreg=registers)
 build(merge_all_kernel, {"out_ptr": "*bf16"},
       plain | {"VARLEN": False, "cu_q_ptr": None, "cu_k_ptr": None, "CHUNK": 16}, 1)
@@ -501,7 +505,9 @@ def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
     run = subprocess.run([sys.executable, "-c", COMPILE_DECODE], capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     built = [tuple(map(int, figures)) for figures in re.findall(r"built (\d+) (\d+) (\d+) (\d+) (-?\d+)", run.stdout)]
-    split, whole, merge = built
+    split, whole, paged, merge = built
+    assert paged[:2] == split[:2]
+    assert paged[2] in (2 * 8, 2 * 2 * 8)  # K or V of a tile, page by page in halves, in a loop over tiles
     assert split[0] <= 227 * 1024
     assert 2 * (whole[0] + 1024) <= 228 * 1024  # two programs to a multiprocessor
     assert split[1] == 2 * 4 * 4 * 8  # scores and values of 4 tiles: 4 columns of 8 a warp, 8 deep
@@ -510,7 +516,7 @@ def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
     assert merge[3] == 16 + 3  # a segment's values a load; a lane's maximum, the one before it, and its sum
     assert merge[4] == 1
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)]
-    assert len(spills) == 3
+    assert len(spills) == 4
     assert max(spills) == 0
 
 
@@ -560,6 +566,45 @@ def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
         way = Way(triton_kernels.plan_for(1, 128, torch.bfloat16), span, True, lanes=True)
         q, k, v = decode_qkv(2, 8, 2, 2, 3000, 128, torch.bfloat16, "outlier")
         assert compare.identical(by(way, q, k, v), by(one_plan(128, torch.bfloat16), q, k, v))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("page", hopper.PAGES)
+@pytest.mark.parametrize("name", WAYS)
+def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> None:
+    """Pages anywhere in a cache that holds NaN wherever none of these requests wrote, last pages' ends among it."""
+    warps, slots, tiles = WAYS[name]
+    for lengths, queries, hq, hkv, d, kind in (
+        ([1, 129, 1024, 513, 2100, 64, 16, 17], 1, 32, 8, 128, "wide"),
+        ([700, 1], 1, 16, 8, 128, "bell"),
+        ([9000], 1, 32, 8, 128, "outlier"),
+        ([40, 1300], 3, 8, 2, 128, "wide"),
+        ([1700, 600], 2, 14, 2, 64, "bell"),
+    ):
+        dtype = torch.bfloat16 if d == 128 else torch.float16
+        counts = [-(-n // page) for n in lengths]
+        pages = torch.randperm(sum(counts) + 5, device="cuda").to(torch.int32)
+        cache = torch.full((2, hkv, len(pages) * page, d), torch.nan, device="cuda", dtype=dtype)
+        alone, index = [], []
+        for i, n in enumerate(lengths):
+            q, k, v = decode_qkv(1, hq, hkv, queries, n, d, dtype, kind)
+            mine = pages[sum(counts[:i]) :][: counts[i], None] * page + torch.arange(page, device="cuda")
+            places = mine.flatten()[:n]
+            cache[0][:, places], cache[1][:, places] = k[0], v[0]
+            index.append(places.to(torch.int32))
+            alone.append((q, by(one_plan(d, dtype), q, k, v)))
+        q, expected = (torch.cat([pair[i] for pair in alone], 2) for i in (0, 1))
+        k, v = (x.transpose(0, 1).contiguous().transpose(0, 1)[None] for x in cache)
+        cu_q, cu_k = (
+            torch.tensor([0, *each]).cumsum(0).to("cuda", torch.int32) for each in ([queries] * len(lengths), lengths)
+        )
+        for span in (0, 1, 2):
+            out = torch.full_like(q, torch.nan)
+            sizes = (len(lengths), queries, max(lengths), None, True, None, None)
+            way = Way(Plan(16, 128, d, warps, slots, False), span, span > 0, tiles, span > 0, True)
+            launch(Call(q, k, v, out, *sizes, cu_q, cu_k, key_index=torch.cat(index), page=page), way)
+            assert compare.identical(out, expected), (lengths, span)
 
 
 @pytest.mark.gpu
