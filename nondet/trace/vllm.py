@@ -10,7 +10,7 @@ attention was given there, and agrees. Nothing is replaced, and no prefix is cac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -48,16 +48,36 @@ class Part(NamedTuple):
     rows: int
 
 
-def parts_of(llm: Any, taken: Sequence[Any]) -> list[Part]:
+def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Part]:
     """Who is in the step under way, in the order of its rows.
 
     Args:
-        taken: The scheduler's outputs; the last is the step's.
+        batch: The runner's: of its second version that of the step, of its first that of all requests it holds.
+        counts: Tokens of each request of the step, by the scheduler.
     """
-    [batch] = llm.collective_rpc(lambda worker: worker.model_runner.input_batch)
-    counts = taken[-1].num_scheduled_tokens
-    computed = batch.num_computed_tokens_cpu
+    whole = getattr(batch, "num_computed_tokens_np", None)
+    computed = batch.num_computed_tokens_cpu if whole is None else whole
     return [Part(r, int(computed[i]), counts[r]) for i, r in enumerate(batch.req_ids) if r in counts]
+
+
+@contextmanager
+def batch_of(runner: Any) -> Iterator[Callable[[], Any]]:
+    """Gives the batch of the step under way: the runner keeps one, or makes one a step, which is kept here."""
+    if hasattr(runner, "input_batch"):
+        yield lambda: runner.input_batch
+        return
+    made: list[Any] = [None]
+    prepare = runner.prepare_inputs
+
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        made[0] = prepare(*args, **kwargs)
+        return made[0]
+
+    runner.prepare_inputs = prepare_inputs
+    try:
+        yield lambda: made[0]
+    finally:
+        del runner.prepare_inputs
 
 
 class Looker:
@@ -66,9 +86,10 @@ class Looker:
     @contextmanager
     def attached(self, llm: Any, taken: Sequence[Any]) -> Iterator[None]:
         """Hooks on the model for one round."""
-        [model] = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+        [runner] = llm.collective_rpc(lambda worker: worker.model_runner)
         with ExitStack() as stack:
-            self.put(model, lambda: parts_of(llm, taken), stack)
+            batch = stack.enter_context(batch_of(runner))
+            self.put(runner.get_model(), lambda: parts_of(batch(), taken[-1].num_scheduled_tokens), stack)
             yield
 
     def put(self, model: Any, parts: Callable[[], list[Part]], stack: ExitStack) -> None:

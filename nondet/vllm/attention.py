@@ -36,7 +36,7 @@ from nondet.vllm.operators import float32_default
 
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
-_DENSE_KEYS = 4096  # below, gathering and a launch of its own cost more than the quicker kernel saves
+_DENSE_KEYS = 1024  # below, gathering and a launch of its own cost more than the quicker kernel saves
 _LARGE_SPAN = 4  # segments of one program where a chunk's queries alone do not fill a GPU
 _FEW_PROGRAMS = 66
 

@@ -101,10 +101,14 @@ class Model(nn.Module):
 
 
 class Engine:
-    """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four."""
+    """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four.
 
-    def __init__(self) -> None:
+    Its runner is vLLM's first, which keeps one batch, or its second, which makes one a step and sorts it.
+    """
+
+    def __init__(self, second: bool = False) -> None:
         torch.manual_seed(0)
+        self.second = second
         self.model = Model().eval()
         self.implementations: list[str] = []
 
@@ -120,7 +124,17 @@ class Engine:
         done = dict.fromkeys(texts, 0)
         logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
         batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=[])
-        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model, input_batch=batch))
+        runner = SimpleNamespace(get_model=lambda: self.model)
+        if self.second:
+            runner.prepare_inputs = lambda output: made(output.num_scheduled_tokens)
+        else:
+            runner.input_batch = batch
+        worker = SimpleNamespace(model_runner=runner)
+
+        def made(counts: dict[str, int]) -> Any:
+            order = sorted(counts, key=counts.__getitem__)
+            return SimpleNamespace(req_ids=order, num_computed_tokens_np=np.array([done[r] for r in order]))
+
         llm, taken, step = SimpleNamespace(collective_rpc=lambda f: [f(worker)]), list[Any](), 0
         with ExitStack() as stack, torch.inference_mode():
             if looker is not None:
@@ -134,7 +148,8 @@ class Engine:
                 if here:
                     batch.req_ids, batch.num_computed_tokens_cpu = [*counts], [done[r] for r in counts]
                     taken.append(SimpleNamespace(num_scheduled_tokens=counts))
-                    self._step(parts_of(llm, taken), texts, done, logprobs)
+                    now = runner.prepare_inputs(taken[-1]) if self.second else batch
+                    self._step(parts_of(now, counts), texts, done, logprobs)
         outcomes = [
             Outcome(
                 r,
@@ -175,9 +190,10 @@ def traced(engine: Engine) -> tuple[TraceVerdict, dict[str, Control], list[Culpr
     return verdict, {r.name: r for r in wrote if isinstance(r, Control)}, [r for r in wrote if isinstance(r, Culprit)]
 
 
-def test_nothing_is_named_where_nothing_differs() -> None:
+@pytest.mark.parametrize("second", [False, True])
+def test_nothing_is_named_where_nothing_differs(second: bool) -> None:
     """And what was compared is said."""
-    verdict, controls, culprits = traced(Engine())
+    verdict, controls, culprits = traced(Engine(second))
     assert verdict.finding == "no divergence observed"
     assert controls["run to run"].passed
     assert controls["capture"].passed
@@ -186,9 +202,10 @@ def test_nothing_is_named_where_nothing_differs() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_attention_that_follows_its_step_is_named(layer: int) -> None:
+@pytest.mark.parametrize("second", [False, True])
+def test_attention_that_follows_its_step_is_named(layer: int, second: bool) -> None:
     """From its fifth position on, beside two others at least; who was in that step is told."""
-    engine = Engine()
+    engine = Engine(second)
     engine.model.layers[layer].attn.faulty = True
     verdict, controls, [culprit] = traced(engine)
     assert verdict.finding == "batch-dependent"
