@@ -194,7 +194,8 @@ except (ImportError, AttributeError) as error:  # pragma: no cover - depends on 
 
 HEAD_DIMS = (64, 128)
 PAGES = (16, 32, 64, 128)  # of a paged cache, each a box of the copy engine
-MERGE_CHUNK = 64  # segments merged at a time, at most: one register of a thread for each
+_CHUNKS = (4, 8, 16, 32, 64)  # segments merged at a time: one register of a thread for each
+MERGE_CHUNK = _CHUNKS[-1]
 MERGE_COLUMNS = 32  # of a row that one program merges
 _LAUNCH_REGISTERS_DECODE = 128  # of a thread: two programs of 4 warps fit, or one of 8 and a merge; see `hopper`
 
@@ -278,7 +279,7 @@ def merge(
     **mask: Any,
 ) -> None:
     """Launch `merge_all_kernel` over rows of `segments` segments at most; `mask`: VARLEN, CAUSAL and SEGMENT."""
-    chunk = min(MERGE_CHUNK, max(2, triton.next_power_of_2(segments)))
+    chunk = min(MERGE_CHUNK, max(_CHUNKS[0], triton.next_power_of_2(segments)))
     launch(
         merge_all_kernel,
         (rows, head_dim // MERGE_COLUMNS),
@@ -290,3 +291,14 @@ def merge(
         enable_fp_fusion=False,
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def compile_merges(dtype: torch.dtype, head_dim: int, segments: int, device: torch.device) -> None:
+    """Compile the merges of packed causal requests of up to so many segments, by one of zeros for each kernel."""
+    out = torch.zeros(1, 2, head_dim, dtype=dtype, device=device)
+    starts = torch.arange(2, dtype=torch.int32, device=device)
+    for chunk in (n for n in _CHUNKS if n == _CHUNKS[0] or n < 2 * segments):
+        part = torch.zeros(2 * chunk * (head_dim + 2) + MERGE_CHUNK * head_dim, device=device)
+        numbers = (1, 1, 2, 2, chunk, 1, 2 * chunk, 1.0, *(out.stride(i) for i in (0, 1, 0)))
+        how = {"VARLEN": True, "CAUSAL": True, "SEGMENT": SEGMENT}
+        merge(2, chunk, (part, out, starts, starts), numbers, head_dim=head_dim, pdl=True, **how)

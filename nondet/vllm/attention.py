@@ -30,7 +30,18 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from nondet.errors import UserError
-from nondet.kernels.attention.cuda import MAX_HEAD_DIM, Call, as_dense, attention, compute, quickest, stands
+from nondet.kernels.attention.cuda import (
+    MAX_HEAD_DIM,
+    Call,
+    as_dense,
+    attention,
+    compute,
+    form_of,
+    prove_way,
+    quickest,
+    stands,
+)
+from nondet.kernels.attention.hopper import compile_merges
 from nondet.kernels.attention.triton_kernels import SEGMENT, Way, plan_for
 from nondet.vllm.operators import float32_default
 
@@ -206,8 +217,13 @@ def ways_of(
 def warm(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> None:
     """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served."""
     with float32_default(), torch.inference_mode():
+        lanes = False
         for way, call in ways_of(impl, dtype, requests, longest, device, page).items():
-            stands(call, way)
+            if stands(call, way):
+                prove_way(form_of(call), way, device)  # once more where a certificate spared it: it compiles the kernel
+                lanes = lanes or way.lanes
+        if lanes:
+            compile_merges(dtype, impl.head_size, -(-longest // SEGMENT), device)
         if impl.sliding_window[0] < 0 and not impl.logits_soft_cap:  # the dense prefill of a large chunk
             q, kv = (
                 as_dense(torch.zeros(4096, heads, impl.head_size, dtype=dtype, device=device))
