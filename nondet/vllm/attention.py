@@ -47,7 +47,9 @@ from nondet.vllm.operators import float32_default
 
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
-_DENSE_KEYS = 1024  # below, gathering and a launch of its own cost more than the quicker kernel saves
+# Queries times keys times heads from which it is: below, gathering and a launch of its own cost more than the quicker
+# kernel saves. On an H200 a chunk costs the host 0.2 ms a layer more; small models wait for that.
+_DENSE_WORK = 3 << 26
 _LARGE_SPAN = 4  # segments of one program where a chunk's queries alone do not fill a GPU
 _FEW_PROGRAMS = 66
 
@@ -81,8 +83,8 @@ def pieces_of(starts: list[int], lengths: list[int] | None, longest: int, heads:
     pieces: list[Piece] = []
     begin = 0
     for i, count in enumerate(counts):
-        large = lengths is not None and lengths[i] >= max(count, _DENSE_KEYS)
-        if may_gather and lengths and large and count > 64 and heads * -(-count // 128) >= _DENSE_ITEMS:
+        work = heads * count * lengths[i] if lengths and lengths[i] >= count > 64 else 0
+        if may_gather and lengths and work >= _DENSE_WORK and heads * -(-count // 128) >= _DENSE_ITEMS:
             if begin < i:
                 pieces.append(Piece(begin, i, max(counts[begin:i]), longest))
             pieces.append(Piece(i, i + 1, count, lengths[i], (starts[i], starts[i + 1])))

@@ -107,7 +107,7 @@ def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
 ) -> None:
     """What goes to the dense prefill on a GPU: its keys and values are found through the block table."""
     monkeypatch.setattr(backend, "_DENSE_ITEMS", 1)
-    monkeypatch.setattr(backend, "_DENSE_KEYS", 1)
+    monkeypatch.setattr(backend, "_DENSE_WORK", 1)
     seen: list[tuple[int, ...]] = []
     dense = backend.attention
     monkeypatch.setattr(backend, "attention", lambda q, *rest, **more: seen.append(q.shape) or dense(q, *rest, **more))
@@ -122,17 +122,18 @@ def test_launches_of_a_step(backend: ModuleType) -> None:
     of = backend.pieces_of
     assert of([0, 1, 2, 3], [9, 9, 9], 50, 8, True) == [piece(0, 3, 1, 50)]
     assert of([0, 1, 2, 7, 20], [9, 9, 9, 30], 50, 8, True) == [piece(0, 2, 1, 50), piece(2, 4, 13, 50)]
-    assert of([0, 1, 1025, 1030], [9, 5000, 30], 5000, 8, True) == [
-        piece(0, 1, 1, 5000),
-        piece(1, 2, 1024, 5000, (1, 1025)),
-        piece(2, 3, 5, 5000),
+    assert of([0, 1, 2049, 2054], [9, 15000, 30], 15000, 8, True) == [
+        piece(0, 1, 1, 15000),
+        piece(1, 2, 2048, 15000, (1, 2049)),
+        piece(2, 3, 5, 15000),
     ]
-    assert of([0, 1024, 1624], [5000, 600], 5000, 8, True) == [
-        piece(0, 1, 1024, 5000, (0, 1024)),
-        piece(1, 2, 600, 5000),
+    whole = [piece(0, 2, 2048, 15000)]
+    assert of([0, 2048, 4096], [15000, 5000], 15000, 8, True) == [
+        piece(0, 1, 2048, 15000, (0, 2048)),
+        piece(1, 2, 2048, 15000),
     ]
-    assert of([0, 1024], None, 5000, 8, True) == of([0, 1024], [5000], 5000, 8, False) == [piece(0, 1, 1024, 5000)]
-    assert of([0, 600, 1200], [600, 900], 5000, 8, True) == [piece(0, 2, 600, 5000)]
+    assert of([0, 2048, 4096], [5000, 5000], 15000, 8, True) == whole
+    assert of([0, 2048, 4096], None, 15000, 8, True) == of([0, 2048, 4096], [15000, 15000], 15000, 8, False) == whole
     assert of([0, 1, 6, 6, 6], [9, 9, 0, 0], 50, 8, True) == [piece(0, 1, 1, 50), piece(1, 2, 5, 50)]
 
 
