@@ -20,9 +20,9 @@ export CI="${CI:-1}" # what a test needs and lacks is then a failure, not a skip
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-# Each worker begins with one half of the tests in their order, so that what the tests of a file share is made once; who
-# is through first takes from the other's end.
-"$bin/pytest" -n 2 --dist worksteal "$@"
+# A worker a core, four at most. Each begins with its part of the tests in their order, so that what the tests of a file
+# share is made once; who is through first takes from another's end.
+"$bin/pytest" -n auto --maxprocesses 4 --dist worksteal "$@"
 
 # Is an operator many times slower beside stock than it was? Ratios within this run, of CPU time, against a kept run; on a
 # CPU with other vector instructions than the kept run's its bits are asked alone. What it says is on stderr.
