@@ -1,10 +1,11 @@
 """One vLLM, alone and under load: traces as alone, and tokens a second. One mode and one model a process.
 
-    python scripts/vllm_load.py --mode stock|own|nondet --model DIR|0.6b|8b [--eager] [--speed] --out FILE.json
+    python scripts/vllm_load.py --mode stock|own|nondet --model DIR|0.6b|8b|moe [--eager] [--speed] --out FILE.json
 
-A DIR is loaded as it is; 0.6b and 8b are Qwen3's shapes with random weights, drawn in place (vLLM's own dummy weights
-are so small that nothing can diverge). The load is 400 requests at once, prompts in chunks: copies of two targets among
-random ones. --until and --begin FILE make the timed part wait for its turn, where several processes share a GPU.
+A DIR is loaded as it is; 0.6b, 8b and moe (64 experts, 8 a token) are Qwen3's shapes with random weights, drawn in
+place (vLLM's own dummy weights are so small that nothing can diverge). The load is 400 requests at once, prompts in
+chunks: copies of two targets among random ones. --until and --begin FILE make the timed part wait for its turn, where
+several processes share a GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHAPES = {"0.6b": (28, 1024, 3072, 16, 8), "8b": (36, 4096, 12288, 32, 8), "tiny": (2, 256, 512, 4, 2)}
-VOCABULARY = {"tiny": 4096}
+SHAPES = {
+    "0.6b": (28, 1024, 3072, 16, 8), "8b": (36, 4096, 12288, 32, 8), "moe": (8, 2048, 6144, 16, 4),
+    "tiny": (2, 256, 512, 4, 2), "tiny-moe": (2, 256, 512, 4, 2),
+}  # fmt: skip
+VOCABULARY = {"tiny": 4096, "tiny-moe": 4096}
+EXPERTS = {"moe": (64, 8, 768), "tiny-moe": (8, 2, 128)}  # how many, how many a token, their width
 TEXT = "For example, the class method returns the value of the object, and the argument is called with the name. "
 
 
@@ -55,11 +60,18 @@ def made_folder(name: str) -> str:
     values: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
         "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": 128 if name != "tiny" else 64,
+        "num_key_value_heads": kv_heads, "head_dim": 64 if name.startswith("tiny") else 128,
         "vocab_size": VOCABULARY.get(name, 151936), "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
         "rope_theta": 1e6, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
         "bos_token_id": None, "eos_token_id": 0, "use_sliding_window": False,
     }  # fmt: skip
+    if name in EXPERTS:
+        count, top, width = EXPERTS[name]
+        values |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": count,
+            "num_experts_per_tok": top, "moe_intermediate_size": width, "norm_topk_prob": True,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(values))
     return str(folder)
 

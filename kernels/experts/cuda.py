@@ -33,6 +33,7 @@ from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.matmul import triton_kernels as chain_tiles
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, chain, matmul_chain
+from nondet.kernels.rows.cuda_softmax import softmax
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
 
 # What stands around the experts' products on CUDA: the choice of experts, and the sum of what they give.
@@ -550,3 +551,42 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
         raise ValueError(f"grouped_matmul takes int32 or int64 offsets on {x.device}, got {offsets.dtype}")
     require("grouped_matmul", _DTYPES, x, weight)
     return grouped_chain(x, weight, offsets.to(torch.int32).contiguous())
+
+
+# A whole layer of experts, for a server that calls no aten function of it.
+
+
+def route(logits: torch.Tensor, k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [M, E] -> the k largest of their softmax: weights float32 [M, k], largest first, and experts int64 [M, k].
+
+    In float32: `softmax` in class lanes, then `topk`, of equal numbers the lower index.
+
+    Args:
+        renormalize: Divide a token's weights by their sum, which is taken in their order.
+    """
+    weights, chosen = topk(softmax(logits.float()), k)
+    return weights / sum_middle(weights.unsqueeze(-1)) if renormalize else weights, chosen
+
+
+def weighted_experts(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of what a token's experts give it, with SiLU gates: x [M, H] -> [M, H], in x's dtype.
+
+    Class "grouped" twice; then a token's weighted numbers are added up in float32, in the order of `chosen`, and
+    rounded once. Sorting and counting on the way is of integers, and nothing is read back to the host.
+
+    Args:
+        w13: [E, 2 I, H], an expert's gates over what they let through.
+        w2: [E, H, I].
+        weights: float32 [M, k].
+        chosen: Experts, integers [M, k].
+    """
+    (tokens, top), inner = chosen.shape, w2.shape[2]
+    owner, order = torch.sort(chosen.reshape(-1), stable=True)
+    ends = torch.searchsorted(owner, torch.arange(len(w13), device=x.device, dtype=owner.dtype), right=True)
+    ends = ends.to(torch.int32)
+    wide = grouped_matmul(x[order // top], w13.mT, ends)
+    given = grouped_matmul(torch.nn.functional.silu(wide[:, :inner]) * wide[:, inner:], w2.mT, ends)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return sum_middle(given[place].view(tokens, top, w2.shape[1]) * weights.unsqueeze(-1)).to(x.dtype)

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from nondet.vllm import ALLOWED, ASKED, OWN, WRITTEN
 
 if TYPE_CHECKING:
     from nondet.core.records import LayerStanding
+    from nondet.vllm import operators
 
 TRIED = ("0.25.1",)  # versions of vLLM whose seams fit, and that were run
 _BACKEND = "nondet.vllm.attention.SegmentsBackend"
@@ -45,10 +47,15 @@ class Seam(NamedTuple):
 
 
 _LAYERS = "vllm.model_executor.layers"
+_APPLY = f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply"
+_ROUTING = f"{_LAYERS}.fused_moe.router.fused_topk_router:FusedTopKRouter._compute_routing"
+_OURS = "_nondet_proven"  # set on a router and on a layer of experts that ours compute
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 SEAMS = (
     Seam(f"{_LAYERS}.linear:UnquantizedLinearMethod.apply", "self layer x bias"),
     Seam(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "self layer x bias"),
+    Seam(_APPLY, "self layer x topk_weights topk_ids shared_experts shared_experts_input"),
+    Seam(_ROUTING, "self hidden_states router_logits indices_type input_ids"),
     Seam(
         "vllm.utils.torch_utils:direct_register_custom_op",
         "op_name op_func mutates_args fake_impl target_lib dispatch_key tags",
@@ -208,10 +215,40 @@ def _install(found: Mapping[str, Any]) -> None:
         f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
     ):
         seam_at(method).apply = apply
+    _install_experts(found)
     registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     found["vllm.v1.attention.backends.registry:register_backend"](registry.CUSTOM, _BACKEND)
     _before_configuration(found["vllm.engine.arg_utils:EngineArgs.create_engine_config"])
     _after_loading(found["vllm.v1.worker.gpu_worker:Worker.load_model"])
+
+
+def _install_experts(found: Mapping[str, Any]) -> None:
+    """Ours before vLLM's, for those routers and layers that `start` marks."""
+    import torch
+
+    theirs, chosen_by = found[_APPLY], found[_ROUTING]
+
+    def apply(
+        self: Any, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts: Any, shared_experts_input: Any
+    ) -> Any:
+        if getattr(layer, _OURS, False):
+            from nondet.kernels.experts.cuda import weighted_experts
+
+            return weighted_experts(x, layer.w13_weight.data, layer.w2_weight.data, topk_weights, topk_ids)
+        return theirs(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+
+    def compute_routing(
+        self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, *, input_ids: Any = None
+    ) -> Any:
+        if getattr(self, _OURS, False):
+            from nondet.kernels.experts.cuda import route
+
+            weights, chosen = route(router_logits, self.top_k, renormalize=self.renormalize)
+            return weights, chosen.to(indices_type or torch.int32)
+        return chosen_by(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
+
+    seam_at(_APPLY.rpartition(".")[0]).apply = apply
+    seam_at(_ROUTING.rpartition(".")[0])._compute_routing = compute_routing
 
 
 def _before_configuration(original: Callable[..., Any]) -> None:
@@ -368,6 +405,16 @@ _ELEMENTWISE = frozenset(
 )
 
 
+# Whose forward asks the layer's method for the product, and nothing else.
+_BY_METHOD = frozenset(
+    (
+        *("LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"),
+        *("VocabParallelEmbedding", "ParallelLMHead"),
+    )
+)
+_EXPERTS = "experts in class grouped, certified at start"
+
+
 class Standing(NamedTuple):
     """What one layer, or the configuration as a whole, computes by, and why that is said."""
 
@@ -396,9 +443,14 @@ def standing_of(
         return Standing(name, kind, standing, why)
 
     method = getattr(module, "quant_method", None)
-    if "MoERunner" in ancestors or "FusedMoE" in kind or "MoERunner" in kind:
-        return said(AT_RISK, "experts by vLLM's own kernels, which are not proven")
+    if name.endswith("routed_experts.quant_method") and "FusedMoEMethodBase" in ancestors:
+        return None  # a part of the experts before it
+    if {"MoERunner", "RoutedExperts", "FusedMoEMethodBase"} & ancestors or "FusedMoE" in kind or "MoERunner" in kind:
+        return _of_experts(module, ancestors, said, installed=installed)
     if {"LinearBase", "VocabParallelEmbedding"} & ancestors:
+        around = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
+        if around not in _BY_METHOD:
+            return said(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
         if installed and type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
             return said(REPLACED, "products in class chain, certified at start")
         return own(name, module)
@@ -416,6 +468,98 @@ def standing_of(
     if next(module.children(), None) is not None:
         return None
     return said(AT_RISK, "a layer that nondet does not know")
+
+
+def _of_experts(module: Any, ancestors: set[str], said: Callable[[str, str], Standing], *, installed: bool) -> Standing:
+    """Of a mixture of experts: a runner chooses them, the layer in it holds their weights; each is looked at."""
+    if not installed or not {"MoERunner", "RoutedExperts"} & ancestors:
+        return said(AT_RISK, "experts by vLLM's own kernels, which are not proven")
+    chooses = "MoERunner" in ancestors
+    fault = _unfit_router(module) if chooses else _unfit_experts(module)
+    if fault:
+        return said(AT_RISK, f"{fault}: by vLLM's own kernels, which are not proven")
+    return said(REPLACED, "experts chosen token by token, ties decided" if chooses else _EXPERTS)
+
+
+# Experts: a layer of them is replaced where it is one that `nondet.kernels.experts.cuda` computes, and its products are
+# proven at start; else it keeps vLLM's kernels, and is at risk. vLLM calls all of it inside of one operator, which
+# torch.compile leaves whole: nothing of ours is traced there.
+
+
+def _unfit_router(runner: Any) -> str:
+    """Why the choice of experts of vLLM's MoERunner, or what it adds to them, is not ours; "" where it is."""
+    router, moe = runner.router, runner.moe_config
+    faults = {
+        f"a runner of its own ({type(runner).__name__})": type(runner).__name__ != "MoERunner",
+        f"experts chosen by {type(router).__name__}": type(router).__name__ != "FusedTopKRouter",
+        "experts scored by another function than softmax": getattr(router, "scoring_func", "") != "softmax",
+        "experts that move (EPLB)": router.eplb_state is not None,
+        "experts that all tokens share": runner.shared_experts is not None or runner.shared_expert_gate is not None,
+        "a product around all experts": runner.routed_input_transform is not None
+        or runner.routed_output_transform is not None,
+        "experts of more than one rank": moe.is_sequence_parallel
+        or max(moe.tp_size, moe.dp_size, moe.ep_size, moe.pcp_size) > 1,
+    }
+    return ", ".join(what for what, stands in faults.items() if stands)
+
+
+def _unfit_experts(layer: Any) -> str:
+    """Why the experts of vLLM's RoutedExperts are not ours; "" where they are, once they are proven."""
+    method = layer.quant_method
+    if type(method).__name__ != "UnquantizedFusedMoEMethod":
+        return f"experts by {type(method).__name__}"
+    backend, activation = method.unquantized_backend.name, layer.activation.value
+    w13, w2 = getattr(layer, "w13_weight", None), getattr(layer, "w2_weight", None)
+    if w13 is None or w2 is None or w13.ndim != 3 or w2.ndim != 3:
+        return "experts without w13_weight and w2_weight"
+    faults = {
+        f"experts by {backend}, whose weights lie otherwise": backend != "TRITON",
+        f"experts with {activation}": activation != "silu",
+        "experts with a bias": layer.moe_config.has_bias,
+        "experts that are clamped": any(
+            getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")
+        ),
+        "tokens weighted before their experts": layer.apply_router_weight_on_input,
+        "experts spread over ranks": layer.expert_map is not None,
+        "experts of another shape": w13.dtype != w2.dtype
+        or tuple(w13.shape) != (w2.shape[0], 2 * w2.shape[2], w2.shape[1])
+        or len(w13) != layer.global_num_experts,
+    }
+    return ", ".join(what for what, stands in faults.items() if stands)
+
+
+def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
+    """Prove every tile that a step can meet, and compile what stands around it.
+
+    Args:
+        counts: Numbers of tokens: all of them are run, and one more for each pair of tiles that lies between.
+
+    Raises:
+        NotImplementedError: a product of no tile is proven here.
+    """
+    import torch
+
+    from nondet.core.launch import first_uses, listen
+    from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
+    from nondet.vllm.operators import Certified, float32_default
+
+    w13, w2, top = layer.w13_weight.data, layer.w2_weight.data, layer.top_k
+    met: dict[Any, int] = {}
+    for tokens in range(1, max(counts) + 1):
+        rows = (tokens * top, len(w13))
+        met.setdefault((tile_for(*rows, w13.shape[1], w13.dtype), tile_for(*rows, w2.shape[1], w13.dtype)), tokens)
+    began, ran = time.perf_counter(), {}
+    with float32_default(), torch.inference_mode(), first_uses() as uses:
+        for tokens in sorted({*counts, *met.values()}):
+            with listen() as noted:
+                chosen = route(w13.new_zeros((tokens, len(w13))), top, renormalize=layer.renormalize)
+                weighted_experts(w13.new_zeros((tokens, w13.shape[2])), w13, w2, *chosen)
+            ran[tokens] = _products(noted)
+    return Certified(time.perf_counter() - began, uses.proofs, ran)
+
+
+def _products(noted: Counter[str]) -> str:
+    return ", ".join(sorted(name for name in noted if name.startswith("grouped"))) or "?"
 
 
 def config_standings(config: Any) -> Iterator[Standing]:
@@ -531,6 +675,16 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
         standing = standing_of(name, module, own)
         if standing is None:
             continue
+        if standing.why == _EXPERTS:
+            key = ("experts", *(p.shape + p.stride() for p in module.parameters()), module.top_k, module.renormalize)
+            try:
+                seen[key] = seen.get(key) or _certify_experts(module, counts)
+                setattr(module, _OURS, True)
+            except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
+                why = one_line(str(error), 120) or type(error).__name__
+                standing = standing._replace(standing=AT_RISK, why=f"no product of these experts stands here: {why}")
+        elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
+            setattr(module.router, _OURS, True)
         found.append(standing)
         weight = getattr(module, "weight", None)
         if standing.standing != REPLACED or "products" not in standing.why or weight is None or not weight.is_cuda:

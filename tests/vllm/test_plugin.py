@@ -298,7 +298,7 @@ def test_a_covered_model_starts_and_writes_a_run_file(
 @pytest.mark.parametrize(
     ("layer", "named"),
     [
-        (toys.MoERunner(), "experts by vLLM's own kernels"),
+        (toys.GateLinear(8, 4), "a product by GateLinear's own forward"),
         (toys.Attention(object()), "attention by object"),
         (toys.RMSNorm(8, has_weight=False), "a norm without weight"),
         (toys.RMSNorm(8, variance_size_override=4), "a norm without weight, or of a part"),
@@ -395,6 +395,115 @@ def test_every_row_count_that_a_step_can_have_is_asked(toy: Toy, monkeypatch: py
     plugin._done.clear()
     with pytest.raises(UserError, match="lower --max-num-batched-tokens"):
         plugin.start(model(method=Fp8()), toys.config(**changes))
+
+
+# Experts.
+
+
+@pytest.mark.usefixtures("chained_dot")
+def test_experts_go_by_the_token_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM's own take the order along K by the number of tokens: alone a token has other bits. Ours has the same."""
+    torch.manual_seed(3)
+    path = tmp_path / "coverage.jsonl"
+    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
+    it, x = toys.MoERunner(made=toy), torch.randn(40, 16)
+    assert not compare.identical(it(x[:3]), it(x)[:3])
+    before = it(x)
+    loaded(toy, nn.Sequential(it))
+    assert {s.kind: s.standing for s in read_run(path).layer_standings} == dict.fromkeys(
+        ("MoERunner", "ReplicatedLinear", "RoutedExperts"), "replaced"
+    )
+    whole = it(x)
+    assert all(compare.identical(it(x[a:b]), whole[a:b]) for a, b in ((0, 1), (0, 3), (7, 24), (39, 40)))
+    order = torch.randperm(40)
+    assert compare.identical(it(x[order]), whole[order])
+    torch.testing.assert_close(whole, before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("chained_dot")
+def test_experts_have_the_bits_of_their_class(toy: Toy) -> None:
+    """Each of a token's experts by plain products in class chain; and the values of float64, within its rounding."""
+    from nondet.kernels.experts import cuda
+    from nondet.kernels.matmul.triton_kernels import matmul
+
+    torch.manual_seed(4)
+    layer = toys.RoutedExperts(16, 32, 8, 3)
+    x, logits = torch.randn(12, 16), torch.randn(12, 8)
+    weights, chosen = cuda.route(logits, 3, renormalize=True)
+    out = cuda.weighted_experts(x, layer.w13_weight, layer.w2_weight, weights, chosen)
+    exact = torch.zeros(12, 16, dtype=torch.float64)
+    for token, (shares, owners) in enumerate(zip(weights, chosen, strict=True)):
+        given = []
+        for share, owner in zip(shares, owners.tolist(), strict=True):
+            w13, w2, row = layer.w13_weight[owner], layer.w2_weight[owner], x[token : token + 1]
+            gates, up = matmul(row, w13.mT).chunk(2, 1)
+            given.append(matmul(torch.nn.functional.silu(gates) * up, w2.mT) * share)
+            gates, up = (row.double() @ w13.mT.double()).chunk(2, 1)
+            exact[token] += (share * (torch.nn.functional.silu(gates) * up @ w2.mT.double()))[0]
+        assert compare.identical(out[token : token + 1], cuda.sum_middle(torch.stack(given, 1)))
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
+    whole, by_hand = logits.double().softmax(-1).topk(3)
+    assert torch.equal(chosen, by_hand)
+    torch.testing.assert_close(weights.double(), whole / whole.sum(-1, keepdim=True), rtol=1e-6, atol=1e-7)
+
+
+def test_of_equal_experts_the_first_is_chosen(toy: Toy) -> None:
+    from nondet.kernels.experts import cuda
+
+    weights, chosen = cuda.route(torch.zeros(5, 8), 3, renormalize=False)
+    assert chosen.tolist() == [[0, 1, 2]] * 5
+    assert weights.unique().tolist() == [0.125]
+    none = cuda.weighted_experts(torch.ones(0, 16), torch.ones(8, 8, 16), torch.ones(8, 16, 4), weights[:0], chosen[:0])
+    assert none.shape == (0, 16)
+
+
+def _experts(**changes: Any) -> Callable[[Any], None]:
+    return lambda it: [setattr(it.routed_experts, name, value) for name, value in changes.items()] and None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_experts(swiglu_limit=7.0), "experts that are clamped"),
+        (_experts(apply_router_weight_on_input=True), "tokens weighted before their experts"),
+        (_experts(activation=SimpleNamespace(value="gelu")), "experts with gelu"),
+        (_experts(moe_config=SimpleNamespace(has_bias=True)), "experts with a bias"),
+        (_experts(quant_method=nn.Identity()), "experts by Identity"),
+        (lambda it: setattr(it.router, "scoring_func", "sigmoid"), "scored by another function"),
+        (lambda it: setattr(it, "shared_experts", nn.Identity()), "experts that all tokens share"),
+        (lambda it: setattr(it.moe_config, "ep_size", 2), "more than one rank"),
+        (lambda it: setattr(it, "router", SimpleNamespace(eplb_state=None)), "chosen by SimpleNamespace"),
+        (lambda it: setattr(it.routed_experts.quant_method.unquantized_backend, "name", "AITER"), "experts by AITER"),
+    ],
+)
+def test_other_experts_keep_vllms_kernels_and_are_at_risk(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None], named: str
+) -> None:
+    """Refused by its name; where that is allowed, what ran before runs on: vLLM's own, to the bit."""
+    torch.manual_seed(5)
+    it = toys.MoERunner(made=toy)
+    change(it)
+    with pytest.raises(UserError, match=f"1 layers are at risk.*{named}"):
+        loaded(toy, nn.Sequential(it))
+    monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
+    loaded(toy, nn.Sequential(it))
+
+
+def test_experts_that_are_not_proven_keep_vllms_kernels(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nondet.kernels.experts import cuda
+
+    def refused(*_: Any) -> None:
+        raise NotImplementedError("none is proven")
+
+    torch.manual_seed(5)
+    it, x = toys.MoERunner(made=toy), torch.randn(5, 16)
+    chosen = it.router._compute_routing(x, it.gate(x), None)
+    before = it.routed_experts.quant_method.apply(it.routed_experts, x, *chosen, None, None)
+    monkeypatch.setattr(cuda, "grouped_matmul", refused)
+    with pytest.raises(UserError, match=r"1 layers are at risk.*RoutedExperts.*no product.*none is proven"):
+        loaded(toy, nn.Sequential(it))
+    after = it.routed_experts.quant_method.apply(it.routed_experts, x, *chosen, None, None)
+    assert compare.identical(before, after)
 
 
 # Sources of a release.

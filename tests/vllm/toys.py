@@ -66,6 +66,15 @@ class QKVParallelLinear(LinearBase):
     pass
 
 
+class ReplicatedLinear(LinearBase):
+    pass
+
+
+class GateLinear(ReplicatedLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :1] * self.weight[:, 0]  # by a kernel of its own
+
+
 class VocabParallelEmbedding(LinearBase):
     def __init__(self, width: int, out: int) -> None:
         super().__init__(width, out, UnquantizedEmbeddingMethod())
@@ -88,8 +97,85 @@ class SiluAndMul(nn.Module):
     pass
 
 
-class MoERunner(nn.Module):
+class FusedMoEMethodBase:
     pass
+
+
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase, nn.Module):
+    """In float64, but for the order along K: in blocks of so many as vLLM's default configuration takes for M tokens.
+
+    Up to E of them it is one (block_size_k 64 in vLLM), above another (32); here rounded after each block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unquantized_backend = SimpleNamespace(name="TRITON")
+
+    def apply(
+        self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts: Any, shared_experts_input: Any
+    ) -> Any:
+        block = 8 if x.shape[0] <= layer.global_num_experts else 4
+
+        def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            total = rows.new_zeros(len(rows), len(weight))
+            for a, b in zip(rows.split(block, 1), weight.split(block, 1), strict=True):
+                total = (total.double() + (a[:, None].double() * b[None].double()).sum(-1)).to(rows.dtype)
+            return total
+
+        out = torch.zeros_like(x)
+        for rank in range(topk_ids.shape[1]):
+            for expert in range(len(layer.w13_weight)):
+                at = topk_ids[:, rank] == expert
+                gates, up = product(x[at], layer.w13_weight[expert]).chunk(2, 1)
+                given = product(torch.nn.functional.silu(gates) * up, layer.w2_weight[expert])
+                out[at] += given * topk_weights[at, rank, None].to(x.dtype)
+        return out
+
+
+class RoutedExperts(nn.Module):
+    quant_method: Any
+
+    def __init__(self, width: int, inner: int, count: int, top: int) -> None:
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.randn(count, 2 * inner, width), requires_grad=False)
+        self.w2_weight = nn.Parameter(torch.randn(count, width, inner), requires_grad=False)
+        self.global_num_experts, self.top_k, self.renormalize = count, top, True
+        self.activation, self.moe_config = SimpleNamespace(value="silu"), SimpleNamespace(has_bias=False)
+        self.apply_router_weight_on_input, self.expert_map, self.swiglu_limit = False, None, None
+
+
+class FusedTopKRouter:
+    eplb_state, scoring_func = None, "softmax"
+
+    def __init__(self, top_k: int, renormalize: bool = True) -> None:
+        self.top_k, self.renormalize = top_k, renormalize
+
+    def _compute_routing(
+        self, hidden_states: Any, router_logits: Any, indices_type: Any, *, input_ids: Any = None
+    ) -> Any:
+        weights, chosen = router_logits.float().softmax(-1).topk(self.top_k)
+        return weights / weights.sum(-1, keepdim=True) if self.renormalize else weights, chosen.to(torch.int32)
+
+
+class MoERunner(nn.Module):
+    def __init__(self, width: int = 16, inner: int = 32, count: int = 8, top: int = 3, made: Any = None) -> None:
+        super().__init__()
+        linear = made["vllm.model_executor.layers.linear"].UnquantizedLinearMethod() if made else None
+        self.gate = ReplicatedLinear(width, count, linear)
+        self.routed_experts = RoutedExperts(width, inner, count, top)
+        place = "vllm.model_executor.layers.fused_moe."
+        method = made[f"{place}unquantized_fused_moe_method"] if made else None
+        self.routed_experts.quant_method = method.UnquantizedFusedMoEMethod() if method else UnquantizedFusedMoEMethod()
+        router = made[f"{place}router.fused_topk_router"].FusedTopKRouter if made else FusedTopKRouter
+        self.router: Any = router(top)
+        self.shared_experts = self.shared_expert_gate = None
+        self.routed_input_transform = self.routed_output_transform = None
+        self.moe_config = SimpleNamespace(is_sequence_parallel=False, tp_size=1, dp_size=1, ep_size=1, pcp_size=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router._compute_routing(x, self.gate(x), None)
+        layer = self.routed_experts
+        return layer.quant_method.apply(layer, x, weights, chosen, None, None)
 
 
 class Attention(nn.Module):
@@ -279,8 +365,8 @@ def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
             if isinstance(value, type) and key in (
                 "UnquantizedLinearMethod",
                 "UnquantizedEmbeddingMethod",
-                "EngineArgs",
-                "Worker",
+                *("UnquantizedFusedMoEMethod", "FusedTopKRouter"),
+                *("EngineArgs", "Worker"),
             ):
                 value = type(key, (value,), dict(value.__dict__))
                 for function in vars(value).values():
@@ -305,6 +391,9 @@ def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
     module("vllm.platforms", current_platform=platform)
     module("vllm.model_executor.layers.linear", UnquantizedLinearMethod=UnquantizedLinearMethod)
     module("vllm.model_executor.layers.vocab_parallel_embedding", UnquantizedEmbeddingMethod=UnquantizedEmbeddingMethod)
+    place = "vllm.model_executor.layers.fused_moe"
+    module(f"{place}.unquantized_fused_moe_method", UnquantizedFusedMoEMethod=UnquantizedFusedMoEMethod)
+    module(f"{place}.router.fused_topk_router", FusedTopKRouter=FusedTopKRouter)
     module("vllm.utils.torch_utils", direct_register_custom_op=direct_register_custom_op)
     module("vllm.ir.op", IrOp=Op)
     module("vllm.ir.ops.layernorm", rms_norm=Op(rms_norm), fused_add_rms_norm=Op(fused_add_rms_norm))
