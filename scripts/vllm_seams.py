@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nondet.vllm.plugin import SEAMS, Seam
+from nondet.vllm.plugin import MOVED, SEAMS, Seam
 
 
 def parameters(source: Path, place: str) -> str | None:
@@ -39,8 +39,11 @@ def parameters(source: Path, place: str) -> str | None:
 
 def moved(source: Path) -> Iterator[tuple[Seam, str | None]]:
     """Each seam that does not fit, and what it takes there."""
-    for seam in SEAMS:
-        taken = parameters(source, seam.place)
+    for first in SEAMS:
+        for seam in filter(None, (first, MOVED.get(first.place))):
+            taken = parameters(source, seam.place)
+            if taken is not None:
+                break
         if taken != seam.takes:
             yield seam, taken
 

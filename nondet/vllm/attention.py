@@ -3,7 +3,8 @@
 The cache is FlashAttention's, [blocks, 2, page, heads, dim], and so is the writing of keys and values into it. For
 each step one small kernel writes down where every key lies in the flat cache, from the block tables, into a buffer that
 stays where it is: captured graphs read it. K is then the flat cache without its last page and V the one without its
-first, [tokens, heads, dim] both, and a request's keys are looked up by `Call.key_index`.
+first, [tokens, heads, dim] both, and a request's keys are looked up by `Call.key_index`. From vLLM 0.29 on K and V of a
+token are one row (`IN_ROWS`), [blocks, heads, page, 2 dim], laid token by token: K and V are then the rows' halves.
 
 A step is cut into launches: the requests of one query together, further requests together, and each chunk that is large
 enough for the dense prefill alone, its keys and values gathered first. Which launch serves a request changes no bit: a
@@ -50,6 +51,7 @@ _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be c
 # Queries times keys times heads from which it is: below, gathering and a launch of its own cost more than the quicker
 # kernel saves. On an H200 a chunk costs the host 0.2 ms a layer more; small models wait for that.
 _DENSE_WORK = 3 << 26
+IN_ROWS = not hasattr(FlashAttentionBackend, "get_kv_cache_shape")
 _LARGE_SPAN = 4  # segments of one program where a chunk's queries alone do not fill a GPU
 _FEW_PROGRAMS = 66
 
@@ -175,7 +177,8 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         grid = (n, max(1, min(32, -(-meta.max_seq_len // 1024))))
         table = meta.block_table
         page = self.block_size
-        places_kernel[grid](self.cu_k, table, self.key_index, table.stride(0), 2 * page, PAGE=page, BLOCK=1024)
+        step = page if IN_ROWS else 2 * page
+        places_kernel[grid](self.cu_k, table, self.key_index, table.stride(0), step, PAGE=page, BLOCK=1024)
         meta.cu_k, meta.key_index = self.cu_k[: n + 1], self.key_index
         if meta.max_query_len <= 1:
             meta.pieces = [Piece(0, n, 1, meta.max_seq_len)]
@@ -191,7 +194,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
             token = torch.arange(page, dtype=torch.int32, device=table.device)
             for piece in meta.pieces:
                 if piece.dense is not None:
-                    pages = table[piece.first, : -(-piece.keys // page), None] * (2 * page)
+                    pages = table[piece.first, : -(-piece.keys // page), None] * step
                     meta.places[piece.first] = (pages + token).flatten()[: piece.keys]
         return meta
 
@@ -201,7 +204,8 @@ def ways_of(
 ) -> dict[Way, Call]:
     """The ways that `way_for` can choose, each with a call that it is chosen for; the calls are never computed."""
     cache = torch.zeros(64, impl.num_kv_heads, impl.head_size, dtype=dtype, device=device)
-    k, v = as_dense(cache[:32]), as_dense(cache[32:])
+    halves = cache.view(32, impl.num_kv_heads, -1).split(impl.head_size, -1) if IN_ROWS else (cache[:32], cache[32:])
+    k, v = map(as_dense, halves)
     q = as_dense(cache.new_zeros(1, impl.num_heads, impl.head_size))
     places = torch.zeros(1, dtype=torch.int32, device=device)
     decodes = [(n, 1) for n in dict.fromkeys((*(2**i for i in range(requests.bit_length())), requests))]
@@ -232,6 +236,21 @@ def warm(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: tor
                 for heads in (impl.num_heads, impl.num_kv_heads)
             )
             attention(q, kv, kv.clone())
+
+
+def flat_of(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """(tokens of a page, K, V), both [tokens, heads, dim] and views of one layer's cache; see the module.
+
+    Raises:
+        RuntimeError: a cache that does not lie token by token.
+    """
+    if IN_ROWS:
+        _, heads, page, width = cache.shape
+        k, v = cache.transpose(1, 2).view(-1, heads, width).split(width // 2, -1)
+        return page, k, v
+    page, heads, dim = cache.shape[2:]
+    flat = cache.view(-1, heads, dim)
+    return page, flat[:-page], flat[page:]
 
 
 class SegmentsImpl(FlashAttentionImpl):
@@ -309,13 +328,12 @@ class SegmentsImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [T, Hq, D] over the cache [blocks, 2, page, Hkv, D] into output [T, Hq, D]."""
+        """query [T, Hq, D] over the cache, as `flat_of` takes it, into output [T, Hq, D]."""
         if attn_metadata is None:
             return output.fill_(0)
         meta = attn_metadata
-        page, kv_heads, dim = kv_cache.shape[2:]
-        flat = kv_cache.view(-1, kv_heads, dim)
-        k, v = flat[:-page], flat[page:]
+        page, k, v = flat_of(kv_cache)
+        dim = k.shape[-1]
         query, out = query.view(-1, self.num_heads, dim), output.view(-1, self.num_heads, dim)
         for piece in meta.pieces:
             first, last = piece.first, piece.last
@@ -358,6 +376,13 @@ class SegmentsBackend(FlashAttentionBackend):
     def get_required_kv_cache_layout(cls) -> str | None:
         """Tokens of a page before its heads, as the flat cache is read."""
         return "NHD"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """The same, as vLLM asks for it where a cache is `IN_ROWS`."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBNHC,)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ _APPLY = f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEM
 _ROUTING = f"{_LAYERS}.fused_moe.router.fused_topk_router:FusedTopKRouter._compute_routing"
 _OURS = "_nondet_proven"  # set on a router and on a layer of experts that ours compute
 _FLASH = "vllm.v1.attention.backends.flash_attn"
+_SHAPE = f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape"
 SEAMS = (
     Seam(f"{_LAYERS}.linear:UnquantizedLinearMethod.apply", "self layer x bias"),
     Seam(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "self layer x bias"),
@@ -64,10 +65,7 @@ SEAMS = (
     Seam("vllm.ir.ops.layernorm:fused_add_rms_norm", "x x_residual weight epsilon variance_size"),
     Seam("vllm.ir.op:IrOp.register_impl", "self provider supported supports_args inplace"),
     Seam("vllm.v1.attention.backends.registry:register_backend", "backend class_path is_mamba"),
-    Seam(
-        f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape",
-        "num_blocks block_size num_kv_heads head_size cache_dtype_str",
-    ),
+    Seam(_SHAPE, "num_blocks block_size num_kv_heads head_size cache_dtype_str"),
     Seam(f"{_FLASH}:FlashAttentionMetadataBuilder.__init__", "self kv_cache_spec layer_names vllm_config device"),
     Seam(f"{_FLASH}:FlashAttentionMetadataBuilder.build", "self common_prefix_len common_attn_metadata fast_build"),
     Seam(
@@ -87,6 +85,8 @@ SEAMS = (
     Seam("vllm.v1.worker.gpu_worker:Worker.sleep", "self level"),
     Seam("vllm.v1.worker.gpu_worker:Worker.add_lora", "self lora_request"),
 )
+# Where a seam that is not there lies in later versions: from 0.29 on a backend asks for a layout, and gives no shape.
+MOVED = {_SHAPE: Seam("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
 _NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
 _done: list[int] = []  # the process that has registered: a fork inherits what was patched, and patches nothing again
 
@@ -149,6 +149,7 @@ def parameters(found: Any) -> str:
     implementations = getattr(found, "impls", None)
     if isinstance(implementations, Mapping):
         found = implementations["native"].impl_fn
+    found = getattr(found, "__func__", found)  # of a class's method the class as well, as the sources have it
     return " ".join(inspect.signature(found).parameters)
 
 
@@ -163,7 +164,13 @@ def check_seams(seams: Iterable[Seam] = SEAMS) -> dict[str, Any]:
     found = {}
     for place, takes in seams:
         try:
-            found[place] = seam_at(place)
+            try:
+                found[place] = seam_at(place)
+            except AttributeError:
+                if place not in MOVED:
+                    raise
+                later, takes = MOVED[place]
+                found[place] = seam_at(later)
             taken = parameters(found[place])
         except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise _misfit(vllm.__version__, f"{place} is not there ({type(error).__name__})") from error
@@ -172,13 +179,22 @@ def check_seams(seams: Iterable[Seam] = SEAMS) -> dict[str, Any]:
         owner = found[place].__module__ if inspect.isfunction(found[place]) else "vllm"
         if owner.partition(".")[0] != "vllm":
             raise UserError(f"{place} was replaced by {owner} before nondet could", "Run one of the two plugins.")
-    if seam_at(f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape")(2, 16, 3, 64) != (2, 2, 16, 3, 64):
+    if _SHAPE in found and not _known_layout(found[_SHAPE]):
         raise _misfit(vllm.__version__, "FlashAttention's KV cache has another layout")
     registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     with_custom = _path_of(registry.CUSTOM)
     if with_custom not in ("", _BACKEND):
         raise UserError(f"the attention backend CUSTOM is {with_custom} already", "Run one of the two plugins.")
     return found
+
+
+def _known_layout(asked: Any) -> bool:
+    """Whether the cache is one of the two that `nondet.vllm.attention.flat_of` takes."""
+    if asked.__name__ == _SHAPE.rpartition(".")[2]:
+        return bool(asked(2, 16, 3, 64) == (2, 2, 16, 3, 64))
+    with suppress(ImportError, AttributeError):
+        return bool(seam_at("vllm.v1.kv_cache_layout:KVCacheLayout.LBNHC").value == (0, 1, 3, 2, 4))
+    return False
 
 
 def _path_of(backend: Any) -> str:

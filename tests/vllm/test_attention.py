@@ -20,10 +20,13 @@ NEEDED = {"num_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5, "num_kv_head
 NEEDED |= {"sliding_window": None, "kv_cache_dtype": "auto"}
 
 
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """nondet.vllm.attention over the toy's FlashAttention; it is loaded anew, and gone afterwards."""
-    for name, module in toys.modules().items():
+@pytest.fixture(params=[False, True], ids=["planes", "rows"])
+def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """nondet.vllm.attention over the toy's FlashAttention; it is loaded anew, and gone afterwards.
+
+    Both caches: [blocks, 2, page, heads, dim], and [blocks, heads, page, 2 dim] of vLLM 0.29 and later.
+    """
+    for name, module in toys.modules(in_rows=request.param).items():
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules.pop("nondet.vllm.attention", None)
     yield importlib.import_module("nondet.vllm.attention")
@@ -42,7 +45,9 @@ def step(
             for t, q in zip(lengths, new, strict=True)]  # fmt: skip
     most = -(-max(lengths) // PAGE)
     free = torch.randperm(len(lengths) * most + 3, generator=torch.Generator().manual_seed(pages_seed)).tolist()
-    cache = torch.full((len(free), 2, PAGE, KV_HEADS, DIM), 7.0).half()
+    shape = (PAGE, KV_HEADS, 2 * DIM) if backend.IN_ROWS else (2, PAGE, KV_HEADS, DIM)
+    cache = torch.full((len(free), *shape), 7.0).half()
+    cache = cache.transpose(1, 2) if backend.IN_ROWS else cache
     table = torch.zeros(len(lengths) + pad, most, dtype=torch.int32)
     for i, (_, k, v) in enumerate(each):
         pages = [free.pop() for _ in range(-(-len(k) // PAGE))]
@@ -161,7 +166,12 @@ def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
     assert not it.supports_kv_cache_dtype("fp8_e4m3")
     assert not any([it.supports_sink(), it.supports_mm_prefix(), it.supports_non_causal()])
     assert not backend.SegmentsBuilder.supports_update_block_table
-    assert it.get_kv_cache_shape(3, 16, 2, 32) == (3, 2, 16, 2, 32)
+    if backend.IN_ROWS:
+        assert it.supported_kv_cache_layouts() == (toys.KVCacheLayout.LBNHC,)
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            backend.flat_of(torch.zeros(3, 2, 16, 64))  # head by head, as no layout has it that was asked for
+    else:
+        assert it.get_kv_cache_shape(3, 16, 2, 32) == (3, 2, 16, 2, 32)
 
 
 def test_a_step_that_is_not_causal_is_refused(backend: ModuleType) -> None:

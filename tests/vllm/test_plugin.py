@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -121,6 +121,22 @@ def test_a_version_that_does_not_fit_is_never_half_patched(toy: Toy, change: Any
     assert not toys.OVERRIDES
     assert nondet.vllm.OWN not in os.environ
     assert "nondet" not in toy["vllm.ir.ops.layernorm"].rms_norm.impls
+
+
+def test_a_cache_of_rows_fits_in_the_layout_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from vLLM 0.29 on; the layout being another one, or none of that name, it is refused."""
+    for made in _with(monkeypatch, toys.modules(in_rows=True)):
+        layouts = made["vllm.v1.kv_cache_layout"]
+        for other in (SimpleNamespace(LBNHC=SimpleNamespace(value=(0, 1, 2, 3, 4))), SimpleNamespace()):
+            monkeypatch.setattr(layouts, "KVCacheLayout", other)
+            with pytest.raises(UserError, match="KV cache has another layout"):
+                plugin.register()
+            assert untouched(made)
+        monkeypatch.setattr(layouts, "KVCacheLayout", toys.KVCacheLayout)
+        plugin.register()
+        assert not untouched(made)
 
 
 def test_two_plugins_do_not_fight(toy: Toy) -> None:
@@ -509,10 +525,10 @@ def test_experts_that_are_not_proven_keep_vllms_kernels(toy: Toy, monkeypatch: p
 # Sources of a release.
 
 
-def sources(folder: Path, change: Callable[[str], str]) -> str:
-    """A vLLM whose files have the seams, as `change` leaves them, and nothing else."""
+def sources(folder: Path, change: Callable[[str], str], seams: Iterable[plugin.Seam] = plugin.SEAMS) -> str:
+    """A vLLM whose files have these seams, as `change` leaves them, and nothing else."""
     held: dict[str, dict[str, list[str]]] = {}
-    for place, takes in plugin.SEAMS:
+    for place, takes in seams:
         module, _, path = place.partition(":")
         cls, _, name = path.rpartition(".")
         held.setdefault(module, {}).setdefault(cls, []).append(f"def {name}({', '.join(takes.split())}): ...")
@@ -538,6 +554,12 @@ def test_seams_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     assert vllm_seams.main([moved]) == 1
     said = capsys.readouterr().out
+    later = sources(
+        tmp_path / "later",
+        lambda text: text,
+        [plugin.MOVED.get(seam.place, seam) for seam in plugin.SEAMS],
+    )
+    assert vllm_seams.main([later]) == 0
     assert f"moved: {len(plugin.SEAMS) - 2} of {len(plugin.SEAMS)} seams fit" in said
     assert "Worker.sleep: takes (self level tags), not (self level)" in said
     assert "registry:register_backend: not there" in said

@@ -261,10 +261,22 @@ class FlashAttentionImpl:
         raise AssertionError("FlashAttention's own")
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        k, v = kv_cache.unbind(1)
+        in_rows = kv_cache.ndim == 4  # as from vLLM 0.29 on
+        k, v = kv_cache.transpose(1, 2).chunk(2, -1) if in_rows else kv_cache.unbind(1)
         page = k.shape[1]
         for i, slot in enumerate(slot_mapping.tolist()):
             k[slot // page, slot % page], v[slot // page, slot % page] = key[i], value[i]
+
+
+class KVCacheLayout(Enum):
+    LBHNC = (0, 1, 2, 3, 4)
+    LBNHC = (0, 1, 3, 2, 4)
+
+
+class AttentionBackend:
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        return None
 
 
 class FlashAttentionBackend:
@@ -356,8 +368,12 @@ def config(**changes: Any) -> Any:
     return made
 
 
-def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
-    """A fresh toy, for sys.modules: classes that the plugin patches are made anew each time."""
+def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) -> dict[str, ModuleType]:
+    """A fresh toy, for sys.modules: classes that the plugin patches are made anew each time.
+
+    Args:
+        in_rows: As from vLLM 0.29 on a backend names layouts of a cache, which has K and V of a token in one row.
+    """
 
     def module(name: str, **members: Any) -> None:
         made[name] = ModuleType(name)
@@ -402,8 +418,14 @@ def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
         AttentionBackendEnum=AttentionBackendEnum,
     )  # fmt: skip
     module("vllm.v1.attention.backend", AttentionCGSupport=AttentionCGSupport, AttentionType=AttentionType)
+    if in_rows:
+        made["vllm.v1.attention.backend"].AttentionBackend = AttentionBackend  # type: ignore[attr-defined] # a module's
+        module("vllm.v1.kv_cache_layout", KVCacheLayout=KVCacheLayout)
     module(
-        "vllm.v1.attention.backends.flash_attn", FlashAttentionBackend=FlashAttentionBackend,
+        "vllm.v1.attention.backends.flash_attn",
+        FlashAttentionBackend=type("FlashAttentionBackend", (AttentionBackend,), {})
+        if in_rows
+        else FlashAttentionBackend,
         FlashAttentionImpl=FlashAttentionImpl, FlashAttentionMetadata=FlashAttentionMetadata,
         FlashAttentionMetadataBuilder=FlashAttentionMetadataBuilder,
     )  # fmt: skip
