@@ -177,6 +177,7 @@ class _Masks:
         self._asked, self.count = asked, 0
         self._big, self._one = _BIG.get(asked.dtype, (2.0**100, 1.0))
         self._terms = torch.zeros((asked.at_once, asked.K), dtype=asked.dtype, device=asked.device)
+        self._rows = torch.arange(asked.at_once, device=asked.device)
         self._scale = 1.0 / self._one
         if asked.finishes != ("",):  # a mean: what survives is divided by K
             self._scale *= asked.K
@@ -235,9 +236,8 @@ class _Masks:
         """What is given where the term at each place in turn is `value`; the others are as they were set."""
         self.count += len(places)
         made = []
-        for start in range(0, len(places), self._asked.at_once):
-            some = torch.from_numpy(places[start : start + self._asked.at_once]).to(self._terms.device)
-            rows = torch.arange(len(some), device=some.device)
+        for some in torch.from_numpy(places).to(self._terms.device).split(self._asked.at_once):  # copied once
+            rows = self._rows[: len(some)]
             before = self._terms[rows, some]
             self._terms[rows, some] = value
             made.append(self._asked.ask(self._terms)[: len(some)])

@@ -14,7 +14,9 @@ python scripts/promises.py 0 grid FILE
 Promise A in every layout after 100 optimizer steps, each model in bfloat16 and float32: 1,280 tokens of their own for
 each of four layouts x micro-batches of 1 to 16 x with and without gradient checkpointing, every fifth row of logits
 over the whole vocabulary; and a stock trainer, which must differ. Lines are added to FILE; what it has is not done
-again, but for the 100 steps, which must end with the weights that it names.
+again, but for the 100 steps, which must end with the weights that it names. A last line that was cut off is.
+
+`only NAME`, in either: that model alone, so that one process a model may run at once on a GPU, which waits for Python.
 """
 
 from __future__ import annotations
@@ -116,7 +118,10 @@ def repeat(name: str, threads: int) -> None:
 
 def grid(name: str, dtype: str, path: Path) -> None:
     """One model: 100 steps, and then every cell at these weights."""
-    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_bytes() if path.exists() else b""
+    if not whole.endswith(b"\n"):
+        path.write_bytes(whole[: whole.rfind(b"\n") + 1])  # a run that was killed in the midst of a line
+    known = [json.loads(line) for line in path.read_text().splitlines()]
     known = [line for line in known if (line["model"], line["dtype"]) == (name, dtype)]
     done = {(line["layout"], line["micro"], line["checkpointing"], line["trainer"]) for line in known}
     if len(done) > len(CELLS):
@@ -153,15 +158,16 @@ def grid(name: str, dtype: str, path: Path) -> None:
 
 def main() -> None:
     """All of it."""
+    names = [name for name in promises.MODELS if "only" not in sys.argv or name in sys.argv]
     if "grid" in sys.argv:
-        for name in promises.MODELS:
+        for name in names:
             for dtype in ("bfloat16", "float32"):
                 with pinned(1):
                     grid(name, dtype, Path(sys.argv[3]))
         return
     gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     say(device=gpu, torch=torch.__version__, transformers=transformers.__version__, nondet=nondet.__version__)
-    for name in promises.MODELS if float(sys.argv[1]) else ():
+    for name in names if float(sys.argv[1]) else ():
         for dtype in ("bfloat16", "float32"):
             with pinned(1):
                 at_length(name, dtype, float(sys.argv[1]))
@@ -169,7 +175,7 @@ def main() -> None:
         large()
     if "repeat" in sys.argv:
         for threads in (1, 4):
-            for name in promises.MODELS:
+            for name in names:
                 repeat(name, threads)
 
 
