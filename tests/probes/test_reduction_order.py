@@ -623,4 +623,8 @@ def test_the_trees_of_larger_operators_on_a_gpu_are_found(operator: str) -> None
         ["reduction-order"], ["stock"], Options(dtypes=("bfloat16", "float32"), device="cuda", k=1024, n=64, m=16)
     )
     for row in run_jobs([job for job in jobs if job.case.operator == operator], 0, set()):
-        assert all(t["proven"] or t["failed_on"] for t in row.extra["reduction_trees"]["classes"])
+        trees = row.extra.get("reduction_trees")
+        if trees is None:
+            assert (row.status, bool(row.reason)) == ("skipped", True), (row.case, row.dtype, row.status, row.reason)
+        else:
+            assert all(t["proven"] or t["failed_on"] for t in trees["classes"])
