@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -319,12 +319,15 @@ def prepare(
     sizes = sorted(set(tokens))
     ends = sizes if requests is None else sorted(set(requests))
     calls = [(module, width, size) for module, width, last in _kinds(model) for size in (ends if last else sizes)]
+    wide = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1), torch.bfloat16)
     with first_uses() as uses, torch.no_grad():
         for done, (module, width, size) in enumerate(calls):
             if progress is not None:
                 progress(done, len(calls), uses)
             weight: torch.Tensor = module.weight
-            module(torch.zeros(1, size, width, dtype=weight.dtype, device=weight.device))
+            dtype = weight.dtype if weight.element_size() > 1 else wide  # FP8 layers take what the others give
+            with suppress(Exception):  # one that can't be called says so in the run, where it is recorded
+                module(torch.zeros(1, size, width, dtype=dtype, device=weight.device))
         if progress is not None:
             progress(len(calls), len(calls), uses)
     return uses

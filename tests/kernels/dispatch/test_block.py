@@ -170,6 +170,32 @@ def test_each_kind_of_layer_is_prepared_once_at_each_size() -> None:
     assert block.coverage().replaced == {"linear": 2, "rms_norm": 2}
 
 
+class Quantized(torch.nn.Linear):
+    """A layer with an FP8 weight, which takes what the model's others give."""
+
+    def __init__(self, *sizes: int, kernel: bool) -> None:
+        super().__init__(*sizes, bias=False)
+        self.weight = torch.nn.Parameter(self.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+        self.kernel, self.given = kernel, list[torch.dtype]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What its kernel would give."""
+        self.given.append(x.dtype)
+        if not self.kernel:
+            raise ImportError("its kernel is not installed")
+        return x @ self.weight.to(x.dtype).T
+
+
+def test_an_fp8_layer_is_prepared_in_the_models_dtype_and_one_without_a_kernel_is_left_to_the_run() -> None:
+    """As transformers' FP8 layers without the package `kernels`: the run, which records what it ends by, says so."""
+    with_kernel, without = Quantized(8, 8, kernel=True), Quantized(8, 16, kernel=False)
+    model = torch.nn.Sequential(with_kernel, without, torch.nn.Linear(16, 8).bfloat16())
+    with torch.no_grad(), batch_invariant() as block:
+        block.prepare(model, [3, 1])
+    assert with_kernel.given == without.given == [torch.bfloat16] * 2
+    assert block.coverage().replaced["linear"] == 2
+
+
 def test_an_unknown_family_is_refused() -> None:
     """With the name that was meant."""
     with pytest.raises(UnknownNameError, match=r"'matmull'.*matmul"):
