@@ -310,11 +310,15 @@ class SegmentsImpl(FlashAttentionImpl):
         index: torch.Tensor,
         page: int,
     ) -> Call:
-        """A launch of this layer's attention: operands [1, H, T, D], cu_q and cu_k [requests + 1], index [keys]."""
+        """A launch of this layer's attention: operands [1, H, T, D], cu_q and cu_k [requests + 1], index [keys].
+
+        page: Tokens of a block of the cache.
+        """
         window = None if self.sliding_window[0] < 0 else self.sliding_window[0] + 1
         cap = self.logits_soft_cap or None
         sizes = (requests, queries, keys, self.scale, True, window, cap)
-        return Call(q, k, v, out, *sizes, cu_q=cu_q, cu_k=cu_k, key_index=index, page=page)
+        together = min(page & -page, 128)  # what the copy engine brings at once
+        return Call(q, k, v, out, *sizes, cu_q=cu_q, cu_k=cu_k, key_index=index, page=together)
 
     def forward(
         self,

@@ -188,3 +188,11 @@ def test_ways_are_few(backend: ModuleType) -> None:
     ways = backend.ways_of(impl, torch.float16, 256, 16384, torch.device("cpu"), 16)
     assert 3 < len(ways) <= 12
     assert all(way.span & (way.span - 1) == 0 for way in ways)
+
+
+@pytest.mark.parametrize(("page", "together"), [(16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)])
+def test_the_copy_engine_brings_what_lies_together(backend: ModuleType, page: int, together: int) -> None:
+    """Of a block of the cache a power of two, 128 tokens at most."""
+    x, places = torch.zeros(1, HEADS, 1, DIM), torch.zeros(2, dtype=torch.int32)
+    call = backend.SegmentsImpl(**NEEDED).call(x, x, x, x, 1, 1, 1, places, places, places, page)
+    assert call.page == together
