@@ -49,6 +49,7 @@ class Subject:
     heads: int = 0  # of heads and key heads the greatest common divisor, which ranks divide; 0 if unknown
     halves: bool = True  # whether a draft model can be made of the model's first layers
     draft_model: str = ""
+    grain: int = 0  # of vLLM, whose pages are multiples of it; 0 for nondet's own engine
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,14 @@ def _budget_proof(value: str, seen: Seen, base: Seen) -> Proof:
 def _page_proof(value: str, seen: Seen, base: Seen) -> Proof:
     page, cached = seen["page"], seen["cached"]
     return Proof(page == int(value), f"the engine's cache has pages of {page} tokens; {cached} positions came from it")
+
+
+def _page(subject: Subject, value: str) -> Conditions:
+    page = number("page", value, 4)
+    if subject.grain and page % subject.grain:
+        what = f"--vary: page={value}: vLLM's pages are multiples of {subject.grain} here"
+        raise UserError(what, f"Write page={subject.grain}:{2 * subject.grain}, say.")
+    return _with_load(subject, page=page)
 
 
 def _graphs_proof(value: str, seen: Seen, base: Seen) -> Proof:
@@ -320,8 +329,8 @@ _AXES = (
         changes="the tokens in a page of the KV cache",
         why="it is the grain in which prefixes are shared, and of kernels that walk pages",
         value=lambda s: str(s.base.load.page),
-        values=lambda s: ("4", "8", "16", "32"),
-        apply=lambda s, v: _with_load(s, page=number("page", v, 4)),
+        values=lambda s: [str(s.grain * n) for n in (1, 2, 4)] if s.grain else ("4", "8", "16", "32"),
+        apply=_page,
         proof=_page_proof,
     ),
     Axis(
@@ -420,6 +429,7 @@ _AXES = (
 )
 AXES: dict[str, Axis] = {axis.name: axis for axis in _AXES}
 ALL = "all"
+_VLLM = ("sharing", "chunk", "budget", "page", "graphs")  # axes that vLLM has as well
 
 
 @dataclass(frozen=True)
@@ -461,7 +471,8 @@ def plan_axes(wanted: dict[str, list[str]], subject: Subject) -> list[Varied]:
     varied = []
     for name in AXES if every else wanted:
         axis = AXES[name]
-        lacking = axis.lacking(subject) or (axis.apart(subject) if every else "")
+        lacking = f"vLLM is varied along {', '.join(_VLLM)}" if subject.grain and name not in _VLLM else ""
+        lacking = lacking or axis.lacking(subject) or (axis.apart(subject) if every else "")
         if lacking and not every:
             raise UserError(f"--vary {name}: {lacking}", "Leave it out here.")
         base = axis.value(subject)

@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -45,6 +45,7 @@ from nondet.sampling.schedule import route
 Progress = Callable[[str, int, int, int], None]
 Preparing = Callable[[str, int, int, FirstUses], None]
 Told = Callable[[str, Sequence[Completion]], None]
+Play = Callable[[Sequence[Request], Conditions, str], Session]
 Under = Callable[[str], AbstractContextManager[Callable[[], Counter[str]]]]
 
 
@@ -317,11 +318,13 @@ def vary(
     *,
     seed: int = 0,
     progress: Callable[[str, str, int, int], None] | None = None,
+    elsewhere: Play | None = None,
 ) -> None:
     """Run whatever the run file does not hold yet.
 
     Args:
         plan: The requests, the same for every arm.
+        elsewhere: Plays a round in another engine, which puts the implementation under itself.
         progress: Called with (implementation, arm, arms done, arms) as arms begin and at the end.
 
     Raises:
@@ -333,8 +336,8 @@ def vary(
         models = stack.enter_context(closing(_Models(loaded)))
         stack.enter_context(cheap_collections())
         for impl in impls:
-            with implementation(impl, loaded.model) as counted:
-                rounds = _Arms(writer, traces, impl, loaded, plan, seed, counted, models)
+            with implementation(impl, loaded.model) if elsewhere is None else nullcontext(Counter) as counted:
+                rounds = _Arms(writer, traces, impl, loaded, plan, seed, counted, models, elsewhere)
                 rounds.base(arms)
                 tell = progress or (lambda *_: None)
                 for i, arm in enumerate(arms):
@@ -382,6 +385,7 @@ class _Arms(_Sessions):
     """The plan's rounds in every arm, under one implementation."""
 
     models: _Models
+    elsewhere: Play | None
 
     def base(self, arms: Sequence[Arm]) -> None:
         """The first round twice; of a run that was stopped, once more against what another process wrote of it."""
@@ -424,6 +428,8 @@ class _Arms(_Sessions):
 
     def session(self, requests: Sequence[Request], conditions: Conditions) -> Session:
         """One round under these conditions; its figures say what it did."""
+        if self.elsewhere is not None:
+            return self.elsewhere(requests, conditions, self.impl)
         with pinned(conditions.threads):
             if conditions.ranks == 1:
                 return run_replicas(self.models.of(conditions.dtype), requests, conditions, self.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
@@ -152,7 +153,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
                 e.LENGTHS.check("--max-tokens", self.max_tokens)
             return
         if self.engine == "vllm":
-            others = ("vary", "draft_model", "ranks", "temperature", "trust_remote_code")
+            others = ("draft_model", "ranks", "temperature", "trust_remote_code")
             self.refuse(others, "--engine vllm and {} exclude each other", "vLLM is sampled greedily, on one device.")
         for name in (part.partition("=")[0].strip() for part in (self.vary or "").split(",")):
             if name:  # an empty part has its own words
@@ -338,20 +339,29 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
 
 
 def _sample_varied(
-    request: SampleRequest, output: Output, loaded: LoadedModel, text: str, n: int, wanted: dict[str, list[str]]
+    request: SampleRequest,
+    output: Output,
+    loaded: LoadedModel,
+    text: str,
+    n: int,
+    wanted: dict[str, list[str]],
+    grain: int = 0,
 ) -> None:
-    """Run the base and every value of every axis under each implementation."""
+    """Run the base and every value of every axis under each implementation; `grain`: of vLLM's pages, if it is that."""
     from nondet.sampling.axes import Conditions, plan_axes
     from nondet.sampling.collect import arms_of, describe, vary
     from nondet.sampling.speculation import check_draft_model
 
-    base = Conditions(load=request.engine_load, dtype=loaded.dtype, threads=request.threads)
+    load = request.engine_load
+    load = replace(load, page=-(-load.page // grain) * grain) if grain else load
+    base = Conditions(load=load, dtype=loaded.dtype, threads=request.threads)
     prompt, earlier = _texts(loaded, base, text, request.length)
     plan = build_plan(
         base.load, n=n, seed=request.seed, prompt=prompt, max_new_tokens=request.length,
         context=loaded.context or 2**31, encode=loaded.encode_plain,
     )  # fmt: skip
-    axes = plan_axes(wanted, _subject(base, loaded, plan, earlier, request.draft_model or ""))
+    subject = replace(_subject(base, loaded, plan, earlier, request.draft_model or ""), grain=grain)
+    axes = plan_axes(wanted, subject)
     described = describe(
         loaded, plan, prompt=text, prompt_tokens=len(prompt), max_new_tokens=request.length, seed=request.seed,
         impls=request.impls,
@@ -365,14 +375,27 @@ def _sample_varied(
         if v.note and not output.sink.quiet:
             output.sink.say(f"--vary {v.axis.name}: {v.note}: left out")
     total = len(arms_of(base, axes, len(plan.rounds)))
-    with output.recording("sample", described, request.seed) as writer, output.sink.progress() as progress:
+    with ExitStack() as stack:
+        elsewhere = None
+        if grain:
+            from nondet.vllm.engine import VllmArms
+
+            arms = stack.enter_context(closing(VllmArms(loaded, longest_of(plan), grain)))
+            described["engine"], elsewhere = arms.describe(base), arms.run
+        writer = stack.enter_context(output.recording("sample", described, request.seed))
+        progress = stack.enter_context(output.sink.progress())
         tasks = {impl: progress.add_task(impl, total=total, start=False) for impl in request.impls}
 
         def advance(impl: str, arm: str, done: int, arms: int) -> None:
             progress.start_task(tasks[impl])
             progress.update(tasks[impl], completed=done, description=f"{impl} {arm}")
 
-        vary(loaded, plan, base, axes, request.impls, writer, seed=request.seed, progress=advance)
+        vary(loaded, plan, base, axes, request.impls, writer, seed=request.seed, progress=advance, elsewhere=elsewhere)
+
+
+def longest_of(plan: Plan) -> int:
+    """Most tokens of a request, its completion among them."""
+    return max(len(r.prompt) + r.max_new_tokens for requests in plan.rounds for r in requests)
 
 
 def _texts(loaded: LoadedModel, base: Conditions, text: str, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -447,7 +470,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
         n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
     _check_rounds(n, subjects, request.engine_load, sink)
     if request.engine == "vllm":
-        _sample_vllm(request, output, texts, n, device)
+        _sample_vllm(request, output, texts, n, device, axes)
         return
     loaded = open_model(request, sink)
     if axes is not None:
@@ -469,17 +492,21 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
         _collect(request, loaded, plan, writer, sink)
 
 
-def _sample_vllm(request: SampleRequest, output: Output, texts: Sequence[str], n: int, device: str) -> None:
+def _sample_vllm(
+    request: SampleRequest, output: Output, texts: Sequence[str], n: int, device: str, axes: dict[str, list[str]] | None
+) -> None:
     """Sample a model under vLLM, which loads it itself: nondet's copy stays on the CPU, for tokens and its digest."""
     from nondet.sampling.model import load_model
-    from nondet.vllm.engine import VllmEngine, check_installed
+    from nondet.vllm.engine import GRAINS, VllmEngine, check_installed
 
     check_installed()
     pick_device("cpu", request.threads)
     loaded = replace(load_model(request.model, request.dtype, "cpu"), device=device)
+    if axes is not None:
+        _sample_varied(request, output, loaded, str(texts[0]), n, axes, GRAINS[device])
+        return
     plan, described = planned(loaded, request.engine_load, texts, n, request.length, request.seed, request.impls)
-    longest = max(len(r.prompt) + r.max_new_tokens for requests in plan.rounds for r in requests)
-    engine = VllmEngine(loaded, request.engine_load, longest)
+    engine = VllmEngine(loaded, request.engine_load, longest_of(plan))
     try:
         described["engine"] = engine.describe()
         with output.recording("sample", described, request.seed) as writer:

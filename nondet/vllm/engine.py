@@ -17,13 +17,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nondet.core.launch import note
 from nondet.core.processes import end_with_parent, no_main, obituary
 from nondet.errors import UserError, one_line
+from nondet.sampling.axes import Conditions
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Outcome, Request, Session
 from nondet.sampling.ranks import model_folder
@@ -41,6 +42,7 @@ _QUIET = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+GRAINS = {"cuda": 16, "cpu": 32}  # tokens that a page is a multiple of, as vLLM's attention asks
 _START_S, _ROUND_S = 900.0, 3600.0
 
 
@@ -73,7 +75,8 @@ def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int
     }
     # a share of the machine's memory where there is no GPU, whatever its name
     made["gpu_memory_utilization"] = 0.5
-    return made | ({"block_size": -(-load.page // 16) * 16} if device == "cuda" else {})
+    grain = GRAINS["cuda"]
+    return made | ({"block_size": -(-load.page // grain) * grain} if device == "cuda" else {})
 
 
 class Played(NamedTuple):
@@ -83,12 +86,16 @@ class Played(NamedTuple):
         answers: Request id -> (token ids, logprobs or None, finish, cached prompt tokens).
         steps: Of each step the tokens that each request had in it.
         preempted: Times that a request was.
+        page: Tokens in a page of its cache.
+        graphs: Whether its steps may run as CUDA graphs.
     """
 
     answers: dict[str, tuple[list[int], list[float] | None, str, int]]
     steps: list[dict[str, int]]
     seconds: float
     preempted: int
+    page: int = 0
+    graphs: bool = False
 
 
 def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: list[Any]) -> Played:
@@ -134,7 +141,11 @@ def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: li
         steps.append({name: count for out in taken for name, count in out.num_scheduled_tokens.items()})
         preempted += sum(len(out.preempted_req_ids or ()) for out in taken)
         step += 1
-    return Played(answers, steps, time.perf_counter() - began, preempted)
+    config = getattr(engine, "vllm_config", None)
+    page = config.cache_config.block_size if config else 0
+    mode = config.compilation_config.cudagraph_mode if config else None
+    graphs = mode is not None and mode.name != "NONE"
+    return Played(answers, steps, time.perf_counter() - began, preempted, page, graphs)
 
 
 def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mapping[str, Any], eos: list[int]) -> None:
@@ -181,13 +192,14 @@ class VllmEngine:
     Args:
         loaded: The model as nondet loaded it: vLLM loads the same folder, or the weights written to one.
         longest: Most tokens of a request, its completion among them.
+        more: Further arguments of vLLM's LLM, which count before those that follow from the load.
     """
 
-    def __init__(self, loaded: LoadedModel, load: Load, longest: int) -> None:
+    def __init__(self, loaded: LoadedModel, load: Load, longest: int, **more: Any) -> None:
         check_installed()
         self._loaded, self._stack = loaded, ExitStack()
         folder = self._stack.enter_context(model_folder(loaded))
-        self._arguments = arguments_of(folder, loaded.dtype, loaded.device, load, longest)
+        self._arguments = arguments_of(folder, loaded.dtype, loaded.device, load, longest) | more
         self._pipe: Any = None
         self._process: Any = None
         self._covered: Counter[str] = Counter()
@@ -279,6 +291,44 @@ class VllmEngine:
         self._pipe = self._process = None
 
 
+class VllmArms:
+    """vLLM along the axes of `nondet sample --vary`: started anew where an arm, or the implementation, begins.
+
+    Args:
+        loaded, longest: As `VllmEngine`.
+        grain: Tokens that a page is a multiple of.
+    """
+
+    def __init__(self, loaded: LoadedModel, longest: int, grain: int) -> None:
+        self._loaded, self._longest, self._grain = loaded, longest, grain
+        self._key: tuple[Conditions, str] | None = None
+        self._stack = ExitStack()
+
+    def _engine(self, conditions: Conditions) -> VllmEngine:
+        load, chunk = conditions.load, conditions.setting.chunk or 0
+        page = -(-load.page // self._grain) * self._grain
+        return VllmEngine(self._loaded, load, self._longest, block_size=page, long_prefill_token_threshold=chunk)
+
+    def describe(self, base: Conditions) -> dict[str, Any]:
+        """What the base is started with."""
+        with closing(self._engine(base)) as engine:
+            return engine.describe()
+
+    def run(self, requests: Sequence[Request], conditions: Conditions, impl: str) -> Session:
+        """One round from an empty cache. Raises UserError: vLLM did not start under these conditions."""
+        if self._key != (conditions, impl):
+            self.close()
+            self._running = self._stack.enter_context(closing(self._engine(conditions)))
+            self._stack.enter_context(self._running.implementation(impl))
+            self._key = (conditions, impl)
+        return self._running.run(requests, conditions.load)
+
+    def close(self) -> None:
+        """End the one that runs."""
+        self._key = None
+        self._stack.close()
+
+
 def _cached(played: Played) -> int:
     return sum(cached for *_, cached in played.answers.values())
 
@@ -317,4 +367,24 @@ def session_of(played: Played, requests: Sequence[Request]) -> Session:
             )
         )
     tokens = sum(len(o.token_ids) for o in outcomes)
-    return Session(outcomes=outcomes, steps=len(played.steps), tokens=tokens, seconds=played.seconds)
+    figures = _figures(played, outcomes, max(totals, default=0))
+    return Session(outcomes=outcomes, steps=len(totals), tokens=tokens, seconds=played.seconds, figures=figures)
+
+
+def _figures(played: Played, outcomes: Sequence[Outcome], most: int) -> dict[str, int]:
+    """As `nondet.sampling.schedule.session_figures`, as far as vLLM says it. Of what was preempted the first pieces."""
+    figures = {"page": played.page, "graphs": int(played.graphs), "step_most": most, "preempted": played.preempted}
+    figures |= dict.fromkeys(("cached", "hits", "piece_most", "in_pieces"), 0)
+    for outcome in outcomes:
+        request = outcome.request
+        cached = played.answers[request.id][3] if request.id in played.answers else 0
+        left, pieces = len(request.prompt) - cached, []
+        for count in (step[request.id] for step in played.steps if step.get(request.id)):
+            if left > 0:
+                pieces.append(min(count, left))
+                left -= count
+        figures["cached"] += cached
+        figures["piece_most"] = max([figures["piece_most"], *pieces])
+        figures["hits"] += request.target and cached > 0
+        figures["in_pieces"] += request.target and len(pieces) > 1
+    return figures

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +16,8 @@ import pytest
 
 from nondet.cli import main
 from nondet.core.runfile import read_run
+from nondet.errors import UserError
+from nondet.sampling.axes import Conditions, Subject, plan_axes
 from nondet.sampling.plan import PRESETS, Request
 from nondet.vllm import engine
 
@@ -118,6 +123,85 @@ def test_a_batch_that_changes_a_logprob_shows() -> None:
     assert logprobs(pair[:1], False) == logprobs(pair, False)
 
 
+@pytest.mark.usefixtures("vllm")
+def test_what_a_session_did_is_counted_for_its_axis() -> None:
+    """Prompts in pieces, of which the cache's share is no part; of what vLLM says of itself its page and its graphs."""
+    taken: list[Any] = []
+    toy = Toy(taken)
+    figures = engine.session_of(engine.play(toy, REQUESTS, [], taken), REQUESTS).figures
+    whole = {"page": 0, "graphs": 0, "step_most": 4, "preempted": 1}
+    # of 6 and 2 prompt tokens the toy says that 3 came from its cache; of the one of 1 as well
+    assert figures == whole | {"cached": 9, "hits": 2, "piece_most": 3, "in_pieces": 0}
+    toy = Toy(taken, budget=2)
+    toy.vllm_config = SimpleNamespace(  # type: ignore[attr-defined] # as LLMEngine has it
+        cache_config=SimpleNamespace(block_size=32),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+    )
+    figures = engine.session_of(engine.play(toy, REQUESTS, [], taken), REQUESTS).figures
+    assert {name: figures[name] for name in ("page", "graphs", "step_most", "piece_most", "in_pieces")} == {
+        "page": 32, "graphs": 1, "step_most": 2, "piece_most": 2, "in_pieces": 1
+    }  # fmt: skip
+
+
+def test_vllm_is_started_anew_for_each_arm_and_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    class Started:
+        def __init__(self, loaded: Any, load: Any, longest: int, **more: Any) -> None:
+            self.more = more
+
+        @contextmanager
+        def implementation(self, name: str) -> Iterator[None]:
+            said.append((name, self.more))
+            yield
+            said.append("ended")
+
+        def run(self, requests: Any, load: Any) -> Any:
+            return load.budget
+
+        def describe(self) -> dict[str, Any]:
+            return self.more
+
+        def close(self) -> None:
+            said.append("closed")
+
+    monkeypatch.setattr(engine, "VllmEngine", Started)
+    base = Conditions(load=PRESETS["light"], dtype="float32")
+    chunked = replace(base, setting=replace(base.setting, chunk=8))
+    with closing(engine.VllmArms(SimpleNamespace(), 99, 32)) as arms:  # type: ignore[arg-type] # no model is loaded
+        assert arms.describe(base) == {"block_size": 32, "long_prefill_token_threshold": 0}
+        assert said == ["closed"]
+        said.clear()
+        assert [arms.run([], c, "stock") for c in (base, base, chunked)] == [base.load.budget] * 3
+        arms.run([], chunked, "invariant")
+    first, second = (
+        {"block_size": 32, "long_prefill_token_threshold": 0},
+        {
+            "block_size": 32,
+            "long_prefill_token_threshold": 8,
+        },
+    )
+    over = ["ended", "closed"]
+    assert said == [("stock", first), *over, ("stock", second), *over, ("invariant", second), *over]
+
+
+def test_axes_that_vllm_lacks_are_refused() -> None:
+    base = Conditions(load=replace(PRESETS["light"], page=32), dtype="float32")
+    subject = Subject(base, "cpu", grain=32)
+    varied = {v.axis.name: v for v in plan_axes({"all": []}, subject)}
+    assert {name for name, v in varied.items() if v.values} == {"sharing", "chunk", "budget", "page"}
+    assert varied["routing"].note == "vLLM is varied along sharing, chunk, budget, page, graphs"
+    assert [value for value, _ in varied["page"].values] == ["64", "128"]
+    for name, values, named in (
+        ("routing", [], "--vary routing: vLLM is varied along"),
+        ("page", ["20"], "page=20: vLLM's pages are multiples of 32 here"),
+        ("graphs", [], "--vary graphs: CUDA graphs need a CUDA device"),
+    ):
+        with pytest.raises(UserError, match=named):
+            plan_axes({name: values}, subject)
+    assert plan_axes({"page": ["20"]}, replace(subject, grain=0))  # nondet's own engine has pages of any size
+
+
 def test_a_request_without_an_answer_is_a_failure() -> None:
     outcome = engine.session_of(engine.Played({}, [], 0.0, 0), REQUESTS[:1]).outcomes[0]
     assert (outcome.finish, outcome.reason) == ("error", "vLLM gave no answer")
@@ -180,3 +264,16 @@ def test_a_real_one(tmp_path: Path) -> None:
     assert [c.status for c in run.completions] == ["ok"] * 20
     assert all(c.n_tokens == 8 and sum(steps * tokens for _, steps, tokens in c.schedule) >= 8 for c in run.completions)
     assert run.header.plan["engine"]["name"] == "vllm"
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_real_one_along_axes(tmp_path: Path) -> None:
+    """Each value is one that vLLM says it ran with, and took effect."""
+    out = tmp_path / "run.jsonl"
+    command = ["sample", "--engine", "vllm", "--impl", "stock", "--load", "light", "--n", "8", "--max-tokens", "8"]
+    assert main([*command, "--vary", "sharing,chunk=8", "--out", str(out)]) == 0
+    run = read_run(out)
+    assert {(v.axis, v.value): v.proven for v in run.axis_values} == dict.fromkeys(
+        [("sharing", "on"), ("sharing", "off"), ("chunk", "none"), ("chunk", "8")], True
+    )
