@@ -35,7 +35,7 @@ class CertifyRequest(Request):
     impl: Annotated[list[str] | None, o.opt("Your own package.module:function, to test. Repeatable.")] = None
     cls: Annotated[str | None, o.opt("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)] = None
     device: o.DEVICE = "auto"
-    dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable."), o.FLOATS] = None
+    dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable."), o.PROBED] = None
     m: o.LARGEST_M = None
     k: o.K = None
     n: o.N = None
