@@ -25,7 +25,7 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
     "bench": 2384,
-    "certify": 1145,
+    "certify": 1150,
     "commands": 960,
     "core": 6311,
     "diagnose": 1040,

@@ -453,7 +453,11 @@ def plan(wish: Wish) -> list[Assignment]:
     if unknown:
         raise UnknownNameError("member", unknown[0], known)
     if not assignments:
-        raise UserError("nothing to certify: no class has such dtypes or inputs here", "See `nondet list`.")
+        given = [f"--{o} {', '.join(v)}" for o, v in (("dtype", wish.dtypes), ("inputs", wish.inputs)) if v]
+        what = (
+            f"no class of {', '.join(wish.operators) or 'any operator'} on {wish.device} takes {' with '.join(given)}"
+        )
+        raise UserError(f"nothing to certify: {what}", "See `nondet list`.")
     return assignments
 
 
