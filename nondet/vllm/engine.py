@@ -179,11 +179,18 @@ def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mappin
     except EOFError:  # the parent has what it wanted
         return
     except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the parent has to hear of it
-        lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
         with suppress(OSError):
-            said = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {lines[-1]}".rstrip(". ")
-            pipe.send(("failed", one_line(said, 400)))
+            pipe.send(("failed", one_line(reason_of(error), 400)))
         sys.exit(1)
+
+
+def reason_of(error: BaseException) -> str:
+    """What vLLM raised, in a line: the last of its own, and not what pydantic says of itself around it."""
+    if isinstance(error, UserError):
+        return error.what
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.partition(" [type=")[0] for line in lines if line and not line.startswith("For further information")]
+    return f"{type(error).__name__}: {lines[-1]}".rstrip(". ") if lines else type(error).__name__
 
 
 class VllmEngine:

@@ -87,6 +87,7 @@ SEAMS = (
 )
 # Where a seam that is not there lies in later versions: from 0.29 on a backend asks for a layout, and gives no shape.
 MOVED = {_SHAPE: Seam("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
+_HOOK = "_of_nondet"
 _NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
 _done: list[int] = []  # the process that has registered: a fork inherits what was patched, and patches nothing again
 
@@ -94,9 +95,24 @@ _done: list[int] = []  # the process that has registered: a fork inherits what w
 def asked() -> bool:
     """Whether the environment asks for the plugin. Raises UserError: a value that means nothing."""
     value = os.environ.get(ASKED, "")
+    if value not in ("", "0") and not hasattr(sys.excepthook, _HOOK):
+        _say_in_one_line(sys.excepthook)
     if value not in ("", "0", "1"):
         raise UserError(f"{ASKED}={one_line(value, 40)} makes no sense", "Set it to 1, or unset it.")
     return value == "1"
+
+
+def _say_in_one_line(before: Callable[..., Any]) -> None:
+    """From now on a `UserError` that nobody catches, in `vllm serve` as well, is one line and no traceback."""
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, UserError):
+            sys.stderr.write(f"nondet: {error}\n")
+        else:
+            before(kind, error, trace)
+
+    setattr(hook, _HOOK, True)
+    sys.excepthook = hook
 
 
 def register() -> None:

@@ -202,6 +202,25 @@ def test_axes_that_vllm_lacks_are_refused() -> None:
     assert plan_axes({"page": ["20"]}, replace(subject, grain=0))  # nondet's own engine has pages of any size
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("first\n\n last one.\n"), "ValueError: last one"),
+        (
+            ValueError(
+                "1 validation error for ModelConfig\n  Value error, too long [type=value_error, input_value=1]\n"
+                "    For further information visit https://errors.pydantic.dev/2/v/value_error"
+            ),
+            "ValueError: Value error, too long",
+        ),
+        (RuntimeError(), "RuntimeError"),
+        (UserError("it is off", "Put it on."), "it is off"),
+    ],
+)
+def test_why_vllm_did_not_start_is_one_line(error: Exception, said: str) -> None:
+    assert engine.reason_of(error) == said
+
+
 def test_a_request_without_an_answer_is_a_failure() -> None:
     outcome = engine.session_of(engine.Played({}, [], 0.0, 0), REQUESTS[:1]).outcomes[0]
     assert (outcome.finish, outcome.reason) == ("error", "vLLM gave no answer")

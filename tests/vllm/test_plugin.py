@@ -139,6 +139,31 @@ def test_a_cache_of_rows_fits_in_the_layout_that_is_known(
         assert not untouched(made)
 
 
+def test_a_refusal_is_one_line_where_nobody_catches_it(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `vllm serve`; another's error keeps its traceback, and a process that asked for nothing its hook."""
+    others: list[Any] = []
+
+    def theirs(*error: Any) -> None:
+        others.append(error)
+
+    monkeypatch.setattr(sys, "excepthook", theirs)
+    monkeypatch.setenv(nondet.vllm.ASKED, "0")
+    plugin.register()
+    assert sys.excepthook is theirs
+    monkeypatch.setenv(nondet.vllm.ASKED, "yes")
+    for _ in range(2):  # it is put in place once
+        with pytest.raises(UserError) as refused:
+            plugin.register()
+    sys.excepthook(UserError, refused.value, None)
+    assert capsys.readouterr().err == f"nondet: {nondet.vllm.ASKED}=yes makes no sense. Set it to 1, or unset it.\n"
+    assert others == []
+    sys.excepthook(ValueError, ValueError("theirs"), None)
+    assert len(others) == 1
+    assert untouched(toy)
+
+
 def test_two_plugins_do_not_fight(toy: Toy) -> None:
     toys.OVERRIDES[toys.AttentionBackendEnum.CUSTOM] = "theirs.Backend"
     with pytest.raises(UserError, match=r"CUSTOM is theirs\.Backend already"):
