@@ -25,15 +25,15 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
     "bench": 2384,
-    "certify": 1150,
+    "certify": 1152,
     "commands": 960,
-    "core": 6311,
+    "core": 6320,
     "diagnose": 1040,
     "embedded": 10,
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1290,
-    "kernels": 20260,
+    "kernels": 20350,
     "nondet": 1826,
     "probes": 5230,
     "ranks": 596,

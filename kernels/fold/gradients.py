@@ -258,6 +258,17 @@ def _micro_batches(
         yield Layout((laid[0].shape[0], laid[0].shape[1]), spans), laid[0].flatten(0, 1), laid[1].flatten(0, 1)
 
 
+Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places], None]
+
+
+def _added(acc: torch.Tensor, batches: Iterable[tuple[Layout, torch.Tensor, torch.Tensor]], add: Add) -> torch.Tensor:
+    for layout, rows, above in batches:
+        at = layout.places(len(rows), rows.device)
+        assert at is not None  # noqa: S101 - the layout is of these very rows
+        add(acc, above, rows, at)
+    return acc
+
+
 def linear_weight_gradient(
     x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
 ) -> torch.Tensor:
@@ -270,31 +281,95 @@ def linear_weight_gradient(
         padding: "packed", "left" or "right", of a micro-batch.
     """
     acc = torch.zeros((gradient.shape[1], x.shape[1]), device=x.device)
-    for layout, rows, above in _micro_batches(x, gradient, lengths, micro, padding):
-        at = layout.places(len(rows), x.device)
-        assert at is not None  # noqa: S101 - the layout is of these very rows
-        fold_product(acc, _placed(above, at), _placed(rows, at))
-    return acc.to(x.dtype)
+    batches = _micro_batches(x, gradient, lengths, micro, padding)
+    return _added(acc, batches, lambda a, g, r, at: fold_product(a, _placed(g, at), _placed(r, at))).to(x.dtype)
 
 
-def linear_weight_gradient_stock(
+def norm_weight_gradient(
     x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
 ) -> torch.Tensor:
-    """As autograd has it: a product a micro-batch, added to `.grad` in its dtype."""
-    note("torch.mm a micro-batch")
-    parts = (above.t() @ rows for _, rows, above in _micro_batches(x, gradient, lengths, micro, padding))
+    """As `linear_weight_gradient`, of a norm's weight [K]: x [T, K] are the normalized rows that it multiplies."""
+    acc = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    batches = _micro_batches(x, gradient, lengths, micro, padding)
+    products = lambda g, r, at: _placed((g.float() * r.float())[:, None], at)  # noqa: E731 - a name for the line
+    return _added(acc, batches, lambda a, g, r, at: fold_rows(a, products(g, r, at))).to(x.dtype)
+
+
+def embedding_weight_gradient(
+    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
+) -> torch.Tensor:
+    """As `linear_weight_gradient`, of an embedding [K, N]: a token's id is where its row of x [T, K] is largest."""
+    acc = torch.zeros((x.shape[1], gradient.shape[1]), device=x.device)
+    batches = _micro_batches(x, gradient, lengths, micro, padding)
+    add: Add = lambda a, g, r, at: fold_lookup(a, g[at.rows].float(), r[at.rows].argmax(-1))  # noqa: E731 - likewise
+    return _added(acc, batches, add).to(x.dtype)
+
+
+def _stock(
+    label: str,
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    lengths: torch.Tensor,
+    micro: int = 0,
+    padding: str = "packed",
+) -> torch.Tensor:
+    """As autograd has it: a sum a micro-batch, added to `.grad` in its dtype."""
+    note(f"{label} a micro-batch")
+    parts = (of(rows, above) for _, rows, above in _micro_batches(x, gradient, lengths, micro, padding))
     return functools.reduce(torch.add, parts)
+
+
+def _looked_up(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    ids, padded = x.argmax(-1), (x == 0).all(-1)
+    found: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+        gradient[~padded], ids[~padded], x.shape[1], -1, False
+    )
+    return found
+
+
+linear_weight_gradient_stock = functools.partial(_stock, "torch.mm", lambda x, g: g.t() @ x)
+norm_weight_gradient_stock = functools.partial(_stock, "torch.sum", lambda x, g: (g * x).sum(0))
+embedding_weight_gradient_stock = functools.partial(_stock, "embedding_dense_backward", _looked_up)
+
+
+def _sequences(*tensors: torch.Tensor, lengths: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """STEP tokens of each tensor in float32 at a time, sequence by sequence, zeros behind a sequence's end."""
+    for pieces in zip(*(t.float().split(lengths.tolist()) for t in tensors), strict=True):
+        for parts in zip(*(piece.split(STEP) for piece in pieces), strict=True):
+            yield [torch.nn.functional.pad(t, (0, 0, 0, STEP - len(t))) for t in parts]
 
 
 def fold_anchor(
     x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
 ) -> torch.Tensor:
     """Class "fold" as it is written down: sequence by sequence, in steps of 16 tokens; no micro-batch, no padding."""
-    acc, whole = torch.zeros((gradient.shape[1], x.shape[1])), lengths.tolist()
-    for above, rows in zip(gradient.float().split(whole), x.float().split(whole), strict=True):
-        for left, right in zip(above.split(STEP), rows.split(STEP), strict=True):
-            filled = (torch.nn.functional.pad(t, (0, 0, 0, STEP - len(t))) for t in (left, right))
-            acc.addmm_(next(filled).t(), next(filled))
+    acc = torch.zeros((gradient.shape[1], x.shape[1]))
+    for left, right in _sequences(gradient, x, lengths=lengths):
+        acc.addmm_(left.t(), right)
+    return acc.to(x.dtype)
+
+
+def fold_norm_anchor(
+    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
+) -> torch.Tensor:
+    """As `fold_anchor`, of a norm's weight: 16 tokens by halves in float32, one such sum after the other in float64."""
+    acc = torch.zeros(x.shape[1], dtype=torch.float64)
+    for left, right in _sequences(gradient, x, lengths=lengths):
+        part = left * right
+        for half in (8, 4, 2, 1):
+            part = part[:half] + part[half:]
+        acc += part[0]
+    return acc.to(x.dtype)
+
+
+def fold_lookup_anchor(
+    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
+) -> torch.Tensor:
+    """As `fold_anchor`, of an embedding: token after token."""
+    acc = torch.zeros((x.shape[1], gradient.shape[1]))
+    for place, row in zip(x.argmax(-1).tolist(), gradient.float(), strict=True):
+        acc[place] += row
     return acc.to(x.dtype)
 
 

@@ -101,25 +101,33 @@ FOLD = OrderClass(
     name="fold",
     device="cpu",
     dtypes=("bfloat16", "float32"),
-    accumulator="float32",
+    accumulator="float32; float64 of a norm's weight",
     order=(
-        "Of a linear layer's weight: one chain over tokens, sequence by sequence, each filled up with zeros to a "
-        "multiple of 16 tokens, in steps of 16; a step is one call of the library of the same sizes. The chain goes on "
-        "from the gradient so far: micro-batches, padding and packing cut it nowhere."
+        "Over tokens, sequence by sequence, each filled up with zeros to a multiple of 16 tokens. Of a linear layer's "
+        "weight: one chain in steps of 16; a step is one call of the library of the same sizes. Of a norm's: the "
+        "products of 16 tokens by halves, then one such sum after the other in float64. Of an embedding's row: its "
+        "tokens one after the other. Each goes on from the gradient so far: micro-batches, padding and packing cut it "
+        "nowhere."
     ),
     formula="acc = library(acc + grad[s:s+16]^T x[s:s+16]),  s = 0, 16, ... of each sequence;  dW = round(acc)",
 )
-LINEAR_WEIGHT_GRADIENT = Operator(
-    name="linear_weight_gradient",
-    reference="nondet.kernels.reference:linear_weight_gradient",
-    implementations=(
-        Implementation(name="stock", stock=True, targets={ANY: f"{_FOLD}:linear_weight_gradient_stock"}),
-        Implementation(name="invariant", invariant=True, targets={ANY: f"{_FOLD}:linear_weight_gradient"}),
-    ),
-    claims=(Claim(order=FOLD, anchor=f"{_FOLD}:fold_anchor"),),
-    questions={
-        "cpu": WeightForm(
-            weights=((256, 192), (100, 33)), lengths=(32, 5, 17, 1, 48, 16, 31, 40), micro=(0, 1, 2, 3, 5)
-        )
-    },
-)
+
+
+def _of_weight(name: str, anchor: str, weights: tuple[tuple[int, int], ...], square: bool = False) -> Operator:
+    ours = f"{_FOLD}:{name}_weight_gradient"
+    lengths, micro = (32, 5, 17, 1, 48, 16, 31, 40), (0, 1, 2, 3, 5)
+    return Operator(
+        name=f"{name}_weight_gradient",
+        reference=f"nondet.kernels.reference:{name}_weight_gradient",
+        implementations=(
+            Implementation(name="stock", stock=True, targets={ANY: f"{ours}_stock"}),
+            Implementation(name="invariant", invariant=True, targets={ANY: ours}),
+        ),
+        claims=(Claim(order=FOLD, anchor=f"{_FOLD}:{anchor}"),),
+        questions={"cpu": WeightForm(weights=weights, lengths=lengths, micro=micro, square=square)},
+    )
+
+
+LINEAR_WEIGHT_GRADIENT = _of_weight("linear", "fold_anchor", ((256, 192), (100, 33)))
+NORM_WEIGHT_GRADIENT = _of_weight("norm", "fold_norm_anchor", ((256, 256), (33, 33)), square=True)
+EMBEDDING_WEIGHT_GRADIENT = _of_weight("embedding", "fold_lookup_anchor", ((20, 64), (150, 33)))

@@ -577,7 +577,7 @@ def _weights(topic: _Topic, form: WeightForm) -> _Questions:
     ways = tuple(f"{padding} {micro}" for padding in ("packed", "right", "left") for micro in form.micro)
     given = ((wish.k or wish.n or 0, wish.n or wish.k or 0),) if wish.k or wish.n else form.weights
     for K, N in given:
-        shape = {"T": sum(form.lengths), "K": K, "N": N}
+        shape = {"T": sum(form.lengths), "K": K, "N": K if form.square else N}
         about = topic.about(shape, f"{len(form.lengths)} sequences", ways, PRODUCT_INPUTS)
         yield WeightQuestion(**about, lengths=form.lengths), True
 

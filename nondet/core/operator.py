@@ -186,11 +186,15 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForm(QuestionForm):
-    """Of a weight's gradient: (K, N), over sequences of `lengths` tokens in micro-batches of so many (0: all)."""
+    """Of a weight's gradient: (K, N), over sequences of `lengths` tokens in micro-batches of so many (0: all).
+
+    square: N is K: each row of the gradient meets one of as many numbers.
+    """
 
     weights: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
     micro: tuple[int, ...]
+    square: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,8 @@ DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.gradients.operator:RMS_NORM_GRADIENT",
     "nondet.kernels.gradients.operator:ATTENTION_GRADIENT",
     "nondet.kernels.gradients.operator:LINEAR_WEIGHT_GRADIENT",
+    "nondet.kernels.gradients.operator:NORM_WEIGHT_GRADIENT",
+    "nondet.kernels.gradients.operator:EMBEDDING_WEIGHT_GRADIENT",
     "nondet.kernels.experts.operator:GROUPED_MATMUL",
     "nondet.kernels.experts.operator:TOPK",
     "nondet.kernels.experts.operator:INDEX_ADD",

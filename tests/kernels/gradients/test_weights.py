@@ -1,9 +1,10 @@
-"""A linear layer's weight's gradient, as certified: the bits of `nondet.fold`, whatever the micro-batch and padding."""
+"""Gradients of weights, linear layers', norms' and embeddings', as certified: `nondet.fold`'s, in every layout."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import nondet
 from nondet.certify.check import ask
@@ -13,6 +14,7 @@ from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.core.records import Status
 from nondet.core.registry import load_implementation
+from nondet.kernels import reference
 
 LENGTHS = torch.tensor([20, 3, 16, 33])
 WAYS = [(padding, micro) for padding in ("packed", "left", "right") for micro in (0, 1, 3)]
@@ -50,19 +52,64 @@ def test_it_is_what_fold_adds_up_in_a_model(dtype: torch.dtype) -> None:
     assert not all(identical(one, stocks[0]) for one in stocks[1:])
 
 
-def test_certify_proves_it_and_refutes_a_sum_for_each_micro_batch(kept: Certificates) -> None:
+class Looks(torch.nn.Module):
+    """An embedding and a norm, called as transformers' models are."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.table, self.norm = torch.nn.Embedding(*weight.shape), LlamaRMSNorm(weight.shape[1])
+        self.table.weight = torch.nn.Parameter(weight)
+        self.norm.weight = torch.nn.Parameter(torch.ones(weight.shape[1], dtype=weight.dtype))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """[B, T, H]."""
+        self.looked_up = self.table(input_ids)
+        self.looked_up.register_hook(lambda g: setattr(self, "above", g))
+        out: torch.Tensor = self.norm(self.looked_up)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_s_and_an_embedding_s_are_what_fold_adds_up_in_a_model(dtype: torch.dtype) -> None:
+    """The embedding by the gradient that reached it, the norm by its normalized rows; as near to float64 as stock's."""
+    x, gradient = (make("bell", (72, n), dtype, "cpu", generator(i, "cpu")) for i, n in enumerate((9, 24)))
+    model = Looks(make("bell", (9, 24), dtype, "cpu", generator(5, "cpu")))
+    ids = x.argmax(-1)
+    padded = [torch.nn.utils.rnn.pad_sequence(t.split(LENGTHS.tolist()), batch_first=True) for t in (ids, gradient)]
+    there = torch.arange(33)[None] < LENGTHS[:, None]
+    with nondet.batch_invariant(training=True), nondet.fold(model):
+        model(input_ids=padded[0], attention_mask=there.long()).backward(padded[1])
+        wide = model.looked_up.detach()[there].float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + model.norm.variance_epsilon)).to(dtype)
+    cases = {
+        "norm": (normed, gradient, model.norm.weight.grad),
+        "embedding": (x, model.above[there], model.table.weight.grad),
+    }
+    for name, (given, above, found) in cases.items():
+        stock, ours = (load_implementation(f"{name}_weight_gradient", i, "cpu").call for i in ("stock", "invariant"))
+        exact = getattr(reference, f"{name}_weight_gradient")(given, above, LENGTHS)
+        for padding, micro in WAYS:
+            assert identical(ours(given, above, LENGTHS, micro, padding), found), name
+            assert float((stock(given, above, LENGTHS, micro, padding).double() - exact).norm() / exact.norm()) < 1e-2
+        assert float((found.double() - exact).norm() / exact.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["linear", "norm", "embedding"])
+def test_certify_proves_it_and_refutes_a_sum_for_each_micro_batch(kept: Certificates, name: str) -> None:
     """A member that goes on from nothing at each micro-batch leaves the class where there are several, only there."""
-    (first, *_) = plan(Wish("cpu", operators=("linear_weight_gradient",), dtypes=("float32",), inputs=("bell",)))
+    operator = f"{name}_weight_gradient"
+    (first, *_) = plan(Wish("cpu", operators=(operator,), dtypes=("float32",), inputs=("bell",)))
     question = first.question
     assert isinstance(question, WeightQuestion)
     ours = first.members["invariant"]
 
     def apart(x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int, padding: str) -> torch.Tensor:
-        out, start = torch.zeros(gradient.shape[1], x.shape[1]), 0
+        out, start = None, 0
         for part in lengths.split(micro or len(lengths)):
             stop = start + int(part.sum())
-            out = out + ours(x[start:stop], gradient[start:stop], part, 0, padding)
-            start = stop
+            mine = ours(x[start:stop], gradient[start:stop], part, 0, padding)
+            out, start = mine if out is None else out + mine, stop
+        assert out is not None
         return out
 
     rows = {r.impl: r for r in ask(question, {"ours": ours, "apart": apart}, first.anchor, kept)}
