@@ -7,9 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from nondet.core.records import Role, Row, Run, families_of, role_of
+from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
 from nondet.core.statistics import SurvivalStep, one_sided_bound, percent, percent_range
 from nondet.errors import one_line
 from nondet.reports import text
@@ -82,6 +83,7 @@ class SampleSection:
         name: "prompt 2", with its seed where it has one.
         replays: Implementation -> the rows of rounds that were run again.
         speed: What the cure costs in this run; None unless both ran.
+        counted: Implementation -> what vLLM counted over all rounds; None where another engine ran.
     """
 
     prompt: int
@@ -90,6 +92,7 @@ class SampleSection:
     families: tuple[FamilyTest, ...]
     replays: Mapping[str, Sequence[Row]]
     speed: SpeedRatio | None = None
+    counted: Mapping[str, Counter[str]] | None = None
 
     @property
     def main(self) -> tuple[SampleSummary, ...]:
@@ -137,8 +140,13 @@ def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) ->
     for s in by_impl:
         by_prompt.setdefault(s.prompt, []).append(s)
     plan, speed, again = run.header.plan, speed_ratio_of(run), replays(run)
+    counted: dict[str, Counter[str]] | None = None
+    if of_vllm(run):
+        counted = {s.impl: Counter() for s in summaries}
+        for r in run.rounds:
+            counted.setdefault(r.impl, Counter()).update(r.ran)
     prompts = tuple(
-        SampleSection(prompt, subject_name(plan, prompt), tuple(mine), _family_tests(mine), again, speed)
+        SampleSection(prompt, subject_name(plan, prompt), tuple(mine), _family_tests(mine), again, speed, counted)
         for prompt, mine in sorted(by_prompt.items())
     )
     if served or len(prompts) < 2:  # arms of a server are no sample of one thing: their bounds are told beside them
@@ -361,6 +369,10 @@ def _counts(sample: SampleSection) -> Table:
         "batch, query tokens a step": lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes",
         "tokens/s of all requests, median round": lambda s: f"{s.tokens_per_second:.1f}",
     }
+    counted = sample.counted
+    if counted is not None:
+        for row in ("cached prompt tokens", "preemptions"):
+            rows[f"vLLM's {row}, all requests"] = partial(_counted, counted, f"vLLM's {row}")
     if not any(s.draws for s in sample.summaries):
         del rows["draw where they first differ; elsewhere"]
     if not any(s.flips for s in sample.summaries):
@@ -370,6 +382,10 @@ def _counts(sample: SampleSection) -> Table:
     if not any(s.batch_max for s in sample.summaries):  # a server does not tell
         del rows["batch, query tokens a step"]
     return _measures(sample.summaries, rows)
+
+
+def _counted(counted: Mapping[str, Counter[str]], name: str, summary: SampleSummary) -> str:
+    return text.counted(counted[summary.impl][name])
 
 
 def rate_text(interval: Interval) -> str:

@@ -6,9 +6,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from nondet.core.statistics import round_interval
+from nondet.reports.markdown import render
 from nondet.reports.samples import branch_views, curve_figure, tree_figure
 from nondet.reports.text import token
 from nondet.sampling.analysis import SampleSummary
@@ -107,3 +109,15 @@ def test_tokens_without_a_text_are_told_apart() -> None:
     assert [token("", 4), token("\ufffd", 5), token(" a\n", 6), token("", -1)] == [
         "<token 4>", "<token 5>", "“ a⏎”", "(the end)",
     ]  # fmt: skip
+
+
+def test_what_vllm_counted_is_told_of_its_runs_alone(tmp_path: Path) -> None:
+    """Over all rounds, a zero as well: nobody was preempted is something that was seen."""
+    run = sampled(tmp_path, impls=("stock",), n=4)
+    assert "vLLM's" not in render([run])
+    run.header.plan["engine"] = {"name": "vllm"}
+    ran = {"vLLM's cached prompt tokens": 1200, "another": 3}
+    run.rounds[:] = [msgspec.structs.replace(r, ran=ran) for r in run.rounds * 2]
+    told = render([run])
+    assert "| vLLM's cached prompt tokens, all requests | 2,400 |" in told
+    assert "| vLLM's preemptions, all requests | 0 |" in told
