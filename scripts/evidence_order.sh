@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Orders of addition as evidence on the GPU of this machine: run files in FOLDER. Called again it goes on where it was.
+# usage: bash scripts/evidence_order.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
+# One command after the other took an H200 about five minutes for the orders; a second GPU adds the sums over ranks.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:?usage: bash scripts/evidence_order.sh FOLDER [DEVICE]}
+device=${2:-cuda}
+python=${PYTHON:-python}
+mkdir -p "$folder"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+order=() map=(--k 4096 --n 12288 --m 512) layers=(--preset qwen3-8b)
+if [ -n "${SMALL:-}" ]; then
+    order=(--k 64 --n 8 --m 2) map=(--k 64 --n 32 --m 4) layers=(--k 64 --n 32 --m 4)
+fi
+
+part() { # part NAME SECONDS ARGUMENTS...: a command of nondet's that writes NAME.jsonl
+    local name=$1 limit=$2 began=$SECONDS on=()
+    shift 2
+    [ -e "$folder/$name.done" ] && return
+    [ -s "$folder/$name.jsonl" ] && on=(--resume)
+    timeout "$limit" "$python" -m nondet "$@" --device "$device" --out "$folder/$name.jsonl" ${on[@]+"${on[@]}"} \
+        > "$folder/$name.txt" 2> "$folder/$name.log" && touch "$folder/$name.done"
+    echo "$name: $? after $((SECONDS - began)) s"
+}
+
+part map 60 probe matmul --map mn "${map[@]}" --impl stock
+part order 400 probe reduction-order ${order[@]+"${order[@]}"}
+part matmul 240 probe matmul "${layers[@]}"
+ls "$folder"/*.done
