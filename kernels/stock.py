@@ -64,7 +64,7 @@ def scaled_matmul(
     if scale_a.dim() == 2 and scale_a.shape[1] > 1:  # blocks: torch asks for the first axis to be the nearest
         scale_a = scale_a.mT.contiguous().mT
         scale_b = scale_b.mT.contiguous().mT
-    return _or_refused(lambda: torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype), "torch._scaled_mm", a)
+    return or_refused(lambda: torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype), "torch._scaled_mm", a)
 
 
 def scaled_grouped_matmul(
@@ -81,7 +81,7 @@ def scaled_grouped_matmul(
         NotImplementedError: torch has no such product here; on a CPU it has none at all.
     """
     note("torch._scaled_grouped_mm")
-    return _or_refused(
+    return or_refused(
         lambda: torch._scaled_grouped_mm(x, weight, scale_x, scale_weight, offs=offsets, out_dtype=dtype),
         *("torch._scaled_grouped_mm", x),
     )
@@ -91,7 +91,8 @@ def scaled_grouped_matmul(
 _REFUSED = re.compile("nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED", re.I)
 
 
-def _or_refused(call: Callable[[], torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+def or_refused(call: Callable[[], torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """The call's result; NotImplementedError in one line where torch says that it has no such product."""
     try:
         return call()
     except torch.cuda.OutOfMemoryError:

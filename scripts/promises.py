@@ -3,7 +3,8 @@
 python scripts/promises.py SECONDS [large] [repeat]
 
 The tiny models of tests/training/test_promises.py in turn, for so many seconds each: the engine samples under load,
-the trainer computes the same tokens with gradients in another layout each time, and takes an optimizer's step. `large`:
+the trainer computes the same tokens with gradients in another layout each time, every fifth with checkpointing, and
+takes an optimizer's step; a hundred steps of six requests come before the seconds count. `large`:
 then a model of Qwen3-0.6B's shape with random weights, 64 requests of 256 + 256 tokens, micro-batches of 16, on a GPU;
 and what forward and backward cost there beside torch's flash attention and log_softmax, three passes each, the median.
 
@@ -39,7 +40,9 @@ from nondet.sampling.engine import pinned
 from tests.training import test_promises as promises
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = replace(promises.LOAD, budget=192, requests=96)
+FEW = 100  # steps of six requests, before those that are counted by time
+MANY = 384 if DEVICE == "cuda" else 96  # a GPU takes four times as many tokens in little more time
+WIDE = replace(promises.LOAD, budget=2 * MANY, requests=MANY)
 CELLS = tuple(itertools.product(("right", "left", "packed", "wide"), (1, 2, 4, 7, 16), (False, True)))
 STOCK = ("left", 4, False, "stock")
 LARGE = replace(promises.LOAD, budget=1024, requests=64)
@@ -57,19 +60,24 @@ def apart(rollouts: promises.Rollouts, trained: promises.Trained) -> int:
 
 
 def at_length(name: str, dtype: str, seconds: float) -> None:
-    """Sample and train in turn."""
+    """Sample and train in turn: a step of few requests a hundred times, and then of many for so many seconds."""
     model = promises.make(name, dtype, DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    began, tokens, differing, step = time.monotonic(), 0, 0, 0
-    while time.monotonic() - began < seconds:
+    began, tokens, differing, step, early = 0.0, 0, 0, 0, 0
+    while step <= FEW or time.monotonic() - began < seconds:
+        if step == FEW:
+            began, early = time.monotonic(), tokens
+        many = MANY if step >= FEW else 6
+        (model.gradient_checkpointing_enable if step % 5 == 4 else model.gradient_checkpointing_disable)()
         with nondet.batch_invariant(training=True):
-            rollouts = promises.sample(model, step, 96, 40, WIDE)
-            layout, micro = ("right", "left", "packed", "wide")[step % 4], (96, 7, 24, 1)[(step // 4) % 4]
+            rollouts = promises.sample(model, step, many, 40, WIDE)
+            layout, micro = ("right", "left", "packed", "wide")[step % 4], (many, 7, 16, many // 4)[(step // 4) % 4]
             trained = promises.train(model, rollouts, layout, micro)
         optimizer.step()
         optimizer.zero_grad()
         tokens, differing, step = tokens + len(trained.logprobs), differing + apart(rollouts, trained), step + 1
-    say(model=name, dtype=dtype, optimizer_steps=step, tokens=tokens, differing=differing)
+    say(model=name, dtype=dtype, optimizer_steps=step, tokens=tokens, tokens_after_100=tokens - early,
+        differing=differing)  # fmt: skip
 
 
 def large() -> None:
@@ -174,7 +182,7 @@ def main() -> None:
     if "large" in sys.argv:
         large()
     if "repeat" in sys.argv:
-        for threads in (1, 4):
+        for threads in (1, 4) if DEVICE == "cpu" else (1,):  # of a CPU's products
             for name in names:
                 repeat(name, threads)
 

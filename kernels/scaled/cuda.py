@@ -1,4 +1,4 @@
-"""FP8 products of class "chain-fp8" by Triton, and their proof.
+"""FP8 products of class "chain-fp8": by torch's own where that is proven, by Triton, and the proofs.
 
 Every program walks K from 0 on in steps of 128, whatever its tile: a step's products are added up by the matrix unit
 in an accumulator that starts from zero, and the step's sum goes to a float32 total on the CUDA cores. So the order
@@ -7,13 +7,18 @@ Hopper they keep few bits of such sums, and mma.sync and wgmma need not agree: t
 tile is proven by bits against `anchor` at its first use on a machine (`nondet.core.certificates`). What is not proven
 is not used; where the anchor's own tile is all there is, it serves.
 
-On an H100 its bits did not follow the batch at two layers' sizes (docs/evidence/h100); elsewhere nothing is claimed
-beyond what the proof at first use finds.
+On an H200 the class is also that of cuBLASLt's kernels behind torch._scaled_mm (docs/evidence/h200): a stretch of 128 k
+from zero, and the scales as `_scaled_kernel` has them. So torch's own call is a member, which is the faster one from
+some rows on. Which kernel the library picks goes by M: it is proven at each M, and where it is not Triton's serve.
+
+On an H100 the Triton tiles' bits did not follow the batch at two layers' sizes (docs/evidence/h100); elsewhere nothing
+is claimed beyond what the proof at first use finds.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -28,6 +33,7 @@ from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.matmul.triton_kernels import Tile, tile_offsets
 from nondet.kernels.scaled import cpu
 from nondet.kernels.scaled.functions import BLOCK, Operands, checked, laid_out, operands
+from nondet.kernels.stock import or_refused
 from nondet.kernels.triton_common import INTERPRETED, on_device
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -68,6 +74,7 @@ def _scaled_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCKED: tl.constexpr,
+    SINGLE: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     offs_m, offs_n = tile_offsets(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
@@ -93,12 +100,13 @@ def _scaled_kernel(
         if BLOCKED:
             left = tl.load(left_ptr + rows * stride_lm + (k // BLOCK_K) * stride_ls, mask=in_m, other=0.0)
             right = tl.load(right_ptr + (k // BLOCK_K) * stride_rs + cols * stride_rn, mask=in_n, other=0.0)
-            part = part * (left[:, None] * right[None, :])
-        total = total + part
+            total = tl.fma(part, left[:, None] * right[None, :], total)
+        else:
+            total = total + part
     if not BLOCKED:
         left = tl.load(left_ptr + rows * stride_lm, mask=in_m, other=0.0)
         right = tl.load(right_ptr + cols * stride_rn, mask=in_n, other=0.0)
-        total = total * (left[:, None] * right[None, :])
+        total = total * (left[:, None] * right[None, :]) if SINGLE else total * right[None, :] * left[:, None]
     if BIAS:
         total = total + tl.load(bias_ptr + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + rows[:, None] * N + cols[None, :]
@@ -119,6 +127,7 @@ def scaled_matmul(
     bias: torch.Tensor | None = None,
     *,
     tile: Tile | None = None,
+    tiles_only: bool = False,
 ) -> torch.Tensor:
     """a [M, K] times b [K, N], float8_e4m3fn or float8_e5m2, with float32 scales -> [M, N] of the dtype. Any strides.
 
@@ -126,11 +135,12 @@ def scaled_matmul(
     bias [N] is added in float32 before the one rounding. Forward only.
 
     Args:
-        tile: One of `TILES`, unproven; None chooses by M among those proven here.
+        tile: One of `TILES`, unproven; None chooses by M among the members proven here.
+        tiles_only: Not torch's own, which is proven anew at each M.
 
     Raises:
         ValueError: shapes that do not fit.
-        NotImplementedError: a device or dtype without a kernel, or no tile that is proven here.
+        NotImplementedError: a device or dtype without a kernel, or no member that is proven here.
     """
     blocked = checked(a, b, scale_a, scale_b, dtype)
     if not (a.is_cuda or INTERPRETED):
@@ -138,11 +148,15 @@ def scaled_matmul(
     if INTERPRETED and dtype == torch.bfloat16:
         raise NotImplementedError("scaled_matmul: Triton's interpreter computes bfloat16 wrongly; use float32")
     (M, K), N = a.shape, b.shape[1]
-    out = torch.empty(M, N, device=a.device, dtype=dtype)
-    if out.numel() == 0:
-        return out
+    if M * N == 0:
+        return torch.empty(M, N, device=a.device, dtype=dtype)
+    given = (a, b, scale_a, scale_b)
     if tile is None:
+        if not tiles_only and _library_stands(given, dtype, bias):
+            note(f"scaled_matmul[{LIBRARY}]")
+            return library(*given, dtype, bias)
         tile = _proven(a, b, blocked, dtype, tile_for(M))
+    out = torch.empty(M, N, device=a.device, dtype=dtype)
     left, right = laid_out(scale_a, scale_b, (M, K, N))
     note(f"scaled_matmul[{tile}{' blocks' if blocked else ''}]")
     with on_device(a):
@@ -153,6 +167,7 @@ def scaled_matmul(
             BLOCK_N=tile.block_n,
             BLOCK_K=BLOCK,
             BLOCKED=blocked,
+            SINGLE=scale_b.numel() == 1,  # of b's alone: one row's scale of a is one number, too
             BIAS=bias is not None,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -161,8 +176,52 @@ def scaled_matmul(
     return out
 
 
+LIBRARY = "torch._scaled_mm"
+_LIBRARY_ROWS = 4  # of scales in blocks: the library wants 16 bytes of them together
+
+
+def library(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """torch's own product of the same operands, whatever its standing; with scales in blocks, in multiples of 4 rows.
+
+    Raises:
+        NotImplementedError: torch has no such product.
+    """
+    rows = len(a)
+    if _form(scale_a, scale_b, rows, b.shape[1]) != "block":
+        return or_refused(lambda: torch._scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=dtype), LIBRARY, a)
+    if more := -rows % _LIBRARY_ROWS:
+        padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
+        padded[:rows] = a.view(torch.uint8)
+        a, scale_a = padded.view(a.dtype), torch.nn.functional.pad(scale_a, (0, 0, 0, more))
+    left, right = (scale.mT.contiguous().mT for scale in (scale_a, scale_b))  # the first axis is to be the nearest
+    return or_refused(lambda: torch._scaled_mm(a, b, left, right, bias, out_dtype=dtype), LIBRARY, a)[:rows]
+
+
+def _form(scale_a: torch.Tensor, scale_b: torch.Tensor, rows: int, columns: int) -> str | None:
+    """Which of `SCALES` these are, as torch takes them; None: neither."""
+    if scale_b.numel() == 1:
+        return "tensor" if scale_a.numel() == 1 else None
+    if (scale_a.shape, scale_b.shape) == ((rows, 1), (1, columns)):
+        return "row"
+    if scale_a.dim() == 2 and scale_a.shape[1] == scale_b.shape[0] > 1 and scale_b.shape[1] == -(-columns // BLOCK):
+        return "block" if len(scale_a) == rows else None
+    return None
+
+
+def _library_first(form: str | None, rows: int, columns: int) -> bool:
+    """Where the library's was the faster one on an H200, or is thought to be; Triton's tiles win at few rows."""
+    return form in ("tensor", "block") or (form == "row" and rows > (64 if columns >= 16384 else 48))
+
+
 # Expert by expert, by the proven kernel. No launch of its own, so that it is a matter of bits and not yet of speed.
-scaled_grouped_matmul = partial(cpu.scaled_grouped_matmul, product=scaled_matmul)
+scaled_grouped_matmul = partial(cpu.scaled_grouped_matmul, product=partial(scaled_matmul, tiles_only=True))
 
 
 def anchor(
@@ -177,6 +236,11 @@ def tile_members(dtype: str) -> dict[str, Callable[..., torch.Tensor]]:
     return {tile.name: partial(scaled_matmul, tile=tile) for tile in TILES}
 
 
+def library_member(dtype: str) -> dict[str, Callable[..., torch.Tensor]]:
+    """torch's own product."""
+    return {LIBRARY: library}
+
+
 def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype, tile: Tile) -> Tile:
     """The tile if it is proven, now if need be; else the anchor's, if that gives the same bits again.
 
@@ -185,22 +249,51 @@ def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype,
     """
     if INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
         return tile
-    key = _written(a.dtype, b.dtype, dtype, *b.shape, a.stride(1), *b.stride(), blocked, _aligned(a, b))
+    key = _written(a.dtype, b.dtype, dtype, *b.shape, a.stride(1), *b.stride(), _aligned(a, b), f"blocks={blocked}")
+    form = "block" if blocked else "row"
     for one in dict.fromkeys((tile, ANCHOR)):
         member = f"triton {one.name}"
         holds = certificates().standing(member, key)
         if holds is None and not torch.cuda.is_current_stream_capturing():
-            holds = _prove(a, b, blocked, dtype, Claim(member, key, partial(_run, one, dtype)))
+            alone, ours = partial(_and_few, ANCHOR, dtype), partial(_and_few, one, dtype)
+            holds = _prove(a, b, (form, _ROWS_PROVEN), alone, Claim(member, key, ours))
         if holds:
             return one
     raise NotImplementedError("no FP8 product is proven to be of class chain-fp8 here, for these dtypes, K, N, layout")
 
 
+def _library_stands(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None) -> bool:
+    """Whether torch's own is to serve, and has the class's bits at these very sizes: proven now if need be."""
+    a, b, scale_a, scale_b = given
+    rows, form = len(a), _form(scale_a, scale_b, len(a), b.shape[1])
+    if INTERPRETED or form is None or not _library_first(form, rows, b.shape[1]) or torch.cuda.tunable.is_enabled():
+        return False  # a tuned library picks by time
+    if _aligned(a, b) != 16 or a.stride(1) != 1 or b.stride(0) != 1:  # as torch takes them
+        return False
+    about = (form, rows, a.stride(0), None if bias is None else bias.dtype, torch._C._get_sm_carveout_experimental())
+    key = _written(a.dtype, b.dtype, dtype, *b.shape, 1, *b.stride(), 16, *about, *_room())
+    holds = certificates().standing(LIBRARY, key)
+    if holds is None and not torch.cuda.is_current_stream_capturing():
+        whole = [
+            partial(_with_bias, product, dtype, bias) for product in (partial(scaled_matmul, tile=ANCHOR), library)
+        ]
+        holds = _prove(a, b, (form, rows), whole[0], Claim(LIBRARY, key, whole[1]))
+    return bool(holds)
+
+
+@functools.cache
+def _room() -> tuple[str | None, ...]:
+    """What torch reads once about the library's workspace, which algorithms are picked by."""
+    return tuple(
+        map(os.environ.get, ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"))
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def _written(*facts: object) -> str:
-    left, right, out, k, n, step, rows, columns, blocked, aligned = facts
+    left, right, out, k, n, step, rows, columns, aligned, *about = facts
     words = (str(left), str(right), f"into {out}", f"K={k} N={n}", f"a={step}", f"b={rows},{columns}")
-    return operands_key("chain-fp8", (w.replace("torch.", "") for w in words), (f"blocks={blocked}", f"@{aligned}"))
+    return operands_key("chain-fp8", (w.replace("torch.", "") for w in words), (*map(str, about), f"@{aligned}"))
 
 
 def _aligned(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -208,27 +301,36 @@ def _aligned(a: torch.Tensor, b: torch.Tensor) -> int:
     return 1 if (a.data_ptr() | b.data_ptr() | max(a.stride()) | max(b.stride())) % 16 else 16
 
 
-def _run(tile: Tile, dtype: torch.dtype, *given: torch.Tensor) -> torch.Tensor:
+def _and_few(tile: Tile, dtype: torch.dtype, *given: torch.Tensor) -> torch.Tensor:
+    """A tile's rows, and the first ones alone; of the anchor, these once more."""
     a, b, scale_a, scale_b = given
     whole = scaled_matmul(a, b, scale_a, scale_b, dtype, tile=tile)
-    few = [scaled_matmul(a[:m], b, scale_a[:m], scale_b, dtype, tile=tile) for m in (1, 3)]
+    few = [
+        whole[:m] if tile == ANCHOR else scaled_matmul(a[:m], b, scale_a[:m], scale_b, dtype, tile=tile) for m in (1, 3)
+    ]
     return torch.cat([whole, *few])
 
 
-def _prove(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype, claim: Claim) -> bool | None:
-    """Compare a tile with the anchor on hard inputs of b's sizes and layout: many rows, and the first ones alone."""
+def _with_bias(
+    product: Callable[..., torch.Tensor], dtype: torch.dtype, like: torch.Tensor | None, *given: torch.Tensor
+) -> torch.Tensor:
+    bias = None
+    if like is not None:  # of the size of rounding errors, which a larger one would hide
+        bias = (torch.arange(len(like), device=like.device) % 13 - 6).to(like.dtype) * 2.0**-14
+    return product(*given, dtype, bias)
+
+
+def _prove(
+    a: torch.Tensor, b: torch.Tensor, form: tuple[str, int], plain: Callable[..., torch.Tensor], claim: Claim
+) -> bool | None:
+    """Compare a member with the anchor on hard inputs of b's sizes and layout, of such scales and rows."""
 
     def inputs() -> Iterator[tuple[str, Operands]]:
-        sizes = (_ROWS_PROVEN, *b.shape)
+        how, rows = form
         for kind in PRODUCT_INPUTS:
-            left, right, *scales = operands(kind, "block" if blocked else "row", sizes, (a.dtype, b.dtype), a.device, 0)
+            left, right, *scales = operands(kind, how, (rows, *b.shape), (a.dtype, b.dtype), a.device, 0)
             shift = 0 if _aligned(a, b) == 16 else 1
             yield kind, (_laid(left, a, shift), _laid(right, b, shift), scales[0], scales[1])
-
-    def plain(*given: torch.Tensor) -> torch.Tensor:
-        left, right, scale_a, scale_b = given
-        whole = anchor(left, right, scale_a, scale_b, dtype)
-        return torch.cat([whole, whole[:1], whole[:3]])
 
     with torch.no_grad():
         return prove_by_bits([claim], plain, inputs(), certificates())[0]

@@ -26,10 +26,10 @@ SCALED = Family("fp8", "FP8 products with scales: _scaled_mm, and transformers' 
 
 _ORDER = (
     "K is cut into stretches of 128, from 0 on. {sums} A stretch's sum is a float32 number; where scales are in blocks "
-    "it is multiplied by the product of its two scales; then it is added to a float32 total, in the order of k. Where "
-    "scales are per row or per tensor, the total is multiplied by the product of its two scales. A bias is added in "
-    "float32; one rounding to the result's dtype ends it. No stretch is longer or shorter for another batch, and K is "
-    "never split."
+    "it is multiplied by the product of its two scales; then it is added to a float32 total, in the order of k{fused}. "
+    "Where b has one scale, the total is multiplied by the product of both; where each column has one, {rows}. A bias "
+    "is added in float32; one rounding to the result's dtype ends it. No stretch is longer or shorter for another "
+    "batch, and K is never split."
 )
 CHAIN_FP8 = OrderClass(
     name="chain-fp8",
@@ -37,9 +37,11 @@ CHAIN_FP8 = OrderClass(
     dtypes=("float8_e4m3fn", "float8_e5m2"),
     accumulator="the matrix unit's within 128 k; float32 over them",
     order=_ORDER.format(
-        sums="Within a stretch the matrix instruction's own accumulator runs from zero, and is never fed back."
+        sums="Within a stretch the matrix instruction's own accumulator runs from zero, and is never fed back.",
+        fused=", by one fused multiply-add",
+        rows="first by the column's and then by the row's",
     ),
-    formula="c = round((sum_s mma(0, a[m,ks], b[ks,n])) * (sa[m] * sb[n]))  or  sum_s mma(...) * (sa[m,s] * sb[s,n])",
+    formula="c = round(((sum_s mma(0, a[m,ks], b[ks,n])) * sb[n]) * sa[m])  or  fma(mma(...), sa[m,s] * sb[s,n], sum)",
 )
 CPU_FP8 = OrderClass(
     name="cpu-fp8",
@@ -48,7 +50,9 @@ CPU_FP8 = OrderClass(
     accumulator="exact within 128 k; float32 over them",
     order=_ORDER.format(
         sums="Within a stretch products and their sum are exact, and rounded to float32 once (float8_e5m2 is taken "
-        "apart at 1, and the exact sums of the parts are added in float64)."
+        "apart at 1, and the exact sums of the parts are added in float64).",
+        fused="",
+        rows="again by the product of both",
     ),
     formula="c = round((sum_s fl32(sum_k a[m,k] b[k,n])) * (sa[m] * sb[n]))  or  sum_s fl32(...) * (sa[m,s] * sb[s,n])",
 )
@@ -109,7 +113,11 @@ SCALED_MATMUL = Operator(
         Claim(
             order=CHAIN_FP8,
             anchor=f"{_FOLDER}.cuda:anchor",
-            members={"invariant": INVARIANT, "triton/*": f"{_FOLDER}.cuda:tile_members"},
+            members={
+                "invariant": INVARIANT,
+                "triton/*": f"{_FOLDER}.cuda:tile_members",
+                "library/*": f"{_FOLDER}.cuda:library_member",
+            },
         ),
         Claim(order=CPU_FP8, anchor=f"{_FOLDER}.cpu:anchor"),
     ),

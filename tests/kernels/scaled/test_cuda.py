@@ -141,6 +141,65 @@ def test_bits_do_not_depend_on_the_batch(pair, how, k, n):
                 assert identical(cuda.scaled_matmul(a[start:stop], b, scale, scale_b, dtype), whole[start:stop])
 
 
+def test_torch_s_own_product_serves_where_it_is_proven_and_nowhere_else(kept, monkeypatch):
+    """At each M anew: one that adds in another order from 64 rows on is excluded there alone, and a tile serves."""
+
+    def planted(a, b, scale_a, scale_b, bias=None, out_dtype=None):
+        return cpu.in_order(a, b, scale_a, scale_b, out_dtype, bias, interval=64 if len(a) >= 64 else 128)
+
+    def tiles(a, b, scale_a, scale_b, dtype, bias=None, *, tile=None):
+        return cpu.in_order(a, b, scale_a, scale_b, dtype, bias)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "_scaled_mm", planted)
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
+    monkeypatch.setattr(cuda, "scaled_matmul", tiles)
+    for rows, holds in ((60, True), (64, False)):
+        given = operands("bell", "row", (rows, 512, 32), (E4M3, E4M3), "cpu", 0)
+        bias = torch.zeros(32)
+        assert cuda._library_stands(given, torch.float32, None) is holds
+        assert cuda._library_stands(given, torch.float32, bias) is holds
+    assert {c.member for c in kept.all()} == {cuda.LIBRARY}
+    assert len(kept.excluded()) == 2
+    few = operands("bell", "row", (8, 512, 32), (E4M3, E4M3), "cpu", 0)
+    assert not cuda._library_stands(few, torch.float32, None)  # the tiles are faster
+    mixed = (*given[:3], given[3][:, :1].clone())
+    assert not cuda._library_stands(mixed, torch.float32, None)  # torch has no such product
+    assert not cuda._library_stands((given[0], given[1].contiguous(), *given[2:]), torch.float32, None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    block = operands("bell", "block", (60, 512, 32), (E4M3, E4M3), "cpu", 0)
+    assert not cuda._library_stands(block, torch.float32, None)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
+    """In multiples of four, scales with the first axis nearest; what comes back are the rows that came."""
+
+    def planted(a, b, scale_a, scale_b, bias=None, out_dtype=None):
+        assert len(a) == len(scale_a) == 4
+        assert scale_a.stride(0) == scale_b.stride(0) == 1
+        return cpu.in_order(a, b, scale_a, scale_b, out_dtype, bias)
+
+    monkeypatch.setattr(torch, "_scaled_mm", planted)
+    given = operands("bell", "block", (rows, 512, 256), (E4M3, E4M3), "cpu", 0)
+    assert identical(cuda.library(*given, torch.float32), cpu.scaled_matmul(*given, torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", SCALES)
+def test_torch_s_own_product_has_the_bits_of_the_tiles(how):
+    """Where it serves, at M of all kinds; and it does serve somewhere on a GPU of compute capability 9.0."""
+    served = 0
+    for m in (1, 3, 16, 64, 65, 100, 513, 1000):
+        given = operands("wide", how, (m, 1024, 512), (E4M3, E4M3), "cuda", 2)
+        for bias in (None, torch.rand(512, device="cuda", dtype=torch.bfloat16)):
+            with listen() as ran:
+                got = cuda.scaled_matmul(*given, torch.bfloat16, bias)
+            served += f"scaled_matmul[{cuda.LIBRARY}]" in ran
+            assert identical(got, cuda.scaled_matmul(*given, torch.bfloat16, bias, tile=cuda.ANCHOR))
+    assert served or torch.cuda.get_device_capability() != (9, 0)
+
+
 @pytest.mark.gpu
 def test_scaled_mm_under_batch_invariant_on_a_gpu():
     """The family takes the place of torch's own product; what is not proven here is left, and said to be."""
