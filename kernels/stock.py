@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +63,46 @@ def scaled_matmul(
         NotImplementedError: torch has no such product here: of these scales, dtypes or sizes.
     """
     note("torch._scaled_mm")
-    if scale_a.dim() == 2 and scale_a.shape[1] > 1:  # blocks: torch asks for the first axis to be the nearest
-        scale_a = scale_a.mT.contiguous().mT
-        scale_b = scale_b.mT.contiguous().mT
-    return or_refused(lambda: torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype), "torch._scaled_mm", a)
+
+    def call(step: int) -> torch.Tensor:
+        left, right = block_scales(scale_a, scale_b, step) if step else (scale_a, scale_b)
+        return torch._scaled_mm(a, b, left, right, out_dtype=dtype)
+
+    blocks = scale_a.dim() == 2 and scale_a.shape[1] > 1
+    with suppress(NotImplementedError):
+        return or_refused(partial(call, 4 if blocks else 0), "torch._scaled_mm", a)
+    # torch 2.11 takes no other step than that of the scales, though the library then reads others: `block_scales`
+    return or_refused(partial(call, 1 if blocks else 0), "torch._scaled_mm", a)
+
+
+def block_scales(scale_a: torch.Tensor, scale_b: torch.Tensor, step: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M, s] and [s, N / 128] as cuBLASLt reads them: the first axis nearest, of b's every `step` floats a column.
+
+    torch 2.11 refuses any step but s itself, and with a step that is no multiple of 4 the library reads other scales.
+    """
+    stretches, columns = scale_b.shape
+    apart = stretches + -stretches % step
+    right = scale_b.new_zeros(columns, apart)[:, :stretches].copy_(scale_b.mT).mT if apart > stretches else scale_b
+    if apart == stretches and scale_b.stride(0) != 1:
+        right = scale_b.mT.contiguous().mT
+    return scale_a.mT.contiguous().mT, right
+
+
+# How torch says that it has no such product, rather than that one failed.
+_REFUSED = re.compile("nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED", re.I)
+
+
+def or_refused(call: Callable[[], torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """The call's result; NotImplementedError in one line where torch says that it has no such product."""
+    try:
+        return call()
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        if not _REFUSED.search(str(error)):
+            raise
+        why = str(error).strip().splitlines()[0].partition(". ")[0][:160].removesuffix(".")
+        raise NotImplementedError(f"{name} refuses this on {x.device.type}: {why}") from error
 
 
 def scaled_grouped_matmul(
@@ -85,23 +123,6 @@ def scaled_grouped_matmul(
         lambda: torch._scaled_grouped_mm(x, weight, scale_x, scale_weight, offs=offsets, out_dtype=dtype),
         *("torch._scaled_grouped_mm", x),
     )
-
-
-# How torch says that it has no such product, rather than that one failed.
-_REFUSED = re.compile("nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED", re.I)
-
-
-def or_refused(call: Callable[[], torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    """The call's result; NotImplementedError in one line where torch says that it has no such product."""
-    try:
-        return call()
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        if not _REFUSED.search(str(error)):
-            raise
-        why = str(error).strip().splitlines()[0].partition(". ")[0][:160].removesuffix(".")
-        raise NotImplementedError(f"{name} refuses this on {x.device.type}: {why}") from error
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

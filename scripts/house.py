@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1290,
-    "kernels": 20480,
+    "kernels": 20520,
     "nondet": 1826,
     "probes": 5230,
     "ranks": 596,

@@ -33,7 +33,7 @@ from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.matmul.triton_kernels import Tile, tile_offsets
 from nondet.kernels.scaled import cpu
 from nondet.kernels.scaled.functions import BLOCK, Operands, checked, laid_out, operands
-from nondet.kernels.stock import or_refused
+from nondet.kernels.stock import block_scales, or_refused
 from nondet.kernels.triton_common import INTERPRETED, on_device
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -152,9 +152,10 @@ def scaled_matmul(
         return torch.empty(M, N, device=a.device, dtype=dtype)
     given = (a, b, scale_a, scale_b)
     if tile is None:
-        if not tiles_only and _library_stands(given, dtype, bias):
-            note(f"scaled_matmul[{LIBRARY}]")
-            return library(*given, dtype, bias)
+        step = None if tiles_only else _library_step(given, dtype, bias)
+        if step is not None:
+            note(f"scaled_matmul[{_named(step)}]")
+            return library(*given, dtype, bias, step=step)
         tile = _proven(a, b, blocked, dtype, tile_for(M))
     out = torch.empty(M, N, device=a.device, dtype=dtype)
     left, right = laid_out(scale_a, scale_b, (M, K, N))
@@ -177,7 +178,13 @@ def scaled_matmul(
 
 
 LIBRARY = "torch._scaled_mm"
-_LIBRARY_ROWS = 4  # of scales in blocks: the library wants 16 bytes of them together
+# Rows in multiples of these: the library wants 16 bytes of a block's scales together; and where it splits K at few
+# rows, which leaves the class, it may not at 64.
+_STEPS = (4, 64)
+
+
+def _named(step: int) -> str:
+    return LIBRARY if step in (1, _STEPS[0]) else f"{LIBRARY} of {step} rows"
 
 
 def library(
@@ -187,8 +194,10 @@ def library(
     scale_b: torch.Tensor,
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
+    *,
+    step: int = _STEPS[0],
 ) -> torch.Tensor:
-    """torch's own product of the same operands, whatever its standing; with scales in blocks, in multiples of 4 rows.
+    """torch's own product of the same operands, whatever its standing; with scales in blocks, in multiples of `step`.
 
     Raises:
         NotImplementedError: torch has no such product.
@@ -196,11 +205,11 @@ def library(
     rows = len(a)
     if _form(scale_a, scale_b, rows, b.shape[1]) != "block":
         return or_refused(lambda: torch._scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=dtype), LIBRARY, a)
-    if more := -rows % _LIBRARY_ROWS:
+    if more := -rows % step:
         padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
         padded[:rows] = a.view(torch.uint8)
         a, scale_a = padded.view(a.dtype), torch.nn.functional.pad(scale_a, (0, 0, 0, more))
-    left, right = (scale.mT.contiguous().mT for scale in (scale_a, scale_b))  # the first axis is to be the nearest
+    left, right = block_scales(scale_a, scale_b)
     return or_refused(lambda: torch._scaled_mm(a, b, left, right, bias, out_dtype=dtype), LIBRARY, a)[:rows]
 
 
@@ -237,8 +246,8 @@ def tile_members(dtype: str) -> dict[str, Callable[..., torch.Tensor]]:
 
 
 def library_member(dtype: str) -> dict[str, Callable[..., torch.Tensor]]:
-    """torch's own product."""
-    return {LIBRARY: library}
+    """torch's own product, in each multiple of rows."""
+    return {_named(step): partial(library, step=step) for step in _STEPS}
 
 
 def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype, tile: Tile) -> Tile:
@@ -262,23 +271,25 @@ def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype,
     raise NotImplementedError("no FP8 product is proven to be of class chain-fp8 here, for these dtypes, K, N, layout")
 
 
-def _library_stands(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None) -> bool:
-    """Whether torch's own is to serve, and has the class's bits at these very sizes: proven now if need be."""
+def _library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None) -> int | None:
+    """In multiples of how many rows torch's own is to serve: proven at these very sizes, now if need be; None: not."""
     a, b, scale_a, scale_b = given
     rows, form = len(a), _form(scale_a, scale_b, len(a), b.shape[1])
     if INTERPRETED or form is None or not _library_first(form, rows, b.shape[1]) or torch.cuda.tunable.is_enabled():
-        return False  # a tuned library picks by time
+        return None  # a tuned library picks by time
     if _aligned(a, b) != 16 or a.stride(1) != 1 or b.stride(0) != 1:  # as torch takes them
-        return False
+        return None
     about = (form, rows, a.stride(0), None if bias is None else bias.dtype, torch._C._get_sm_carveout_experimental())
     key = _written(a.dtype, b.dtype, dtype, *b.shape, 1, *b.stride(), 16, *about, *_room())
-    holds = certificates().standing(LIBRARY, key)
-    if holds is None and not torch.cuda.is_current_stream_capturing():
-        whole = [
-            partial(_with_bias, product, dtype, bias) for product in (partial(scaled_matmul, tile=ANCHOR), library)
-        ]
-        holds = _prove(a, b, (form, rows), whole[0], Claim(LIBRARY, key, whole[1]))
-    return bool(holds)
+    for step in (1,) if form != "block" else _STEPS if rows < _STEPS[1] else _STEPS[:1]:
+        holds = certificates().standing(_named(step), key)
+        if holds is None and not torch.cuda.is_current_stream_capturing():
+            products = (partial(scaled_matmul, tile=ANCHOR), partial(library, step=step))
+            plain, torchs = (partial(_with_bias, product, dtype, bias) for product in products)
+            holds = _prove(a, b, (form, rows), plain, Claim(_named(step), key, torchs))
+        if holds:
+            return step
+    return None
 
 
 @functools.cache

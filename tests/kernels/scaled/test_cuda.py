@@ -10,7 +10,7 @@ from nondet.core.certificates import Certificates
 from nondet.core.compare import error_against, identical
 from nondet.core.launch import listen
 from nondet.core.proof import PRODUCT_INPUTS
-from nondet.kernels import reference, triton_common
+from nondet.kernels import reference, stock, triton_common
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled import cpu, cuda
 from nondet.kernels.scaled.functions import FLOAT8, SCALES, operands
@@ -157,18 +157,46 @@ def test_torch_s_own_product_serves_where_it_is_proven_and_nowhere_else(kept, mo
     for rows, holds in ((60, True), (64, False)):
         given = operands("bell", "row", (rows, 512, 32), (E4M3, E4M3), "cpu", 0)
         bias = torch.zeros(32)
-        assert cuda._library_stands(given, torch.float32, None) is holds
-        assert cuda._library_stands(given, torch.float32, bias) is holds
+        assert (cuda._library_step(given, torch.float32, None) == 1) is holds
+        assert (cuda._library_step(given, torch.float32, bias) == 1) is holds
     assert {c.member for c in kept.all()} == {cuda.LIBRARY}
     assert len(kept.excluded()) == 2
     few = operands("bell", "row", (8, 512, 32), (E4M3, E4M3), "cpu", 0)
-    assert not cuda._library_stands(few, torch.float32, None)  # the tiles are faster
+    assert not cuda._library_step(few, torch.float32, None)  # the tiles are faster
     mixed = (*given[:3], given[3][:, :1].clone())
-    assert not cuda._library_stands(mixed, torch.float32, None)  # torch has no such product
-    assert not cuda._library_stands((given[0], given[1].contiguous(), *given[2:]), torch.float32, None)
+    assert not cuda._library_step(mixed, torch.float32, None)  # torch has no such product
+    assert not cuda._library_step((given[0], given[1].contiguous(), *given[2:]), torch.float32, None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     block = operands("bell", "block", (60, 512, 32), (E4M3, E4M3), "cpu", 0)
-    assert not cuda._library_stands(block, torch.float32, None)
+    assert not cuda._library_step(block, torch.float32, None)
+
+
+def test_the_library_is_asked_for_more_rows_where_it_leaves_the_class_at_few(kept, monkeypatch):
+    """With scales in blocks: one that splits K below 64 rows serves as one of 64."""
+
+    def planted(a, b, scale_a, scale_b, bias=None, out_dtype=None):
+        return cpu.in_order(a, b, scale_a, scale_b, out_dtype, bias, splits=2 if len(a) < 64 else 1)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "_scaled_mm", planted)
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
+    monkeypatch.setattr(cuda, "scaled_matmul", lambda *given, tile: cpu.in_order(*given))
+    for rows, step in ((5, 64), (60, 64), (63, 4), (70, 4)):
+        given = operands("bell", "block", (rows, 2048, 256), (E4M3, E4M3), "cpu", 0)
+        assert cuda._library_step(given, torch.float32, None) == step
+        assert identical(cuda.library(*given, torch.float32, step=step), cpu.in_order(*given, torch.float32))
+
+
+def test_block_scales_keep_their_values_in_columns_of_four():
+    """Whatever they lay like; what is added is zero."""
+    left, right = torch.rand(8, 6), torch.rand(6, 3)
+    for given in (right, right.mT.contiguous().mT):
+        a, b = stock.block_scales(left, given)
+        assert identical(a, left)
+        assert identical(b, right)
+        assert (a.stride(0), b.stride()) == (1, (1, 8))
+        assert float(torch.as_strided(b, (2, 3), (1, 8), 6).abs().sum()) == 0
+        assert stock.block_scales(left, given, 1)[1].stride() == (1, 6)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
