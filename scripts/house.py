@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1290,
     "kernels": 20520,
     "nondet": 1826,
-    "probes": 5230,
+    "probes": 5290,
     "ranks": 596,
     "reports": 6185,
     "sampling": 6265,
