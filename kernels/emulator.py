@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,8 +90,8 @@ def _parts(x: Array, form: Format) -> tuple[Array, Array]:
 
 def _shifted(m: Array, by: Array) -> Array:
     """m * 2^by, cut towards zero."""
-    cut = np.abs(m) >> np.clip(-by, 0, 63)
-    return np.where(by >= 0, np.abs(m) << np.clip(by, 0, 62), cut) * np.sign(m)
+    cut = np.abs(m) >> np.minimum(np.maximum(-by, 0), 63)
+    return np.where(by >= 0, np.abs(m) << np.minimum(np.maximum(by, 0), 62), cut) * np.sign(m)
 
 
 def fused_step(a: Array, b: Array, c: Array, dtype: str, unit: Unit, out: str = "float32") -> Array:
@@ -393,8 +393,9 @@ def _outwards(survivors: Survivors, masks: Sequence[Mask], exact: int) -> list[l
     while left:
         following: list[tuple[list[Any], Mask]] = []
         for (into, mask), counts in zip(left, survivors([mask for _, mask in left]), strict=True):
-            for value in sorted(set(counts.tolist()), reverse=True):
-                part = mask.js[counts == value]
+            values, many = np.unique(-counts, return_counts=True)
+            rising = mask.js[np.argsort(-counts, kind="stable")]
+            for value, part in zip((-values).tolist(), np.split(rising, np.cumsum(many)[:-1]), strict=True):
                 if value < exact or len(part) == 1 or len(part) == len(mask.js) == len(mask.ones):
                     into.append(part)
                 else:  # rounded: asked again with ones on these only, until counts are exact
@@ -443,76 +444,118 @@ def _joined(
 # it meets it, and one that is more shows: so it can be told whether leaf j, when it meets leaf i, is in a sum with
 # others. These triples tell the tree.
 
-Held = Callable[[int, int, Array, int], bool]
+
+class Question(NamedTuple):
+    """Whether the sum that holds leaf `j` where it meets leaf `i` holds at least so many (`least`) of `some`."""
+
+    i: int
+    j: int
+    some: Array
+    least: int
+
+
+Held = Callable[[Sequence[Question]], list[bool]]
+Asking = Generator[list[Question], list[bool], Any]
 
 
 def find_tree_of_positive(held: Held, places: Sequence[int], leaves: int, seed: int = 0) -> Tree:
     """The tree of a sum of positive terms, two at a time.
 
     Args:
-        held: held(i, j, some, count): whether the sum that holds j where it meets i holds at least `count` of `some`.
+        held: Answers questions; those that do not wait for each other's answers are asked at once.
         places: The leaves that are in the sum.
         seed: Of the leaves that are asked about first; the tree is the same for each.
     """
     rng = np.random.default_rng(seed)
-    nodes: list[tuple[int, ...]] = []
-    stands = {leaf: leaf for leaf in places}  # of a part that is done its least leaf goes on for all of it
+    nodes: list[list[int]] = [[0]]  # the first holds the root, as any node holds what its parts turn out to be
+    begun: list[Asking] = []
 
-    def joined(one: int, other: int) -> int:
-        nodes.append((one, other))
+    def node(*children: int) -> int:
+        nodes.append([*children])
         return leaves + len(nodes) - 1
 
-    def made(group: Array) -> int:
+    def made(group: Array, stands: dict[int, int], into: list[int], at: int) -> Asking:
+        """Of a part that is done its least leaf `stands` for all of it."""
         while len(group) > 1:
-            order = _rising(held, group, rng)
+            order = yield from _rising(group, rng)
             if order is not None:
-                return functools.reduce(joined, (stands[int(leaf)] for leaf in order))
+                into[at] = functools.reduce(node, (stands[int(leaf)] for leaf in order))
+                return
             i, j = (int(leaf) for leaf in rng.choice(group, 2, replace=False))
             others = group[(group != i) & (group != j)]
-            with_i = _beside(held, j, i, others)
+            with_i = yield from _beside(j, i, others)
             others = others[~np.isin(others, with_i)]
-            with_j = _beside(held, i, j, others)
-            first = min(i, j, *with_i.tolist(), *with_j.tolist())
-            stands[first] = joined(made(np.sort(np.append(with_i, i))), made(np.sort(np.append(with_j, j))))
+            with_j = yield from _beside(i, j, others)
+            parts = [np.sort(np.append(with_i, i)), np.sort(np.append(with_j, j))]
+            both = node(0, 0)
+            for side, part in enumerate(parts):
+                begun.append(made(part, {int(leaf): stands[int(leaf)] for leaf in part}, nodes[both - leaves], side))
+            first = int(min(parts[0][0], parts[1][0]))
+            stands[first] = both
             group = np.sort(np.append(others[~np.isin(others, with_j)], first))
-        return stands[int(group[0])]
+        into[at] = stands[int(group[0])]
 
-    return _canonical(leaves, nodes, made(np.array(sorted(places))))
+    begun.append(made(np.array(sorted(places)), {leaf: leaf for leaf in places}, nodes[0], 0))
+    waiting: list[tuple[Asking, list[Question]]] = []
+    while begun or waiting:
+        answers = iter(held([question for _, questions in waiting for question in questions]))
+        going = [(one, [next(answers) for _ in questions]) for one, questions in waiting]
+        going += [(one, []) for one in begun]
+        begun.clear()
+        waiting = []
+        for one, told in going:
+            try:
+                waiting.append((one, one.send(told or None)))  # type: ignore[arg-type]  # None begins it
+            except StopIteration:
+                continue
+    return _canonical(leaves, [tuple(children) for children in nodes], nodes[0][0])
 
 
-def _rising(held: Held, group: Array, rng: np.random.Generator) -> Array | None:
+def _rising(group: Array, rng: np.random.Generator) -> Asking:
     """The order in which these are added one by one, where it is that of their numbers or its reverse."""
     for order in (group, group[::-1]):
         few = rng.integers(2, len(order), 8).tolist() if len(order) > 2 else []
-        if all(held(int(order[t]), int(order[0]), order[t - 1 : t].copy(), 1) for t in (*few, *range(2, len(order)))):
+        for tried in (few[:1], few[1:], range(2, len(order))):
+            asked = [Question(int(order[t]), int(order[0]), order[t - 1 : t].copy(), 1) for t in tried]
+            if asked and not all((yield asked)):
+                break
+        else:
             return order
     return None
 
 
-def _beside(held: Held, i: int, j: int, some: Array) -> Array:
+def _beside(i: int, j: int, some: Array) -> Asking:
     """Those that meet j before either meets i: by halves, of their numbers' lowest bits first or of their highest."""
     for low, most in ((True, 64), (False, 64), (True, 2**62)):
         found, pending = [np.empty(0, np.int64)], [some] if len(some) else []
-        for _ in range(most + len(some) // 8):
-            if not pending:
-                return np.sort(np.concatenate(found))
-            part = pending.pop()
-            if not held(i, j, part, 1):
-                continue
-            if len(part) == 1 or held(i, j, part, len(part)):
-                found.append(part)
-                continue
-            apart = int(np.bitwise_or.reduce(part ^ part[0]))
-            bit = apart & -apart if low else 1 << (apart.bit_length() - 1)
-            pending += [part[part & bit == 0], part[part & bit != 0]]
+        left = most + len(some) // 8
+        while pending and left > 0:
+            left -= len(pending)
+            some_held = yield [Question(i, j, part, 1) for part in pending]
+            parts = [part for part, told in zip(pending, some_held, strict=True) if told]
+            pending = []
+            larger = [part for part in parts if len(part) > 1]
+            all_held = iter((yield [Question(i, j, part, len(part)) for part in larger]) if larger else [])
+            for part in parts:
+                if len(part) == 1 or next(all_held):
+                    found.append(part)
+                    continue
+                apart = int(np.bitwise_or.reduce(part ^ part[0]))
+                bit = apart & -apart if low else 1 << (apart.bit_length() - 1)
+                pending += [part[part & bit == 0], part[part & bit != 0]]
+        if not pending:
+            return np.sort(np.concatenate(found))
     raise AssertionError("halves end")
 
 
 def _canonical(leaves: int, nodes: list[tuple[int, ...]], root: int) -> Tree:
     """Nodes in an order that depends on the tree alone: children before parents, by their smallest leaves."""
-    firsts = Tree(leaves, tuple(n or (0,) for n in nodes)).firsts
-    order: list[int] = []
-    stack = [root] if root >= leaves else []
+    order, firsts = [root] if root >= leaves else [], list(range(leaves + len(nodes)))
+    for at in order:  # which grows
+        order += [c for c in nodes[at - leaves] if c >= leaves]
+    for at in reversed(order):
+        firsts[at] = min(firsts[c] for c in nodes[at - leaves])
+    stack, order = order[:1], []
     while stack:
         at = stack.pop()
         order.append(at)

@@ -28,7 +28,7 @@ from nondet.core.inputs import generator, make, product_operands
 from nondet.core.measure import Trial
 from nondet.errors import reason_of
 from nondet.kernels import emulator, reference
-from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
+from nondet.kernels.emulator import Arithmetic, Array, Mask, Question, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
@@ -57,6 +57,7 @@ _WRONG = 4  # trees with two elements exchanged that the proof has to refute
 _COLUMNS = 64  # of each kind, where it gives many
 _CLASSES = 4  # of one row, each with a tree of its own
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
+_CELLS = 2**20  # elements of rows that are made and copied at once
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 _SEEDS = 1000
 
@@ -71,14 +72,15 @@ class Positive(NamedTuple):
     Attributes:
         code: What an element has to be for a term of that weight, the largest term being about 2^48.
         bigs: Weights of 24 digits in [2^48, 2^49) for the largest term: under one of them a last digit shows.
-        show: show(row [K], i) -> what tells the sum of the row, of which element i has the largest term.
+        show: show(rows [n, K], places [n]) -> [n]: what tells the sum of each row, whose element there has the
+            largest term.
         through: Sums [n] in float64 -> what would be given for them; NaN where that is not known.
         kinds: Of input that can be drawn.
     """
 
     code: Callable[[float], float]
     bigs: Sequence[float]
-    show: Callable[[torch.Tensor, int], float]
+    show: Callable[[torch.Tensor, Sequence[int]], Array]
     through: Callable[[Array], Array]
     kinds: tuple[str, ...] = ("bell", "wide", "outlier")
 
@@ -87,7 +89,7 @@ class Sum(NamedTuple):
     """One element of a result as a function of its terms, at one number of rows.
 
     Attributes:
-        ask: terms [n, K] of the dtype -> [n]: the element, for each of n lists of terms, at this M.
+        ask: (terms [at_once, K] of the dtype, n) -> [n]: the element, for each of the first n lists of terms.
         draw: draw(kind, seed) -> (x [n, K], y [n, K] or None, got [n]): real operands, and what it gave for them.
         at_once: Lists of terms that one call takes.
         K, dtype, device: Of the terms.
@@ -97,7 +99,7 @@ class Sum(NamedTuple):
         positive: Where terms can't cancel: then `ask` is not called.
     """
 
-    ask: Callable[[torch.Tensor], torch.Tensor]
+    ask: Callable[[torch.Tensor, int], torch.Tensor]
     draw: Callable[[str, int], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
     at_once: int
     K: int
@@ -177,6 +179,7 @@ class _Masks:
         self._asked, self.count = asked, 0
         self._big, self._one = _BIG.get(asked.dtype, (2.0**100, 1.0))
         self._terms = torch.zeros((asked.at_once, asked.K), dtype=asked.dtype, device=asked.device)
+        self._sets = max(1, _CELLS // asked.K)
         self._rows = torch.arange(asked.at_once, device=asked.device)
         self._scale = 1.0 / self._one
         if asked.finishes != ("",):  # a mean: what survives is divided by K
@@ -198,15 +201,17 @@ class _Masks:
         """As `nondet.kernels.emulator.find_tree` asks: those of few js share calls."""
         found: list[Array] = [np.empty(0)] * len(masks)
         few: list[int] = []
+        rows = 0
         for at, mask in enumerate(masks):
             if len(mask.js) * 2 > self._asked.at_once:
-                self._set(slice(None), mask)
+                self._set([mask], len(self._terms))
                 found[at] = self._each(mask.js, -self._big)
-            else:
-                if sum(len(masks[other].js) for other in few) + len(mask.js) > self._asked.at_once:
-                    self._together(masks, few, found)
-                    few = []
-                few.append(at)
+                continue
+            if rows + len(mask.js) > self._asked.at_once:
+                self._together(masks, few, found)
+                few, rows = [], 0
+            few.append(at)
+            rows += len(mask.js)
         if few:
             self._together(masks, few, found)
         for mask, counts in zip(masks, found, strict=True):
@@ -218,29 +223,35 @@ class _Masks:
 
     def _together(self, masks: Sequence[Mask], few: list[int], found: list[Array]) -> None:
         start = 0
-        for at in few:
-            rows = slice(start, start + len(masks[at].js))
-            self._set(rows, masks[at])
-            start = rows.stop
+        for some in (few[i : i + self._sets] for i in range(0, len(few), self._sets)):
+            start = self._set([masks[at] for at in some], start=start)
         counts = self._each(np.concatenate([masks[at].js for at in few]), -self._big)
         for at, own in zip(few, np.split(counts, np.cumsum([len(masks[at].js) for at in few])[:-1]), strict=True):
             found[at] = own
 
-    def _set(self, rows: slice, mask: Mask) -> None:
-        row = np.zeros(self._asked.K)
-        row[mask.ones] = self._one
-        row[mask.i] = self._big
-        self._terms[rows] = torch.from_numpy(row).to(self._terms)
+    def _set(self, masks: Sequence[Mask], rows: int = 0, start: int = 0) -> int:
+        """Each mask in so many rows, by default one for each of its js; where the next begins. Copied at once."""
+        made = np.zeros((len(masks), self._asked.K), np.float32)
+        for row, mask in zip(made, masks, strict=True):
+            row[mask.ones] = self._one
+            row[mask.i] = self._big
+        of = np.repeat(np.arange(len(masks)), [rows or len(mask.js) for mask in masks])
+        terms = torch.from_numpy(made).to(self._terms)
+        self._terms[start : start + len(of)] = (
+            terms if len(masks) == 1 else terms[torch.from_numpy(of).to(terms.device)]
+        )
+        return start + len(of)
 
     def _each(self, places: Array, value: float) -> Array:
         """What is given where the term at each place in turn is `value`; the others are as they were set."""
         self.count += len(places)
         made = []
-        for some in torch.from_numpy(places).to(self._terms.device).split(self._asked.at_once):  # copied once
+        one = self._terms.new_full((), value)  # a number would be copied to a GPU, which is waited for
+        for some in torch.from_numpy(places).to(self._terms.device).split(self._asked.at_once):
             rows = self._rows[: len(some)]
             before = self._terms[rows, some]
-            self._terms[rows, some] = value
-            made.append(self._asked.ask(self._terms)[: len(some)])
+            self._terms[rows, some] = one
+            made.append(self._asked.ask(self._terms, len(some)))
             self._terms[rows, some] = before
         counts: Array = torch.cat(made).double().cpu().numpy() * self._scale
         return np.where(np.isfinite(counts), np.rint(counts), counts)
@@ -253,47 +264,45 @@ class _Swamps:
     _TRIES = 64
 
     def __init__(self, asked: Sum, positive: Positive, seed: int) -> None:
-        self._of, self.count = positive, 0
-        self._nothing = positive.code(0.0)
-        self._row = torch.full((asked.K,), self._nothing, dtype=asked.dtype, device=asked.device)
+        self._of, self.count, self._device = positive, 0, asked.device
+        self._row = np.full(asked.K, positive.code(0.0), np.float32)
+        self._at_once = max(1, _CELLS // asked.K)
         self._codes: dict[float, float] = {}
         self._seen = math.nan
-        # the row's own memory where NumPy has it: a tenth of what torch takes to write one element
-        self._cells: Any = self._row.numpy() if asked.device == "cpu" else self._row
         pairs = [(i, j) for i, j in np.random.default_rng(seed).integers(0, asked.K, (4, 2)).tolist() if i != j]
         # a root of a whole number hides one digit more or less, and shows the next
         for half, big, (i, j) in product((0.5, 1.5, 2.5, 3.5), positive.bigs[: self._TRIES], pairs):
             self._half, self._big, self._i = half * self._DIGIT, big, i
-            low, high = (self._told(i, j, beyond) for beyond in (-128.0, 128.0))
+            low, high = self._told([(i, j, beyond, None) for beyond in (-128.0, 128.0)])
             if low != high:
-                self._seen = high
+                self._seen = float(high)
                 return
         raise NotASumError("the last digit of a sum of positive terms does not show in what it gives")
 
     def places(self) -> list[int]:
         """The terms that are in the sum."""
-        others = (j for j in range(len(self._row)) if j != self._i)
-        return sorted([self._i, *(j for j in others if self._told(self._i, j, 128.0) == self._seen)])
+        others = np.delete(np.arange(len(self._row)), self._i)
+        told = self._told([(self._i, j, 128.0, None) for j in others.tolist()])
+        return sorted([self._i, *others[told == self._seen].tolist()])
 
-    def held(self, i: int, j: int, some: Array, count: int) -> bool:
+    def held(self, asked: Sequence[Question]) -> list[bool]:
         """As `nondet.kernels.emulator.find_tree_of_positive` asks."""
-        return self._told(i, j, -self._SMALL * (count - 0.5), some) == self._seen
+        told = self._told([(q.i, q.j, -self._SMALL * (q.least - 0.5), q.some) for q in asked])
+        return [bool(one) for one in told == self._seen]
 
-    def _told(self, i: int, j: int, beyond: float, some: Array | None = None) -> float:
-        """What is given for a huge term i, a term j of half a digit of it and so much more, and the small ones."""
-        cells = self._cells
-        at: Any = some
-        if some is not None and cells is self._row:
-            at = torch.from_numpy(some).to(cells.device)
-        cells[i], cells[j] = self._code(self._big), self._code(self._half + beyond)
-        if some is not None:
-            cells[at] = self._code(self._SMALL)
-        self.count += 1
-        told = self._of.show(self._row, i)
-        cells[i] = cells[j] = self._nothing
-        if some is not None:
-            cells[at] = self._nothing
-        return told
+    def _told(self, asked: Sequence[tuple[int, int, float, Array | None]]) -> Array:
+        """What is given for a huge term i, a term j of half a digit of it and so much more, and some small ones."""
+        self.count += len(asked)
+        told = [np.empty(0)]
+        for start in range(0, len(asked), self._at_once):
+            several = asked[start : start + self._at_once]
+            rows = np.tile(self._row, (len(several), 1))
+            for row, (i, j, beyond, some) in zip(rows, several, strict=True):
+                row[i], row[j] = self._code(self._big), self._code(self._half + beyond)
+                if some is not None:
+                    row[some] = self._code(self._SMALL)
+            told.append(self._of.show(torch.from_numpy(rows).to(self._device), [i for i, *_ in several]))
+        return np.concatenate(told)
 
     def _code(self, weight: float) -> float:
         if weight not in self._codes:
@@ -325,28 +334,28 @@ def _arithmetics(asked: Sum, products: bool) -> list[Arithmetic]:
 
 
 def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
-    """Predict what the sum gives for real operands, under each arithmetic that has not failed yet."""
-    missed: dict[Arithmetic, dict[str, int]] = {}
-    checked, reason = 0, ""
-    drawn: list[tuple[Array, Array | None, torch.Tensor]] = []
+    """Predict what the sum gives for real operands, under one arithmetic after the other until one misses no bit."""
     kinds = _KINDS if asked.positive is None else asked.positive.kinds
-    for kind in kinds:
-        x, y, got = asked.draw(kind, seed + _SEEDS)
-        if not missed:
-            missed = {how: {} for how in _arithmetics(asked, y is not None)}
-        wide = x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy()
-        drawn.append((*wide, got))
-        checked += len(got)
-        sound = [how for how in missed if not missed[how]]
-        for how in sound or [min(missed, key=lambda how: sum(missed[how].values()))]:
-            try:
-                wrong = _wrong(asked, emulator.predict(tree, *wide, how), got)
-            except NotImplementedError as error:
-                reason, wrong = str(error), len(got)
-            if wrong:
-                missed[how][kind] = wrong
-    best = min(missed, key=lambda how: sum(missed[how].values()))
-    failed = missed[best]
+    drawn = [_drawn(asked, kind, seed + _SEEDS) for kind in kinds]
+    checked, reason = sum(len(got) for *_, got in drawn), ""
+
+    def missed(how: Arithmetic) -> Iterator[tuple[str, int]]:
+        for kind, (x, y, got) in zip(kinds, drawn, strict=True):
+            if wrong := _wrong(asked, emulator.predict(tree, x, y, how), got):
+                yield kind, wrong
+
+    ways = _arithmetics(asked, drawn[0][1] is not None)
+    best, failed = ways[0], dict[str, int]()
+    try:
+        first = {}
+        for how in ways:  # until one of them has no first miss
+            kind, first[how] = next(missed(how), ("", 0))
+            if not kind:
+                break
+        best = min(first, key=lambda how: first[how])
+        failed = dict(missed(best)) if first[best] else {}
+    except NotImplementedError as error:
+        reason, failed = str(error), {kind: len(got) for kind, (*_, got) in zip(kinds, drawn, strict=True)}
     if failed and not reason:
         reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
         reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
@@ -356,17 +365,22 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         if not left:
             break
         kind = kinds[-1] if asked.positive is None else kinds[more % len(kinds)]
-        x, y, got = asked.draw(kind, seed + (more + 2) * _SEEDS)
-        wide = x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy()
+        x, y, got = _drawn(asked, kind, seed + (more + 2) * _SEEDS)
         checked += len(got)
-        if wrong := _wrong(asked, emulator.predict(tree, *wide, best), got):
+        if wrong := _wrong(asked, emulator.predict(tree, x, y, best), got):
             failed[kind] = failed.get(kind, 0) + wrong
             reason = f"other bits in {wrong:,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
-        left = [t for t in left if not _wrong(asked, emulator.predict(t, *wide, best), got)]
+        left = [t for t in left if not _wrong(asked, emulator.predict(t, x, y, best), got)]
     if left and not failed:
         reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
     refuted = len(others) - len(left)
     return Found(tree, 0, None if reason else best, best, checked, sum(failed.values()), reason, refuted)
+
+
+def _drawn(asked: Sum, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
+    """Real operands in float64, and the sums that were given for them."""
+    x, y, got = asked.draw(kind, seed)
+    return x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy(), got
 
 
 def _wrong(asked: Sum, said: Array, got: torch.Tensor) -> int:
@@ -425,18 +439,29 @@ def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str,
     """Element 0 of `operator(x [M, K]) -> [M]`: the sum of row 0."""
     x = torch.ones((M, K), dtype=dtype, device=device)
 
-    def ask(terms: torch.Tensor) -> torch.Tensor:
-        x[0] = terms[0]
-        return operator(x)[:1].clone()
+    def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
+        return _in_turn(x[0], terms[:n], lambda _: operator(x)[0])
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
         if kind == "zeros":
             rows = _zeros(6 * _SUMS, K, dtype, device, seed)
         else:
             rows = make(kind, (_SUMS, K), dtype, device, generator(seed, device))
-        return rows, None, torch.cat([ask(row[None]) for row in rows])
+        return rows, None, ask(rows, len(rows))
 
-    return Sum(ask, draw, 1, K, dtype, device, finishes)
+    return Sum(ask, draw, max(1, min(K, _CELLS // K)), K, dtype, device, finishes)
+
+
+def _in_turn(into: torch.Tensor, rows: torch.Tensor, ask: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """What is given with each row [n, K] in turn at one address, [K]: alignment may decide on the order -> [n, ...].
+
+    Nothing waits for a GPU before the last of them.
+    """
+    given = []
+    for i, row in enumerate(rows.unbind()):
+        into.copy_(row)
+        given.append(ask(i).clone())
+    return torch.stack(given)
 
 
 def of_attention(
@@ -454,9 +479,9 @@ def of_attention(
     columns = torch.arange(0, D, every, device=device)
     v = torch.zeros((1, 1, K, D), dtype=dtype, device=device)
 
-    def ask(terms: torch.Tensor) -> torch.Tensor:
+    def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
         v[0, 0, :, columns] = terms.T
-        return operator(q, k, v)[0, 0, -1, columns]
+        return operator(q, k, v)[0, 0, -1, columns[:n]]
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         count = len(columns) * -(-_SUMS * (6 if kind == "zeros" else 1) // len(columns))
@@ -465,7 +490,7 @@ def of_attention(
         else:
             rows = make(kind, (count, K), dtype, device, generator(seed, device))
         weights = torch.ones_like(rows) if device == "cuda" else None  # a matrix unit takes products, of 1
-        return rows, weights, torch.cat([ask(part) for part in rows.split(len(columns))])
+        return rows, weights, torch.cat([ask(part, len(part)) for part in rows.split(len(columns))])
 
     which = "column 0" if every >= D else f"every {every}th column" if every > 1 else ""
     further = _APART if every == 1 and D > _APART else D
@@ -484,10 +509,11 @@ def of_squares(operator: Operator, M: int, K: int, device: str) -> Sum:
     x, weight = (torch.ones(shape, device=device) for shape in ((M, K), (K,)))
     rng = np.random.default_rng(0)
 
-    def show(row: torch.Tensor, i: int) -> float:
-        """By what element i, a power of two or fixed, is multiplied; times the element."""
-        x[0] = row
-        return float(operator(x, weight)[0, i])
+    def show(rows: torch.Tensor, places: Sequence[int]) -> Array:
+        """By what the element there, a power of two or fixed, is multiplied; times the element."""
+        given = _in_turn(x[0], rows, lambda i: operator(x, weight)[0, places[i]])
+        shown: Array = given.double().cpu().numpy()
+        return shown
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _spread(kind, 3 * _SUMS, K, seed)
@@ -499,31 +525,30 @@ def of_squares(operator: Operator, M: int, K: int, device: str) -> Sum:
             rows[odd] *= np.float32(np.sqrt(2.0))  # so that the sum is a whole number of 24 digits times a power of 4
         rows, at = rows[~odd], at[~odd]  # of few terms the one that is no multiple may keep it odd
         made = torch.from_numpy(rows).to(device)
-        got = [show(row, int(i)) / float(row[int(i)]) for row, i in zip(made, at, strict=True)]
-        return made, made, torch.tensor(got, dtype=torch.float32)
+        got = show(made, at.tolist()) / rows[np.arange(len(rows)), at]
+        return made, made, torch.from_numpy(got.astype(np.float32))
 
-    def of_sum(total: float) -> float:
+    def through(totals: Array) -> Array:
         """What an element is multiplied by where the squares' sum is this: it is made of five whole squares."""
-        digits, exponent = np.frexp(total)
-        whole, exponent = int(digits * 2**24), int(exponent) - 24
-        if exponent % 2:
-            whole, exponent = (whole // 2, exponent + 1) if whole % 2 == 0 else (whole * 2, exponent - 1)
-        if not np.isfinite(total) or whole * 2.0**exponent != total or K < 5:
-            return float("nan")
-        row = torch.zeros(K, device=device)
-        places = rng.choice(K, 5, replace=False)
-        unit = 2.0 ** (exponent // 2)
-        row[torch.from_numpy(places).to(device)] = torch.tensor([1, *_squares(whole - 1)], device=device) * unit
-        return show(row, int(places[0])) / unit
+        rows, places, units = np.zeros((len(totals), K), np.float32), [0] * len(totals), np.full(len(totals), np.nan)
+        for n, total in enumerate(totals.tolist()):
+            digits, exponent = np.frexp(total)
+            if not np.isfinite(total) or digits * 2**24 % 1 or K < 5:
+                continue
+            whole, exponent = int(digits * 2**24), int(exponent) - 24
+            if exponent % 2:
+                whole, exponent = (whole // 2, exponent + 1) if whole % 2 == 0 else (whole * 2, exponent - 1)
+            at = rng.choice(K, 5, replace=False)
+            units[n], places[n] = 2.0 ** (exponent // 2), int(at[0])
+            rows[n, at] = np.array([1, *_squares(whole - 1)]) * units[n]
+        return show(torch.from_numpy(rows).to(device), places) / units
 
     bigs = [((2048 + t) * 2.0**13) ** 2 for t in range(848)]  # of 12 digits' squares: no product of them is rounded
-    positive = Positive(
-        lambda weight: float(np.sqrt(weight)), bigs, show, lambda said: np.array([of_sum(float(one)) for one in said])
-    )
+    positive = Positive(lambda weight: float(np.sqrt(weight)), bigs, show, through)
     return Sum(_not_asked, draw, 1, K, torch.float32, device, positive=positive)
 
 
-Shares = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+Shares = Callable[[torch.Tensor, Sequence[Sequence[int]]], Array]
 
 
 def of_exponentials(shares: Shares, K: int, device: str, first: bool = False) -> Sum:
@@ -533,12 +558,13 @@ def of_exponentials(shares: Shares, K: int, device: str, first: bool = False) ->
     the number is not used.
 
     Args:
-        shares: shares(row [K], places) -> [places]: exponentials of row - its largest, divided by the sum of all.
+        shares: shares(rows [n, K], places [n, p]) -> [n, p]: exponentials of what is there less the row's largest,
+            divided by the sum of all.
         first: Real rows have their largest element first: so no partial sum is scaled when a larger one comes.
     """
 
-    def show(row: torch.Tensor, i: int) -> float:
-        return float(shares(row, [i])[0])
+    def show(rows: torch.Tensor, places: Sequence[int]) -> Array:
+        return shares(rows, [[i] for i in places])[:, 0]
 
     numbers, powers = _measured(shares, K, device)
 
@@ -554,9 +580,8 @@ def of_exponentials(shares: Shares, K: int, device: str, first: bool = False) ->
             rows, terms = np.where(few, rows, numbers[least]), np.where(few, terms, powers[least])
         top = rng.integers(0, 1 if first else K, len(rows))
         rows[np.arange(len(rows)), top], terms[np.arange(len(rows)), top] = 0.0, 1.0
-        made = torch.from_numpy(rows).to(device)
-        got = [show(row, int(i)) for row, i in zip(made, top, strict=True)]
-        return torch.from_numpy(terms), None, torch.tensor(got, dtype=torch.float32)
+        got = show(torch.from_numpy(rows).to(device), top.tolist())
+        return torch.from_numpy(terms), None, torch.from_numpy(got.astype(np.float32))
 
     def code(weight: float) -> float:
         return math.log(weight / 2.0**48) if weight else _NO_SCORE
@@ -575,11 +600,11 @@ def _measured(shares: Shares, K: int, device: str) -> tuple[Array, Array]:
     drawn = -rng.uniform(0.01, 17.0, 400).astype(np.float32)
     near = np.arange(-40, 41, dtype=np.int32)
     numbers, powers = [], []
-    for number in drawn:
-        places = [int(i) for i in rng.choice(K, 2, replace=False)]
-        row = torch.full((K,), _NO_SCORE, device=device)
-        row[places[0]], row[places[1]] = 0.0, float(number)
-        least, share = shares(row, places).cpu().numpy()
+    places = [rng.choice(K, 2, replace=False).tolist() for _ in drawn]
+    rows = np.full((len(drawn), K), _NO_SCORE, np.float32)
+    for row, (one, other), number in zip(rows, places, drawn, strict=True):
+        row[one], row[other] = 0.0, number
+    for number, (least, share) in zip(drawn, shares(torch.from_numpy(rows).to(device), places), strict=True):
         could = (np.float32(math.exp(float(number))).view(np.int32) + near).view(np.float32)
         most = np.float32(1.0) / (np.float32(1.0) + could)
         fits = (most == least) & ((could / (np.float32(1.0) + could) == share) | (could * most == share))
@@ -595,9 +620,13 @@ def shares_of_softmax(operator: Operator, M: int, K: int, device: str) -> Shares
     """Row 0 of `operator(x [M, K]) -> [M, K]`."""
     x = torch.zeros((M, K), device=device)
 
-    def shares(row: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-        x[0] = row
-        return operator(x)[0, list(places)]
+    def shares(rows: torch.Tensor, places: Sequence[Sequence[int]]) -> Array:
+        def share(i: int) -> torch.Tensor:
+            given = operator(x)[0]
+            return torch.stack([given[place] for place in places[i]])
+
+        given: Array = _in_turn(x[0], rows, share).cpu().numpy()
+        return given
 
     return shares
 
@@ -607,11 +636,18 @@ def shares_of_attention(operator: Operator, M: int, K: int, device: str, D: int 
     q, k, v = (torch.zeros((1, 1, n, D), device=device) for n in (M, K, K))
     q[..., 0] = math.sqrt(D)
 
-    def shares(row: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-        k[0, 0, :, 0] = row
-        v.zero_()
-        v[0, 0, list(places), list(range(len(places)))] = 1.0
-        return operator(q, k, v)[0, 0, -1, : len(places)]
+    def shares(rows: torch.Tensor, places: Sequence[Sequence[int]]) -> Array:
+        def share(i: int) -> torch.Tensor:
+            own = list(enumerate(places[i]))
+            for column, place in own:
+                v[0, 0, place, column] = 1.0
+            given = operator(q, k, v)[0, 0, -1, : len(own)].clone()
+            for column, place in own:
+                v[0, 0, place, column] = 0.0
+            return given
+
+        given: Array = _in_turn(k[0, 0, :, 0], rows, share).cpu().numpy()
+        return given
 
     return shares
 
@@ -629,7 +665,7 @@ def _squares(whole: int) -> list[int]:
     raise AssertionError("every whole number is a sum of four squares")
 
 
-def _not_asked(terms: torch.Tensor) -> torch.Tensor:
+def _not_asked(terms: torch.Tensor, n: int) -> torch.Tensor:
     raise AssertionError("terms that are all positive are asked by their own masks")
 
 
@@ -652,7 +688,7 @@ def of_ranks(operator: Operator, message: Message) -> Sum:
     """
     dtype: torch.dtype = getattr(torch, message.dtype)
 
-    def ask(terms: torch.Tensor) -> torch.Tensor:
+    def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
         return operator(replace(message, first=tuple(terms[0].tolist())))[:1]
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
@@ -660,7 +696,7 @@ def of_ranks(operator: Operator, message: Message) -> Sum:
             rows = _zeros(2 * _SUMS, message.world, dtype, "cpu", seed)
         else:
             rows = make(kind, (_SUMS, message.world), dtype, "cpu", generator(seed, "cpu"))
-        return rows, None, torch.cat([ask(row[None]) for row in rows])
+        return rows, None, torch.cat([ask(row[None], 1) for row in rows])
 
     return Sum(ask, draw, 1, message.world, dtype, "cpu", which="the first element")
 
@@ -688,10 +724,10 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
     columns = torch.arange(0, N, every, device=device)
     weight = torch.zeros((N, K), dtype=dtype, device=device)
 
-    def ask(terms: torch.Tensor) -> torch.Tensor:
+    def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
         if every > 1:
             weight[columns] = terms
-        return operator(ones, weight if every > 1 else terms)[0, columns] / ones[0, 0]
+        return operator(ones, weight if every > 1 else terms)[0, columns[:n]] / ones[0, 0]
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         drawn = []
