@@ -16,6 +16,7 @@ Imports vLLM at its top: vLLM loads it by name.
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +31,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from nondet.core.launch import first_uses
 from nondet.errors import UserError
 from nondet.kernels.attention.cuda import (
     MAX_HEAD_DIM,
@@ -45,6 +47,7 @@ from nondet.kernels.attention.cuda import (
 from nondet.kernels.attention.hopper import compile_merges
 from nondet.kernels.attention.triton_kernels import SEGMENT, Way, plan_for
 from nondet.vllm.operators import float32_default
+from nondet.vllm.plugin import log
 
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
@@ -217,14 +220,22 @@ def ways_of(
             keys = min(segments * SEGMENT, longest)
             call = impl.call(q, k, v, torch.empty_like(q), count, queries, keys, places, places, places, page)
             ways.setdefault(way_for(call), call)
+    # other numbers of requests and keys choose the same blocks with other spans: every power of two that is one
+    steps = [(way, call) for way, call in ways.items() if call.tq == 1]
+    split = next((way for way, _ in steps if way.span), None)
+    for way, call in steps:
+        for span in (2**i for i in range((-(-longest // SEGMENT) - 1).bit_length()) if split):
+            ways.setdefault(split._replace(plan=way.plan, tiles=way.tiles, span=span), call)
     return ways
 
 
 def warm(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> None:
     """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served."""
-    with float32_default(), torch.inference_mode():
+    began = time.perf_counter()
+    with float32_default(), torch.inference_mode(), first_uses() as uses:
+        ways = ways_of(impl, dtype, requests, longest, device, page)
         lanes = False
-        for way, call in ways_of(impl, dtype, requests, longest, device, page).items():
+        for way, call in ways.items():
             if stands(call, way):
                 prove_way(form_of(call), way, device)  # once more where a certificate spared it: it compiles the kernel
                 lanes = lanes or way.lanes
@@ -236,6 +247,8 @@ def warm(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: tor
                 for heads in (impl.num_heads, impl.num_kv_heads)
             )
             attention(q, kv, kv.clone())
+    what = f"attention launched in {len(ways)} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
+    log(f"{what}, in {time.perf_counter() - began:.1f} s.")
 
 
 def flat_of(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:

@@ -183,11 +183,13 @@ class Certified(NamedTuple):
 
     Attributes:
         proofs: New ones: of a machine's second start there are none.
+        compiled: Kernels that Triton had not on disk.
         ran: The member at each row count.
     """
 
     seconds: float
     proofs: int
+    compiled: int
     ran: dict[int, str]
 
 
@@ -210,7 +212,7 @@ def certify_product(weight: torch.Tensor, bias: torch.Tensor | None, counts: Seq
             with listen() as noted:
                 product(weight.data.new_zeros((rows, weight.shape[1])), weight, bias)
             ran[rows] = next((name for name, _ in noted.most_common(1)), "?")
-    return Certified(time.perf_counter() - began, uses.proofs, ran)
+    return Certified(time.perf_counter() - began, uses.proofs, uses.compiled, ran)
 
 
 # A quantized layer keeps its own kernel, which is asked whether it is invariant: at each number of rows against itself

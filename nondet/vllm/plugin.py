@@ -142,10 +142,11 @@ def register() -> None:
         raise
     _install(found)
     _done.append(os.getpid())
-    _log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
+    log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
 
 
-def _log(text: str) -> None:
+def log(text: str) -> None:
+    """A line of vLLM's log."""
     from vllm.logger import init_logger
 
     init_logger("vllm.nondet").info("nondet: %s", text)
@@ -587,7 +588,7 @@ def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
                 chosen = route(w13.new_zeros((tokens, len(w13))), top, renormalize=layer.renormalize)
                 weighted_experts(w13.new_zeros((tokens, w13.shape[2])), w13, w2, *chosen)
             ran[tokens] = _products(noted)
-    return Certified(time.perf_counter() - began, uses.proofs, ran)
+    return Certified(time.perf_counter() - began, uses.proofs, uses.compiled, ran)
 
 
 def _products(noted: Counter[str]) -> str:
@@ -729,22 +730,23 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
             seen[key] = operators.certify_product(weight, bias, [m for m in counts if m <= most])
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    seconds, proofs = sum(c.seconds for c in seen.values()), sum(c.proofs for c in seen.values())
-    _log(f"{len(seen)} shapes of weights at {len(counts)} row counts: {proofs} proofs in {seconds:.1f} s.")
+    seconds, proofs, compiled = (sum(x) for x in zip((0.0, 0, 0), *(c[:3] for c in seen.values()), strict=True))
+    what = f"{len(seen)} shapes of weights at {len(counts)} row counts: {proofs} proofs"
+    log(f"{what}, {compiled} kernels compiled, in {seconds:.1f} s.")
     _tell(found, config, seen, rank)
     return found
 
 
 def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int) -> None:
     kinds = Counter(one.standing for one in found)
-    _log(", ".join(f"{kinds[name]} {name}" for name in (REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK)) + ".")
+    log(", ".join(f"{kinds[name]} {name}" for name in (REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK)) + ".")
     risky = {(one.kind, one.why): one for one in found if one.standing == AT_RISK}
     for one in list(risky.values())[:20]:
-        _log(f"at risk: {one.layer} ({one.kind}): {one.why}.")
+        log(f"at risk: {one.layer} ({one.kind}): {one.why}.")
     allowed = os.environ.get(ALLOWED) == "1"
     path = write_coverage(found, config, seen, rank)
     if path is not None:
-        _log(f"coverage: nondet report {path}")
+        log(f"coverage: nondet report {path}")
     if risky and not allowed:
         first = next(iter(risky.values()))
         raise UserError(
@@ -815,6 +817,8 @@ def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, An
         "tokens": tokens,
         "requests": requests,
         "shapes": len(seen),
+        "proofs": sum(one.proofs for one in seen.values()),
+        "proofs_s": round(sum(one.seconds for one in seen.values()), 2),
     }
     try:
         writer = open_run(path, command="vllm", plan=plan, environment=collect())
@@ -822,6 +826,6 @@ def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, An
             writer.write(record)
         writer.finish()
     except UserError as error:  # a full disk does not keep a server from starting: its log has the same
-        _log(f"no coverage file: {error}")
+        log(f"no coverage file: {error}")
         return None
     return path

@@ -13,6 +13,7 @@ import torch
 
 from nondet.core import compare
 from nondet.errors import UserError
+from nondet.kernels.attention import hopper
 from tests.vllm import toys
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
@@ -188,6 +189,25 @@ def test_ways_are_few(backend: ModuleType) -> None:
     ways = backend.ways_of(impl, torch.float16, 256, 16384, torch.device("cpu"), 16)
     assert 3 < len(ways) <= 12
     assert all(way.span & (way.span - 1) == 0 for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "requests", "longest"), [(32, 8, 260, 9000), (8, 4, 64, 1024), (4, 2, 9, 400)]
+)
+def test_no_step_is_launched_in_another_way(
+    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, requests: int, longest: int
+) -> None:
+    """On a Hopper, of which multiprocessors are counted: any number of requests, over any number of keys."""
+    monkeypatch.setattr(hopper, "available", lambda device: None)
+    impl = backend.SegmentsImpl(**(NEEDED | {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": 128}))
+    ways = backend.ways_of(impl, torch.float16, requests, longest, torch.device("cpu"), 16)
+    call = next(call for call in ways.values() if call.tq == 1)
+    steps = {
+        backend.way_for(call._replace(requests=n, tk=min(512 * segments, longest)))
+        for n in range(1, requests + 1)
+        for segments in range(1, -(-longest // 512) + 1)
+    }
+    assert steps == {way for way in ways if way.tiles}
 
 
 @pytest.mark.parametrize(("page", "together"), [(16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)])
