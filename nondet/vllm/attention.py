@@ -222,10 +222,9 @@ def ways_of(
             ways.setdefault(way_for(call), call)
     # other numbers of requests and keys choose the same blocks with other spans: every power of two that is one
     steps = [(way, call) for way, call in ways.items() if call.tq == 1]
-    split = next((way for way, _ in steps if way.span), None)
-    for way, call in steps:
-        for span in (2**i for i in range((-(-longest // SEGMENT) - 1).bit_length()) if split):
-            ways.setdefault(split._replace(plan=way.plan, tiles=way.tiles, span=span), call)
+    for split in [way for way, _ in steps if way.span][:1]:
+        for (way, call), power in itertools.product(steps, range((-(-longest // SEGMENT) - 1).bit_length())):
+            ways.setdefault(split._replace(plan=way.plan, tiles=way.tiles, span=2**power), call)
     return ways
 
 
