@@ -144,7 +144,7 @@ class _RMSNorm(torch.autograd.Function):
         from nondet.kernels.dispatch.gradients import rms_norm_backward
 
         x, weight = ctx.saved_tensors
-        of = guarded(rms_norm_backward)(kernels_for(x.device.type), gradient, x, weight, ctx.eps)
+        of = guarded(rms_norm_backward)(kernels_for(x.device.type), gradient, x, weight, ctx.eps, ctx.needs_input_grad)
         count("replaced", "rms_norm_backward")
         return (*of, None)
 
@@ -162,8 +162,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])
-        of_weight = torch.mm(rows.t(), x.reshape(-1, weight.shape[1]))
-        return torch.mm(rows, weight).view(x.shape), of_weight, rows.sum(0)
+        of_weight = torch.mm(rows.t(), x.reshape(-1, weight.shape[1])) if ctx.needs_input_grad[1] else None
+        return torch.mm(rows, weight).view(x.shape), of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 # Gradients as operators, for `nondet certify` and `nondet bench`: what autograd calls under the block, without it.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nondet.kernels.dispatch.replacements import index_add_, root, sum
+from nondet.kernels.dispatch.replacements import SHORT, index_add_, root, sum
 from nondet.kernels.dispatch.state import Kernels, Leave, require
 
 
@@ -36,38 +36,33 @@ silu_backward, gelu_backward = map(_elementwise, ("silu_backward", "gelu_backwar
 sigmoid_backward, tanh_backward = map(_elementwise, ("sigmoid_backward", "tanh_backward"))
 
 
-def softmax_backward(
-    kernels: Kernels, gradient: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
-) -> torch.Tensor:
-    """p (g - sum of g p), in float32 and rounded once; the sum over the row in the order of the forward's sums."""
-    g, p = _wide(gradient, dim), _wide(output, dim)
-    return _back((g - kernels.sum(g * p)[..., None]) * p, dim, input_dtype)
+def _normalizing(log: bool) -> Callable[..., torch.Tensor]:
+    """p (g - sum of g p), or with `log` g - exp(y) (sum of g), in float32 and rounded once; sums as the forward's."""
+
+    def replace(
+        kernels: Kernels, gradient: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        require(gradient)
+        require(output)
+        if output.dim() == 0 or not -output.dim() <= dim < output.dim():
+            raise Leave("a scalar, or no such axis")
+        g, y = (x.movedim(dim, -1).contiguous() for x in (gradient, output))
+        if y.is_cuda:
+            from nondet.kernels.gradients import cuda
+
+            out = cuda.softmax_gradient(g, y, dtype, log=log)
+        else:
+            from nondet.kernels.pointwise.cpu import vectors_only
+
+            g, y = g.float(), y.float()
+            total = kernels.sum(g if log else g * y)[..., None]
+            out = g - vectors_only(torch.exp, y) * total if log else (g - total) * y
+        return out.to(dtype).movedim(-1, dim).contiguous()
+
+    return replace
 
 
-def log_softmax_backward(
-    kernels: Kernels, gradient: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
-) -> torch.Tensor:
-    """g - exp(y) (sum of g), in float32 and rounded once, likewise."""
-    g, y = _wide(gradient, dim), _wide(output, dim)
-    if y.is_cuda:
-        p = torch.exp(y)
-    else:
-        from nondet.kernels.pointwise.cpu import vectors_only
-
-        p = vectors_only(torch.exp, y)
-    return _back(g - p * kernels.sum(g)[..., None], dim, input_dtype)
-
-
-def _wide(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """x in float32, contiguous, the axis last."""
-    require(x)
-    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
-        raise Leave("a scalar, or no such axis")
-    return x.movedim(dim, -1).float().contiguous()
-
-
-def _back(out: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    return out.to(dtype).movedim(-1, dim).contiguous()
+softmax_backward, log_softmax_backward = map(_normalizing, (False, True))
 
 
 def layer_norm_backward(
@@ -100,14 +95,34 @@ def layer_norm_backward(
 
 
 def rms_norm_backward(
-    kernels: Kernels, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kernels: Kernels,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    wanted: Sequence[bool] = (True, True),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Of x [..., H] by two means over its own row, in float32; of weight [H] by sums over all rows, in their order."""
-    wide, g = (t.reshape(-1, x.shape[-1]).float() for t in (x, gradient))
-    scale = 1.0 / root(kernels.mean(wide * wide)[:, None] + eps)
-    normed, weighted = wide * scale, g * weight.float()
-    of_x = (weighted - normed * kernels.mean(weighted * normed)[:, None]) * scale
-    return of_x.to(x.dtype).view(x.shape), sum(kernels, g * normed, [0]).to(weight.dtype)
+    rows, above = (t.reshape(-1, x.shape[-1]).contiguous() for t in (x, gradient))
+    fused = None
+    if x.is_cuda:
+        from nondet.kernels.gradients import cuda
+
+        fused = cuda.rms_norm_gradient(above, rows, weight.contiguous(), eps)
+    if fused is None:
+        wide, weighted = rows.float(), above.float() * weight.float()
+        scale = 1.0 / root(kernels.mean(wide * wide) + eps)
+        normed = wide * scale[:, None]
+        of_x = ((weighted - normed * kernels.mean(weighted * normed)[:, None]) * scale[:, None]).to(x.dtype)
+    else:
+        of_x, scale = fused
+    of_weight = None
+    if wanted[1]:
+        if x.is_cuda and len(rows) > SHORT:
+            of_weight = cuda.sum_over_rows(rows, weight.dtype, above, scale)
+        else:
+            of_weight = sum(kernels, above.float() * (rows.float() * scale[:, None]), [0]).to(weight.dtype)
+    return of_x.view(x.shape), of_weight
 
 
 def embedding_backward(

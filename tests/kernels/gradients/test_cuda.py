@@ -1,0 +1,115 @@
+"""Gradients of softmaxes and RMSNorm by Triton: the bits of the same formulas in torch's operators, and a row's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nondet.core.compare import identical
+from nondet.core.launch import listen
+from nondet.kernels.dispatch.replacements import root
+from nondet.kernels.gradients import cuda
+from nondet.kernels.rows import cuda as rows
+from tests.build import DEVICE, bell
+
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+SIZES = [(5, 1003), (70, 128), (1, 7), (3, 17000)]  # the last of several chunks
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """What the kernel runs on: CUDA's, or the interpreter's."""
+    return x.exp() if DEVICE == "cuda" else torch.from_numpy(np.exp(x.numpy()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "width"), SIZES)
+def test_a_softmax_s_gradient_has_the_formulas_bits(dtype: torch.dtype, m: int, width: int) -> None:
+    """Operator by operator in float32, and a row by itself; of the other formula they are not."""
+    g, y = bell(m, width, dtype=dtype), bell(m, width, dtype=dtype, seed=1)
+    wide, out = g.float(), y.float()
+    plain = ((wide - rows.sum(wide * out)[:, None]) * out).to(dtype)
+    logged = (wide - exp(out) * rows.sum(wide)[:, None]).to(dtype)
+    with listen() as heard:
+        found = [cuda.softmax_gradient(g, y, dtype, log=log) for log in (False, True)]
+    assert identical(found[0], plain)
+    assert identical(found[1], logged)
+    assert [name.partition("[")[0] for name in heard] == ["softmax_gradient", "log_softmax_gradient"]
+    for log in (False, True):
+        assert identical(cuda.softmax_gradient(g[-1:], y[-1:], dtype, log=log), found[log][-1:])
+    assert identical(cuda.softmax_gradient(g, y, torch.float32, log=False).to(dtype), plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "width"), SIZES[:3])
+def test_a_norm_s_gradient_has_the_formulas_bits(dtype: torch.dtype, m: int, width: int) -> None:
+    """Operator by operator in float32; a row by itself; a row of several chunks is left to the operators."""
+    g, x, weight = (bell(m, width, dtype=dtype, seed=seed) for seed in range(3))
+    wide, weighted = x.float(), g.float() * weight[0].float()
+    scale = 1.0 / root(rows.mean(wide * wide) + 1e-6)
+    normed = wide * scale[:, None]
+    right = ((weighted - normed * rows.mean(weighted * normed)[:, None]) * scale[:, None]).to(dtype)
+    found = cuda.rms_norm_gradient(g, x, weight[0].contiguous(), 1e-6)
+    assert found is not None
+    assert identical(found[0], right)
+    assert identical(found[1], scale)
+    alone = cuda.rms_norm_gradient(g[-1:], x[-1:], weight[0].contiguous(), 1e-6)
+    assert alone is not None
+    assert identical(alone[0], right[-1:])
+    long = bell(1, 16385, dtype=dtype)
+    assert cuda.rms_norm_gradient(long, long, long[0], 1e-6) is None
+
+
+@pytest.mark.parametrize("m", [1, 2, 65, 300, 5000, 16385])
+def test_a_sum_over_rows_has_the_bits_of_a_sum_over_a_row(m: int) -> None:
+    """Of x, and of g (x scale) as a norm's weight has it; rows in another order have other bits."""
+    x, g, scale = bell(m, 70), bell(m, 70, seed=1), bell(m, seed=2).abs()
+    found = cuda.sum_over_rows(x, torch.float32)
+    assert identical(found, rows.sum(x.t()))
+    assert identical(cuda.sum_over_rows(x, torch.float16), rows.sum(x.t()).half())
+    right = rows.sum((g * (x * scale[:, None])).t())
+    assert identical(cuda.sum_over_rows(x, torch.float32, g, scale), right)
+    order = torch.randperm(m, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assert identical(cuda.sum_over_rows(x[order].contiguous(), torch.float32), found) == (m < 3)
+
+
+_COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nondet.kernels.gradients import cuda
+from nondet.kernels.rows.cuda_softmax import plan
+
+def build(kernel, warps, constants):
+    numbers = {"M": "i32", "WIDTH": "i32", "CHUNKS": "i32", "scale_ptr": "*fp32", "parts_ptr": "*fp32"}
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else numbers.get(name, "*bf16") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants and name != "M"}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False})
+    print("contracted", built.asm["ptx"].count("fma.rn.f32"))
+
+for width in (1024, 4096, 16384):
+    how = plan(width, 2)
+    warps = how.few[1]
+    build(cuda._norm_kernel, warps * (2 if width > 8192 else 1), {"EPS": 1e-6, "ROWS": 1, **how.tree()})
+    build(cuda._softmax_kernel, warps, {"LOG": False, "PASS": 0, "ROWS": 1, **how.tree(), **how.merging()})
+halves = {"SPAN": 4096, "LANES": 1024, "HALVES": 2, "LEVELS": 5, "COLUMNS": 64}
+build(cuda._columns_kernel, 4, {"NORMED": True, **halves})
+"""
+
+
+def test_they_compile_for_hopper_without_spills(tmp_path: Path) -> None:
+    """No GPU needed: no thread is made to hold a whole row, and no product is contracted into a sum."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
+    run = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert re.findall(r"contracted (\d+)", run.stdout) == ["0"] * 7
+    assert [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)] == [0] * 7
