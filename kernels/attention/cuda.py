@@ -328,8 +328,12 @@ def forget() -> None:
     _ways.clear()
 
 
-def prove_way(form: Form, way: Way, device: torch.device) -> bool | None:
-    """Hold the way to the one plan in this form, and record what is seen; see `nondet.core.proof.prove`."""
+def prove_way(form: Form, way: Way, device: torch.device, *, dry: bool = False) -> bool | None:
+    """Hold the way to the one plan in this form, and record what is seen; see `nondet.core.proof.prove`.
+
+    Args:
+        dry: Only launch what a proof launches, for its kernels, and look at no bit: None.
+    """
     spans = 2 * way.span + 1 if way.span else 3
     queries = max(2, math.ceil(_BLOCKS * way.plan.block_m / form.group))
 
@@ -338,10 +342,12 @@ def prove_way(form: Form, way: Way, device: torch.device) -> bool | None:
         launch(call, way)
         return call.out.transpose(1, 2).flatten(0, 1)
 
-    return _prove(Claim(way.name, _key(form), member), form, queries, spans, device)
+    return _prove(Claim(way.name, _key(form), member), form, queries, spans, device, dry)
 
 
-def prove_hopper(dtype: torch.dtype, head_dim: int, group: int, causal: bool, device: torch.device) -> bool | None:
+def prove_hopper(
+    dtype: torch.dtype, head_dim: int, group: int, causal: bool, device: torch.device, *, dry: bool = False
+) -> bool | None:
     """As `prove_way`, for the warp-specialized prefill."""
     form = Form(dtype, head_dim, group, causal, False, False, False, None, None, ((True,) * 3,) * 4, (True,) * 3)
 
@@ -351,7 +357,7 @@ def prove_hopper(dtype: torch.dtype, head_dim: int, group: int, causal: bool, de
         return out.transpose(1, 2).flatten(0, 1)
 
     claim = Claim(_HOPPER, _hopper_key(dtype, head_dim, group, causal), member)
-    return _prove(claim, form, _HOPPER_QUERIES, 3, device)
+    return _prove(claim, form, _HOPPER_QUERIES, 3, device, dry)
 
 
 def _key(form: Form) -> str:
@@ -376,7 +382,9 @@ def _settled(at: tuple[Any, ...], member: str, key: str, prove_now: Callable[[],
     return holds
 
 
-def _prove(claim: Claim, form: Form, queries: int, segments: int, device: torch.device) -> bool | None:
+def _prove(
+    claim: Claim, form: Form, queries: int, segments: int, device: torch.device, dry: bool = False
+) -> bool | None:
     one = one_plan(form.head_dim, form.dtype)
 
     def anchor(case: _Case) -> torch.Tensor:
@@ -389,7 +397,12 @@ def _prove(claim: Claim, form: Form, queries: int, segments: int, device: torch.
         return torch.cat(parts)
 
     with torch.no_grad():
-        (verdict,) = prove([claim], anchor, _cases(form, queries, segments, device), certificates())
+        cases = _cases(form, queries, segments, device)
+        if dry:
+            _, operands = next(cases)
+            anchor(*operands), claim.call(*operands)
+            return None
+        (verdict,) = prove([claim], anchor, cases, certificates())
     return verdict
 
 

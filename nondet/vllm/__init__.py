@@ -6,3 +6,10 @@ and `attention` are loaded by it, where vLLM is there and NONDET_BATCH_INVARIANT
 
 ASKED, ALLOWED, WRITTEN = "NONDET_BATCH_INVARIANT", "NONDET_ALLOW_AT_RISK", "NONDET_COVERAGE"
 OWN = "VLLM_BATCH_INVARIANT"  # vLLM's own mode
+
+
+def log(text: str) -> None:
+    """A line of vLLM's log."""
+    from vllm.logger import init_logger
+
+    init_logger("vllm.nondet").info("nondet: %s", text)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,14 +41,16 @@ from nondet.kernels.attention.cuda import (
     attention,
     compute,
     form_of,
+    prove_hopper,
     prove_way,
     quickest,
     stands,
 )
-from nondet.kernels.attention.hopper import compile_merges
+from nondet.kernels.attention.hopper import compile_merges, supports
 from nondet.kernels.attention.triton_kernels import SEGMENT, Way, plan_for
+from nondet.vllm import log
+from nondet.vllm.ahead import Ahead
 from nondet.vllm.operators import float32_default
-from nondet.vllm.plugin import log
 
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
@@ -162,8 +165,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         # the dense prefill takes neither window nor soft cap
         self.may_gather = all(i.sliding_window[0] < 0 and not i.logits_soft_cap for i in impls)
         if device.type == "cuda":
-            for impl in {(i.num_heads, i.num_kv_heads, i.sliding_window, i.logits_soft_cap): i for i in impls}.values():
-                warm(impl, kv_cache_spec.dtype, requests, longest, device, self.block_size)
+            _warmed(impls, kv_cache_spec.dtype, requests, longest, device, self.block_size)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: a shared prefix is attended to by each request itself."""
@@ -229,26 +231,66 @@ def ways_of(
     return ways
 
 
-def warm(impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> None:
-    """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served."""
-    began = time.perf_counter()
-    with float32_default(), torch.inference_mode(), first_uses() as uses:
-        ways = ways_of(impl, dtype, requests, longest, device, page)
-        lanes = False
-        for way, call in ways.items():
-            if stands(call, way):
-                prove_way(form_of(call), way, device)  # once more where a certificate spared it: it compiles the kernel
-                lanes = lanes or way.lanes
-        if lanes:
-            compile_merges(dtype, impl.head_size, -(-longest // SEGMENT), device)
-        if impl.sliding_window[0] < 0 and not impl.logits_soft_cap:  # the dense prefill of a large chunk
+def warm(
+    impls: Iterable[Any],
+    dtype: torch.dtype,
+    requests: int,
+    longest: int,
+    device: torch.device,
+    page: int,
+    *,
+    dry: bool = False,
+) -> int:
+    """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served.
+
+    Args:
+        dry: Only launch it, and prove nothing.
+
+    Returns:
+        How many ways there are.
+    """
+    count = 0
+    with float32_default(), torch.inference_mode():
+        for impl in {(i.num_heads, i.num_kv_heads, i.sliding_window, i.logits_soft_cap): i for i in impls}.values():
+            ways = ways_of(impl, dtype, requests, longest, device, page)
+            lanes = False
+            for way, call in ways.items():
+                if dry or stands(call, way):
+                    prove_way(form_of(call), way, device, dry=True)  # where a certificate spared a proof it compiles
+                    lanes = lanes or way.lanes
+            if lanes:
+                compile_merges(dtype, impl.head_size, -(-longest // SEGMENT), device)
             q, kv = (
                 as_dense(torch.zeros(4096, heads, impl.head_size, dtype=dtype, device=device))
                 for heads in (impl.num_heads, impl.num_kv_heads)
             )
-            attention(q, kv, kv.clone())
-    what = f"attention launched in {len(ways)} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
-    log(f"{what}, in {time.perf_counter() - began:.1f} s.")
+            if impl.sliding_window[0] >= 0 or impl.logits_soft_cap:
+                pass  # the dense prefill of a large chunk takes neither
+            elif not dry:
+                attention(q, kv, kv.clone())
+            elif supports(q, kv, kv, True, None, None) is None:
+                prove_hopper(dtype, impl.head_size, impl.num_heads // impl.num_kv_heads, True, device, dry=True)
+            count += len(ways)
+    return count
+
+
+def launch_dry(model: torch.nn.Module, config: Any) -> None:
+    """What `warm` will launch for a loaded model's layers, to be compiled ahead."""
+    impls = [one.impl for one in model.modules() if isinstance(getattr(one, "impl", None), SegmentsImpl)]
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), config.model_config.dtype
+    limits = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+    warm(impls, dtype, *limits, device, config.cache_config.block_size, dry=True)
+
+
+def _warmed(*asked: Any) -> None:
+    """`warm`, and a line of the log that says what it took."""
+    began, ahead = time.perf_counter(), [*Ahead.begun]
+    Ahead.begun.clear()
+    waited = sum(one.join() for one in ahead)
+    with first_uses() as uses:
+        what = f"attention in {warm(*asked)} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
+    copies = ", ".join(f"{one.kernels} by {one.copies} copies of this process" for one in ahead) or "none"
+    log(f"{what}, in {time.perf_counter() - began:.1f} s; ahead: {copies}, waited {waited:.1f} s.")
 
 
 def flat_of(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:

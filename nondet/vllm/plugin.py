@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nondet.errors import UserError, one_line
 from nondet.version import VERSION
-from nondet.vllm import ALLOWED, ASKED, OWN, WRITTEN
+from nondet.vllm import ALLOWED, ASKED, OWN, WRITTEN, log
 
 if TYPE_CHECKING:
     from nondet.core.records import LayerStanding
@@ -143,13 +143,6 @@ def register() -> None:
     _install(found)
     _done.append(os.getpid())
     log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
-
-
-def log(text: str) -> None:
-    """A line of vLLM's log."""
-    from vllm.logger import init_logger
-
-    init_logger("vllm.nondet").info("nondet: %s", text)
 
 
 def seam_at(place: str) -> Any:
@@ -701,6 +694,14 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     graphs, tokens, requests = limits_of(config)
     counts = operators.row_counts(graphs, tokens)
     operators.use_counts(counts)
+    if torch.cuda.is_available() and _get(config, "parallel_config.world_size", 1) == 1:
+        from nondet.vllm.ahead import Ahead
+        from nondet.vllm.attention import launch_dry
+
+        try:
+            Ahead.begun.append(Ahead(partial(launch_dry, model, config)))
+        except Exception as error:  # noqa: BLE001 - a start without it is slower, and nothing else
+            log(f"attention's kernels are not compiled ahead: {one_line(str(error), 120) or type(error).__name__}")
     seen: dict[tuple[Any, ...], operators.Certified] = {}
     found = list(config_standings(config))
     own = own_kernel(config)

@@ -595,6 +595,23 @@ def test_seams_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixtu
 # Products.
 
 
+@pytest.mark.parametrize(("ranks", "asked"), [(1, 1), (2, 0)])
+def test_a_start_that_cannot_compile_ahead_is_slower_and_no_more(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, ranks: int, asked: int
+) -> None:
+    """With several ranks it isn't tried: their memory is known to network cards as well."""
+
+    def refused(model: nn.Module, config: Any) -> None:
+        raise OSError("no fork today")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(plugin, "write_coverage", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "nondet.vllm.attention", SimpleNamespace(launch_dry=refused))
+    before = len(toys.LOG)
+    assert loaded(toy, model(), parallel_config__world_size=ranks).loaded
+    assert toys.LOG[before:].count("nondet: attention's kernels are not compiled ahead: no fork today") == asked
+
+
 def test_row_counts_reach_every_step() -> None:
     counts = operators.row_counts([1, 2, 4, 8, 512], 8192)
     assert counts[:5] == [1, 2, 4, 8, 512]
