@@ -55,8 +55,8 @@ from nondet.vllm.operators import float32_default
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
 # Queries times keys times heads from which it is: below, gathering and a launch of its own cost more than the quicker
-# kernel saves. On an H200 a chunk costs the host 0.2 ms a layer more; small models wait for that. Twice this took 3% off
-# the prefill of 8B's shape: 2,048 queries of 32 heads are to be above it.
+# kernel saves. On an H200 a chunk costs the host 0.2 ms a layer more; small models wait for that. Twice this took 3%
+# off the prefill of 8B's shape: 2,048 queries of 32 heads are to be above it.
 _DENSE_WORK = 3 << 25
 IN_ROWS = not hasattr(FlashAttentionBackend, "get_kv_cache_shape")
 _LARGE_SPAN = 4  # segments of one program where a chunk's queries alone do not fill a GPU
