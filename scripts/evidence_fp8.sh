@@ -4,7 +4,8 @@
 # usage: bash scripts/evidence_fp8.sh FOLDER [DEVICE]     (DEVICE: cuda, or cpu; SMALL=1: little of each, to try it)
 #
 # Stock FP8Linear takes its kernel from transformers' hub (the package kernels, and the network or its cache); where it can't
-# be had the stock parts fail with transformers' own words, and the invariant ones run. On a CPU transformers loads FP8
+# be had the stock parts fail with transformers' own words, and the invariant ones run; torchao's layers call torch._scaled_mm,
+# so that stock runs wherever torchao is installed. On a CPU transformers loads FP8
 # weights as bfloat16, so that its samples say nothing about FP8.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -40,7 +41,8 @@ for seed in 1 2; do
 done
 part certify 90 certify scaled-matmul ${SMALL:+--m 17 --k 512 --n 64}
 part bench 120 bench scaled-matmul ${bench[@]+"${bench[@]}"}
-for how in block tensor; do
+for how in block tensor torchao-row torchao-tensor; do
+    "$python" -c "import torchao" 2>/dev/null || [ "${how#torchao}" = "$how" ] || { failed+=("model-$how, no torchao"); continue; }
     if [ ! -e "$folder/model-$how.done" ]; then
         rm -rf "$folder/model-$how" # one that was cut off
         "$python" scripts/fp8_model.py "$how" "$folder/model-$how" && touch "$folder/model-$how.done" \
@@ -50,7 +52,9 @@ for how in block tensor; do
         part "sample-$how-$impl" 60 sample --model "$folder/model-$how" --n "$N" --impl "$impl" ${sample[@]+"${sample[@]}"}
     done
 done
-part trace 60 trace --model "$folder/model-block" ${sample[@]+"${sample[@]}"}
+for how in block torchao-row; do
+    [ -e "$folder/model-$how.done" ] && part "trace-$how" 60 trace --model "$folder/model-$how" ${sample[@]+"${sample[@]}"}
+done
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
     exit 1

@@ -3,9 +3,12 @@
     python scripts/fp8_model.py block FOLDER    weights in blocks of 128x128, activations 1x128 at run time (FP8Linear)
     python scripts/fp8_model.py tensor FOLDER   one scale for a weight, one for its activations from a few prompts
     python scripts/fp8_model.py row FOLDER      a scale for each row of both (FbgemmFp8Linear, which needs fbgemm-gpu)
+    python scripts/fp8_model.py torchao-row FOLDER      the same by torchao, whose layers call torch._scaled_mm
+    python scripts/fp8_model.py torchao-tensor FOLDER   one scale for a weight, one for all activations of a step
 
 The linear layers of the decoder are quantized to float8_e4m3fn; embeddings, norms and the output projection stay. On a
-device without FP8 transformers itself makes bfloat16 of "block" and "tensor" as it loads them, and refuses "row".
+device without FP8 transformers itself makes bfloat16 of "block" and "tensor" as it loads them, and refuses "row". Those
+of torchao are made, and read, where torchao 0.18 is installed; made on a GPU of compute capability 8.9 or more.
 """
 
 from __future__ import annotations
@@ -91,16 +94,34 @@ def convert(how: str, out: Path, source: Path = EMBEDDED) -> int:
     return len(linear)
 
 
+def by_torchao(how: str, out: Path, source: Path = EMBEDDED) -> int:
+    """Write the folder as transformers and torchao do, in safetensors; how many layers were quantized."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
+
+    if out.exists():
+        raise SystemExit(f"{out} is there already; name a folder that is not")
+    granularity = PerRow() if how == "torchao-row" else PerTensor()
+    config = TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=granularity))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.bfloat16, quantization_config=config, device_map=device
+    )
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(source).save_pretrained(out)
+    return sum(type(p).__name__ == "Float8Tensor" for p in model.parameters())
+
+
 def main() -> None:
     """Read the arguments and convert."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("how", choices=CONFIGS)
+    parser.add_argument("how", choices=[*CONFIGS, "torchao-row", "torchao-tensor"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, default=EMBEDDED, help="a folder with one model.safetensors")
     options = parser.parse_args()
+    write = convert if options.how in CONFIGS else by_torchao
     print(
-        f"{options.out}: {convert(options.how, options.out, options.model)} linear layers, {options.how}",
-        file=sys.stderr,
+        f"{options.out}: {write(options.how, options.out, options.model)} linear layers, {options.how}", file=sys.stderr
     )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from nondet.core.operator import AtenOperator
 from nondet.core.registry import declared, load_object
-from nondet.kernels.dispatch.state import Kernels, Leave, over_batch
+from nondet.kernels.dispatch.state import WHOLE, Kernels, Leave, over_batch
 
 # The allow list: aten operators whose bits cannot depend on the batch, with the reason for each. All others can.
 #
@@ -133,7 +133,12 @@ def _weighted(x: Any, weights: Any = None, *rest: Any, **more: Any) -> bool:
 
 def _extreme(x: Any, dim: Any = None, *rest: Any, **more: Any) -> str:
     """Exact, yet of all the numbers of an axis: one scale for a whole batch hands a request the others' extremes."""
-    return over_batch(x, dim)
+    said = over_batch(x, dim)
+    if said or dim is None or x.dim() < 3 or x.shape[0] != 1 or x.numel() == x.shape[-1]:
+        return said
+    # of [1, M, K] over M and K, as torchao scales a whole tensor: every axis that is one
+    axes = {d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
+    return WHOLE if all(size == 1 or axis in axes for axis, size in enumerate(x.shape)) else ""
 
 
 def _every_form(names: dict[str, Matters], forms: str) -> dict[str, Matters]:

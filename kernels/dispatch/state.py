@@ -77,7 +77,7 @@ class Coverage:
             )
 
 
-_WHOLE, _FIRST = "over the whole tensor, the batch's axis included", "over the first axis, which may be the batch's"
+WHOLE, _FIRST = "over the whole tensor, the batch's axis included", "over the first axis, which may be the batch's"
 MOVED = "over places that padding in front moves"
 
 
@@ -91,7 +91,7 @@ def over_batch(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> str:
         return ""
     axes = {d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim or range(x.dim()))}
     if len(axes) == x.dim():
-        return _WHOLE if x.numel() > x.shape[-1] else ""
+        return WHOLE if x.numel() > x.shape[-1] else ""
     return _FIRST if 0 in axes and x.shape[0] > 1 else ""
 
 

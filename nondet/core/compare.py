@@ -15,11 +15,12 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nondet.core.records import ClassError, Difference, ErrorFigures
 
@@ -578,12 +579,27 @@ def row_hashes(x: torch.Tensor) -> torch.Tensor:
     return (pattern.to(torch.int64) * _weights(pattern.shape[1], pattern.device)).sum(-1)
 
 
+def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor by its name; one that is made of others (torchao's weights), by theirs."""
+    if is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(f"{name}.{part}", getattr(tensor, part))
+    else:
+        yield name, tensor
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins; of one that is made of others, the first one's."""
+    return next(parts_of("", tensor))[1].untyped_storage().data_ptr()
+
+
 def weights_digest(model: Any) -> str:
     """16 hex digits over the names, shapes and bits of all parameters and buffers, hashed where they lie."""
     sha = hashlib.sha256()
-    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0]):
+    named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
+    for name, tensor in (part for path, whole in named for part in parts_of(path, whole.detach())):
         sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
+        rows = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
         for piece in rows.split(max(1, 2**24 // max(1, rows.shape[1]))):  # 64-bit integers of a piece at a time
             sha.update(row_hashes(piece).cpu().numpy().tobytes())
     return sha.hexdigest()[:16]

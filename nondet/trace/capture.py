@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from nondet.core.compare import row_hashes
+from nondet.core.compare import memory_of, row_hashes
 from nondet.errors import UserError
 from nondet.sampling.plan import Span, StepLog
 from nondet.sampling.schedule import requested_logits
@@ -428,7 +428,7 @@ class FineCapture:
     def attached(self, model: Any, log: StepLog) -> Iterator[None]:
         """Hooks at the region's borders and on every module inside, wrappers around the cache and the attention."""
         self._log = log
-        self._storages = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
         layers = find_layers(model)
         self._names = {id(module): path for path, module in model.named_modules()}
         with ExitStack() as stack:
@@ -589,7 +589,7 @@ class FineCapture:
         name = _name_of(function)
         if name is None:
             return function(*args, **kwargs)
-        before = {id(t): t.untyped_storage().data_ptr() for _, t in tensors_in((args, kwargs))}
+        before = {id(t): memory_of(t) for _, t in tensors_in((args, kwargs))}
         copies: dict[int, torch.Tensor] = {}
         inputs = self._slots((*args, *([kwargs] if kwargs else [])), copies)
         out = function(*args, **kwargs)
@@ -597,7 +597,7 @@ class FineCapture:
         writes = name.endswith("_") or "out" in kwargs or "setitem" in name
         if not results and not writes:
             return out
-        if not writes and all(t.untyped_storage().data_ptr() in before.values() for _, t in results):
+        if not writes and all(memory_of(t) in before.values() for _, t in results):
             return out  # a view: nothing was computed
         written = args[0] if writes and args else out
         event = self._add(self._where(), name, inputs, self._slots({"out": written}))
@@ -620,7 +620,7 @@ class FineCapture:
     def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
         record, slots = self._record, []
         for path, tensor in tensors_in(value):
-            weight = tensor.untyped_storage().data_ptr() in self._storages
+            weight = memory_of(tensor) in self._storages
             slot = Slot(path, tuple(tensor.shape), tensor.dtype, weight)
             if record.row >= 0 and not weight:
                 self._bytes += tensor.numel() * tensor.element_size()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nondet.core.compare import first_difference, row_hashes
+from nondet.core.compare import first_difference, memory_of, row_hashes
 from nondet.core.records import Control, Culprit, Record, TraceVerdict
 from nondet.errors import EngineStoppedError
 from nondet.sampling.plan import Load, Request, Session
@@ -226,7 +226,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, looker: Fine, model: Any, parts: Callable[[], list[Part]]) -> None:
         super().__init__()
         self._looker, self._parts = looker, parts
-        self._storages = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
         self._open: list[tuple[str, list[Slot]]] = []
         self._count: Counter[tuple[str, str]] = Counter()
         self._fresh: set[int] = set()  # storages that were made and hold nothing
@@ -278,7 +278,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # a view: nothing is computed
         if "empty" in schema.name:  # holds whatever was there
             out = func(*args, **kwargs)
-            self._fresh.add(out.untyped_storage().data_ptr())
+            self._fresh.add(memory_of(out))
             return out
         given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
         fresh = {n for n in written if isinstance(given.get(n), torch.Tensor) and self._is_fresh(given[n])}
@@ -291,7 +291,7 @@ class _Recorder(TorchDispatchMode):
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether nothing was written to it yet; from now on something is."""
-        place = tensor.untyped_storage().data_ptr()
+        place = memory_of(tensor)
         known = place in self._fresh
         self._fresh.discard(place)
         return known
@@ -306,7 +306,7 @@ class _Recorder(TorchDispatchMode):
         """The tensors, of which what counts tokens along its first axis is cut to the position's rows."""
         made = []
         for path, tensor in tensors_in(value):
-            weight = tensor.untyped_storage().data_ptr() in self._storages
+            weight = memory_of(tensor) in self._storages
             mine = tensor.detach() if weight or not tensor.dim() else self._mine(tensor.detach())
             kept = not weight and mine.numel() * mine.element_size() <= _MOST_BYTES
             slot = Slot(path, tuple(mine.shape), tensor.dtype, weight, mine.clone().cpu() if kept else None)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from nondet.core.compare import (
     ClassBook,
@@ -21,6 +22,7 @@ from nondet.core.compare import (
     first_difference,
     float_dtypes,
     identical,
+    memory_of,
     numbers,
     row_hashes,
     same,
@@ -475,3 +477,18 @@ def test_errors_of_classes_leave_out_what_is_no_number() -> None:
     assert (first.elements, first.most) == (2, 0.0)
     assert (second.closer, second.farther, second.most) == (0, 1, 2.0**23)
     assert class_errors([one[2:3], one[2:3]], reference[2:3]) == []
+
+
+def test_weights_made_of_others_are_digested_part_by_part():
+    """torchao's are: numbers and scales under one tensor, which has no memory of its own."""
+
+    def model(first, second):
+        made = torch.nn.Linear(2, 3, bias=False)
+        made.weight = torch.nn.Parameter(TwoTensor(first, second), requires_grad=False)
+        return made
+
+    a, b = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
+    digest = weights_digest(model(a, b))
+    assert digest == weights_digest(model(a.clone(), b.clone()))
+    assert len({digest, weights_digest(model(b, a)), weights_digest(model(a, 2 * b))}) == 3
+    assert memory_of(TwoTensor(a, b).t()) == memory_of(a) != memory_of(b)
