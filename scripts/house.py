@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 2384,
+    "bench": 2400,
     "certify": 1152,
     "commands": 960,
     "core": 6340,

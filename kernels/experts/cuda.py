@@ -300,10 +300,6 @@ def _laid(x: torch.Tensor, strides: tuple[int, ...], aligned: bool) -> torch.Ten
     return x.new_empty(span + offset).as_strided(x.shape, strides, offset).copy_(x)
 
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF_TILES = (
     Tile(16, 64, 64, 4, 6),

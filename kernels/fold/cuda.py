@@ -24,20 +24,26 @@ from nondet.core.launch import note
 from nondet.core.proof import Claim, operands_key, product_inputs, prove
 from nondet.errors import UserError
 from nondet.kernels.matmul.triton_kernels import Tile, tile_offsets
-from nondet.kernels.triton_common import HALF, INTERPRETED, on_device, require
+from nondet.kernels.triton_common import HALF, INTERPRETED, multiprocessors, on_device, require
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 STEP = 16
 ANCHOR = Tile(64, 64, STEP, 4, 3)
-_WIDE = Tile(128, 128, 64, 8, 3)
+# In 16-bit formats: what is tried, and elements of the weight that such a tile makes in a given time, guessed.
+WIDE = {Tile(128, 256, 64, 8, 3): 1.0, Tile(128, 128, 64, 8, 3): 0.85, Tile(128, 64, 64, 4, 4): 0.65}
 _CUT, _TOKENS, _COLUMNS = 5 * STEP, 21 * STEP, 256  # of a proof
 
 
 @triton.jit(do_not_specialize=["S"])
-def _fold_kernel(acc_ptr, g_ptr, x_ptr, S, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr):
-    """acc [N, K] += g [S, N] transposed times x [S, K], all row by row, in steps of BLOCK_S tokens."""
+def _fold_kernel(
+    acc_ptr, g_ptr, x_ptr, at_ptr, S, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """acc [N, K] += g [S, N] transposed times x [S, K], all row by row, in steps of BLOCK_S tokens.
+
+    With `at` [S] a token's row of g and x, and -1 for none; else they are its rows as they lie.
+    """
     offs_n, offs_k = tile_offsets(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, 8)
     in_n, in_k = offs_n < N, offs_k < K
     places = acc_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
@@ -45,8 +51,11 @@ def _fold_kernel(acc_ptr, g_ptr, x_ptr, S, N, K, BLOCK_N: tl.constexpr, BLOCK_K:
     acc = tl.load(places, mask=inside, other=0.0)
     offs_s = tl.arange(0, BLOCK_S)
     for s in range(0, S, BLOCK_S):
-        rows = (s + offs_s).to(tl.int64)
-        there = s + offs_s < S
+        rows, there = s + offs_s, s + offs_s < S
+        if at_ptr is not None:
+            rows = tl.load(at_ptr + rows, mask=there, other=-1)
+            there = rows >= 0
+        rows = rows.to(tl.int64)
         g = tl.load(g_ptr + rows[None, :] * N + offs_n[:, None], mask=in_n[:, None] & there[None, :], other=0.0)
         x = tl.load(x_ptr + rows[:, None] * K + offs_k[None, :], mask=there[:, None] & in_k[None, :], other=0.0)
         acc = tl.dot(g, x, acc, input_precision="ieee", out_dtype=tl.float32)
@@ -64,33 +73,36 @@ def _steps_kernel(acc_ptr, rows_ptr, steps, H, BLOCK: tl.constexpr):
     tl.store(acc_ptr + cols, acc, mask=inside)
 
 
-def launch(acc: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, tile: Tile) -> None:
+def launch(acc: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, tile: Tile, at: torch.Tensor | None = None) -> None:
     """`fold_product` by that tile, proven or not."""
-    (size, n), k = grad.shape, x.shape[1]
+    n, k = grad.shape[1], x.shape[1]
+    size = len(grad) if at is None else len(at)
     note(f"fold_product[{tile}]")
     with on_device(acc):
         _fold_kernel[(triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n),)](
-            *(acc, grad.contiguous(), x.contiguous(), size, n, k, tile.block_m, tile.block_n, tile.block_k),
+            *(acc, grad.contiguous(), x.contiguous(), at, size, n, k, tile.block_m, tile.block_n, tile.block_k),
             num_warps=tile.warps,
-            num_stages=tile.stages,
+            num_stages=tile.stages if at is None else 2 * tile.stages - 1,  # indices are a stage of their own
         )
 
 
-def fold_product(acc: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+def fold_product(acc: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, at: torch.Tensor | None = None) -> None:
     """acc [N, K] float32 += grad [S, N] transposed times x [S, K], S a multiple of 16.
 
-    float16, bfloat16 or float32, both of one dtype; accumulated in float32, nothing is rounded.
+    float16, bfloat16 or float32, both of one dtype; accumulated in float32, nothing is rounded. With `at` int32 [S] the
+    tokens are rows at[s] of grad and x, zeros where that is -1.
 
     Raises:
         UserError: on this machine a chain that is stored and loaded again has other bits.
         NotImplementedError: a dtype or device without a kernel.
         ValueError: shapes that do not fit.
     """
-    if len(grad) != len(x) or len(x) % STEP or acc.shape != (grad.shape[1], x.shape[1]) or not acc.is_contiguous():
+    size = len(x) if at is None else len(at)
+    if len(grad) != len(x) or size % STEP or acc.shape != (grad.shape[1], x.shape[1]) or not acc.is_contiguous():
         raise ValueError(f"fold_product got {tuple(acc.shape)}, {tuple(grad.shape)} and {tuple(x.shape)}")
     require("fold_product", (*HALF, torch.float32), grad, x)
-    if acc.numel() and len(x):
-        launch(acc, grad, x, ANCHOR if INTERPRETED else tile_for(grad.dtype, grad.shape[1], x.shape[1], x.device))
+    if acc.numel() and size:
+        launch(acc, grad, x, ANCHOR if INTERPRETED else tile_for(grad.dtype, *acc.shape, x.device), at)
 
 
 def fold_steps(acc: torch.Tensor, rows: torch.Tensor) -> None:
@@ -103,22 +115,27 @@ def fold_steps(acc: torch.Tensor, rows: torch.Tensor) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def tile_for(dtype: torch.dtype, n: int, k: int, device: torch.device) -> Tile:
-    """The wide tile where its bits are the anchor's, else the anchor, if its chain can be carried."""
-    names = ("fold/carried", *([f"fold/{_WIDE.name}"] if dtype in HALF else []))
+    """The quickest tile that has the anchor's bits, as guessed: turns of all multiprocessors; if chains are carried."""
+    tiles = {"fold/carried": ANCHOR, **({f"fold/{tile.name}": tile for tile in WIDE} if dtype in HALF else {})}
     key = operands_key("fold", (), (str(dtype).removeprefix("torch."), f"N={n}", f"K={k}"))
     kept = certificates("cuda")
-    if any(kept.standing(name, key) is None for name in names):
-        claims = [Claim(name, key, carried(_WIDE if i else ANCHOR, _CUT)) for i, name in enumerate(names)]
+    if any(kept.standing(name, key) is None for name in tiles):
+        claims = [Claim(name, key, carried(tile, _CUT)) for name, tile in tiles.items()]
         # columns that end within a tile where the weight's do; beyond that their number decides no order
         left, right = (size if size <= _COLUMNS else _COLUMNS + size % _COLUMNS for size in (n, k))
         with torch.no_grad():
             prove(claims, carried(ANCHOR, _TOKENS), product_inputs(left, right, _TOKENS, dtype, device), kept)
-    if not kept.standing(names[0], key):
+    if not kept.standing("fold/carried", key):
         raise UserError(
             f"fold is not proven on this machine ({key}): a chain that is carried from call to call has other bits",
             "Train without nondet.fold() here.",
         )
-    return _WIDE if len(names) > 1 and kept.standing(names[1], key) else ANCHOR
+
+    def turns(tile: Tile) -> float:
+        programs = triton.cdiv(n, tile.block_m) * triton.cdiv(k, tile.block_n)
+        return triton.cdiv(programs, multiprocessors(device)) * tile.block_m * tile.block_n / WIDE.get(tile, 0.1)
+
+    return min((tile for name, tile in tiles.items() if kept.standing(name, key)), key=turns)
 
 
 def carried(tile: Tile, cut: int) -> Callable[..., torch.Tensor]:

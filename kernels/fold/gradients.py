@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +59,7 @@ class Places(NamedTuple):
     slots: torch.Tensor  # its place in the chain: sequence after sequence, each from a multiple of 16 on
     size: int  # places in all, a multiple of 16
     others: torch.Tensor  # index of what belongs to no sequence: padding
+    taken: torch.Tensor | None  # int32 [size], whose token a place holds, -1: nobody's; None: they lie as they are
 
 
 class Layout:
@@ -92,13 +93,22 @@ class Layout:
             slot = slot[:, self._columns]
         at = (tokens, device)
         if at not in self._places:
-            flat = slot.reshape(-1)
-            (rows,) = np.nonzero(flat >= 0)
-            rows = rows[np.argsort(flat[rows], kind="stable")]
-            parts = (torch.from_numpy(x).to(device) for x in (rows, flat[rows], np.nonzero(flat < 0)[0]))
-            first, second, others = parts
-            self._places[at] = Places(first, second, self.size, others)
+            self._places[at] = _places(slot.tobytes(), self.size, device)
         return self._places[at]
+
+
+@functools.lru_cache(maxsize=16)
+def _places(slots: bytes, size: int, device: torch.device) -> Places:
+    """By the slot of each token, int64. A layout that was met before copies nothing, so a CUDA graph can hold it."""
+    flat = np.frombuffer(slots, np.int64)
+    (rows,) = np.nonzero(flat >= 0)
+    rows = rows[np.argsort(flat[rows], kind="stable")]
+    taken = np.full(size, -1, np.int32)
+    taken[flat[rows]] = rows
+    as_they_lie = np.array_equal(taken, np.arange(len(flat)))
+    parts = (rows, flat[rows], np.nonzero(flat < 0)[0], taken)
+    first, second, others, last = (torch.from_numpy(x).to(device) for x in parts)
+    return Places(first, second, size, others, None if as_they_lie else last)
 
 
 def layout_of(arguments: dict[str, Any]) -> Layout:
@@ -193,14 +203,18 @@ def _kept_columns(asked: Any, columns: int) -> np.ndarray | None:
 # CPU one product of fixed sizes.
 
 
-def fold_product(acc: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """acc [N, K] float32 += grad [S, N] transposed times x [S, K], both of one floating dtype, S a multiple of 16."""
+def fold_product(acc: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, at: Places | None = None) -> None:
+    """acc [N, K] float32 += grad [S, N] transposed times x [S, K], both of one floating dtype, S a multiple of 16.
+
+    With `at` grad and x are [tokens, ...], and are taken to their places.
+    """
     if acc.is_cuda:
         from nondet.kernels.fold import cuda  # needs Triton
 
-        cuda.fold_product(acc, grad, x)
+        cuda.fold_product(acc, grad, x, at and at.taken)
     else:
         note("fold_product[16, library]")
+        grad, x = (t if at is None else _placed(t, at) for t in (grad, x))
         for left, right in zip(grad.float().split(STEP), x.float().split(STEP), strict=True):
             acc.addmm_(left.t(), right)
 
@@ -238,6 +252,8 @@ def fold_lookup(acc: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> Non
 
 def _placed(x: torch.Tensor, at: Places) -> torch.Tensor:
     """x [tokens, ...] -> [S, ...]: each token at its place, zeros at the others."""
+    if at.taken is None:
+        return x
     return x.new_zeros((at.size, *x.shape[1:])).index_copy_(0, at.slots, x[at.rows])
 
 
@@ -247,15 +263,21 @@ def _micro_batches(
     """(layout, x, gradient) of each micro-batch, zeros at padding; as `linear_weight_gradient` takes them."""
     start = 0
     for part in (t.tolist() for t in lengths.split(micro or len(lengths))):
-        pieces = [t[start : start + sum(part)].split(part) for t in (x, gradient)]
+        whole = [t[start : start + sum(part)] for t in (x, gradient)]
         start += sum(part)
         if padding == "packed":
-            laid = [torch.cat(p)[None] for p in pieces]
+            laid = [t[None] for t in whole]
             spans = [Span(0, sum(part[:i]), n) for i, n in enumerate(part)]
         else:
-            laid = [torch.nn.utils.rnn.pad_sequence(p, True, padding_side=padding) for p in pieces]
+            laid = [torch.nn.utils.rnn.pad_sequence(t.split(part), True, padding_side=padding) for t in whole]
             spans = [Span(i, (laid[0].shape[1] - n) * (padding == "left"), n) for i, n in enumerate(part)]
         yield Layout((laid[0].shape[0], laid[0].shape[1]), spans), laid[0].flatten(0, 1), laid[1].flatten(0, 1)
+
+
+def sequence_lengths(shape: Mapping[str, int], device: str) -> torch.Tensor:
+    """Of M tokens, for `nondet bench`: sequences of 512, on a CPU of 32, the last of what is left."""
+    length = 32 if device == "cpu" else 512
+    return torch.tensor([min(length, shape["M"] - start) for start in range(0, shape["M"], length)])
 
 
 Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places], None]
@@ -282,7 +304,7 @@ def linear_weight_gradient(
     """
     acc = torch.zeros((gradient.shape[1], x.shape[1]), device=x.device)
     batches = _micro_batches(x, gradient, lengths, micro, padding)
-    return _added(acc, batches, lambda a, g, r, at: fold_product(a, _placed(g, at), _placed(r, at))).to(x.dtype)
+    return _added(acc, batches, fold_product).to(x.dtype)
 
 
 def norm_weight_gradient(
@@ -451,11 +473,10 @@ class _Use:
         return self.sums[name]
 
     def _linear(self, at: Places, x: torch.Tensor, grad: torch.Tensor) -> None:
-        out = _placed(grad[:, 0], at)
         if "weight" in self.learnt:
-            fold_product(self._sum("weight"), out, _placed(x[:, 0].to(grad.dtype), at))  # as autocast had it
+            fold_product(self._sum("weight"), grad[:, 0], x[:, 0].to(grad.dtype), at)  # as autocast had it
         if "bias" in self.learnt:
-            fold_rows(self._sum("bias"), out[:, None].float())
+            fold_rows(self._sum("bias"), _placed(grad[:, :1], at).float())
 
     def _embedding(self, at: Places, x: torch.Tensor, grad: torch.Tensor) -> None:
         ids, rows = x[:, 0, 0][at.rows], grad[:, 0][at.rows].float()

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nondet.core.operator import (
     ANY,
     Bench,
@@ -20,6 +22,7 @@ from nondet.core.operator import (
     WeightForm,
     row_cells,
 )
+from nondet.kernels.matmul.operator import product_bench
 
 _BATCHES = (1, 2, 3, 4, 7, 8, 15, 16, 17, 64)
 _HEADS = {"cuda": {"Hq": 32, "Hkv": 8, "D": 128}, "cpu": {"Hq": 8, "Hkv": 2, "D": 64}}
@@ -128,6 +131,12 @@ def _of_weight(name: str, anchor: str, weights: tuple[tuple[int, int], ...], squ
     )
 
 
-LINEAR_WEIGHT_GRADIENT = _of_weight("linear", "fold_anchor", ((256, 192), (100, 33)))
+# (K, N) of the layers of Qwen3-0.6B: q, k and v, o, gate and up, down; 64 sequences of 512 tokens
+_LAYERS, _TOKENS = ((1024, 2048), (1024, 1024), (2048, 1024), (1024, 3072), (3072, 1024)), (32768,)
+LINEAR_WEIGHT_GRADIENT = replace(
+    _of_weight("linear", "fold_anchor", ((256, 192), (100, 33))),
+    operands=(*map(Operand, (("M", "K"), ("M", "N"))), Operand(("M",), made_by=f"{_FOLD}:sequence_lengths")),
+    bench=replace(product_bench("linear weight gradient", _LAYERS, _TOKENS), company="micro-batches"),
+)
 NORM_WEIGHT_GRADIENT = _of_weight("norm", "fold_norm_anchor", ((256, 256), (33, 33)), square=True)
 EMBEDDING_WEIGHT_GRADIENT = _of_weight("embedding", "fold_lookup_anchor", ((20, 64), (150, 33)))

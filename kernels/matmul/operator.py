@@ -98,7 +98,7 @@ _ROWS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _CPU_WEIGHTS, _CPU_ROWS = ((1024, 1024), (2048, 512)), (1, 16, 128)
 
 
-def _bench(section: str, weights: tuple[tuple[int, int], ...], rows: tuple[int, ...]) -> Bench:
+def product_bench(section: str, weights: tuple[tuple[int, int], ...], rows: tuple[int, ...]) -> Bench:
     """The weights and rows of a GPU; a CPU has its own. One size alone stands for K and N."""
 
     def cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
@@ -190,7 +190,7 @@ LINEAR = Operator(
     accuracy=AccuracyBound("nondet.core.watch:of_linear", PRODUCTS_SOURCE),
     claims=_claims("linear"),
     operands=(Operand(("M", "K")), Operand(("N", "K"))),
-    bench=_bench("linear", _WEIGHTS, _ROWS),
+    bench=product_bench("linear", _WEIGHTS, _ROWS),
     questions={device: _linear_questions(device) for device in _LAYERS},
 )
 MATMUL = Operator(
@@ -213,7 +213,7 @@ MATMUL = Operator(
     accuracy=AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
     claims=_claims("matmul"),
     operands=(Operand(("M", "K")), Operand(("K", "N"))),
-    bench=_bench("matmul", ((4096, 4096), (1024, 3072)), (1, 16, 128, 1024, 4096)),
+    bench=product_bench("matmul", ((4096, 4096), (1024, 3072)), (1, 16, 128, 1024, 4096)),
     questions={device: _matmul_questions(device) for device in _LAYERS},
 )
 

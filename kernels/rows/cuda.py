@@ -236,9 +236,6 @@ def rms_norm_residual(
 # Invariance: a row's bits are decided by the row, the width and the dtype alone, since the order of the one sum
 # follows the width (see the class) and all else is elementwise, without contraction (enable_fp_fusion=False).
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -309,10 +306,6 @@ def module_norm(
             enable_fp_fusion=False,
         )
     return out
-
-
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -232,10 +232,6 @@ def sum_parts(x: torch.Tensor, how: Plan, *, square: bool) -> torch.Tensor:
     return parts
 
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
-
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -467,8 +463,6 @@ def one_each_merge_kernel(
 #
 # The pair is one 64-bit word, written and read at once, and 0 until then: s_c is 0 only where m_c is -inf.
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
 # mypy: disable-error-code="misc, assignment"
 # (a kernel's tuple of tiles grows in a loop that is unrolled; mypy takes it for empty)
 
@@ -627,10 +621,6 @@ def held(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool) -> None
         maxnreg=_REGISTERS,
         enable_fp_fusion=False,
     )
-
-
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 _CACHED_BYTES = 24 * 2**20  # read again from the L2 cache (50 to 60 MB on Hopper, half of it near) in a second launch

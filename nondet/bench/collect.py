@@ -89,19 +89,35 @@ def _query_variants(group: Sequence[BenchCase], call: Call, device: str, rng: to
         yield "prefill", lambda: (call(q, k[:1], v[:1])[:, :, -1:],)
 
 
+def _micro_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torch.Generator) -> Iterator[Variant]:
+    """All of a weight's gradient over the most tokens of the group, its sequences all at once, or so many at a time."""
+    whole = arguments(max(group, key=lambda case: case.shape["M"]), device, rng)
+
+    def compute(micro: int) -> Rows:
+        return (call(*whole, micro),)
+
+    for name, micro in (("all", 0), ("8 at a time", 8), ("1 at a time", 1)):
+        yield name, partial(compute, micro)
+
+
+_VARIANTS = {"rows": _row_variants, "queries": _query_variants, "micro-batches": _micro_variants}
+
+
 def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
     """The row of a group under one implementation, with everything but figures."""
     first = group[0]
     title, varied = f"{first.section} {first.group}: row 0 of M rows", "batch_size"
     if first.company == "queries":
         title, varied = f"attention {first.group}: the last query, in company of other sizes", "query_chunk"
+    elif first.company == "micro-batches":
+        title, varied = f"{first.section} {first.group}: all of it, in micro-batches", "micro_batch"
     return first.row(impl, device, "Tq", case=title, inputs="bell", varied=varied)
 
 
 def bits_row(group: Sequence[BenchCase], impl: str, call: Call, device: str, seed: int) -> Row:
     """Compute all variants, those that need it twice, and describe their classes. Raises what the kernel raises."""
     started = time.perf_counter()
-    variants = _query_variants if group[0].company == "queries" else _row_variants
+    variants = _VARIANTS[group[0].company]
     trials = [Trial(value, compute) for value, compute in variants(group, call, device, generator(seed, device))]
 
     def joined(rows: Rows) -> torch.Tensor:  # they come as views: what joins them must not be among the kernels
@@ -115,7 +131,9 @@ def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
     if row is None or not row.kernels:
         return []
     value: Value = case.shape["M"] if case.axis == "M" else f"decode B={case.shape['B']}"
-    if case.shape.get("Tq", 1) > 1:
+    if case.company == "micro-batches":
+        value = "all"
+    elif case.shape.get("Tq", 1) > 1:
         value = "prefill"
     return row.kernel_sets[row.kernels[row.values.index(value)]] if value in row.values else []
 

@@ -47,6 +47,26 @@ def test_a_chain_is_carried_whatever_the_tile(dtype: torch.dtype) -> None:
     assert not torch.equal(parts, whole)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_are_taken_from_where_they_lie(dtype: torch.dtype) -> None:
+    """By index, the bits of operands that were laid out before; what nobody's place holds is not read."""
+    grad, x = bell(50, 40, dtype=dtype), bell(50, 24, dtype=dtype, seed=1)
+    grad[8], x[31] = torch.nan, torch.inf  # padding
+    layout = gradients.Layout((5, 10), [gradients.Span(4, 1, 9), gradients.Span(0, 0, 7), gradients.Span(1, 0, 10)])
+    at = layout.places(50, x.device)
+    assert at is not None
+    assert at.taken is not None
+    assert at.taken.tolist() == [*range(41, 50), *[-1] * 7, *range(7), *[-1] * 9, *range(10, 20), *[-1] * 6]
+    laid = [torch.zeros(48, t.shape[1], dtype=dtype, device=DEVICE) for t in (grad, x)]
+    for to, t in zip(laid, (grad, x), strict=True):
+        to[at.slots] = t[at.rows]
+    taken, right = torch.zeros(40, 24, device=DEVICE), torch.zeros(40, 24, device=DEVICE)
+    cuda.fold_product(right, *laid)
+    cuda.fold_product(taken, grad, x, at.taken)
+    assert torch.isfinite(right).all()
+    assert torch.equal(taken, right)
+
+
 def test_steps_are_added_one_after_the_other() -> None:
     """As a loop would, in float64, on top of what was there; it is what ran."""
     rows, acc = bell(37, 70).double(), bell(70, seed=1).double()
@@ -85,6 +105,21 @@ def test_a_machine_that_cannot_carry_a_chain_is_refused_by_name(monkeypatch: pyt
     with pytest.raises(UserError, match=r"not proven on this machine \(fold \| float32 N=33 K=21\)"):
         cuda.tile_for(torch.float32, 33, 21, device)
     cuda.tile_for.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", ["packed", "left"])
+def test_a_graph_holds_it(padding: str) -> None:
+    """A layout that was met before copies nothing from the host; replayed on other numbers, the bits are theirs."""
+    lengths = torch.tensor([100, 64, 7])
+    x, grad = bell(171, 96, dtype=torch.bfloat16), bell(171, 64, dtype=torch.bfloat16, seed=1)
+    gradients.linear_weight_gradient(x, grad, lengths, 0, padding)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gradients.linear_weight_gradient(x, grad, lengths, 0, padding)
+    x.copy_(bell(171, 96, dtype=torch.bfloat16, seed=2))
+    graph.replay()
+    assert torch.equal(out, gradients.linear_weight_gradient(x, grad, lengths, 1, padding))
 
 
 @pytest.mark.gpu

@@ -514,6 +514,24 @@ def test_a_chain_goes_on_from_what_was_there() -> None:
     assert not torch.equal(separate, product())
 
 
+def test_a_layout_that_was_met_is_not_laid_out_again() -> None:
+    """By what it says, not by the call; tokens that lie in their places already are left there."""
+    spans = [Span(0, 1, 16), Span(1, 0, 17)]
+    one, same = (Layout((2, 17), spans).places(34, torch.device("cpu")) for _ in range(2))
+    other = Layout((2, 17), spans[::-1]).places(34, torch.device("cpu"))
+    assert one is not None
+    assert other is not None
+    assert one is same
+    assert one.rows is not other.rows
+    assert one.taken is not None
+    for shape, spans, there in (((2, 16), [Span(0, 0, 16), Span(1, 0, 16)], True), ((1, 17), [Span(0, 0, 17)], False)):
+        places = Layout(shape, spans).places(shape[0] * shape[1], torch.device("cpu"))
+        assert places is not None
+        assert (places.taken is None) == there
+    assert torch.equal(one.taken[one.slots].long(), one.rows)
+    assert (one.taken >= 0).sum() == len(one.rows) == 33
+
+
 def test_lookups_are_added_in_order() -> None:
     """As one addition after the other, whatever comes often."""
     generator = torch.Generator().manual_seed(6)
