@@ -1,7 +1,8 @@
 """The products of class "fold" by each tile, beside torch.mm: what of a weight's gradient the choice of a tile decides.
 
 python scripts/fold_tiles.py [TOKENS K N]     (Qwen3-0.6B's layers, 32,768 tokens; without a GPU: the interpreter)
-A line a layer and tile: microseconds (median), times torch.mm's, its bits beside the anchor's; "by index" as of padding.
+A line a layer and tile: us (median), times torch.mm's, its bits beside the anchor's; "by index": as of padding.
+The interpreter's products are no chains, so that tiles have other bits there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ LAYERS = ((1024, 2048), (1024, 1024), (2048, 1024), (1024, 3072), (3072, 1024), 
 
 
 def main(tokens: int, layers: tuple[tuple[int, int], ...], dtype: torch.dtype) -> None:
+    """Every tile of every layer (K, N), in turn."""
     watch = stopwatch_for(DEVICE)
     for k, n in layers:
         x, grad = (make("bell", (tokens, w), dtype, DEVICE, generator(i, DEVICE)) for i, w in enumerate((k, n)))

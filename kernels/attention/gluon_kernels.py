@@ -169,9 +169,6 @@ def as_matrix(smem):
 # ones proved equal (wgmma of one tile shape against another's, on hard inputs in
 # tests/kernels/attention/test_hopper.py).
 
-# Triton reads a kernel's annotations itself: only gl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
 
 # Triton 3.7 renamed these.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -358,9 +355,6 @@ def prefill_kernel(
 # Shapes are [rows, ...] with 16 rows, everything is float32; TILES is 2 or 4, and of 2 tiles the last two names of
 # four stand for the first two again.
 
-# Triton reads a kernel's annotations itself: only gl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
 
 @builtin
 def launch_dependents(_semantic=None):
@@ -464,9 +458,6 @@ def merge_segment(m_all, l_all, acc_all, m, l, acc, qk_scale, ROW: gl.constexpr)
 #
 # The merge computes the factors of all segments at once, a segment a lane, for the running maximum is exact. What is
 # left of it as a chain is one fused multiply-add a segment, with all of its operands in registers before it starts.
-
-# Triton reads a kernel's annotations itself: only gl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 
 @gluon.jit
@@ -581,9 +572,6 @@ def merge_all_kernel(
 # accumulator, in order. Tiles of K and V come through one ring of slots in the order in which they are used, brought
 # by a warp that does nothing else (TMA): few instructions are left to the warps that compute, and those are what a
 # step over few keys consists of.
-
-# Triton reads a kernel's annotations itself: only gl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 
 # Triton 3.7 renamed these.

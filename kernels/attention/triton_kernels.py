@@ -221,9 +221,6 @@ def merge(m_all, l_all, acc_all, m, l, acc, qk_scale):  # noqa: E741 - the liter
 #
 # What a row is, and what m, l and acc are, is said in `triton_attention_parts`.
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 @triton.jit
 def _store_part(part_ptr, slots, slot, rows_in, m, l8, acc, HEAD_DIM, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):

@@ -6,8 +6,6 @@ through fused multiply-adds, one token after the other. An accumulator is a floa
 anyway, so to store it after one call and to load it in the next ought to change nothing; and a wider tile ought to give
 the anchor's bits. Both are the hardware's properties: they are proven by bits at first use on a machine, and where the
 first does not hold there the product is refused, by name.
-
-Nobody claims anything of a GPU that it did not run on: tests marked `gpu` are for that.
 """
 
 from __future__ import annotations

@@ -353,9 +353,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 # rows on (128x128x64 tiles, 4 warps) and has 0.6 to 1.0 of cuBLASLt's speed there; it is what carries large products
 # where cuBLASLt is excluded, and the fastest of all at a few small ones (1024 x 1024, 32 to 256 rows).
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 TMA_TILES = (Tile(64, 32, 128, 4, 5), Tile(64, 64, 128, 4, 4), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 4))
 
