@@ -73,6 +73,7 @@ def _scaled_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PER_SCALE: tl.constexpr,
     BLOCKED: tl.constexpr,
     SINGLE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -81,6 +82,9 @@ def _scaled_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     rows, cols = offs_m.to(tl.int64), offs_n.to(tl.int64)
     in_m, in_n = offs_m < M, offs_n < N
+    lefts = left_ptr + rows * stride_lm
+    # a block's scale is one for all columns of a tile
+    rights = right_ptr + (tl.min(offs_n, 0) // PER_SCALE if PER_SCALE > 1 else cols) * stride_rn
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = (k + offs_k).to(tl.int64)
@@ -95,17 +99,18 @@ def _scaled_kernel(
             mask=in_n[None, :] & (ks[:, None] < K),
             other=0.0,
         )
+        if BLOCKED:  # asked for before the product, so that nobody waits for them after it
+            left = tl.load(lefts + (k // BLOCK_K) * stride_ls, mask=in_m, other=0.0)
+            if PER_SCALE > 1:
+                scale = left[:, None] * tl.load(rights + (k // BLOCK_K) * stride_rs)
+            else:
+                scale = left[:, None] * tl.load(rights + (k // BLOCK_K) * stride_rs, mask=in_n, other=0.0)[None, :]
         # a limit of its own keeps Triton from adding onto the total in the matrix unit, and from cutting the step
         part = tl.dot(a, b, out_dtype=tl.float32, max_num_imprecise_acc=BLOCK_K)
-        if BLOCKED:
-            left = tl.load(left_ptr + rows * stride_lm + (k // BLOCK_K) * stride_ls, mask=in_m, other=0.0)
-            right = tl.load(right_ptr + (k // BLOCK_K) * stride_rs + cols * stride_rn, mask=in_n, other=0.0)
-            total = tl.fma(part, left[:, None] * right[None, :], total)
-        else:
-            total = total + part
+        total = tl.fma(part, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N)), total) if BLOCKED else total + part
     if not BLOCKED:
-        left = tl.load(left_ptr + rows * stride_lm, mask=in_m, other=0.0)
-        right = tl.load(right_ptr + cols * stride_rn, mask=in_n, other=0.0)
+        left = tl.load(lefts, mask=in_m, other=0.0)
+        right = tl.load(rights, mask=in_n, other=0.0)
         total = total * (left[:, None] * right[None, :]) if SINGLE else total * right[None, :] * left[:, None]
     if BIAS:
         total = total + tl.load(bias_ptr + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
@@ -158,7 +163,7 @@ def scaled_matmul(
             return library(*given, dtype, bias, step=step)
         tile = _proven(a, b, blocked, dtype, tile_for(M))
     out = torch.empty(M, N, device=a.device, dtype=dtype)
-    left, right = laid_out(scale_a, scale_b, (M, K, N))
+    left, right = laid_out(scale_a, scale_b, (M, K, N), repeated=not blocked)
     note(f"scaled_matmul[{tile}{' blocks' if blocked else ''}]")
     with on_device(a):
         _scaled_kernel[(triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n),)](
@@ -167,6 +172,7 @@ def scaled_matmul(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=BLOCK,
+            PER_SCALE=1 if right.shape[1] == N else BLOCK,
             BLOCKED=blocked,
             SINGLE=scale_b.numel() == 1,  # of b's alone: one row's scale of a is one number, too
             BIAS=bias is not None,

@@ -151,20 +151,22 @@ def checked(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
 
 
 def laid_out(
-    scale_a: torch.Tensor, scale_b: torch.Tensor, sizes: tuple[int, int, int]
+    scale_a: torch.Tensor, scale_b: torch.Tensor, sizes: tuple[int, int, int], *, repeated: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales as [M, s] and [s, N] views, s the stretches of 128 k or 1; nothing is computed.
 
-    A scale of 128 columns is repeated for each of them, which is a copy.
+    A scale of 128 columns is `repeated` for each of them, which is a copy; else these are [s, N / 128].
     """
     M, K, N = sizes
     left = scale_a.reshape(1, 1) if scale_a.numel() == 1 else scale_a
     right = scale_b.reshape(1, 1) if scale_b.numel() == 1 else scale_b
+    columns = N
     if right.shape[1] not in (1, N):
-        right = right.repeat_interleave(BLOCK, 1)[:, :N]
+        right = right.repeat_interleave(BLOCK, 1)[:, :N] if repeated else right
+        columns = right.shape[1]
     stretches = -(-K // BLOCK)
     both = stretches if max(left.shape[1], right.shape[0]) > 1 else 1
-    return left.expand(M, both), right.expand(both, N)
+    return left.expand(M, both), right.expand(both, columns)
 
 
 # How far from the float64 oracle a sound product may be, as `nondet.core.watch` holds results to it: the bound of a sum

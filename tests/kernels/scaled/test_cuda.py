@@ -67,6 +67,16 @@ def test_scales_belong_to_their_stretch_row_and_column(how):
         assert identical(after[:, 128:], short[:, 128:])
 
 
+@pytest.mark.parametrize("k", [100, 128, 300])
+def test_a_block_s_scale_serves_each_of_its_columns(k):
+    """Of 128 columns, repeated by the caller or not; one stretch of k, or several."""
+    a, b, scale_a, scale_b = operands("integers", "block", (37, k, 300), (E4M3, E4M3), DEVICE, 0)
+    each = scale_b.repeat_interleave(128, 1)[:, :300]
+    got = cuda.scaled_matmul(a, b, scale_a, scale_b, torch.float32)
+    assert identical(got, cuda.scaled_matmul(a, b, scale_a, each, torch.float32))
+    assert identical(got, reference.scaled_matmul(a, b, scale_a, scale_b, torch.float32).float())
+
+
 def test_experts_rows_are_their_own_products():
     """Expert by expert, through the same kernel."""
     a, b, scale_a, scale_b = operands("integers", "row", (9, 256, 3 * 16), (E4M3, E4M3), DEVICE, 0)
