@@ -345,6 +345,8 @@ def prepare(arguments: Any) -> None:
             setattr(arguments.ir_op_priority, name, [_PROVIDER])
     # norms by the IR, in eager mode as well; SiLU and rotary by vLLM's own kernels, so that Inductor fuses nothing anew
     operators = arguments.compilation_config.custom_ops
+    if "+rms_norm" in operators:  # by a kernel of vLLM's own
+        raise UserError(f"--compilation-config custom_ops=+rms_norm and {ASKED}=1 exclude each other", "Leave it out.")
     for name in ("-rms_norm", "+silu_and_mul", "+rotary_embedding"):
         if not {f"+{name[1:]}", f"-{name[1:]}"} & set(operators):
             operators.append(name)
@@ -404,12 +406,14 @@ def refuse(config: Any) -> None:
         f"a KV cache of {cache}": cache not in ("auto", "float16", "bfloat16"),
         "decode context parallelism": _get(config, "parallel_config.decode_context_parallel_size", 1) > 1,
         "prefill context parallelism": _get(config, "parallel_config.prefill_context_parallel_size", 1) > 1,
-        "two batches at a time (DBO)": bool(_get(config, "parallel_config.enable_dbo", False)),
+        "two batches at a time (DBO)": bool(_get(config, "parallel_config.enable_dbo", False))
+        or _get(config, "parallel_config.ubatch_size", 0) > 1,
         "MLA": bool(_get(config, "model_config.use_mla", False)),
         "sleep mode": bool(_get(config, "model_config.enable_sleep_mode", False)),
         "a transfer of KV caches": _get(config, "kv_transfer_config") is not None,
         "a transfer of weights": _get(config, "weight_transfer_config") is not None,
-        "offloaded weights": bool(_get(config, "offload_config.uva.cpu_offload_gb", 0)),
+        "offloaded weights": bool(_get(config, "offload_config.uva.cpu_offload_gb", 0))
+        or bool(_get(config, "offload_config.prefetch.offload_group_size", 0)),
         f"{_get(config, 'model_config.dtype')} as the model's dtype": str(_get(config, "model_config.dtype"))
         not in ("torch.bfloat16", "torch.float16"),
     }
@@ -477,16 +481,22 @@ def standing_of(
         around = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
         if around not in _BY_METHOD:
             return said(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
-        if installed and type(method).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+        # whatever its name: another plugin may have put its own there since
+        if installed and getattr(getattr(method, "apply", None), "__module__", "") == __name__:
             return said(REPLACED, "products in class chain, certified at start")
         return own(name, module)
     if "Attention" in ancestors and hasattr(module, "impl"):
-        if installed and type(module.impl).__name__ == "SegmentsImpl":
-            return said(REPLACED, "attention in class segments")
-        return said(AT_RISK, f"attention by {type(module.impl).__name__}, which is not proven")
+        if not installed or type(module.impl).__name__ != "SegmentsImpl":
+            return said(AT_RISK, f"attention by {type(module.impl).__name__}, which is not proven")
+        if kind != "Attention":  # sinks that are keys, chunks that are requests, whole prompts: by a step's metadata
+            return said(AT_RISK, f"attention as a {kind} asks for it, which was not tried")
+        return said(REPLACED, "attention in class segments")
     if {"RMSNorm", "GemmaRMSNorm"} & ancestors:
         if not installed:
             return own(name, module)
+        around = next(cls.__name__ for cls in type(module).__mro__ if any(n.startswith("forward") for n in vars(cls)))
+        if around not in ("RMSNorm", "GemmaRMSNorm"):
+            return said(AT_RISK, f"a norm by {around}'s own forward, which nondet does not know")
         whole = getattr(module, "variance_size_override", None) is None and getattr(module, "has_weight", True)
         return said(REPLACED, "norm in class lanes") if whole else said(AT_RISK, "a norm without weight, or of a part")
     if _ELEMENTWISE & ancestors:

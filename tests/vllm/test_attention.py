@@ -76,12 +76,13 @@ def step(
     return out[: len(query)], each
 
 
-def exact(each: list[tuple[torch.Tensor, ...]], window: int | None = None) -> torch.Tensor:
+def exact(each: list[tuple[torch.Tensor, ...]], window: int | None = None, cap: float = torch.inf) -> torch.Tensor:
     """The answers in float64, each request alone."""
     parts = []
     for q, k, v in each:
         far, wide = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None], HEADS // KV_HEADS
         scores = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(wide, 1)) * DIM**-0.5
+        scores = cap * torch.tanh(scores / cap) if cap < torch.inf else scores
         hidden = (far > 0) | (far <= -window if window else far > len(k))
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         parts.append(torch.einsum("hqk,khd->qhd", weights, v.double().repeat_interleave(wide, 1)))
@@ -106,6 +107,16 @@ def test_windows_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
     impl = backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8}))
     out, each = step(backend, impl, [40, 33], [1, 9])
     torch.testing.assert_close(out.double(), exact(each, window=8), rtol=5e-3, atol=5e-3)
+
+
+def test_soft_caps_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
+    """Of the scores, after their scale; with a window as in Gemma 2; other pages change no bit."""
+    for given, how in (({"logits_soft_cap": 0.5}, {}), ({"logits_soft_cap": 0.5, "sliding_window": 8}, {"window": 8})):
+        impl = backend.SegmentsImpl(**(NEEDED | given))
+        out, each = step(backend, impl, [40, 33], [1, 9])
+        torch.testing.assert_close(out.double(), exact(each, cap=0.5, **how), rtol=5e-3, atol=5e-3)
+        assert (out.double() - exact(each, **how)).abs().max() > 0.05
+        assert compare.identical(out, step(backend, impl, [40, 33], [1, 9], pages_seed=9)[0])
 
 
 def test_a_large_chunk_is_gathered_and_gives_the_same_answers(

@@ -179,6 +179,35 @@ def test_two_plugins_do_not_fight(toy: Toy) -> None:
     assert method(toy).apply is apply
 
 
+def test_a_plugin_that_comes_after_ours_is_seen(toy: Toy) -> None:
+    """What it computes products by is asked as any other kernel, and isn't called ours."""
+    plugin.register()
+    linear = method(toy)
+
+    def another(kernel: Fp8) -> None:
+        linear.apply = lambda self, layer, x, bias=None: kernel.apply(layer, x, bias)
+
+    another(Fp8())
+    loaded(toy, model())
+    assert "5 replaced, 2 certified stock" in "\n".join(toys.LOG)
+    another(Fp8(parts=32))
+    with pytest.raises(UserError, match=r"2 layers are at risk.*other bits at M=1 than at M=64"):
+        loaded(toy, model())
+
+
+def test_weights_that_change_in_place_are_the_ones_that_count(toy: Toy) -> None:
+    """As reinforcement learning loads them: nothing of a weight is kept, and what was proven isn't about its values."""
+    plugin.register()
+    operators.use_counts([4, 64])
+    x, weight = torch.randn(64, 32).half(), torch.randn(48, 32).half()
+    before = operators.product(x, weight)
+    weight.copy_(torch.randn(48, 32))
+    after = operators.product(x, weight)
+    assert not compare.identical(after, before)
+    assert compare.identical(after, operators.product(x, weight.clone()))
+    assert compare.identical(after[7:8], operators.product(x[7:8], weight))
+
+
 def test_no_gpu_and_vllms_flag_off_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for made in _with(monkeypatch, toys.modules(cuda=False)):
         with pytest.raises(UserError, match="needs an NVIDIA GPU, vLLM runs on cpu here"):
@@ -235,6 +264,7 @@ def test_steps_with_prompts_in_them_are_graphed(toy: Toy, tokens: int, added: li
         ({"attention_backend": toys.AttentionBackendEnum.FLASH_ATTN}, "--attention-backend FLASH_ATTN"),
         ({"ir_op_priority": SimpleNamespace(rms_norm=["vllm_c"], fused_add_rms_norm=None)}, "rms_norm=vllm_c"),
         ({"additional_config": object()}, "compile cache can't be keyed"),
+        ({"compilation_config": SimpleNamespace(custom_ops=["+rms_norm"])}, r"custom_ops=\+rms_norm"),
     ],
 )
 def test_options_that_ask_for_something_else_are_refused(toy: Toy, given: dict[str, Any], named: str) -> None:
@@ -250,6 +280,7 @@ def test_options_that_ask_for_something_else_are_refused(toy: Toy, given: dict[s
         ({"speculative_config": object()}, "speculative decoding"),
         ({"cache_config__cache_dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"parallel_config__ubatch_size": 2}, "two batches at a time"),
         ({"model_config__use_mla": True}, "MLA"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"kv_transfer_config": object()}, "a transfer of KV caches"),
@@ -303,12 +334,30 @@ class Block(nn.Module):
         self.attn = toys.Attention(toys.SegmentsImpl())
 
 
+class OtherNorm(toys.RMSNorm):
+    """As another plugin registers it in place of vLLM's."""
+
+    def forward_oot(self, x: torch.Tensor, residual: Any = None) -> Any:
+        """Whatever it is, it isn't ours."""
+        raise AssertionError
+
+
+class StaticSinkAttention(toys.Attention):
+    """As vLLM's: sinks that no implementation is told of, but by keys of the cache."""
+
+
 def model(*more: nn.Module, method: Any = None) -> nn.Module:
     return nn.Sequential(Block(method), Block(method), toys.VocabParallelEmbedding(8, 32), *more)
 
 
 def loaded(toy: Toy, it: nn.Module, **changes: Any) -> Any:
+    """A worker that has loaded it, its layers' methods those of the vLLM that was patched."""
     plugin.register()
+    for module in it.modules():
+        name = type(getattr(module, "quant_method", None)).__name__
+        place = "linear" if "Linear" in name else "vocab_parallel_embedding"
+        if name in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+            module.quant_method = getattr(toy[f"vllm.model_executor.layers.{place}"], name)()
     worker = toy["vllm.v1.worker.gpu_worker"].Worker(it, toys.config(**changes))
     worker.load_model()
     return worker
@@ -344,6 +393,8 @@ def test_a_covered_model_starts_and_writes_a_run_file(
         (toys.RMSNorm(8, has_weight=False), "a norm without weight"),
         (toys.RMSNorm(8, variance_size_override=4), "a norm without weight, or of a part"),
         (nn.LayerNorm(8), "a layer that nondet does not know"),
+        (OtherNorm(8), "a norm by OtherNorm's own forward"),
+        (StaticSinkAttention(toys.SegmentsImpl()), "attention as a StaticSinkAttention asks for it"),
     ],
 )
 def test_at_risk_refuses_to_start(toy: Toy, monkeypatch: pytest.MonkeyPatch, layer: nn.Module, named: str) -> None:

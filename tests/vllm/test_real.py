@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 
+from nondet.errors import UserError
 from nondet.vllm import plugin
+from scripts.vllm_load import made_folder
 
 pytestmark = [
     pytest.mark.vllm,
@@ -31,3 +34,30 @@ def test_the_operators_take_its_registration() -> None:
 
     for name, (compute, shape) in OPERATORS.items():
         direct_register_custom_op(f"{name}_tested", compute, fake_impl=shape)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"enable_lora": True}, "LoRA adapters"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculative decoding",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
+        ({"cpu_offload_gb": 1}, "offloaded weights"),
+        ({"offload_backend": "prefetch", "offload_group_size": 2}, "offloaded weights"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "a transfer of KV caches"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "a transfer of weights"),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"dtype": "float32"}, "torch.float32 as the model's dtype"),
+    ],
+)
+def test_what_is_refused_is_where_its_configuration_has_it(given: dict[str, Any], named: str) -> None:
+    """A name that this vLLM has elsewhere would be a refusal that never comes."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plain = {"model": made_folder("tiny"), "skip_tokenizer_init": True, "dtype": "bfloat16", "load_format": "dummy"}
+    plugin.refuse(EngineArgs(**plain).create_engine_config())
+    with pytest.raises(UserError, match=f"does not cover {named}"):
+        plugin.refuse(EngineArgs(**(plain | given)).create_engine_config())
