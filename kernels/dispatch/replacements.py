@@ -138,7 +138,7 @@ def scaled_mm(
         raise Leave("scales of another form") from None
 
 
-_BY_TENSOR, _BY_ROW = 0, 1  # of torch.nn.functional.ScalingType
+_BY_TENSOR, _BY_ROW, _BY_1X128, _BY_128X128 = 0, 1, 4, 5  # of torch.nn.functional.ScalingType
 
 
 def scaled_mm_v2(
@@ -156,11 +156,65 @@ def scaled_mm_v2(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,  # as above
 ) -> torch.Tensor:
-    """What `torch.nn.functional.scaled_mm` calls: as `scaled_mm`, with one scale for a tensor, or one for each row."""
+    """What `torch.nn.functional.scaled_mm` calls: as `scaled_mm`, scales by tensor, row, or 1x128 beside 128x128."""
     recipes = [*recipe_a, *recipe_b]
-    if recipes not in ([_BY_TENSOR] * 2, [_BY_ROW] * 2) or any([*swizzle_a, *swizzle_b]) or contraction_dim:
-        raise Leave("scales in blocks, swizzled, or contracted otherwise")
-    return scaled_mm(kernels, a, b, scale_a[0].reshape(-1, 1), scale_b[0].reshape(1, -1), bias, None, out_dtype)
+    if any([*swizzle_a, *swizzle_b]) or contraction_dim:
+        raise Leave("scales swizzled, or contracted otherwise")
+    if recipes == [_BY_1X128, _BY_128X128]:  # b's may be padded to a multiple of four, for the library
+        left, right = scale_a[0], scale_b[0][: -(-a.shape[-1] // 128)]
+    elif recipes in ([_BY_TENSOR] * 2, [_BY_ROW] * 2):
+        left, right = scale_a[0].reshape(-1, 1), scale_b[0].reshape(1, -1)
+    else:
+        raise Leave("scales in other blocks")
+    return scaled_mm(kernels, a, b, left, right, bias, None, out_dtype)
+
+
+def scaled_grouped_mm(
+    kernels: Kernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,  # as above
+) -> torch.Tensor:
+    """float8 x [R, K], weight [G, K, N] with scales [R] and [G, N], offs [G] -> [R, N] of out_dtype, or bfloat16."""
+    out_dtype = out_dtype or torch.bfloat16
+    if bias is not None or scale_result is not None or out_dtype not in DTYPES:
+        raise Leave("a bias, or a result in FP8")
+    if x.dim() != 2 or weight.dim() != 3 or offs is None:
+        raise Leave("groups along K or N, as gradients have them")
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Leave("the host reads where an expert's rows end, which a CUDA graph can't")
+    try:
+        return kernels.scaled_grouped_matmul(x, weight, scale_x, scale_weight, offs, out_dtype)
+    except ValueError:
+        raise Leave("scales of another form") from None
+
+
+def scaled_grouped_mm_v2(
+    kernels: Kernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: list[torch.Tensor],
+    recipe_x: list[int],
+    swizzle_x: list[int],
+    scale_weight: list[torch.Tensor],
+    recipe_weight: list[int],
+    swizzle_weight: list[int],
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,  # as above
+) -> torch.Tensor:
+    """What `torch.nn.functional.scaled_grouped_mm` calls: as `scaled_grouped_mm`, a scale for each row."""
+    if [*recipe_x, *recipe_weight] != [_BY_ROW] * 2 or any([*swizzle_x, *swizzle_weight]) or contraction_dim:
+        raise Leave("scales not of rows, swizzled, or contracted otherwise")
+    return scaled_grouped_mm(kernels, x, weight, scale_x[0], scale_weight[0], offs, bias, None, out_dtype)
 
 
 def attention(

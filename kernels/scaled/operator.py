@@ -131,6 +131,11 @@ SCALED_MATMUL = Operator(
 )
 SCALED_GROUPED_MATMUL = Operator(
     name="scaled_grouped_matmul",
+    family=SCALED,
+    aten=(
+        AtenOperator(name="_scaled_grouped_mm", replacement=f"{_REPLACE}:scaled_grouped_mm"),
+        AtenOperator(name="_scaled_grouped_mm_v2", replacement=f"{_REPLACE}:scaled_grouped_mm_v2"),
+    ),
     reference="nondet.kernels.reference:scaled_grouped_matmul",
     implementations=(
         Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:scaled_grouped_matmul"}),

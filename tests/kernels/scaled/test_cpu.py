@@ -6,11 +6,14 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nondet.core.compare import error_against, identical
 from nondet.core.proof import PRODUCT_INPUTS
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.replacements import scaled_grouped_mm, scaled_grouped_mm_v2
+from nondet.kernels.dispatch.state import Leave, kernels_for
 from nondet.kernels.scaled.cpu import anchor, exact, in_order, scaled_grouped_matmul, scaled_matmul
 from nondet.kernels.scaled.functions import FLOAT8, SCALES, operands, quantize_block, quantize_by, quantize_row
 from tests.build import needs_row_scales
@@ -167,7 +170,7 @@ def test_under_batch_invariant_scaled_mm_is_replaced_and_told():
 
 @needs_row_scales
 def test_torch_s_public_scaled_mm_is_replaced_too():
-    """torch.nn.functional.scaled_mm calls another operator: the same bits, one scale or one a row; blocks are left."""
+    """torch.nn.functional.scaled_mm calls another operator: the same bits, one scale or one a row."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     for how, recipe in (("tensor", ScalingType.TensorWise), ("row", ScalingType.RowWise)):
@@ -189,8 +192,36 @@ def test_torch_s_public_scaled_mm_is_replaced_too():
         with batch_invariant(["norm"]) as block:
             call(a, scale_a)
         assert block.coverage().at_risk["_scaled_mm_v2 float8_e4m3fn"] == 1
-    a, b, scale_a, scale_b = operands("bell", "block", (32, 1024, 256), (E4M3, E4M3), "cpu", 0)
-    recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    with batch_invariant(["fp8"]) as block, pytest.raises((RuntimeError, ValueError)):
-        scaled_mm(a, b, scale_a, recipes[0], scale_b, recipes[1])  # torch has none on a CPU, and says so itself
-    assert not block.coverage().replaced
+
+
+def test_scales_in_blocks_by_torch_s_public_function():
+    """1x128 beside 128x128, whose rows may be padded to four: cuBLASLt's order on a GPU, here the class of a CPU."""
+    a, b, scale_a, scale_b = operands("bell", "block", (5, 384, 256), (E4M3, E4M3), "cpu", 0)
+    kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    padded = torch.nn.functional.pad(scale_b, (0, 0, 0, 1))
+    with batch_invariant(["fp8"]) as block:
+        for right in (scale_b, padded):
+            got = F.scaled_mm(a, b, scale_a, kinds[0], right, kinds[1], output_dtype=torch.float32)
+            assert identical(got, scaled_matmul(a, b, scale_a, scale_b, torch.float32))
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError)):  # torch has none on a CPU
+            F.scaled_mm(a, b, scale_a, kinds[0], scale_b, kinds[0], output_dtype=torch.float32)
+    assert block.coverage().replaced == {"_scaled_mm_v2": 2}
+
+
+def test_grouped_products_with_scales_are_replaced():
+    """A row has the bits of its own plain product, by both operators; torch has none on a CPU to stand under."""
+    a, b, scale_a, scale_b = operands("bell", "row", (9, 256, 3 * 16), (E4M3, E4M3), "cpu", 0)
+    weight, scales = b.mT.unflatten(0, (3, 16)).mT, scale_b[0].view(3, 16)
+    given, ends = (a, weight, scale_a[:, 0], scales), torch.tensor([2, 2, 7], dtype=torch.int32)
+    right = scaled_grouped_matmul(*given, ends, torch.bfloat16)
+    kernels = kernels_for("cpu")
+    assert identical(scaled_grouped_mm(kernels, *given, ends), right)
+    rows = ([1], [0])
+    assert identical(scaled_grouped_mm_v2(kernels, a, weight, [scale_a[:, 0]], *rows, [scales], *rows, ends), right)
+    assert identical(right[2:7], scaled_matmul(a[2:7], weight[2], scale_a[2:7], scales[2][None], torch.bfloat16))
+    with pytest.raises(Leave, match="a bias"):
+        scaled_grouped_mm(kernels, *given, ends, torch.zeros(3, 16))
+    with pytest.raises(Leave, match="groups along K or N"):
+        scaled_grouped_mm(kernels, *given)
+    with pytest.raises(Leave, match="scales not of rows"):
+        scaled_grouped_mm_v2(kernels, a, weight, [scale_a], [3], [0], [scales], [3], [0], ends)

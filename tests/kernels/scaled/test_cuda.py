@@ -251,6 +251,19 @@ def test_scaled_mm_under_batch_invariant_on_a_gpu():
     assert any(name.startswith("scaled_matmul[") for name in ran)
 
 
+@pytest.mark.gpu
+def test_grouped_products_with_scales_are_replaced_on_a_gpu():
+    """torch._scaled_grouped_mm under the block: each row as its own plain product."""
+    a, b, scale_a, scale_b = operands("wide", "row", (64, 512, 3 * 128), (E4M3, E4M3), "cuda", 0)
+    weight, scales = b.mT.unflatten(0, (3, 128)).mT, scale_b[0].view(3, 128).contiguous()
+    ends = torch.tensor([16, 48, 64], device="cuda", dtype=torch.int32)
+    with batch_invariant(["fp8"]) as block:
+        got = torch._scaled_grouped_mm(a, weight, scale_a[:, 0].contiguous(), scales, offs=ends)
+        one = torch._scaled_mm(a[17:18], weight[1], scale_a[17:18], scales[1][None], out_dtype=torch.bfloat16)
+    assert block.coverage().replaced == {"_scaled_grouped_mm": 1, "_scaled_mm": 1}
+    assert identical(got[17:18], one)
+
+
 def test_the_interpreter_refuses_bfloat16():
     """Its bfloat16 is wrong."""
     if not triton_common.INTERPRETED:
