@@ -156,6 +156,10 @@ def scaled_matmul(
     if M * N == 0:
         return torch.empty(M, N, device=a.device, dtype=dtype)
     given = (a, b, scale_a, scale_b)
+    if tile is None and M > _MOST_ROWS:  # parts: a row has its bits in any, and what is proven fits into memory
+        scales = scale_a.split(_MOST_ROWS) if scale_a.numel() > 1 else [scale_a] * -(-M // _MOST_ROWS)
+        parts = zip(a.split(_MOST_ROWS), scales, strict=True)
+        return torch.cat([scaled_matmul(p, b, s, scale_b, dtype, bias, tiles_only=tiles_only) for p, s in parts])
     if tile is None:
         step = None if tiles_only else _library_step(given, dtype, bias)
         if step is not None:
@@ -183,6 +187,7 @@ def scaled_matmul(
     return out
 
 
+_MOST_ROWS = 8192
 LIBRARY = "torch._scaled_mm"
 # Rows in multiples of these: the library wants 16 bytes of a block's scales together; and where it splits K at few
 # rows, which leaves the class, it may not at 64.

@@ -77,6 +77,16 @@ def test_a_block_s_scale_serves_each_of_its_columns(k):
     assert identical(got, reference.scaled_matmul(a, b, scale_a, scale_b, torch.float32).float())
 
 
+@pytest.mark.parametrize("how", SCALES)
+def test_many_rows_go_in_parts(how, monkeypatch):
+    """Each with its scales; the last one shorter."""
+    given = operands("integers", how, (37, 256, 48), (E4M3, E4M3), DEVICE, 0)
+    bias = torch.arange(48.0, device=DEVICE)
+    whole = cuda.scaled_matmul(*given, torch.float32, bias)
+    monkeypatch.setattr(cuda, "_MOST_ROWS", 16)
+    assert identical(cuda.scaled_matmul(*given, torch.float32, bias), whole)
+
+
 def test_experts_rows_are_their_own_products():
     """Expert by expert, through the same kernel."""
     a, b, scale_a, scale_b = operands("integers", "row", (9, 256, 3 * 16), (E4M3, E4M3), DEVICE, 0)
