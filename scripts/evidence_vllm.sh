@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # vLLM, its own batch-invariant mode, and nondet's plugin, one after the other on one GPU: where a start's seconds go,
 # traces as solo under load, the same bits in fresh processes, and tokens a second. Needs vLLM 0.25.1 and nondet in PYTHON's
-# environment. One file a mode and model under OUT; what is there is kept. ONLY=starts stops after the starts.
-# usage: OUT=FOLDER [PYTHON=python3] [ONLY=starts] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
+# environment. One file a mode and model under OUT; what is there is kept. ONLY names one of starts, server and load.
+# usage: OUT=FOLDER [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?name a folder for the results: OUT=FOLDER}
@@ -26,7 +26,25 @@ caches() { # FOLDER COMMAND...: everything that a start keeps for the next one l
     shift
     VLLM_CACHE_ROOT=$at/vllm TORCHINDUCTOR_CACHE_DIR=$at/inductor TRITON_CACHE_DIR=$at/triton NONDET_CACHE=$at/nondet "$@"
 }
+part() { [ "${ONLY:-$1}" = "$1" ]; }
+if part server && ! [ -f "$OUT/server.ok" ]; then # as a user: vllm serve, sample and gate; on a CPU ASKED=0, and SERVE="--enforce-eager"
+    port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+    # shellcheck disable=SC2086 # arguments are words of their own
+    NONDET_BATCH_INVARIANT=${ASKED:-1} VLLM_USE_FLASHINFER_SAMPLER=0 NONDET_COVERAGE=$OUT/coverage-server-$$.jsonl \
+        "$PYTHON" -m vllm.entrypoints.cli.main serve nondet/embedded --dtype bfloat16 --max-model-len 1024 --port "$port" \
+        ${SERVE:-} > "$OUT/server.log" 2>&1 &
+    server=$!
+    trap 'kill $server 2> /dev/null || true' EXIT
+    for _ in $(seq 300); do curl -sf "http://127.0.0.1:$port/health" && break || kill -0 $server || break; sleep 1; done
+    for command in "sample --fail-on divergent" gate; do
+        # shellcheck disable=SC2086 # the command and its option
+        timeout 120 "$PYTHON" -m nondet $command --endpoint "http://127.0.0.1:$port" -o "$OUT/${command%% *}.jsonl" --force || failed=1
+    done
+    kill $server
+    [ $failed = 1 ] || touch "$OUT/server.ok"
+fi
 for model in $MODELS; do # fresh processes: a machine's first start, its second, and a first one once more
+    part starts || break
     for mode in stock nondet; do
         for start in first second anew; do
             [ $start = second ] || at=$(mktemp -d)
@@ -35,7 +53,7 @@ for model in $MODELS; do # fresh processes: a machine's first start, its second,
     done
 done
 for mode in stock own nondet; do
-    [ "${ONLY:-}" = starts ] && break
+    part load || break
     one "embedded-$mode" --mode "$mode" --model nondet/embedded --prefix-cache
     for model in $MODELS; do
         one "$model-$mode" --mode "$mode" --model "$model" --cache-gib "$GIB" --speed --long 1x12000 --long 16x4000 --repeats "${REPEATS:-5}"
