@@ -8,14 +8,15 @@ wrong (it multiplies raw bits), so bfloat16 is refused there.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from nondet.core.launch import listen_to_triton
+from nondet.core.launch import listen_to_triton, note
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 listen_to_triton()
@@ -54,6 +55,50 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
 
 _FOUND_MOST = 16384
 _found: dict[tuple[Any, ...], Any] = {}
+_OWN_LAUNCHER = triton.__version__.startswith("3.6.")  # whose compiled C function's arguments are known here
+
+
+class Launched:
+    """A launch, to be made again: as many programs of the same kernel, with the same numbers and constants.
+
+    For tensors of the dtypes, alignment and device that it was made for: nobody looks at them again, here or in Triton.
+    """
+
+    __slots__ = ("_front", "_grid", "_kernel", "_rest", "_run")
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...]) -> None:
+        self._kernel, self._grid, self._rest = compiled, (*grid, 1, 1)[:3], rest
+        self._run: Any = None
+        run = getattr(compiled, "run", None)
+        if run is None:
+            return
+        self._run, self._front = run, (compiled.function, compiled.packed_metadata, None, None, None)
+        if _OWN_LAUNCHER and type(run).__name__ == "CudaLauncher":
+            if not run.global_scratch_size and not run.profile_scratch_size:
+                function, metadata, *hooks = self._front
+                flags = (run.launch_cooperative_grid, run.launch_pdl)
+                self._run, self._front = run.launch, (function, *flags, None, None, metadata, *hooks)
+
+    def __call__(self, device: int, tensors: Sequence[Any]) -> None:
+        """On the current stream of that device, which is the current one.
+
+        Args:
+            tensors: The kernel's first parameters: tensors, addresses, boxes or None.
+        """
+        if self._run is None or _heard():
+            self._kernel[self._grid](*tensors, *self._rest)
+        else:  # what Triton's own way makes each time is there: its launch, and nobody to tell of it
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            self._run(*self._grid, stream, *self._front, *tensors, *self._rest)
+
+
+def _heard() -> bool:
+    """Does anybody listen to Triton's launches, as its profiler?"""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def launch(
@@ -63,7 +108,7 @@ def launch(
     numbers: tuple[Any, ...],
     constants: dict[str, Any],
     **options: Any,
-) -> None:
+) -> Callable[[int, Sequence[Any]], None] | None:
     """kernel[grid](*tensors, *numbers, **constants, **options), found again where its like was launched before.
 
     Triton's own way to a compiled kernel binds a signature, and takes several times as long as the launch. Here it is
@@ -74,10 +119,15 @@ def launch(
         tensors: The kernel's first parameters, by place: tensors, boxes of them for the copy engine, or None.
         numbers: The next ones.
         constants: All others, by name and in their order.
+
+    Returns:
+        The same launch once more, as `Launched`; None where it can't be had.
     """
     if INTERPRETED or torch.compiler.is_compiling():
         kernel[grid](*tensors, *numbers, **constants, **options)
-        return
+        if not INTERPRETED:
+            return None
+        return lambda device, tensors: kernel[grid](*tensors, *numbers, **constants, **options)
     low = 0
     kinds: list[object] = []
     for x in tensors:
@@ -89,16 +139,122 @@ def launch(
     if low & 15:
         kinds += [isinstance(x, torch.Tensor) and x.data_ptr() & 15 for x in tensors]
     values = (*constants.values(),)
-    key = (kernel.fn, torch.cuda.current_device(), numbers, values, *options.values(), *kinds)
+    device = torch.cuda.current_device()
+    key = (kernel.fn, device, numbers, values, *options.values(), *kinds)
     compiled = _found.get(key)
     if compiled is not None:
-        compiled[(*grid, 1, 1)](*tensors, *numbers, *values)
-        return
+        again = Launched(compiled, grid, (*numbers, *values))
+        again(device, tensors)
+        return again
     compiled = kernel[grid](*tensors, *numbers, **constants, **options)
     if compiled is not None and [*constants] == [*kernel.arg_names[len(tensors) + len(numbers) :]]:
         if len(_found) >= _FOUND_MOST:
             _found.clear()
         _found[key] = compiled
+        return Launched(compiled, grid, (*numbers, *values))
+    return None
+
+
+class Step(NamedTuple):
+    """One launch of a call that is remembered.
+
+    Attributes:
+        launch: None where it can't be had again.
+        order: Its tensors, as places among the call's own and the results behind them; -1 for none.
+        boxes: (Place among its tensors, place among the call's, pattern of a descriptor) of what the copy engine reads.
+    """
+
+    launch: Callable[[int, Sequence[Any]], None] | None
+    order: tuple[int, ...]
+    boxes: tuple[tuple[int, int, Any], ...] = ()
+
+
+class _Kept(NamedTuple):
+    """What a call like one before needs: room of these shapes and dtypes, and its launches."""
+
+    rooms: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    steps: tuple[Any, ...]
+    label: str
+
+
+_kept: dict[tuple[Any, ...], _Kept] = {}
+
+
+def box_at(pattern: Any, x: torch.Tensor) -> Any:
+    """The descriptor of x's memory that lies as the pattern: one of its own for each launch, as other threads launch."""
+    box = object.__new__(type(pattern))
+    box.__dict__.update(pattern.__dict__)
+    box.base = x
+    return box
+
+
+def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """All that follows a call's launches, and the tensors' places; None where one does not start at 16 bytes.
+
+    Triton compiles other kernels for those, which `launch` finds.
+    """
+    key: list[object] = [what]
+    places: list[Any] = []
+    low = 0
+    for x in tensors:
+        if x is None:
+            key.append(None)
+            places.append(None)
+        else:
+            place = x.data_ptr()
+            low |= place
+            key += (x.shape, x.stride(), x.dtype, x.get_device())
+            places.append(x if INTERPRETED else place)
+    return None if low & 15 else ((*key,), places)
+
+
+def remember(
+    what: object, tensors: tuple[torch.Tensor | None, ...], rooms: tuple[torch.Tensor, ...], label: str, *steps: Step
+) -> None:
+    """Keep the launches for calls like this one: of `what`, tensors of these shapes, strides, dtypes and device.
+
+    Args:
+        what: The operator and all that it was asked for, but tensors.
+        tensors: As the call got them; the launches read them where they are, and no copies.
+        rooms: Its results and what it wrote on the way, contiguous.
+        label: What is noted.
+    """
+    if torch.compiler.is_compiling() or any(step.launch is None for step in steps):
+        return
+    kind = _kind(what, tensors)
+    if kind is not None:
+        if len(_kept) >= _FOUND_MOST:
+            _kept.clear()
+        _kept[kind[0]] = _Kept(tuple(((*x.shape,), x.dtype) for x in rooms), steps, label)
+
+
+def forget() -> None:
+    """Remember no call any more."""
+    _kept.clear()
+
+
+def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
+    """The rooms of a call like one that is remembered, filled by its launches; None where there was none."""
+    first, kind = tensors[0], _kind(what, tensors)
+    kept = None if kind is None else _kept.get(kind[0])
+    if kind is None or kept is None or first is None:
+        return None
+    device = first.get_device()
+    if device >= 0 and torch._C._cuda_getDevice() != device:
+        return None
+    places, made = kind[1], []
+    for shape, dtype in kept.rooms:
+        room = torch.empty(shape, dtype=dtype, device=first.device)
+        made.append(room)
+        places.append(room if INTERPRETED else room.data_ptr())  # at 16 bytes by all of torch's allocators
+    places.append(None)
+    note(kept.label)
+    for launch, order, boxes in kept.steps:
+        operands = [places[i] for i in order]
+        for at, i, pattern in boxes:
+            operands[at] = box_at(pattern, tensors[i])
+        launch(device, operands)
+    return made
 
 
 def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tensor) -> None:

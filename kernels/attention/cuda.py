@@ -46,7 +46,8 @@ from nondet.kernels.attention.triton_kernels import (
     one_plan,
     plan_for,
 )
-from nondet.kernels.triton_common import HALF, INTERPRETED, on_device, require
+from nondet.kernels.triton_common import HALF, INTERPRETED, Step, again, on_device, remember, require
+from nondet.kernels.triton_common import forget as forget_calls
 from nondet.kernels.triton_common import launch as triton_launch
 
 _MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
@@ -133,11 +134,12 @@ def _has_few_row_kernels(call: Call) -> bool:
     return call.window is None and call.softcap is None and hopper.available(call.q.device) is None
 
 
-def launch(call: Call, way: Way, why: str = "") -> None:
+def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
     """Compute call.out in this way.
 
     Args:
         why: Said in the note, where another way would have been quicker.
+        what: Of a dense call: by which its launches are remembered.
     """
     q, k, v, out = call.q, call.k, call.v, call.out
     plan, span = way.plan, way.span
@@ -162,7 +164,8 @@ def launch(call: Call, way: Way, why: str = "") -> None:
     block = f"{plan.block_m}x{plan.block_n}"
     name = ("attention_decode_split" if span else "attention_decode") if way.tiles else None
     name = name or ("attention_split" if span else "attention_one_pass")
-    note(f"{name}[{block}, {span} of {segments} x {segment}]" if span else f"{name}[{block}{why}]")
+    label = f"{name}[{block}, {span} of {segments} x {segment}]" if span else f"{name}[{block}{why}]"
+    note(label)
     rows_per_start = 1 if packed else call.tq
     pointers = (call.cu_q, call.cu_k, call.positions)
     strides = tuple(x.stride(i) for x in (q, k, v, out) for i in (axis, 1, 2))
@@ -170,7 +173,7 @@ def launch(call: Call, way: Way, why: str = "") -> None:
     grid = (programs, -(-segments // span) if span else 1)
     with on_device(q):
         if way.tiles:
-            hopper.decode(
+            launched = hopper.decode(
                 (q, k, v, out),
                 part,
                 (call.cu_q, call.cu_k, call.key_index),
@@ -186,7 +189,7 @@ def launch(call: Call, way: Way, why: str = "") -> None:
                 GROUP=group,
             )
         else:
-            triton_launch(
+            launched = triton_launch(
                 attend_kernel,
                 grid,
                 (q, k, v, out, part, *pointers, call.key_index),
@@ -210,11 +213,11 @@ def launch(call: Call, way: Way, why: str = "") -> None:
                 num_stages=plan.stages,
                 enable_fp_fusion=False,
             )
-        if not span:
-            return
         rows = call.requests * call.tq * heads
-        if way.lanes:
-            hopper.merge(
+        if not span:
+            merged = None
+        elif way.lanes:
+            merged = hopper.merge(
                 rows,
                 segments,
                 (part, out, call.cu_q, call.cu_k),
@@ -228,20 +231,36 @@ def launch(call: Call, way: Way, why: str = "") -> None:
                 CAUSAL=call.causal,
                 SEGMENT=segment,
             )
-            return
-        triton_launch(
-            merge_kernel,
-            (rows,),
-            (part, out, *pointers),
-            (
-                *(call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start, slots, qk_scale),
-                *strides[9:],
-            ),
-            {"UNROLL": 8, "PDL": way.pdl, **mask, **dims, "BLOCK_D": plan.block_d},
-            num_warps=1,
-            enable_fp_fusion=False,
-            **({"launch_pdl": True} if way.pdl else {}),
-        )
+        else:
+            merged = triton_launch(
+                merge_kernel,
+                (rows,),
+                (part, out, *pointers),
+                (
+                    *(call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start, slots, qk_scale),
+                    *strides[9:],
+                ),
+                {"UNROLL": 8, "PDL": way.pdl, **mask, **dims, "BLOCK_D": plan.block_d},
+                num_warps=1,
+                enable_fp_fusion=False,
+                **({"launch_pdl": True} if way.pdl else {}),
+            )
+    if what is None:
+        return
+    none = (-1,) * 4
+    first = (0, 1, 2, 3, 4 if span else -1, *none)
+    if way.tiles:
+        boxes = ((1, 1, hopper.pattern(k, plan.block_n)), (2, 2, hopper.pattern(v, plan.block_n)))
+        steps = [Step(launched, first[:8], boxes)]
+    else:
+        steps = [Step(launched, first)]
+    rooms = [out.transpose(1, 2)]
+    if part is not None:
+        steps.append(Step(merged, (4, 3, *none[:2]) if way.lanes else (4, 3, *none[:3])))
+        rooms.append(part)
+    remember(what, (q, k, v), (*rooms,), label, *steps)
+
+
 
 
 # The proof at first use that a way to launch attention has, on this machine, the bits of the one plan.
@@ -266,7 +285,6 @@ _HOPPER = "hopper 128x128"
 _MOST_KNOWN = 16384
 
 _known: dict[tuple[Any, ...], bool] = {}
-_ways: dict[tuple[Any, ...], Way] = {}  # of `attention`: checked, chosen and proven
 
 
 class _Case(NamedTuple):
@@ -325,7 +343,7 @@ def hopper_stands(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
 def forget() -> None:
     """Look certificates up again: after they have changed within the process."""
     _known.clear()
-    _ways.clear()
+    forget_calls()
 
 
 def prove_way(form: Form, way: Way, device: torch.device, *, dry: bool = False) -> bool | None:
@@ -556,11 +574,12 @@ def _check(
     require("attention", _DTYPES, q, k, v)
 
 
-def compute(call: Call, way: Way, *, asked: bool = False) -> bool:
+def compute(call: Call, way: Way, *, asked: bool = False, what: object = None) -> bool:
     """Compute call.out in this way where it is proven on this machine, else by the one plan.
 
     Args:
         asked: In this way whatever is proven.
+        what: As `launch` has it, for what is proven.
 
     Returns:
         Whether it was this way, proven.
@@ -569,13 +588,13 @@ def compute(call: Call, way: Way, *, asked: bool = False) -> bool:
         NotImplementedError: the one plan itself was seen to give a row other bits at another place.
     """
     if asked or INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
-        launch(call, way)
+        launch(call, way, what=what)
         return False
     one = one_plan(call.q.shape[3], call.q.dtype)
     if torch.compiler.is_compiling():
         launch(call, one, why=", the one plan")
     elif stands(call, way):
-        launch(call, way)
+        launch(call, way, what=what)
         return True
     elif excluded(call, one):
         raise NotImplementedError("attention's one plan gives a row other bits at another place on this machine")
@@ -622,13 +641,11 @@ def attention(
         NotImplementedError: a device or dtype without a kernel.
         ValueError: shapes that do not fit, no keys at all, a window without causal, a scale that is not above 0.
     """
-    key = _layout_of(q, k, v, causal, scale, window, softcap) if split is None else None
-    kept = None if key is None else _ways.get(key)
-    if kept is not None:
-        batch, heads, tq, head_dim = q.shape
-        out = torch.empty(batch, tq, heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
-        launch(Call(q, k, v, out, batch, tq, k.shape[2], scale, causal, window, softcap), kept)
-        return out
+    what = ("attention", causal, scale, window, softcap) if split is None else None
+    if what is not None and not torch.compiler.is_compiling():
+        made = again(what, q, k, v)
+        if made is not None:
+            return made[0].transpose(1, 2)
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0]:
         raise ValueError(f"attention takes [B, H, T, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     _check(q, k, v, causal, window, softcap, scale)
@@ -650,21 +667,9 @@ def attention(
     operands = (_unit_last_stride(q), _unit_last_stride(k), _unit_last_stride(v), out)
     call = Call(*operands, batch, tq, k.shape[2], scale, causal, window, softcap)
     way = quickest(call, split)
-    proven = compute(call, way, asked=split is not None)
-    if key is not None and proven and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        if len(_ways) >= _MOST_KNOWN:
-            _ways.clear()
-        _ways[key] = way
+    whole = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    compute(call, way, asked=split is not None, what=what if whole else None)
     return out
-
-
-def _layout_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> tuple[Any, ...] | None:
-    """All that the way of a call follows from; None where nothing may be remembered."""
-    if INTERPRETED or torch.compiler.is_compiling():
-        return None
-    shapes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
-    places = (q.get_device(), k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15)
-    return (*shapes, *places, q.dtype, k.dtype, v.dtype, *how)
 
 
 def attention_by_one_plan(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +23,7 @@ import triton
 
 from nondet.core.launch import note
 from nondet.kernels.attention.triton_kernels import Way
-from nondet.kernels.triton_common import HALF, INTERPRETED, capability, launch, multiprocessors
+from nondet.kernels.triton_common import HALF, INTERPRETED, box_at, capability, launch, multiprocessors
 
 try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not take the other kernels with it
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -105,6 +104,11 @@ def descriptor(x: torch.Tensor, rows: int) -> Any:
     """Boxes of `rows` tokens of one head of x [B, H, T, D]; tokens beyond T read as zeros and are not written."""
     if x.data_ptr() % 16:
         return _boxes(x, rows)  # which refuses it
+    return box_at(pattern(x, rows), x)
+
+
+def pattern(x: torch.Tensor, rows: int) -> Any:
+    """Such boxes of any memory that starts at 16 bytes and has x's shape and strides."""
     key = (x.shape, x.stride(), x.dtype, rows)
     kept = _descriptors.get(key)
     if kept is None:
@@ -112,9 +116,9 @@ def descriptor(x: torch.Tensor, rows: int) -> Any:
             _descriptors.clear()
         kept = _descriptors[key] = _boxes(x, rows)
         kept.base = None  # it is a pattern, and holds no memory
-    made = copy(kept)
-    made.base = x
-    return made
+    return kept
+
+
 
 
 _DESCRIPTORS_KEPT = 1024
@@ -232,7 +236,7 @@ def decode(
     *,
     page: int = 0,
     **mask: Any,
-) -> None:
+) -> Any:
     """Launch `decode_kernel`: q, k, v, out of `operands` [B, H, T, D]; `part` and the numbers are `cuda.launch`'s.
 
     Positions are aligned to the end. The plan's stages are the slots of the ring, and its warps those of a program.
@@ -246,7 +250,7 @@ def decode(
     q, k, v, out = operands
     plan = way.plan
     boxes = page or plan.block_n
-    launch(
+    return launch(
         decode_kernel,
         grid,
         (q, descriptor(k, boxes), descriptor(v, boxes), out, part, *packed),
@@ -277,10 +281,10 @@ def merge(
     head_dim: int,
     pdl: bool,
     **mask: Any,
-) -> None:
+) -> Any:
     """Launch `merge_all_kernel` over rows of `segments` segments at most; `mask`: VARLEN, CAUSAL and SEGMENT."""
     chunk = min(MERGE_CHUNK, max(_CHUNKS[0], triton.next_power_of_2(segments)))
-    launch(
+    return launch(
         merge_all_kernel,
         (rows, head_dim // MERGE_COLUMNS),
         tensors,

@@ -175,6 +175,7 @@ def _roots(squares: np.ndarray[Any, Any], eps: float) -> np.ndarray[Any, Any]:
 
 
 def _attention(
+    again: Short,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -190,7 +191,8 @@ def _attention(
         return None
     if (is_causal and shape[2] != keys[2]) or (shape[1] != keys[1] and not enable_gqa):
         return None
-    return attention_again(q, k, v, is_causal or shape[2] == 1, scale)
+    out: torch.Tensor | None = again(q, k, v, is_causal or shape[2] == 1, scale)
+    return out
 
 
 def _pointwise(stock: Callable[..., Any]) -> Short:
@@ -213,7 +215,7 @@ _WAYS: dict[str, Short] = {
     "sum.dim_IntList": partial(_reduced, False),
     "rms_norm": _rms_norm,
     "native_layer_norm": _layer_norm,
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": partial(_attention, attention_again),
 }
 
 
@@ -232,8 +234,67 @@ def _addmm_on_cuda(
     return _on_cuda(True, a, b.mT, bias)
 
 
+def _launched(what: object, *tensors: torch.Tensor | None) -> Any:
+    """The first result of a call like one that is remembered; None where there was none."""
+    made = _all_launched(what, *tensors)
+    return None if made is None else made[0]
+
+
+def _all_launched(what: object, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+    common = sys.modules.get("nondet.kernels.triton_common")  # as above
+    made = None if common is None else common.again(what, *tensors)
+    return None if made is None else (*made,)
+
+
+def _normalized_on_cuda(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | None:
+    axes = x.dim()
+    if half_to_float or not axes or dim not in (-1, axes - 1):
+        return None
+    out: torch.Tensor | None = _launched(name, x)
+    if out is not None and axes > 2:
+        note_hidden(name, x)
+    return out
+
+
+def _reduced_on_cuda(
+    name: str, x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor | None:
+    axes = x.dim()
+    if dtype is not None or not dim or len(dim) != 1 or not axes or dim[0] not in (-1, axes - 1):
+        return None
+    out: torch.Tensor | None = _launched(name, x)
+    return out.unsqueeze(-1) if keepdim and out is not None else out
+
+
+def _rms_norm_on_cuda(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor | None:
+    if weight is None or eps is None or weight.dtype is not x.dtype or x.shape[-1:] != (*shape,):
+        return None
+    out: torch.Tensor | None = _launched(("rms_norm", eps), x, weight)
+    return out
+
+
+def _layer_norm_on_cuda(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, ...] | None:
+    return _all_launched(("layer_norm", eps), x, weight, bias) if x.shape[-1:] == (*shape,) else None
+
+
+def _attention_on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: Any) -> Any:
+    out: torch.Tensor | None = _launched(("attention", causal, scale, None, None), q, k, v)
+    return None if out is None else out.transpose(1, 2)  # laid out as models want it back
+
+
 _WAYS_ON_CUDA: dict[str, Short] = {
     "linear": partial(_on_cuda, True),
     "mm": partial(_on_cuda, False),
     "addmm": _addmm_on_cuda,
+    "_softmax": partial(_normalized_on_cuda, "softmax"),
+    "_log_softmax": partial(_normalized_on_cuda, "log_softmax"),
+    "mean.dim": partial(_reduced_on_cuda, "mean"),
+    "sum.dim_IntList": partial(_reduced_on_cuda, "sum"),
+    "rms_norm": _rms_norm_on_cuda,
+    "native_layer_norm": _layer_norm_on_cuda,
+    "scaled_dot_product_attention": partial(_attention, _attention_on_cuda),
 }

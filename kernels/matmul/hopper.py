@@ -12,7 +12,6 @@ than about 135 GB/s whatever the tile: what is left is the price of not splittin
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 import triton
 
 from nondet.kernels.matmul.triton_kernels import Tile, rows_fit, tma_takes
-from nondet.kernels.triton_common import INTERPRETED, capability
+from nondet.kernels.triton_common import INTERPRETED, box_at, capability
 
 try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not take the other kernels with it
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -125,9 +124,7 @@ def bind_hopper(
 
     def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         nonlocal kernel, settled
-        left, right = (copy.copy(box) for box in boxes)  # of its own for each launch: other threads launch too
-        left.base, right.base = a, b
-        operands = (left, right, bias, out, m, n, k)
+        operands = (box_at(boxes[0], a), box_at(boxes[1], b), bias, out, m, n, k)
         if kernel is not None:  # as `bind_chain`: Triton's own way to find the kernel again takes longer than the rest
             kernel[grid](*operands, *settled)
             return

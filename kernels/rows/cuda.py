@@ -22,6 +22,7 @@ from nondet.kernels.rows.cuda_softmax import (
     load_tile,
     merged_sum,
     plan,
+    reciprocal_root,
     store_tile,
     sum_parts,
 )
@@ -29,7 +30,7 @@ from nondet.kernels.rows.cuda_softmax import cross_entropy as cross_entropy
 from nondet.kernels.rows.cuda_softmax import log_softmax as log_softmax
 from nondet.kernels.rows.cuda_softmax import logsumexp as logsumexp
 from nondet.kernels.rows.cuda_softmax import softmax as softmax
-from nondet.kernels.triton_common import accumulator, launch, on_device, require
+from nondet.kernels.triton_common import Step, accumulator, again, launch, on_device, remember, require
 
 # RMSNorm on CUDA, also with the residual's addition before it: one pass over memory, invariant over rows.
 #
@@ -125,7 +126,7 @@ def _norm(
     name: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normalized tensor, and what was normalized: x itself, or x + residual."""
-    weight = _checked(name, x, weight)
+    given, weight = weight, _checked(name, x, weight)
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     if not out.numel():
         return out, out if residual is None else torch.empty_like(out)
@@ -160,10 +161,11 @@ def _norm(
     added = x if residual is None else torch.empty(x.shape, device=x.device, dtype=x.dtype)
     m = rows.shape[0]
     together, warps = how.rows_and_warps(m)
-    note(f"{name}_rows[{how.span}]")
+    label = f"{name}_rows[{how.span}]"
+    note(label)
     with on_device(x):
         early = m < _MANY or (how.span >= 4096 and 4 * width > 3 * how.span)
-        launch(
+        launched = launch(
             _rms_norm_kernel,
             (-(-m // together),),
             (rows, other, weight, out, added),
@@ -179,6 +181,8 @@ def _norm(
             num_warps=warps,
             enable_fp_fusion=False,
         )
+    if residual is None and rows.data_ptr() == x.data_ptr() and weight is given:
+        remember(("rms_norm", eps), (x, weight), (out,), label, Step(launched, (0, 0, 1, 2, 0)))
     return out, added
 
 
@@ -219,6 +223,91 @@ def rms_norm_residual(
         raise ValueError(f"rms_norm_residual takes two of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
     require("rms_norm_residual", DTYPES, x, residual)
     return _norm("rms_norm_residual", x, residual, weight, eps)
+
+
+# LayerNorm on CUDA in one launch: two means in class "lanes" and correctly rounded steps between them, all in float32.
+#
+# The bits are those of the same steps one by one (`nondet.kernels.dispatch.replacements.layer_norm`): each mean is
+# divided as `_sum_kernel` divides, and the root and its reciprocal are rounded as torch rounds them on CUDA, subnormal
+# numbers included, which Triton's own operators would flush.
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    mean_ptr,
+    scale_ptr,
+    M,
+    WIDTH,
+    stride_row,
+    stride_col,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    HALVES: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    cols = tl.arange(0, SPAN)[None, :]
+    x = load_tile(x_ptr, first, 0, WIDTH, stride_row, stride_col, M, ROWS, SPAN, 0.0).to(tl.float32)
+    mean = add_tree(x, ROWS, SPAN, HALVES, LEVELS) / WIDTH
+    centred = x - mean
+    squares = tl.where(cols < WIDTH, centred * centred, 0.0)
+    scale = reciprocal_root(add_tree(squares, ROWS, SPAN, HALVES, LEVELS) / WIDTH + EPS)
+    out = centred * scale
+    if weight_ptr is not None:
+        out = out * tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        out = out + tl.load(bias_ptr + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    store_tile(out_ptr, out, first, 0, WIDTH, WIDTH, M, ROWS, SPAN)
+    store_tile(mean_ptr, mean, first, 0, 1, 1, M, ROWS, 1)
+    store_tile(scale_ptr, scale, first, 0, 1, 1, M, ROWS, 1)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """x [..., H] -> [..., H] in x's dtype, and mean and 1 / deviation [..., 1] in float32; None for rows of chunks.
+
+    (x - mean) * (1 / sqrt(mean((x - mean)^2) + eps)) * weight + bias, each step in float32 and rounded once at the end.
+
+    Args:
+        weight: [H], of any floating dtype on x's device, or None; and so is bias.
+
+    Raises:
+        NotImplementedError: a device or dtype without a kernel.
+        ValueError: a weight or a bias of another shape or device.
+    """
+    name, given = "layer_norm", (x, weight, bias)
+    require(name, _DTYPES, x)
+    weight, bias = (None if p is None else _checked(name, x, p) for p in (weight, bias))
+    width = x.shape[-1]
+    how = plan(width, 4)
+    if how.chunks > 1 or not x.numel():
+        return None
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    mean, scale = (torch.empty((*x.shape[:-1], 1), device=x.device, dtype=torch.float32) for _ in range(2))
+    rows = as_rows(x)
+    m = rows.shape[0]
+    together, warps = how.rows_and_warps(m)
+    label = f"{name}_rows[{how.span}]"
+    note(label)
+    with on_device(x):
+        launched = launch(
+            _layer_norm_kernel,
+            (-(-m // together),),
+            (rows, weight, bias, out, mean, scale),
+            (m, width, *rows.stride()),
+            {"EPS": eps, "ROWS": together, **how.tree()},
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    if rows.data_ptr() == x.data_ptr() and weight is given[1] and bias is given[2]:
+        remember((name, eps), given, (out, mean, scale), label, Step(launched, (0, 1, 2, 3, 4, 5)))
+    return out, mean, scale
 
 
 # transformers' RMSNorm modules on CUDA in one launch, rounded where the modules round.
@@ -277,7 +366,12 @@ def module_norm(
         round_first: Round x * scale to the dtype before the weight is applied.
         plus_one: The weight is 1 + weight.
     """
-    width = x.shape[-1]
+    what = ("module_norm", eps, round_first, plus_one)
+    if not torch.compiler.is_compiling():
+        made = again(what, x, weight)
+        if made is not None:
+            return made[0]
+    given, width = (x, weight), x.shape[-1]
     how = plan(width, x.element_size())
     if x.dtype not in _DTYPES or weight.dtype != x.dtype or weight.shape != (width,) or how.chunks != 1:
         return None
@@ -289,7 +383,7 @@ def module_norm(
     rows, warps = how.rows_and_warps(m)
     note("module_norm")
     with on_device(x):
-        launch(
+        launched = launch(
             _module_norm_kernel,
             (-(-m // rows),),
             (x, weight, out),
@@ -305,6 +399,8 @@ def module_norm(
             num_warps=warps,
             enable_fp_fusion=False,
         )
+    if x is given[0] and weight is given[1]:
+        remember(what, given, (out,), "module_norm", Step(launched, (0, 1, 2)))
     return out
 
 
@@ -361,8 +457,9 @@ def _reduce(name: str, x: torch.Tensor, *, mean: bool) -> torch.Tensor:
             )
             return out
         together, warps = how.rows_and_warps(m)
-        note(f"{name}_rows[{how.span}]")
-        launch(
+        label = f"{name}_rows[{how.span}]"
+        note(label)
+        launched = launch(
             _sum_kernel,
             (-(-m // together),),
             (rows, out),
@@ -371,6 +468,8 @@ def _reduce(name: str, x: torch.Tensor, *, mean: bool) -> torch.Tensor:
             num_warps=warps,
             enable_fp_fusion=False,
         )
+    if width and rows.data_ptr() == x.data_ptr():
+        remember(name, (x,), (out,), label, Step(launched, (0, 1)))
     return out
 
 

@@ -32,11 +32,13 @@ from nondet.core.launch import note
 from nondet.kernels.triton_common import (
     HALF,
     INTERPRETED,
+    Step,
     accumulator,
     capability,
     launch,
     multiprocessors,
     on_device,
+    remember,
     require,
 )
 
@@ -245,6 +247,17 @@ def raised(x):
         )
     else:
         out = tl.exp(x)
+    return out
+
+
+@triton.jit
+def reciprocal_root(x):
+    """1 / sqrt(x) in float32, each rounded correctly, as torch's on CUDA; Triton's own would flush subnormal numbers."""
+    if _ASSEMBLY:
+        root = tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [root], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        out = 1.0 / tl.sqrt(x)
     return out
 
 
@@ -744,8 +757,9 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
             _wide(rows, out, how, log=log, at_once=at_once)
             return out
         together, warps = how.rows_and_warps(m)
-        note(f"{name}_rows[{how.span}]")
-        launch(
+        label = f"{name}_rows[{how.span}]"
+        note(label)
+        launched = launch(
             _softmax_kernel,
             (-(-m // together),),
             (rows, out),
@@ -754,6 +768,8 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
             num_warps=warps,
             enable_fp_fusion=False,
         )
+    if rows.data_ptr() == x.data_ptr():
+        remember(name, (x,), (out,), label, Step(launched, (0, 1)))
     return out
 
 

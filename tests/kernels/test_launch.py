@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from nondet.kernels import triton_common
 from nondet.kernels.triton_common import launch
@@ -105,3 +106,65 @@ def test_constants_out_of_their_order_are_not_launched_by_place(kernel: Kernel) 
     for _ in range(3):
         launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), {"LOG": False, "SPAN": 16})
     assert kernel.compiled == 3
+
+
+class _Loaded(_Compiled):
+    """As Triton's compiled kernel, with the launcher of its driver beneath."""
+
+    function, packed_metadata = 77, (4, 1, 0)
+
+    def __init__(self, kernel: Kernel, run: Any) -> None:
+        super().__init__(kernel)
+        self.run = run
+
+
+class CudaLauncher:
+    """By the name of Triton's own: arguments as its C function takes them in 3.6."""
+
+    launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, True, 0, 0
+
+    def __init__(self) -> None:
+        self.called: list[tuple[Any, ...]] = []
+        self.launch = lambda *arguments: self.called.append(("C", *arguments))
+
+    def __call__(self, *arguments: Any) -> None:
+        """The Python above the C function."""
+        self.called.append(("Python", *arguments))
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> CudaLauncher:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
+    return CudaLauncher()
+
+
+def test_a_launch_again_is_the_drivers_alone(launcher: CudaLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grid, stream, function and arguments in their places; in C where the Triton is one whose places are known."""
+    for own in (False, True):
+        monkeypatch.setattr(triton_common, "_OWN_LAUNCHER", own)
+        triton_common.Launched(_Loaded(Kernel(), launcher), (3, 2), (33, 0.5, 16))(1, (4096, None))
+    kernel = (77, (4, 1, 0), None, None, None, 4096, None, 33, 0.5, 16)
+    assert launcher.called[0] == ("Python", 3, 2, 1, 1001, *kernel)
+    assert launcher.called[1] == ("C", 3, 2, 1, 1001, 77, False, True, None, None, *kernel[1:])
+
+
+def test_scratch_memory_is_tritons_to_make(launcher: CudaLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that needs some is launched by the driver's Python, which makes it."""
+    monkeypatch.setattr(triton_common, "_OWN_LAUNCHER", True)
+    launcher.global_scratch_size = 128
+    triton_common.Launched(_Loaded(Kernel(), launcher), (3,), ())(0, (4096,))
+    assert launcher.called[0][0] == "Python"
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_who_listens_to_launches_is_told(launcher: CudaLauncher, monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    """A profiler's hook, and its end: Triton's own way while it listens."""
+    kernel = Kernel()
+    launched = triton_common.Launched(_Loaded(kernel, launcher), (3,), (0.5, 16, False))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, hook, lambda metadata: None)
+        launched(0, (4096, 33))
+    assert not launcher.called
+    assert kernel.launched == [((3, 1, 1), (4096, 33, 0.5), {"SPAN": 16, "LOG": False})]
+    launched(0, (4096, 33))
+    assert len(launcher.called) == len(kernel.launched) == 1

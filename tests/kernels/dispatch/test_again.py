@@ -14,8 +14,17 @@ import torch.nn.functional as F
 from nondet.core.compare import identical
 from nondet.core.inputs import generator
 from nondet.core.launch import listen
+from nondet.kernels.attention.cuda import attention
+from nondet.kernels.dispatch.again import short_way
 from nondet.kernels.dispatch.block import batch_invariant, on_call
+from nondet.kernels.rows import cuda
+from nondet.kernels.triton_common import forget
+from tests.build import DEVICE
 
+WAYS_ON_A_GPU = (
+    *("_softmax", "_log_softmax", "mean.dim", "sum.dim_IntList", "rms_norm", "native_layer_norm"),
+    "scaled_dot_product_attention",
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -57,11 +66,13 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[torch
     }
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", list(calls(torch.float32)))
-def test_a_second_call_is_the_first_one_again(name: str, dtype: torch.dtype) -> None:
+def test_a_second_call_is_the_first_one_again(name: str, dtype: torch.dtype, device: str) -> None:
     """A hook sees the replacement run; without one the first call may, and later ones take the short way."""
     call, operands = calls(dtype)[name]
+    operands = tuple(x.to(device) for x in operands)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         seen, noted, counted = [], [], []
@@ -80,16 +91,18 @@ def test_a_second_call_is_the_first_one_again(name: str, dtype: torch.dtype) -> 
     assert counted == counted[:1] * 5
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", list(calls(torch.float32)))
-def test_what_a_plan_was_not_made_for_is_no_second_call(name: str) -> None:
+def test_what_a_plan_was_not_made_for_is_no_second_call(name: str, device: str) -> None:
     """Strided rows, another place in memory, other numbers there, NaN and infinities: as the replacement has them."""
     call, operands = calls(torch.float32)[name]
+    operands = tuple(x.to(device) for x in operands)
 
     def moved(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+        return torch.empty(x.numel() + 1, device=device)[1:].view(x.shape).copy_(x)
 
     def strided(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(*x.shape[:-1], 2 * x.shape[-1])[..., : x.shape[-1]].copy_(x)
+        return torch.empty(*x.shape[:-1], 2 * x.shape[-1], device=device)[..., : x.shape[-1]].copy_(x)
 
     def odd(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
@@ -206,3 +219,53 @@ def test_kept_memory_leaves_nothing_behind() -> None:
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+def test_short_ways_of_a_gpu_are_the_launches_remembered() -> None:
+    """Run in Triton's interpreter: what fits is the launcher's result again, and anything else has no short way."""
+    if DEVICE != "cpu":
+        pytest.skip("on a GPU the operators themselves are run, above")
+    forget()
+    x, weight, bias = drawn(2, 3, 84), drawn(84, seed=2), drawn(84, seed=3)
+    q, k, v = (drawn(2, heads, 9, 16, seed=heads) for heads in (4, 2, 6))
+    v = v[:, :2].contiguous()
+    ways = {name: short_way(name, "CUDA", torch.softmax, False) for name in WAYS_ON_A_GPU}
+    asked: list[tuple[str, Callable[[], Any], tuple[Any, ...], dict[str, Any], list[tuple[Any, ...]]]] = [
+        ("_softmax", lambda: cuda.softmax(x), (x, -1, False), {}, [(x, 0, False), (x, -1, True)]),
+        ("_log_softmax", lambda: cuda.log_softmax(x), (x, 2, False), {}, [(x, 3, False)]),
+        ("mean.dim", lambda: cuda.mean(x)[..., None], (x, [-1], True), {}, [(x, [0, 2], False), (x, [0], True)]),
+        ("sum.dim_IntList", lambda: cuda.sum(x), (x, [2]), {}, [(x, None), (x, [])]),
+        ("rms_norm", lambda: cuda.rms_norm(x, weight, 0.1), (x, [84], weight, 0.1), {}, [(x, [84], weight, 0.2)]),
+        (
+            "native_layer_norm",
+            lambda: cuda.layer_norm(x, weight, bias, 0.1),
+            (x, [84], weight, bias, 0.1),
+            {},
+            [(x, [3, 84], weight, bias, 0.1), (x, [84], weight, None, 0.1)],
+        ),
+        (
+            "scaled_dot_product_attention",
+            lambda: attention(q, k, v, causal=True, scale=0.3),
+            (q, k, v, None, 0.0, True),
+            {"scale": 0.3, "enable_gqa": True},
+            [(q, k, v, None, 0.5, True), (q, k, v, None, 0.0, False), (q[:, :, :1], k, v)],
+        ),
+    ]
+    for name, launcher, args, kwargs, others in asked:
+        way = ways[name]
+        assert way is not None
+        assert way(*args, **kwargs) is None, name  # nothing is remembered yet
+        with listen() as expected:
+            wanted = launcher()
+        with listen() as notes:
+            made = way(*args, **kwargs)
+        assert notes == expected
+        for got, out in zip(*(x if isinstance(x, tuple) else (x,) for x in (made, wanted)), strict=True):
+            assert identical(got, out)
+            assert (got.shape, got.stride()) == (out.shape, out.stride())
+        assert all(way(*other, **kwargs) is None for other in others), name
+    assert ways["scaled_dot_product_attention"](q, k, v, None, 0.0, True, scale=0.3) is None  # heads that differ
+    for spread in (1.0, 1e3):
+        with batch_invariant() as block:
+            assert ways["_softmax"](x * spread, -1, False) is not None
+            assert any("hidden" in line for line in block.coverage().lines()) == (spread > 1)

@@ -16,7 +16,8 @@ import torch
 from nondet.core import compare, inputs
 from nondet.core.compare import identical
 from nondet.core.launch import listen
-from nondet.kernels import reference
+from nondet.kernels import reference, triton_common
+from nondet.kernels.dispatch import replacements
 from nondet.kernels.dispatch import transformers as hf_norms
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.rows import cpu as cpu_rows
@@ -33,6 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
 ]
 OPERATORS = ["sum", "mean", "softmax", "log_softmax", "logsumexp"]
+HALF_AND_SINGLE = [torch.float32, torch.float16]
 ALL = [*OPERATORS, "cross_entropy", "rms_norm", "rms_norm_residual"]
 
 
@@ -532,3 +534,120 @@ def test_it_compiles_for_hopper_without_spills(tmp_path):
     spills = re.findall(r"(\d+) bytes spill stores", run.stdout)
     assert spills, run.stdout
     assert set(spills) == {"0"}
+
+
+def steps_of(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> list[torch.Tensor]:
+    """layer_norm step by step, each mean by the kernel of class lanes: what the one launch has to give, bit for bit."""
+    wide = x.float()
+    mean = triton_rows.mean(wide)[..., None]
+    centred = wide - mean
+    scale = 1.0 / replacements.root(triton_rows.mean(centred * centred)[..., None] + eps)
+    out = centred * scale
+    out = out if weight is None else out * weight.float()
+    out = out if bias is None else out + bias.float()
+    return [out.to(x.dtype).contiguous(), mean, scale]
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
+@pytest.mark.parametrize("shape", [(3, 77), (1, 4096), (2, 3, 128), (5, 1), (300, 16), (2, 16384)])
+def test_layer_norm_in_one_launch_has_the_bits_of_its_steps(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """With and without parameters, of rows in place and strided ones, of ordinary numbers and of nearly equal ones."""
+    width = shape[-1]
+    weight, bias = make("bell", width, dtype=dtype), make("bell", width)
+    strided = make("wide", *shape[:-1], 2 * width, dtype=dtype)[..., ::2]
+    for x in (make("bell", *shape, dtype=dtype), strided, torch.full_like(strided, 3.0) + strided * 1e-3):
+        for eps, parameters in (
+            (1e-5, (weight, bias)),
+            (1e-5, (None, bias)),
+            (0.5, (weight, None)),
+            (1e-5, (None, None)),
+        ):
+            made = triton_rows.layer_norm(x, *parameters, eps)
+            assert made is not None
+            for got, right in zip(made, steps_of(x, *parameters, eps), strict=True):
+                assert identical(got, right)
+                assert got.stride() == right.stride()
+    if width > 1:
+        other = triton_rows.layer_norm(x, None, None, 1e-2)
+        assert other is not None
+        assert not identical(other[0], made[0])
+
+
+@pytest.mark.gpu
+def test_layer_norm_keeps_subnormal_numbers() -> None:
+    """A variance below what Triton's own roots keep, and no eps: torch's steps keep it, and so does the kernel."""
+    x = torch.full((2, 64), 1e-20, device="cuda")
+    x[:, ::2] *= 1.5
+    made = triton_rows.layer_norm(x, None, None, 0.0)
+    assert made is not None
+    for got, right in zip(made, steps_of(x, None, None, 0.0), strict=True):
+        assert identical(got, right)
+
+
+def test_layer_norm_leaves_rows_of_chunks() -> None:
+    """Wider rows than a program holds go step by step."""
+    assert triton_rows.layer_norm(make("bell", 2, 16385), None, None, 1e-5) is None
+    with pytest.raises(ValueError, match="layer_norm takes"):
+        triton_rows.layer_norm(make("bell", 2, 8), make("bell", 9), None, 1e-5)
+
+
+def asked(x: torch.Tensor, w: torch.Tensor) -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
+    """Operator -> (the launcher, what it is remembered by, its operands)."""
+    return {
+        "softmax": (triton_rows.softmax, "softmax", (x,)),
+        "log_softmax": (triton_rows.log_softmax, "log_softmax", (x,)),
+        "mean": (triton_rows.mean, "mean", (x,)),
+        "sum": (triton_rows.sum, "sum", (x,)),
+        "rms_norm": (lambda x, w: triton_rows.rms_norm(x, w, 1e-6), ("rms_norm", 1e-6), (x, w)),
+        "layer_norm": (lambda x, w, b: triton_rows.layer_norm(x, w, b, 1e-5), ("layer_norm", 1e-5), (x, w, w)),
+        "layer_norm, bare": (
+            lambda x: triton_rows.layer_norm(x, None, None, 1e-5),
+            ("layer_norm", 1e-5),
+            (x, None, None),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(asked(torch.zeros(1, 1), torch.zeros(1))))
+def test_a_second_call_is_one_launch_of_the_first(name: str) -> None:
+    """Bits, shapes, strides and notes of the launcher, for other numbers too; and nothing for calls of another kind."""
+    x, weight = make("bell", 3, 84), make("bell", 84)  # rows of 336 bytes, a multiple of 16
+    launcher, what, operands = asked(x, weight)[name]
+    triton_common.forget()
+    assert triton_common.again(what, *operands) is None
+
+    def right(*operands: Any) -> list[torch.Tensor]:
+        out = launcher(*(p for p in operands if p is not None))
+        return [out] if isinstance(out, torch.Tensor) else list(out)
+
+    right(*operands)
+    changed = [None if p is None else p.flip(-1).contiguous() for p in operands]  # another place, other numbers
+    weight.mul_(2.0)  # in place, as an optimizer's step
+    for tensors in (operands, changed):
+        with listen() as expected:
+            wanted = right(*tensors)
+        with listen() as notes:
+            made = triton_common.again(what, *tensors)
+        assert made is not None
+        assert notes == expected
+        for got, out in zip(made, wanted, strict=True):
+            assert identical(got, out)
+            assert (got.shape, got.stride(), got.dtype) == (out.shape, out.stride(), out.dtype)
+    first, *others = operands
+    room = torch.empty(x.numel() + 1, device=DEVICE)
+    strangers = {
+        "rows": make("bell", 4, 84),
+        "axes": first[None],
+        "dtype": first.half(),
+        "strides": make("bell", 3, 168)[:, ::2],
+        "rows apart": make("bell", 3, 88)[:, :84],
+        "place": room[1:].view(3, 84).copy_(first),
+    }
+    for stranger in strangers.values():
+        assert triton_common.again(what, stranger, *others) is None
+    if others:
+        assert triton_common.again((what[0], 0.25), *operands) is None
+    assert triton_common.again("another", *operands) is None
+    moved = strangers["place"]  # 4 bytes off: the launcher takes it, and keeps nothing of it
+    assert identical(right(moved, *others)[0], right(*operands)[0])
+    assert triton_common.again(what, moved, *others) is None
