@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1290,
-    "kernels": 20830,
+    "kernels": 21165,
     "nondet": 1826,
     "probes": 5290,
     "ranks": 596,
