@@ -165,7 +165,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         # the dense prefill takes neither window nor soft cap
         self.may_gather = all(i.sliding_window[0] < 0 and not i.logits_soft_cap for i in impls)
         if device.type == "cuda":
-            _warmed(impls, kv_cache_spec.dtype, requests, longest, device, self.block_size)
+            warmed(impls, kv_cache_spec.dtype, requests, longest, device, self.block_size)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: a shared prefix is attended to by each request itself."""
@@ -282,7 +282,7 @@ def launch_dry(model: torch.nn.Module, config: Any) -> None:
     warm(impls, dtype, *limits, device, config.cache_config.block_size, dry=True)
 
 
-def _warmed(*asked: Any) -> None:
+def warmed(*asked: Any) -> None:
     """`warm`, and a line of the log that says what it took."""
     began, ahead = time.perf_counter(), [*Ahead.begun]
     Ahead.begun.clear()

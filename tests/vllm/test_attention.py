@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from nondet.core import compare
+from nondet.core.certificates import Certificates
 from nondet.errors import UserError
-from nondet.kernels.attention import hopper
+from nondet.kernels.attention import cuda, hopper
 from tests.vllm import toys
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
@@ -219,6 +221,21 @@ def test_no_step_is_launched_in_another_way(
         for segments in range(1, -(-longest // 512) + 1)
     }
     assert steps == {way for way in ways if way.tiles}
+
+
+def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And its log says so; layers of a kind count once."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kept = Certificates({"device": "a test's"}, tmp_path)
+    monkeypatch.setattr(cuda, "certificates", lambda: kept)
+    cuda.forget()
+    impls = [backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8})) for _ in range(2)]
+    for proofs in (2, 0):
+        backend.warmed(impls, torch.float16, 2, 300, torch.device("cpu"), PAGE)
+        assert f"nondet: attention in 2 ways: {proofs} proofs, 0 kernels compiled, in " in toys.LOG[-1]
+        assert toys.LOG[-1].endswith("ahead: none, waited 0.0 s.")
+        kept = Certificates({"device": "a test's"}, tmp_path)  # as another process reads them
+        cuda.forget()
 
 
 @pytest.mark.parametrize(("page", "together"), [(16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)])
