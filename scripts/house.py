@@ -38,7 +38,7 @@ BUDGET = {
     "probes": 5290,
     "ranks": 596,
     "reports": 6185,
-    "sampling": 6265,
+    "sampling": 6280,
     "services": 3010,
     "testing": 590,
     "trace": 3305,

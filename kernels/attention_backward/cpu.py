@@ -57,7 +57,7 @@ def attention_backward(
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     with torch.no_grad():
         for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
-            if q0 == q1 or k0 == k1:
+            if q0 == q1 or k0 == k1 or not gradient[q0:q1].any():  # padding, of which no loss asks
                 continue
             mine = q[q0:q1], out[q0:q1], gradient[q0:q1], k[k0:k1], v[k0:k1]
             found = _request(*mine, scale, causal, window, softcap)

@@ -180,7 +180,7 @@ def weights(logits: npt.NDArray[np.float64], top: Any, temperature: float) -> np
     """exp((l - top) / T) in whole multiples of 2^-44; 0 for what is no number."""
     with np.errstate(invalid="ignore", over="ignore"):
         found = np.floor(np.exp((logits - top) / temperature) * SCALE)
-    return np.nan_to_num(found, nan=0.0, posinf=0.0).astype(np.int64)
+    return np.where(np.isfinite(found), found, 0.0).astype(np.int64)
 
 
 def nucleus_size(sums: npt.NDArray[np.int64], top_p: float) -> int:

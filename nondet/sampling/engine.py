@@ -314,27 +314,39 @@ def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list
     if not asked:
         return []
     vocabulary = rows.shape[-1]
-    # one more than is kept, to see how close the first that is dropped came
-    widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in asked)
-    ids, logits = largest(rows, min(vocabulary, widest))
-    masses = log_masses(rows).tolist()
-    return [draw_row(ids[i], logits[i], masses[i], sampling, position) for i, (sampling, position) in enumerate(asked)]
+    # where nothing is dropped a draw is in the order of ids, and nothing has to be sorted; each row by itself
+    finite, masses = rows.isfinite().all(-1).tolist(), log_masses(rows).tolist()
+    whole = [ok and not s.top_k and s.top_p >= 1.0 for ok, (s, _) in zip(finite, asked, strict=True)]
+    if any(whole):
+        every, plain = np.arange(vocabulary), rows.cpu().numpy().astype(np.float64) + 0.0  # -0.0 and 0.0 are one logit
+    if not all(whole):
+        # one more than is kept, to see how close the first that is dropped came
+        widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in asked)
+        ids, logits = largest(rows, min(vocabulary, widest))
+    return [
+        draw_row(every, plain[i], masses[i], *wanted, plain[i].max())
+        if whole[i]
+        else draw_row(ids[i], logits[i], masses[i], *wanted)
+        for i, wanted in enumerate(asked)
+    ]
 
 
 def draw_row(
-    ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], log_mass: float, sampling: Sampling, position: int
-) -> Draw:
+    ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], log_mass: float, sampling: Sampling, position: int,
+    top: float | None = None,
+) -> Draw:  # fmt: skip
     """One token from the largest logits of a row.
 
     Args:
-        ids, logits: [C] candidates in falling order; one more than top_k where the vocabulary has more.
+        ids, logits: [C] candidates in falling order; one more than top_k where the vocabulary has more. With `top`,
+            their largest, the whole vocabulary in the order of ids, where nothing is dropped.
         log_mass: ln of the sum of exp over the whole vocabulary.
     """
     kept = min(sampling.top_k or len(ids), len(ids))
     cut = float(logits[kept - 1] - logits[kept]) if kept < len(ids) else math.nan
     if not math.isfinite(logits[0]):  # no numbers to draw by: the trace will say so
         return Draw(int(ids[0]), math.nan, 1.0, cut, math.nan)
-    masses = weights(logits[:kept], logits[0], sampling.temperature)
+    masses = weights(logits[:kept], logits[0] if top is None else top, sampling.temperature)
     sums = np.cumsum(masses)  # of integers: exact in any order
     whole, nucleus = int(sums[-1]), math.nan
     if sampling.top_p < 1.0:
@@ -342,7 +354,7 @@ def draw_row(
         kept = nucleus_size(sums, sampling.top_p)
         before = int(sums[kept - 2]) if kept > 1 else 0
         nucleus = min(int(sums[kept - 1]) - need, need - before) / whole
-    order = np.argsort(ids[:kept])
+    order = np.argsort(ids[:kept]) if top is None else ids
     sums = np.cumsum(masses[:kept][order])
     mass = int(sums[-1])
     point = (uniform_bits(sampling.seed, position) * mass) >> _BITS

@@ -355,7 +355,9 @@ def collect(
             with torch.no_grad():
                 for parameter, value in zip(loaded.model.parameters(), initial, strict=True):
                     parameter.copy_(value)
-            _train(loaded, settings, arm, seed, writer, steps, progress)
+            # One that asks for nothing around the blocks of both sides: entering the outermost one takes its time.
+            with batch_invariant([]) if ARMS[arm].sampler and ARMS[arm].trainer else nullcontext():
+                _train(loaded, settings, arm, seed, writer, steps, progress)
 
 
 def _train(

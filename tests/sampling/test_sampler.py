@@ -88,6 +88,17 @@ def test_a_row_draws_the_same_in_every_batch() -> None:
     assert len({d.token for d in together}) > 4
 
 
+def test_a_draw_from_all_tokens_is_the_one_from_all_of_them_sorted() -> None:
+    """Nothing dropped, in the order of ids, or the vocabulary's many largest: one token, one logprob, one distance."""
+    rows = torch.randn(12, 1003, generator=torch.Generator().manual_seed(4)).bfloat16().float()  # exact ties
+    rows[3, ::2], rows[3, 1::2], rows[4, 7], rows[5, 9] = 0.0, -0.0, -torch.inf, torch.nan
+    whole, kept = ([(Sampling(0.9, top_k, 1.0, i), i) for i in range(12)] for top_k in (0, 1003))
+    assert repr(draw_rows(rows, whole)) == repr(draw_rows(rows, kept))
+    mixed = [(whole, kept)[i % 2][i] for i in range(12)]
+    assert repr(draw_rows(rows, mixed)) == repr(draw_rows(rows, whole))
+    assert repr(draw_rows(rows, [(Sampling(0.9, 900, 1.0, i), i) for i in range(12)])) != repr(draw_rows(rows, whole))
+
+
 def test_exactly_top_k_are_kept_and_ties_go_by_id() -> None:
     """Four equal logits, two kept: ids 1 and 2; -0.0 is 0.0; the tie at the border is told, and so is a gap."""
     tied = [-1.0, 0.0, -0.0, 0.0, 0.0]

@@ -195,3 +195,17 @@ def test_what_belongs_to_no_request_gets_nothing(way: str) -> None:
     assert not of_q[4:].any()
     assert not of_k[4:].any()
     assert not of_v[4:].any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_padding_that_no_loss_asks_for_costs_the_others_no_bit(way: str) -> None:
+    """A request without a gradient gets zeros, and the one beside it what it gets alone."""
+    case = Case(((9, 9), (4, 30)))
+    q, k, v, g = drawn(case, torch.float32, place(way))
+    out, _ = by_autograd(case, (q, k, v, g))
+    g[9:] = 0.0
+    found = gradients(case, (q, k, v, g), out, way)
+    alone = gradients(Case(((9, 9),)), (q[:9], k[:9], v[:9], g[:9]), out[:9], way)
+    for part, one in zip(found, alone, strict=True):
+        assert identical(part[:9].contiguous(), one)
+        assert not part[9:].any()
