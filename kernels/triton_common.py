@@ -73,11 +73,11 @@ class Launched:
         if run is None:
             return
         self._run, self._front = run, (compiled.function, compiled.packed_metadata, None, None, None)
-        if _OWN_LAUNCHER and type(run).__name__ == "CudaLauncher":
-            if not run.global_scratch_size and not run.profile_scratch_size:
-                function, metadata, *hooks = self._front
-                flags = (run.launch_cooperative_grid, run.launch_pdl)
-                self._run, self._front = run.launch, (function, *flags, None, None, metadata, *hooks)
+        known = _OWN_LAUNCHER and type(run).__name__ == "CudaLauncher"
+        if known and not run.global_scratch_size and not run.profile_scratch_size:
+            function, metadata, *hooks = self._front
+            flags = (run.launch_cooperative_grid, run.launch_pdl)
+            self._run, self._front = run.launch, (function, *flags, None, None, metadata, *hooks)
 
     def __call__(self, device: int, tensors: Sequence[Any]) -> None:
         """On the current stream of that device, which is the current one.
@@ -181,7 +181,7 @@ _kept: dict[tuple[Any, ...], _Kept] = {}
 
 
 def box_at(pattern: Any, x: torch.Tensor) -> Any:
-    """The descriptor of x's memory that lies as the pattern: one of its own for each launch, as other threads launch."""
+    """The descriptor of x's memory that lies as the pattern: one for each launch, as other threads launch."""
     box = object.__new__(type(pattern))
     box.__dict__.update(pattern.__dict__)
     box.base = x

@@ -261,8 +261,6 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
     remember(what, (q, k, v), (*rooms,), label, *steps)
 
 
-
-
 # The proof at first use that a way to launch attention has, on this machine, the bits of the one plan.
 #
 # Which kernel, which tile and how many segments a program walks follow from quantities of the batch. So each is held

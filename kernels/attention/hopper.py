@@ -119,8 +119,6 @@ def pattern(x: torch.Tensor, rows: int) -> Any:
     return kept
 
 
-
-
 _DESCRIPTORS_KEPT = 1024
 _descriptors: dict[tuple[Any, ...], Any] = {}
 

@@ -252,7 +252,7 @@ def raised(x):
 
 @triton.jit
 def reciprocal_root(x):
-    """1 / sqrt(x) in float32, each rounded correctly, as torch's on CUDA; Triton's own would flush subnormal numbers."""
+    """1 / sqrt(x) in float32, each rounded correctly, as torch's on CUDA; Triton's own flushes subnormal numbers."""
     if _ASSEMBLY:
         root = tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         out = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [root], dtype=tl.float32, is_pure=True, pack=1)
