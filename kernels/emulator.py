@@ -241,6 +241,14 @@ def chain(leaves: int, order: Iterable[int] | None = None, terms: int = 1) -> Tr
     return Tree(leaves, tuple(nodes))
 
 
+def with_rest(tree: Tree, leaves: int) -> Tree:
+    """A tree of its leaves, to whose sum further leaves are added one by one."""
+    nodes = [tuple(c + (c >= tree.leaves) * (leaves - tree.leaves) for c in node) for node in tree.nodes]
+    for leaf in range(tree.leaves, leaves):
+        nodes.append((leaves + len(nodes) - 1, leaf))
+    return Tree(leaves, tuple(nodes))
+
+
 # Attention on a CPU in a short dtype (AVX-512): torch's vectors take exp(x) as 2 to the whole part less a polynomial,
 # which is 1.07e-4 at 0 (`fexp_u20`, aten/src/ATen/cpu/vec/vec512/vec512_float.h), and what is left of a row one by one.
 # A weight is rounded to the dtype, to 1, but their sum, which the values are divided by, is of what exp gave.

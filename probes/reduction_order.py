@@ -12,6 +12,7 @@ of rows is what the order may follow from.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ _PARTS = 4  # of K, where the operator is told how many
 _RANKS, _WIDTH = 4, 64
 _ROOTS = ("softmax", "rms_norm")  # their sums are seen through one number of a row, so several rows are compared
 _SEEN = 16
+_VECTOR = 32  # elements of a short dtype
+_WHOLE = "whole rows"
 _NO_SCORE = -1e4  # whose exponential is 0
 _TOLD = 16  # exponentials at least
 _PRODUCTS = ("linear", "split_k", "grouped_matmul")
@@ -51,6 +54,7 @@ _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
 # Inputs whose bits a proven tree predicts. The last are this probe's own, see `_zeros`.
 _KINDS = ("bell", "wide", "cancel", "order", "outlier", "zeros")
 _SUMS = 24  # of each kind, where a call gives one; of zeros six times as many
+_MANY = 2**21  # elements of the rows that are drawn of a short dtype: few of them show a sum's last digit
 _APART = 16  # columns, whose weights are all aligned alike: where orders differ by column, theirs may agree
 _MORE = 48  # further draws at most, where those did not refute each of:
 _WRONG = 4  # trees with two elements exchanged that the proof has to refute
@@ -75,6 +79,7 @@ class Positive(NamedTuple):
         show: show(rows [n, K], places [n]) -> [n]: what tells the sum of each row, whose element there has the
             largest term.
         through: Sums [n] in float64 -> what would be given for them; NaN where that is not known.
+        whole: (terms [n, K] or elements, sums [n]) -> [n, K]: rows, where a sum's own dtype is too short for `show`.
         kinds: Of input that can be drawn.
     """
 
@@ -82,6 +87,7 @@ class Positive(NamedTuple):
     bigs: Sequence[float]
     show: Callable[[torch.Tensor, Sequence[int]], Array]
     through: Callable[[Array], Array]
+    whole: Callable[[Array, Array], Array]
     kinds: tuple[str, ...] = ("bell", "wide", "outlier")
 
 
@@ -97,6 +103,8 @@ class Sum(NamedTuple):
         which: Of a product, the columns that it is asked of: "" for all.
         fewer: The same sum of fewer columns, where those of all may have several trees.
         positive: Where terms can't cancel: then `ask` is not called.
+        single: single(K) is the same sum of float32 rows, where the dtype shows no last digit: its tree is tried, on
+            whole rows, and `draw` gives got [n, K].
     """
 
     ask: Callable[[torch.Tensor, int], torch.Tensor]
@@ -109,6 +117,7 @@ class Sum(NamedTuple):
     which: str = ""
     fewer: Callable[[], Any] | None = None
     positive: Positive | None = None
+    single: Callable[[int], Any] | None = None
 
 
 class Found(NamedTuple):
@@ -162,6 +171,14 @@ def find(asked: Sum, seed: int = 0) -> Found:
     Raises:
         NotASumError: the masks show no sum: a term alone is not given back, or ones are not counted.
     """
+    if asked.single is not None:
+        tried: list[Found] = []  # a vector of a short dtype holds more elements: what is left of a row may come after
+        for width in dict.fromkeys((asked.K, asked.K - asked.K % _VECTOR)):
+            if width and not (tried and tried[0].proven):
+                found = find(asked.single(width), seed)
+                again = prove(asked, emulator.with_rest(found.tree, asked.K), seed)
+                tried.insert(0 if again.proven else 1, again._replace(masks=found.masks))
+        return tried[0]
     if asked.positive is not None:
         swamps = _Swamps(asked, asked.positive, seed)
         tree = emulator.find_tree_of_positive(swamps.held, swamps.places(), asked.K, seed)
@@ -341,7 +358,7 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
 
     def missed(how: Arithmetic) -> Iterator[tuple[str, int]]:
         for kind, (x, y, got) in zip(kinds, drawn, strict=True):
-            if wrong := _wrong(asked, emulator.predict(tree, x, y, how), got):
+            if wrong := _wrong(asked, x, emulator.predict(tree, x, y, how), got):
                 yield kind, wrong
 
     ways = _arithmetics(asked, drawn[0][1] is not None)
@@ -360,17 +377,27 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
         reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
     others = [] if failed else _exchanged(tree, seed)
-    left = [t for t in others if not any(_wrong(asked, emulator.predict(t, a, b, best), got) for a, b, got in drawn)]
-    for more in range(_MORE):  # sums that have to tell these from the tree
+
+    def told(t: Tree, x: Array, y: Array | None, got: torch.Tensor, sums: Array) -> bool:
+        """Whether these tell t from the tree, whose sums they are."""
+        said = emulator.predict(t, x, y, best)
+        new = said != sums
+        return bool(new.any()) and _wrong(asked, x[new], said[new], got[torch.from_numpy(new)]) > 0
+
+    sums = [emulator.predict(tree, x, y, best) for x, y, _ in drawn] if others else []
+    left = [t for t in others if not any(told(t, *one, added) for one, added in zip(drawn, sums, strict=True))]
+    slow = asked.single is not None and drawn[0][1] is not None
+    for more in range(_MORE // 4 if slow else _MORE):  # sums that have to tell these from the tree
         if not left:
             break
         kind = kinds[-1] if asked.positive is None else kinds[more % len(kinds)]
         x, y, got = _drawn(asked, kind, seed + (more + 2) * _SEEDS)
         checked += len(got)
-        if wrong := _wrong(asked, emulator.predict(tree, x, y, best), got):
+        added = emulator.predict(tree, x, y, best)
+        if wrong := _wrong(asked, x, added, got):
             failed[kind] = failed.get(kind, 0) + wrong
             reason = f"other bits in {wrong:,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
-        left = [t for t in left if not _wrong(asked, emulator.predict(t, x, y, best), got)]
+        left = [t for t in left if not told(t, x, y, got, added)]
     if left and not failed:
         reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
     refuted = len(others) - len(left)
@@ -383,12 +410,12 @@ def _drawn(asked: Sum, kind: str, seed: int) -> tuple[Array, Array | None, torch
     return x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy(), got
 
 
-def _wrong(asked: Sum, said: Array, got: torch.Tensor) -> int:
-    """How many of the sums `got` have other bits than was said."""
+def _wrong(asked: Sum, x: Array, said: Array, got: torch.Tensor) -> int:
+    """Of how many of the sums of x `got` has other bits than was said."""
     if asked.positive is not None:
-        said = asked.positive.through(said)
+        said = asked.positive.through(said) if asked.single is None else asked.positive.whole(x, said)
     rounded = torch.from_numpy(emulator.round_to(said, str(asked.dtype).removeprefix("torch."))).to(got.dtype)
-    return int((bits(rounded) != bits(got.cpu())).sum())
+    return int((bits(rounded) != bits(got.cpu())).reshape(len(got), -1).any(1).sum())
 
 
 def _exchanged(tree: Tree, seed: int) -> list[Tree]:
@@ -499,8 +526,8 @@ def of_attention(
     return Sum(ask, draw, len(columns), K, dtype, device, finishes, which, fewer)
 
 
-def of_squares(operator: Operator, M: int, K: int, device: str) -> Sum:
-    """The sum of squares of row 0 of a norm, float32: seen through the root that all elements are divided by.
+def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dtype = torch.float32) -> Sum:
+    """The sum of squares of row 0 of a norm, seen through the root that all elements are divided by.
 
     Args:
         operator: (x [M, K], weight [K]) -> [M, K]; a row's elements are multiplied by one number, which its squares'
@@ -517,6 +544,13 @@ def of_squares(operator: Operator, M: int, K: int, device: str) -> Sum:
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _spread(kind, 3 * _SUMS, K, seed)
+        if dtype != torch.float32:
+            made = torch.from_numpy(_spread(kind, _rows_of(K), K, seed) / 16).to(dtype)
+            own = np.random.default_rng(seed)
+            for _ in range(8):
+                odd = np.frexp(made.double().square().sum(1).numpy())[1] % 2 == 1
+                made[odd] *= torch.from_numpy(own.integers(1, 3, (odd.sum(), K))).to(dtype)
+            return made[~odd], made[~odd], whole(made[~odd].to(device))
         at = np.random.default_rng(seed).integers(0, K, len(rows))
         each, one = np.arange(len(rows)), np.ldexp(1.0, np.frexp(np.abs(rows).max(1))[1] - 6)
         for _ in range(4):
@@ -528,9 +562,9 @@ def of_squares(operator: Operator, M: int, K: int, device: str) -> Sum:
         got = show(made, at.tolist()) / rows[np.arange(len(rows)), at]
         return made, made, torch.from_numpy(got.astype(np.float32))
 
-    def through(totals: Array) -> Array:
-        """What an element is multiplied by where the squares' sum is this: it is made of five whole squares."""
-        rows, places, units = np.zeros((len(totals), K), np.float32), [0] * len(totals), np.full(len(totals), np.nan)
+    def fives(totals: Array) -> tuple[Array, Array]:
+        """[n, 5]: numbers whose squares add up to each total in any order, and what the first of them is, or NaN."""
+        made, units = np.zeros((len(totals), 5), np.float32), np.full(len(totals), np.nan)
         for n, total in enumerate(totals.tolist()):
             digits, exponent = np.frexp(total)
             if not np.isfinite(total) or digits * 2**24 % 1 or K < 5:
@@ -538,41 +572,71 @@ def of_squares(operator: Operator, M: int, K: int, device: str) -> Sum:
             whole, exponent = int(digits * 2**24), int(exponent) - 24
             if exponent % 2:
                 whole, exponent = (whole // 2, exponent + 1) if whole % 2 == 0 else (whole * 2, exponent - 1)
-            at = rng.choice(K, 5, replace=False)
-            units[n], places[n] = 2.0 ** (exponent // 2), int(at[0])
-            rows[n, at] = np.array([1, *_squares(whole - 1)]) * units[n]
-        return show(torch.from_numpy(rows).to(device), places) / units
+            units[n] = 2.0 ** (exponent // 2)
+            made[n] = np.array([1, *_squares(whole - 1)]) * units[n]
+        return made, units
+
+    def through(totals: Array) -> Array:
+        """What an element is multiplied by where the squares' sum is this."""
+        (made, units), rows = fives(totals), np.zeros((len(totals), K), np.float32)
+        places = np.array([rng.choice(K, min(K, 5), replace=False) for _ in totals])
+        np.put_along_axis(rows, places, made[:, : places.shape[1]], 1)
+        return show(torch.from_numpy(rows).to(device), places[:, 0].tolist()) / units
+
+    def divided(elements: Array, totals: Array) -> Array:
+        """What becomes of elements so small that their own squares are nothing, beside five that are the sum."""
+        (made, units), given = fives(totals), np.full(elements.shape, np.nan)
+        for at in (slice(0, 5), slice(K - 5, K)):
+            rows = (elements * 2.0**-60).astype(np.float32)
+            rows[:, at], others = made, np.delete(np.arange(K), at)
+            out = _in_turn(x[0], torch.from_numpy(rows).to(device), lambda _: operator(x, weight)[0])
+            given[:, others] = out.double().cpu().numpy()[:, others] * 2.0**60
+        return given + 0.0 * units[:, None]
 
     bigs = [((2048 + t) * 2.0**13) ** 2 for t in range(848)]  # of 12 digits' squares: no product of them is rounded
-    positive = Positive(lambda weight: float(np.sqrt(weight)), bigs, show, through)
-    return Sum(_not_asked, draw, 1, K, torch.float32, device, positive=positive)
+    short = torch.ones_like(weight, dtype=dtype)
+    whole = _whole(lambda rows: operator(rows, short), M, K, dtype, device)
+    positive = Positive(lambda weight: float(np.sqrt(weight)), bigs, show, through, divided)
+    single = None if dtype == torch.float32 else lambda width: of_squares(operator, M, width, device)
+    return Sum(_not_asked, draw, 1, K, dtype, device, which=_WHOLE if single else "", positive=positive, single=single)
 
 
 Shares = Callable[[torch.Tensor, Sequence[Sequence[int]]], Array]
 
 
-def of_exponentials(shares: Shares, K: int, device: str, first: bool = False) -> Sum:
-    """The sum of exponentials of a row, float32: seen through the largest element's share, 1 / sum.
+def of_exponentials(
+    shares: Shares,
+    K: int,
+    device: str,
+    first: bool = False,
+    whole: Operator | None = None,
+    dtype: torch.dtype = torch.float32,
+    single: Callable[[int], Sum] | None = None,
+) -> Sum:
+    """The sum of exponentials of a row: seen through the largest element's share, 1 / sum.
 
     Exponentials of some numbers are measured first: two elements' shares leave one float32 that gives them both, or
-    the number is not used.
+    the number is not used. What 1 / sum is taken for is asked as well where a GPU takes something near it: of the two
+    elements whose sum has the same digits, since no power of two changes any.
 
     Args:
         shares: shares(rows [n, K], places [n, p]) -> [n, p]: exponentials of what is there less the row's largest,
-            divided by the sum of all.
-        first: Real rows have their largest element first: so no partial sum is scaled when a larger one comes.
+            divided by the sum of all, float32.
+        first: Real rows have their largest element first, and at every 16th place: so no partial sum of a block is
+            scaled when a larger one comes, or when the block is added to others.
+        whole, dtype, single: whole(rows [n, K] of a shorter dtype) -> all shares [n, K]; and see `Sum`.
     """
 
     def show(rows: torch.Tensor, places: Sequence[int]) -> Array:
         return shares(rows, [[i] for i in places])[:, 0]
 
-    numbers, powers = _measured(shares, K, device)
+    numbers, powers, exact, divides = _measured(shares, K, device, dtype)
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
         rng = np.random.default_rng(seed)
         low = {"bell": 0.05, "wide": 0.0, "outlier": 0.5}[kind]
         fit = np.flatnonzero(powers > np.quantile(powers, low))
-        chosen = rng.choice(fit, (3 * _SUMS, K))
+        chosen = rng.choice(fit, (3 * _SUMS if whole is None else _rows_of(K), K))
         rows, terms = numbers[chosen], powers[chosen]
         if kind == "outlier":  # most are far below
             few = rng.random(rows.shape) < min(0.5, 16 / K)
@@ -580,40 +644,94 @@ def of_exponentials(shares: Shares, K: int, device: str, first: bool = False) ->
             rows, terms = np.where(few, rows, numbers[least]), np.where(few, terms, powers[least])
         top = rng.integers(0, 1 if first else K, len(rows))
         rows[np.arange(len(rows)), top], terms[np.arange(len(rows)), top] = 0.0, 1.0
-        got = show(torch.from_numpy(rows).to(device), top.tolist())
-        return torch.from_numpy(terms), None, torch.from_numpy(got.astype(np.float32))
+        if first:
+            rows[:, ::16], terms[:, ::16] = 0.0, 1.0
+        made = torch.from_numpy(rows).to(device)
+        if whole is not None:
+            return torch.from_numpy(terms), None, whole(made.to(dtype))
+        return torch.from_numpy(terms), None, torch.from_numpy(show(made, top.tolist()).astype(np.float32))
 
     def code(weight: float) -> float:
         return math.log(weight / 2.0**48) if weight else _NO_SCORE
 
-    positive = Positive(code, [2.0**48], show, lambda said: 1.0 / said)
-    return Sum(_not_asked, draw, 1, K, torch.float32, device, positive=positive)
+    def through(totals: Array) -> Array:
+        return 1.0 / totals if exact else _reciprocals(shares, K, device, totals)
+
+    def divided(terms: Array, totals: Array) -> Array:
+        over = terms / totals[:, None] if divides else terms * emulator.round_to(through(totals), "float32")[:, None]
+        return emulator.round_to(over, "float32")
+
+    positive = Positive(code, [2.0**48], show, through, divided)
+    return Sum(_not_asked, draw, 1, K, dtype, device, which=_WHOLE if single else "", positive=positive, single=single)
 
 
-def _measured(shares: Shares, K: int, device: str) -> tuple[Array, Array]:
-    """Float32 numbers below 0 and the exponentials that are taken of them, in float64.
+def _rows_of(K: int) -> int:
+    return min(_MANY // K, 2048)
+
+
+def _whole(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str) -> Operator:
+    """Rows [n, K], each in turn row 0 of M -> what is given for row 0, [n, K]."""
+    x = torch.zeros((M, K), dtype=dtype, device=device)
+    return lambda rows: _in_turn(x[0], rows, lambda _: operator(x)[0])
+
+
+def _two(shares: Shares, K: int, device: str, numbers: Array) -> Array:
+    """[n, 2]: the shares of 0, a row's first, and of each number, the only other, soon after: so in the same block."""
+    places = [[0, j] for j in np.random.default_rng(1).integers(1, min(K, 16), len(numbers)).tolist()]
+    rows = np.full((len(numbers), K), _NO_SCORE, np.float32)
+    for row, (one, other), number in zip(rows, places, numbers, strict=True):
+        row[one], row[other] = 0.0, number
+    return shares(torch.from_numpy(rows).to(device), places)
+
+
+def _near(number: float) -> Array:
+    """[81] float32: what may have been taken for its exponential."""
+    made: Array = (np.float32(math.exp(number)).view(np.int32) + np.arange(-40, 41, dtype=np.int32)).view(np.float32)
+    return made
+
+
+def _measured(shares: Shares, K: int, device: str, dtype: torch.dtype) -> tuple[Array, Array, bool, bool]:
+    """Numbers of the dtype below 0 as float32 and the exponentials that are taken of them, in float64; then whether
+    every sum is divided by as IEEE 754 rounds, and whether shares are quotients or products of 1 / sum.
 
     Raises:
         NotASumError: hardly any can be told.
     """
     rng = np.random.default_rng(1)
     drawn = -rng.uniform(0.01, 17.0, 400).astype(np.float32)
-    near = np.arange(-40, 41, dtype=np.int32)
-    numbers, powers = [], []
-    places = [rng.choice(K, 2, replace=False).tolist() for _ in drawn]
-    rows = np.full((len(drawn), K), _NO_SCORE, np.float32)
-    for row, (one, other), number in zip(rows, places, drawn, strict=True):
-        row[one], row[other] = 0.0, number
-    for number, (least, share) in zip(drawn, shares(torch.from_numpy(rows).to(device), places), strict=True):
-        could = (np.float32(math.exp(float(number))).view(np.int32) + near).view(np.float32)
-        most = np.float32(1.0) / (np.float32(1.0) + could)
-        fits = (most == least) & ((could / (np.float32(1.0) + could) == share) | (could * most == share))
-        if fits.sum() == 1:
-            numbers.append(number)
-            powers.append(float(could[fits][0]))
-    if len(numbers) < _TOLD:
-        raise NotASumError(f"of {len(drawn)} exponentials {len(numbers)} could be told from shares")
-    return np.array(numbers, np.float32), np.array(powers)
+    if dtype != torch.float32:  # most of its numbers
+        few = torch.from_numpy(-np.exp2(rng.uniform(-6.0, 4.0, 2000))).to(dtype)
+        drawn = np.unique(few.float().numpy())
+    pairs = _two(shares, K, device, drawn)
+    could = np.array([_near(float(number)) for number in drawn])
+    one, (least, share) = np.float32(1.0), (pairs[:, :1], pairs[:, 1:])
+    right = one / (one + could) == least
+    quotient, product_ = could / (one + could) == share, could * least == share
+    exact = bool((right & (quotient | product_)).any(1).all())
+    fits = right & (quotient | product_) if exact else product_
+    told = fits.sum(1) == 1
+    if told.sum() < _TOLD:
+        raise NotASumError(f"of {len(drawn)} exponentials {told.sum()} could be told from shares")
+    divides = exact and not (right & product_).any(1).all()
+    return drawn[told], could[told][fits[told]].astype(np.float64), exact, divides
+
+
+def _reciprocals(shares: Shares, K: int, device: str, totals: Array) -> Array:
+    """What is taken for 1 / each of the sums; NaN where no number was found whose exponential and 1 add up to it."""
+    digits, exponents = np.frexp(totals)
+    wanted, of = np.unique(np.where(totals > 0, 2.0 * digits, 1.0), return_inverse=True)
+    near = np.arange(-4, 5, dtype=np.int32)
+    starts = np.log(np.maximum(wanted - 1.0, 2.0**-40)).astype(np.float32)
+    numbers = (starts[:, None].view(np.int32) + near).view(np.float32)
+    pairs = _two(shares, K, device, numbers.ravel()).reshape(*numbers.shape, 2)
+    found = np.full(len(wanted), np.nan)
+    for n, want in enumerate(wanted):
+        for number, (least, share) in zip(numbers[n], pairs[n], strict=True):
+            could = _near(float(number))
+            sums = np.float32(1.0) + could[could * least == share]
+            if len(sums) and (sums == np.float32(want)).all():
+                found[n] = least
+    return np.ldexp(found[of], 1 - exponents)
 
 
 def shares_of_softmax(operator: Operator, M: int, K: int, device: str) -> Shares:
@@ -652,6 +770,7 @@ def shares_of_attention(operator: Operator, M: int, K: int, device: str, D: int 
     return shares
 
 
+@functools.lru_cache(2**16)
 def _squares(whole: int) -> list[int]:
     """Four whole numbers whose squares add up to this (Lagrange), the largest first."""
     for a in range(math.isqrt(whole), -1, -1):
@@ -763,7 +882,9 @@ class ReductionOrder(Probe):
         for operator in ("sum", "mean", *_PRODUCTS, "attention", "all_reduce", *_ROOTS):
             for K, N in dict.fromkeys(_sizes(operator, options)):
                 for dtype in dtypes(options, "reduction-order", ("float32", "bfloat16")):
-                    if operator not in _ROOTS or dtype == "float32":  # of shorter ones too few digits show
+                    if (
+                        operator != "rms_norm" or dtype == "float32" or K <= 1000 or options.k
+                    ):  # too few sums would show
                         yield _case(operator, K, N, dtype, options)
                     if operator == "attention" and dtype == "float32":
                         yield _case(operator, K, N, dtype, options, weights=True)
@@ -870,9 +991,14 @@ def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
     if case.operator == "attention":
         return of_attention(operator, M, K, dtype, device)
     if case.operator == "softmax":
-        return of_exponentials(shares_of_softmax(operator, M, K, device), K, device)
+        whole = _whole(operator, M, K, dtype, device)
+        single = lambda width: of_exponentials(shares_of_softmax(operator, M, width, device), width, device)  # noqa: E731 - of a line
+        if dtype == torch.float32:
+            return single(K)
+        shares = shares_of_softmax(operator, M, K, device)
+        return of_exponentials(shares, K, device, whole=whole, dtype=dtype, single=single)
     if case.operator == "rms_norm":
-        return of_squares(operator, M, K, device)
+        return of_squares(operator, M, K, device, dtype)
     if case.operator in _PRODUCTS:
         return of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)
     return of_rows(operator, M, K, dtype, device, ("divided by K", "times 1/K") if case.operator == "mean" else ("",))

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from nondet.core.records import Row
-from nondet.kernels.emulator import VECTOR_WEIGHTS, Tree, chain
+from nondet.kernels.emulator import VECTOR_WEIGHTS, Tree, chain, with_rest
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import (
     NotASumError,
+    Sum,
     find,
     of_attention,
     of_exponentials,
@@ -537,6 +538,81 @@ def test_an_order_of_positive_terms_that_nobody_has_seen_is_found_and_proven(ope
     result = find(asked)
     assert result.tree.digest == tree.digest, seed
     assert result.proven is not None, (seed, result.failed_on)
+
+
+def in_short_rows(operator: Callable[[torch.Tensor], torch.Tensor], K: int, dtype: torch.dtype) -> Sum:
+    """A softmax's sum where the rows are of a short dtype."""
+
+    def single(width: int) -> Sum:
+        return of_exponentials(shares_of_softmax(operator, 1, width, "cpu"), width, "cpu")
+
+    def whole(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([operator(row[None]) for row in rows])
+
+    return of_exponentials(shares_of_softmax(operator, 1, K, "cpu"), K, "cpu", whole=whole, dtype=dtype, single=single)
+
+
+def test_a_short_softmax_is_proven_in_the_order_of_float32_or_with_its_rest_after_or_not_at_all() -> None:
+    """Rows that show no last digit are predicted as a whole."""
+    K, dtype = 40, torch.float16
+    lanes_, rest = as_tree(in_pairs(lanes(range(32), 16)), 32), as_tree(in_pairs(lanes(range(K), 8)), K)
+    own = {"float32's": rest, "its rest after": with_rest(lanes_, K), "another": chain(K, [*range(1, K), 0])}
+    for name, tree in own.items():
+
+        def softmax(x: torch.Tensor, tree: Tree = tree) -> torch.Tensor:
+            by = tree if x.dtype == dtype else rest if x.shape[1] == K else lanes_
+            return softmax_by(by)(x.float()).to(x.dtype)
+
+        result = find(in_short_rows(softmax, K, dtype))
+        assert (result.proven is not None) == (name != "another"), (name, result.words)
+        assert (result.tree.digest == tree.digest) == (name != "another")
+        assert name != "another" or "other bits in" in result.failed_on
+
+
+def test_the_squares_of_bfloat16_rows_are_proven() -> None:
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+    result = find(of_squares(norm, 1, 1000, "cpu", torch.bfloat16))
+    assert result.proven is not None, result.failed_on
+    assert result.refuted == 4
+
+
+def test_rows_of_a_short_dtype_are_in_the_probe() -> None:
+    jobs = plan_jobs(["reduction-order"], ["stock"], Options(dtypes=("bfloat16",), k=1000, n=8, m=2))
+    rows = list(run_jobs([job for job in jobs if job.case.operator == "softmax"], 0, set()))
+    (trees,) = [row.extra["reduction_trees"]["classes"] for row in rows]
+    assert all(tree["which"] == "whole rows" and tree["proven"] for tree in trees), trees
+
+
+def test_squares_that_bfloat16_rows_add_in_another_order_are_unproven() -> None:
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            return torch.nn.functional.rms_norm(x, weight.shape, eps=1e-6)
+        return torch.nn.functional.rms_norm(x.float().flip(-1), weight.shape, eps=1e-6).to(x.dtype).flip(-1)
+
+    result = find(of_squares(norm, 1, 200, "cpu", torch.bfloat16))
+    assert result.proven is None
+    assert "other bits in" in result.failed_on
+
+
+def test_a_reciprocal_that_is_not_rounded_is_asked_for() -> None:
+    """As GPUs take 1 / sum: one last digit off for some sums, for the same digits in every binade."""
+
+    tree = as_tree(in_pairs(lanes(range(60), 4)), 60)
+
+    def softmax(x: torch.Tensor) -> torch.Tensor:
+        powers = torch.exp(x - x.amax(1, keepdim=True))
+        total = added(tree, powers)
+        digits = torch.frexp(total).mantissa.view(torch.int32)
+        by = (1.0 / total).view(torch.int32) + (digits * 40503 >> 7) % 5 // 4
+        return powers * by.view(torch.float32)[:, None]
+
+    result = find(of_exponentials(shares_of_softmax(softmax, 1, 60, "cpu"), 60, "cpu"))
+    assert words(result.tree) == "4 lanes of stride 4, a binary tree; each one chain of 15 of stride 4"
+    assert result.proven is not None, result.failed_on
+    wrong = prove(of_exponentials(shares_of_softmax(softmax, 1, 60, "cpu"), 60, "cpu"), chain(60))
+    assert wrong.proven is None
 
 
 @pytest.mark.parametrize("operator", ["softmax", "rms_norm"])
