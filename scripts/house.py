@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1290,
     "kernels": 21165,
     "nondet": 1826,
-    "probes": 5290,
+    "probes": 5390,
     "ranks": 596,
     "reports": 6185,
     "sampling": 6280,
