@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -61,3 +62,17 @@ def test_what_is_refused_is_where_its_configuration_has_it(given: dict[str, Any]
     plugin.refuse(EngineArgs(**plain).create_engine_config())
     with pytest.raises(UserError, match=f"does not cover {named}"):
         plugin.refuse(EngineArgs(**(plain | given)).create_engine_config())
+
+
+def test_what_no_cpu_can_be_asked_for_is_where_its_configuration_has_it() -> None:
+    """Refused on a GPU; here vLLM itself refuses or drops it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=made_folder("tiny"), skip_tokenizer_init=True, load_format="dummy").create_engine_config()
+    for name in ("model_config.use_mla", "model_config.enable_sleep_mode", "parallel_config.enable_dbo"):
+        assert attrgetter(name)(config) is False
+    assert attrgetter("parallel_config.ubatch_size")(config) == 0
+    for name in ("decode_context", "prefill_context", "tensor", "pipeline"):
+        assert attrgetter(f"parallel_config.{name}_parallel_size")(config) == 1
+    assert attrgetter("parallel_config.world_size")(config) == 1
+    assert attrgetter("cache_config.block_size")(config) > 0
