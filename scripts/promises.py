@@ -77,8 +77,9 @@ def at_length(name: str, dtype: str, seconds: float) -> None:
         optimizer.step()
         optimizer.zero_grad()
         tokens, differing, step = tokens + len(trained.logprobs), differing + apart(rollouts, trained), step + 1
-    say(model=name, dtype=dtype, optimizer_steps=step, tokens=tokens, tokens_after_100=tokens - early,
-        differing=differing)  # fmt: skip
+        if step > FEW:  # a line a step: the last one holds, wherever it is cut off
+            say(model=name, dtype=dtype, optimizer_steps=step, tokens=tokens, tokens_after_100=tokens - early,
+                differing=differing)  # fmt: skip
 
 
 def large() -> None:
