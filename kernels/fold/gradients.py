@@ -83,6 +83,7 @@ class Layout:
         self._slot = slot
         self._columns = columns
         self._places: dict[tuple[int, torch.device], Places] = {}
+        self.strays: dict[str, torch.Tensor] = {}  # modules that saw padding -> whether with a gradient
 
     def places(self, tokens: int, device: torch.device) -> Places | None:
         """Of an input of that many tokens, all of the batch or those of `columns`; None: it is neither."""
@@ -459,9 +460,8 @@ class _Use:
         if at is None or len(lead) > 2 or (len(lead) == 2 and lead[0] != layout.shape[0]):
             raise _unknown(f"{self.name} saw {seen} in a call of {layout.shape}")
         grad = grad.reshape(tokens, -1, grad.shape[-1])
-        if at.others.numel() and bool((grad[at.others] != 0).any()):
-            line = "Leave what belongs to no sequence out of the loss; else it depends on the padding by meaning."
-            raise UserError(f"{self.name}: the loss has a gradient at padding", line)
+        if at.others.numel():  # looked at once, after the pass: a GPU would have to be waited for
+            layout.strays[self.name] = (grad[at.others] != 0).any()
         self._add(at, x.reshape(tokens, -1, 1 if looked_up else x.shape[-1]), grad)
         count("replaced", f"fold of {type(self.module).__name__}")
 
@@ -657,9 +657,16 @@ class Fold:
         """After a backward pass: `parameter.grad`, rounded once to the parameter's dtype."""
         self._task = -1
         risks = _at_risk() - self._before
-        if risks:
+        strays = self._call.layout.strays if self._call is not None else {}
+        devices = {told.device for told in strays.values()}
+        stray = any(bool(torch.stack([t for t in strays.values() if t.device == d]).any()) for d in devices)
+        if risks or stray:
             self._forget()
         _refuse_risks(risks)
+        if stray:
+            name = next(name for name, told in strays.items() if told)
+            line = "Leave what belongs to no sequence out of the loss; else it depends on the padding by meaning."
+            raise UserError(f"{name}: the loss has a gradient at padding", line)
         parameters = {id(p): p for use in self._uses for p in use.learnt.values()}
         with torch.no_grad():
             for parameter in parameters.values():
