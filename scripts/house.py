@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1290,
-    "kernels": 21165,
+    "kernels": 21175,
     "nondet": 1826,
     "probes": 5390,
     "ranks": 596,
