@@ -55,7 +55,6 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
 
 _FOUND_MOST = 16384
 _found: dict[tuple[Any, ...], Any] = {}
-_OWN_LAUNCHER = triton.__version__.startswith("3.6.")  # whose compiled C function's arguments are known here
 
 
 class Launched:
@@ -68,16 +67,9 @@ class Launched:
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...]) -> None:
         self._kernel, self._grid, self._rest = compiled, (*grid, 1, 1)[:3], rest
-        self._run: Any = None
-        run = getattr(compiled, "run", None)
-        if run is None:
-            return
-        self._run, self._front = run, (compiled.function, compiled.packed_metadata, None, None, None)
-        known = _OWN_LAUNCHER and type(run).__name__ == "CudaLauncher"
-        if known and not run.global_scratch_size and not run.profile_scratch_size:
-            function, metadata, *hooks = self._front
-            flags = (run.launch_cooperative_grid, run.launch_pdl)
-            self._run, self._front = run.launch, (function, *flags, None, None, metadata, *hooks)
+        self._run = getattr(compiled, "run", None)  # the driver's launcher
+        if self._run is not None:
+            self._front = (compiled.function, compiled.packed_metadata, None, None, None)
 
     def __call__(self, device: int, tensors: Sequence[Any]) -> None:
         """On the current stream of that device, which is the current one.

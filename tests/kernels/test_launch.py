@@ -118,53 +118,31 @@ class _Loaded(_Compiled):
         self.run = run
 
 
-class CudaLauncher:
-    """By the name of Triton's own: arguments as its C function takes them in 3.6."""
-
-    launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, True, 0, 0
-
-    def __init__(self) -> None:
-        self.called: list[tuple[Any, ...]] = []
-        self.launch = lambda *arguments: self.called.append(("C", *arguments))
-
-    def __call__(self, *arguments: Any) -> None:
-        """The Python above the C function."""
-        self.called.append(("Python", *arguments))
-
-
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> CudaLauncher:
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
-    return CudaLauncher()
+    return []
 
 
-def test_a_launch_again_is_the_drivers_alone(launcher: CudaLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grid, stream, function and arguments in their places; in C where the Triton is one whose places are known."""
-    for own in (False, True):
-        monkeypatch.setattr(triton_common, "_OWN_LAUNCHER", own)
-        triton_common.Launched(_Loaded(Kernel(), launcher), (3, 2), (33, 0.5, 16))(1, (4096, None))
-    kernel = (77, (4, 1, 0), None, None, None, 4096, None, 33, 0.5, 16)
-    assert launcher.called[0] == ("Python", 3, 2, 1, 1001, *kernel)
-    assert launcher.called[1] == ("C", 3, 2, 1, 1001, 77, False, True, None, None, *kernel[1:])
-
-
-def test_scratch_memory_is_tritons_to_make(launcher: CudaLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that needs some is launched by the driver's Python, which makes it."""
-    monkeypatch.setattr(triton_common, "_OWN_LAUNCHER", True)
-    launcher.global_scratch_size = 128
-    triton_common.Launched(_Loaded(Kernel(), launcher), (3,), ())(0, (4096,))
-    assert launcher.called[0][0] == "Python"
+def test_a_launch_again_is_the_drivers_alone(called: list[tuple[Any, ...]]) -> None:
+    """Grid, stream, function, what nobody listens to, and arguments: in the places that Triton's driver has them."""
+    loaded = _Loaded(Kernel(), lambda *arguments: called.append(arguments))
+    triton_common.Launched(loaded, (3, 2), (33, 0.5, 16))(1, (4096, None))
+    assert called == [(3, 2, 1, 1001, 77, (4, 1, 0), None, None, None, 4096, None, 33, 0.5, 16)]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_who_listens_to_launches_is_told(launcher: CudaLauncher, monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+def test_who_listens_to_launches_is_told(
+    called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
     """A profiler's hook, and its end: Triton's own way while it listens."""
     kernel = Kernel()
-    launched = triton_common.Launched(_Loaded(kernel, launcher), (3,), (0.5, 16, False))
+    loaded = _Loaded(kernel, lambda *arguments: called.append(arguments))
+    launched = triton_common.Launched(loaded, (3,), (0.5, 16, False))
     with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.runtime, hook, lambda metadata: None)
         launched(0, (4096, 33))
-    assert not launcher.called
+    assert not called
     assert kernel.launched == [((3, 1, 1), (4096, 33, 0.5), {"SPAN": 16, "LOG": False})]
     launched(0, (4096, 33))
-    assert len(launcher.called) == len(kernel.launched) == 1
+    assert len(called) == len(kernel.launched) == 1
