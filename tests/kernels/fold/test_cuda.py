@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -77,6 +83,44 @@ def test_steps_are_added_one_after_the_other() -> None:
         cuda.fold_steps(acc, rows)
     assert torch.equal(acc, right)
     assert list(heard) == ["fold_steps"]
+
+
+_COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nondet.kernels.fold import cuda
+
+kernel = cuda._fold_kernel
+names = kernel.arg_names
+numbers = {"acc_ptr": "*fp32", "at_ptr": "*i32", "S": "i32", "N": "i32", "K": "i32"}
+for tile in (cuda.ANCHOR, *cuda.WIDE):
+    for by_index in (False, True):
+        fixed = {"BLOCK_N": tile.block_m, "BLOCK_K": tile.block_n, "BLOCK_S": tile.block_k}
+        fixed |= {} if by_index else {"at_ptr": None}
+        types = {name: "constexpr" if name in fixed else numbers.get(name, "*bf16") for name in names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in fixed and name != "S"}
+        options = {"num_warps": tile.warps, "num_stages": 2 * tile.stages - 1 if by_index else tile.stages}
+        source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
+        built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = built.asm["ptx"]
+        print("built", built.metadata.shared, ptx.count("wgmma.mma_async.sync"), ptx.count("mma.sync.aligned.m16"))
+"""
+
+
+def test_its_tiles_compile_for_hopper(tmp_path: Path) -> None:
+    """No GPU needed: products are warpgroups', asynchronous, from shared memory that suffices; hardly a spill."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
+    run = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    built = [tuple(map(int, found)) for found in re.findall(r"built (\d+) (\d+) (\d+)", run.stdout)]
+    assert len(built) == 2 * (1 + len(cuda.WIDE))
+    assert all(shared <= 227 * 1024 and warpgroups and not warps for shared, warpgroups, warps in built)
+    assert "serialized" not in run.stdout
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)]
+    assert len(spills) == len(built)
+    assert max(spills) <= 256  # the widest, of half of the registers for its accumulator: 80 by Triton 3.6, 168 by 3.9
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
