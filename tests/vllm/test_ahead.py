@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BEGIN = """
 import os, sys
 from contextlib import nullcontext
@@ -27,6 +29,21 @@ seen = []
 triton.knobs.compilation.listener = lambda **event: seen.append(bool(event["cache_hit"]))
 
 from nondet.vllm.ahead import Ahead
+
+device = "cpu"
+"""
+
+REAL = """
+import os
+
+import torch
+import triton
+
+from nondet.vllm.ahead import Ahead
+
+seen = []
+triton.knobs.compilation.listener = lambda **event: seen.append(bool(event["cache_hit"]))
+device = "cuda"
 """
 
 SMALL = """
@@ -40,7 +57,7 @@ def one(x_ptr, N: tl.constexpr):
 def wrong(x_ptr):
     tl.store(x_ptr, nothing)
 
-x = torch.zeros(4)
+x = torch.zeros(4, device=device)
 
 def launch_all():
     wrong[(1,)](x)
@@ -92,11 +109,21 @@ print("places", place, "more", len(seen) - ahead.kernels)
 """
 
 
-def ran(text: str, folder: Path) -> str:
+RUN = """
+for n in (5, 1, 2, 3):
+    one[(1,)](x, N=n)
+    assert x.tolist() == [n, 0, 0, 0]
+print("ran")
+"""
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a copy needs a core of its own")
+
+
+def ran(text: str, folder: Path, begin: str = BEGIN) -> str:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(folder / "kernels"), "PYTHONPATH": os.pathsep.join(sys.path)}
     script = folder / "script.py"  # Triton reads sources
-    script.write_text(BEGIN + text)
+    script.write_text(begin + text)
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
@@ -106,6 +133,14 @@ def test_nothing_runs_and_copies_compile(tmp_path: Path) -> None:
     """Each kernel once, into the folder of the beginning; what can't be compiled is an error where it is launched."""
     said = ran(SMALL, tmp_path).splitlines()
     assert said == ["asked 4 []", "read [True, True, True]", "known 3", "new False", "raised where it is launched"]
+
+
+@pytest.mark.gpu
+def test_copies_of_a_process_that_uses_a_gpu(tmp_path: Path) -> None:
+    """They never touch it; what they compiled runs."""
+    said = ran(SMALL + RUN, tmp_path, REAL).splitlines()
+    assert said[:2] == ["asked 4 []", "read [True, True, True]"]
+    assert said[-1] == "ran"
 
 
 def test_attention_asks_for_all_that_it_will_launch(tmp_path: Path) -> None:
