@@ -11,6 +11,7 @@ MODELS=${MODELS:-0.6b 8b}
 GIB=${GIB:-48}
 failed=0
 mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
 "$PYTHON" -c "import vllm, nondet" || { echo "vLLM 0.25.1 and nondet have to be installed in $PYTHON's environment" >&2; exit 2; }
 one() { # NAME OPTIONS...: a result that is there is kept
     local name=$1
@@ -24,6 +25,7 @@ one() { # NAME OPTIONS...: a result that is there is kept
 caches() { # FOLDER COMMAND...: everything that a start keeps for the next one lies there
     local at=$1
     shift
+    mkdir -p "$at"
     VLLM_CACHE_ROOT=$at/vllm TORCHINDUCTOR_CACHE_DIR=$at/inductor TRITON_CACHE_DIR=$at/triton NONDET_CACHE=$at/nondet "$@"
 }
 part() { [ "${ONLY:-$1}" = "$1" ]; }
@@ -40,14 +42,15 @@ if part server && ! [ -f "$OUT/server.ok" ]; then # as a user: vllm serve, sampl
         # shellcheck disable=SC2086 # the command and its option
         timeout 120 "$PYTHON" -m nondet $command --endpoint "http://127.0.0.1:$port" -o "$OUT/${command%% *}.jsonl" --force || failed=1
     done
-    kill $server
+    kill $server 2> /dev/null || true
     [ $failed = 1 ] || touch "$OUT/server.ok"
 fi
 for model in $MODELS; do # fresh processes: a machine's first start, its second, and a first one once more
     part starts || break
     for mode in stock nondet; do
         for start in first second anew; do
-            [ $start = second ] || at=$(mktemp -d)
+            at=$OUT.caches/$model-$mode$([ $start = anew ] && echo -anew || true)
+            [ $start = second ] || [ -f "$OUT/start-$model-$mode-$start.json" ] || rm -rf "$at" # one that was cut off left some
             caches "$at" one "start-$model-$mode-$start" --mode $mode --model "$model" --cache-gib "$GIB" --copies 20 --others 40 --tokens 64
         done
     done
