@@ -37,7 +37,7 @@ from nondet.ranks.operators import Message
 from nondet.ranks.operators import reference as summed_over_ranks
 
 _WIDTHS = {"sum": (1000, 4096), "mean": (1000,), "softmax": (1000, 4096), "rms_norm": (1000, 4096)}
-_LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 4096), (12288, 4096))}  # K, N
+_LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 1), (4096, 4096), (12288, 4096))}  # K, N
 _LONGEST = 16384  # asked as well where the run is full
 _HEAD = 64  # of the attention that is asked; its keys:
 _KEYS = {"cpu": 512, "cuda": 2048}
@@ -817,7 +817,7 @@ def of_ranks(operator: Operator, message: Message) -> Sum:
             rows = make(kind, (_SUMS, message.world), dtype, "cpu", generator(seed, "cpu"))
         return rows, None, torch.cat([ask(row[None], 1) for row in rows])
 
-    return Sum(ask, draw, 1, message.world, dtype, "cpu", which="the first element")
+    return Sum(ask, draw, 1, message.world, dtype, "cpu", which="the row's first element")
 
 
 def as_linear(name: str, operator: Operator) -> Operator:
@@ -844,6 +844,8 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
     weight = torch.zeros((N, K), dtype=dtype, device=device)
 
     def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
+        if N == 1:
+            return _in_turn(weight[0], terms[:n], lambda _: operator(ones, weight)[0, 0]) / ones[0, 0]
         if every > 1:
             weight[columns] = terms
         return operator(ones, weight if every > 1 else terms)[0, columns[:n]] / ones[0, 0]
@@ -863,9 +865,8 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
         return x, y, got
 
     fewer = partial(of_product, operator, M, K, N, dtype, device, _APART) if every == 1 and N > _APART else None
-    return Sum(
-        ask, draw, len(columns), K, dtype, device, which=f"every {every}th column" if every > 1 else "", fewer=fewer
-    )
+    which, lists = f"every {every}th column" if every > 1 else "", len(columns) if N > 1 else max(1, _CELLS // K)
+    return Sum(ask, draw, lists, K, dtype, device, which=which, fewer=fewer)
 
 
 class ReductionOrder(Probe):
@@ -888,12 +889,15 @@ class ReductionOrder(Probe):
                         yield _case(operator, K, N, dtype, options)
                     if operator == "attention" and dtype == "float32":
                         yield _case(operator, K, N, dtype, options, weights=True)
+                    if operator == "all_reduce" and K > 2:  # where a ring begins, and so ends, with another rank
+                        yield _case(operator, K, N, dtype, options, last=True)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], and for products w [N, K]; q [1, 1, M, D] and k, v [1, 1, K, D]; the ranks' message."""
         M, K, dtype = case.shape["M"], case.shape["K"], case.torch_dtype
         if case.operator == "all_reduce":
-            return {"message": Message(K, device, "all_reduce", "stock", case.dtype, M, _WIDTH, seed=seed)}
+            place = case.data["place"]
+            return {"message": Message(K, device, "all_reduce", "stock", case.dtype, M, _WIDTH, place, seed=seed)}
         if case.operator == "attention":
             v = make("order", (_HEAD, K), dtype, device, generator(seed, device)).T.contiguous()
             q, k = (torch.zeros((1, 1, n, _HEAD), dtype=dtype, device=device) for n in (M, K))
@@ -953,7 +957,9 @@ def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
         yield _LONGEST, 64 if operator in _PRODUCTS else 1
 
 
-def _case(operator: str, K: int, N: int, dtype: str, options: Options, *, weights: bool = False) -> Case:
+def _case(
+    operator: str, K: int, N: int, dtype: str, options: Options, *, weights: bool = False, last: bool = False
+) -> Case:
     device = options.device
     largest = None if options.m is None else base.size("--m", options.m, 1)
     batches = [m for m in _BATCHES[device] if largest is None or m < largest] + ([largest] if largest else [])
@@ -971,12 +977,12 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options, *, weight
     elif operator == "attention":
         what = f"{operator}: the order in which values are added for the last query of M, K={K}"
     elif operator == "all_reduce":
-        what = f"{operator}: the order in which ranks are added in a message of M elements, K={K}"
+        what = f"{operator}: the order in which ranks are added in the {'last' if last else 'first'} of M rows, K={K}"
     elif operator == "split_k":
         what = f"{operator}: the order in which row 0 of M is added, K={K} in {_PARTS} parts"
     shape = {"M": M, "K": K} | ({"N": N} if operator in _PRODUCTS else {})
     title = what + (f" N={N}" if operator in _PRODUCTS else "")
-    data = {"values": batches if len(batches) > 1 else [1, *batches], "weights": weights}
+    data = {"values": batches if len(batches) > 1 else [1, *batches], "weights": weights, "place": -last}
     return Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Orders of addition as evidence on the GPU of this machine: run files in FOLDER. Called again it goes on where it was.
 # usage: bash scripts/evidence_order.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
-# One command after the other took an H200 about five minutes for the orders; a second GPU adds the sums over ranks.
+# Seconds that each part may take are beside it; four or more GPUs add the sums over ranks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?usage: bash scripts/evidence_order.sh FOLDER [DEVICE]}
@@ -9,9 +9,9 @@ device=${2:-cuda}
 python=${PYTHON:-python}
 mkdir -p "$folder"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-order=() map=(--k 4096 --n 12288 --m 512) layers=(--preset qwen3-8b)
+order=() long=(--k 16384 --n 64 --m 16) map=(--k 4096 --n 12288 --m 512) layers=(--preset qwen3-8b)
 if [ -n "${SMALL:-}" ]; then
-    order=(--k 64 --n 8 --m 2) map=(--k 64 --n 32 --m 4) layers=(--k 64 --n 32 --m 4)
+    order=(--k 64 --n 8 --m 2) long=(--k 128 --n 1 --m 2) map=(--k 64 --n 32 --m 4) layers=(--k 64 --n 32 --m 4)
 fi
 
 part() { # part NAME SECONDS ARGUMENTS...: a command of nondet's that writes NAME.jsonl
@@ -25,6 +25,7 @@ part() { # part NAME SECONDS ARGUMENTS...: a command of nondet's that writes NAM
 }
 
 part map 60 probe matmul --map mn "${map[@]}" --impl stock
-part order 400 probe reduction-order ${order[@]+"${order[@]}"}
+part order 300 probe reduction-order ${order[@]+"${order[@]}"}
+part long 150 probe reduction-order "${long[@]}"
 part matmul 240 probe matmul "${layers[@]}"
 ls "$folder"/*.done

@@ -492,12 +492,23 @@ def test_weights_that_a_fast_exponential_gave_are_seen_in_their_sum(off: int, fi
 
 @pytest.mark.parametrize("impl", [f"all_reduce={__name__}:reduced_by_size", "invariant"])
 def test_the_order_over_ranks_is_found(impl: str) -> None:
-    (row,) = [r for r in run(impl, ranks=(4,), k=32, n=8) if r.operator == "all_reduce"]
-    found = row.extra["reduction_trees"]["classes"]
-    assert all(tree["proven"] for tree in found)
-    said = [(tree["M"], tree["words"]) for tree in found]
-    planted = [(1, "one chain of 4"), (16, "one chain of 4, the last first")]
-    assert said == (planted[:1] if impl == "invariant" else planted)
+    rows = [r for r in run(impl, ranks=(4,), k=32, n=8) if r.operator == "all_reduce"]
+    assert len(rows) == 2  # the first row of M, and the last
+    for row in rows:
+        found = row.extra["reduction_trees"]["classes"]
+        assert all(tree["proven"] for tree in found)
+        said = [(tree["M"], tree["words"]) for tree in found]
+        planted = [(1, "one chain of 4"), (16, "one chain of 4, the last first")]
+        assert said == (planted[:1] if impl == "invariant" else planted)
+
+
+def test_a_ring_adds_the_last_row_from_another_rank_on() -> None:
+    """gloo's: the parts of a message begin at different ranks, and the last row's part follows from M."""
+    first, last = [r for r in run("stock", ranks=(4,), k=32, n=8) if r.operator == "all_reduce"]
+    assert (first.status, last.status) == ("identical", "divergent")
+    found = last.extra["reduction_trees"]["classes"]
+    assert all(tree["proven"] and tree["words"].startswith("one chain of 4, ") for tree in found)
+    assert len({tree["digest"] for tree in found}) == len(found) > 1
 
 
 def added(tree: Tree, x: torch.Tensor) -> torch.Tensor:
