@@ -227,6 +227,8 @@ def forget() -> None:
 
 def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
     """The rooms of a call like one that is remembered, filled by its launches; None where there was none."""
+    if torch.compiler.is_compiling():
+        return None
     first, kind = tensors[0], _kind(what, tensors)
     kept = None if kind is None else _kept.get(kind[0])
     if kind is None or kept is None or first is None:

@@ -640,10 +640,9 @@ def attention(
         ValueError: shapes that do not fit, no keys at all, a window without causal, a scale that is not above 0.
     """
     what = ("attention", causal, scale, window, softcap) if split is None else None
-    if what is not None and not torch.compiler.is_compiling():
-        made = again(what, q, k, v)
-        if made is not None:
-            return made[0].transpose(1, 2)
+    made = None if what is None else again(what, q, k, v)
+    if made is not None:
+        return made[0].transpose(1, 2)
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0]:
         raise ValueError(f"attention takes [B, H, T, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     _check(q, k, v, causal, window, softcap, scale)

@@ -200,7 +200,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
         NotImplementedError: a device or dtype without a kernel.
         ValueError: a weight of another shape or device.
     """
-    return _norm("rms_norm", x, None, weight, eps)[0]
+    made = again(("rms_norm", eps), x, weight)
+    return _norm("rms_norm", x, None, weight, eps)[0] if made is None else made[0]
 
 
 def rms_norm_residual(
@@ -282,6 +283,9 @@ def layer_norm(
         ValueError: a weight or a bias of another shape or device.
     """
     name, given = "layer_norm", (x, weight, bias)
+    made = again((name, eps), *given)
+    if made is not None:
+        return made[0], made[1], made[2]
     require(name, _DTYPES, x)
     weight, bias = (None if p is None else _checked(name, x, p) for p in (weight, bias))
     width = x.shape[-1]
@@ -367,10 +371,9 @@ def module_norm(
         plus_one: The weight is 1 + weight.
     """
     what = ("module_norm", eps, round_first, plus_one)
-    if not torch.compiler.is_compiling():
-        made = again(what, x, weight)
-        if made is not None:
-            return made[0]
+    made = again(what, x, weight)
+    if made is not None:
+        return made[0]
     given, width = (x, weight), x.shape[-1]
     how = plan(width, x.element_size())
     if x.dtype not in _DTYPES or weight.dtype != x.dtype or weight.shape != (width,) or how.chunks != 1:
@@ -439,6 +442,9 @@ def _sum_merge_kernel(
 
 
 def _reduce(name: str, x: torch.Tensor, *, mean: bool) -> torch.Tensor:
+    made = again(name, x)
+    if made is not None:
+        return made[0]
     if x.ndim < 1:
         raise ValueError(f"{name} takes [..., K], got a scalar")
     require(name, DTYPES, x)
