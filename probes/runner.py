@@ -95,7 +95,9 @@ def met_in(run: Run) -> Met:
     if met is None:
         raise UserError(
             f"no probe tests `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}",
-            f"Probes test {', '.join([*_PROBES, *OPERATORS])}.",
+            "`nondet probe scaled-matmul --k K --n N` tests torch._scaled_mm."
+            if "[Float8" in name
+            else f"Probes test {', '.join([*_PROBES, *OPERATORS])}.",
         )
     return met
 

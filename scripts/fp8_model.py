@@ -8,7 +8,7 @@
 
 The linear layers of the decoder are quantized to float8_e4m3fn; embeddings, norms and the output projection stay. On a
 device without FP8 transformers itself makes bfloat16 of "block" and "tensor" as it loads them, and refuses "row". Those
-of torchao are made, and read, where torchao 0.18 is installed; made on a GPU of compute capability 8.9 or more.
+of torchao are made, and read, where torchao is installed (tried: 0.18); torch computes their products on a CPU too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -96,17 +97,23 @@ def convert(how: str, out: Path, source: Path = EMBEDDED) -> int:
 
 def by_torchao(how: str, out: Path, source: Path = EMBEDDED) -> int:
     """Write the folder as transformers and torchao do, in safetensors; how many layers were quantized."""
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
-
     if out.exists():
         raise SystemExit(f"{out} is there already; name a folder that is not")
+    try:
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quant_api
+    except ImportError as error:
+        raise SystemExit(f"{how} is written by torchao, which can't be imported here ({error}): install it") from None
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
+
     granularity = PerRow() if how == "torchao-row" else PerTensor()
     config = TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=granularity))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.bfloat16, quantization_config=config, device_map=device
-    )
+    # torchao asks for a GPU with FP8 before it rounds, which a CPU can do; the check of a GPU stays as it is
+    asked = quant_api._check_hardware_support if device == "cuda" else lambda *_, **__: None
+    with mock.patch.object(quant_api, "_check_hardware_support", asked):
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.bfloat16, quantization_config=config, device_map=device
+        )
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source).save_pretrained(out)
     return sum(type(p).__name__ == "Float8Tensor" for p in model.parameters())

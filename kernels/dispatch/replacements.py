@@ -156,12 +156,16 @@ def scaled_mm_v2(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,  # as above
 ) -> torch.Tensor:
-    """What `torch.nn.functional.scaled_mm` calls: as `scaled_mm`, scales by tensor, row, or 1x128 beside 128x128."""
+    """What `torch.nn.functional.scaled_mm` calls: as `scaled_mm`, scales by tensor, row, or 1x128 of a in blocks."""
     recipes = [*recipe_a, *recipe_b]
     if any([*swizzle_a, *swizzle_b]) or contraction_dim:
         raise Leave("scales swizzled, or contracted otherwise")
     if recipes == [_BY_1X128, _BY_128X128]:  # b's may be padded to a multiple of four, for the library
         left, right = scale_a[0], scale_b[0][: -(-a.shape[-1] // 128)]
+    elif recipes == [_BY_1X128] * 2:  # b's are [N, K / 128]
+        left, right = scale_a[0], scale_b[0].mT
+    elif recipes[:1] == [_BY_128X128]:
+        raise Leave("one scale for 128 rows of a, which may be other requests'")
     elif recipes in ([_BY_TENSOR] * 2, [_BY_ROW] * 2):
         left, right = scale_a[0].reshape(-1, 1), scale_b[0].reshape(1, -1)
     else:

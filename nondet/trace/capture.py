@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nondet.core.compare import memory_of, row_hashes
 from nondet.errors import UserError
@@ -589,7 +590,9 @@ class FineCapture:
         name = _name_of(function)
         if name is None:
             return function(*args, **kwargs)
-        before = {id(t): memory_of(t) for _, t in tensors_in((args, kwargs))}
+        given = [t for _, t in tensors_in((args, kwargs))]
+        before = {id(t): memory_of(t) for t in given}
+        made = sorted({type(t).__name__ for t in given if is_traceable_wrapper_subclass(t)})
         copies: dict[int, torch.Tensor] = {}
         inputs = self._slots((*args, *([kwargs] if kwargs else [])), copies)
         out = function(*args, **kwargs)
@@ -600,7 +603,8 @@ class FineCapture:
         if not writes and all(memory_of(t) in before.values() for _, t in results):
             return out  # a view: nothing was computed
         written = args[0] if writes and args else out
-        event = self._add(self._where(), name, inputs, self._slots({"out": written}))
+        named = name + (f"[{', '.join(made)}]" if made else "")  # linear[Float8Tensor] is no product of plain numbers
+        event = self._add(self._where(), named, inputs, self._slots({"out": written}))
         event.constants = {str(i): a for i, a in enumerate((*args, kwargs)) if isinstance(a, bool | int | float | str)}
         event.constants |= {k: v for k, v in kwargs.items() if isinstance(v, bool | int | float | str)}
         if self._now.row >= 0 and not self._now.limited and not writes:

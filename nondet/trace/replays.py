@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from nondet.core.compare import ClassBook, error_against, identical
 from nondet.core.measure import profile_variants
@@ -99,10 +99,19 @@ class RecordedCall:
         columns: Sequence[int] | None = None,
         change: Change | None = None,
     ) -> Callable[[], Any]:
-        """The same call, its tensors selected already: what runs when it is called is the operator alone."""
+        """The same call, its tensors selected already: what runs when it is called is the operator alone.
+
+        Raises:
+            NotImplementedError: other numbers for a weight that is made of other tensors, as torchao's are.
+        """
 
         def pick(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor if change is None else change(path, tensor)
+            given = tensor if change is None else change(path, tensor)
+            if given is not tensor and is_traceable_wrapper_subclass(tensor):
+                raise NotImplementedError(
+                    f"a {type(tensor).__name__} stays as it is: a plain weight is another operator's"
+                )
+            tensor = given
             for dim, role in enumerate(self.roles.get(path, ())):
                 wanted = rows if role == self.axis else columns if role == "keys" else None
                 if wanted is not None:
@@ -625,7 +634,7 @@ def families_for(name: str) -> Sequence[str]:
     from nondet.kernels.dispatch.operators import FAMILIES
 
     short = name.removeprefix("Tensor.").removeprefix("_")
-    first = [_FAMILY_OF[short]] if short in _FAMILY_OF else []
+    first = [_FAMILY_OF[short]] if short in _FAMILY_OF else ["fp8"] if "[Float8" in short else []
     return [*first, *(f for f in FAMILIES if f not in first)]
 
 
@@ -643,4 +652,8 @@ def _substitution(b: RecordedCall, name: str) -> Replay:
             sentence = f"with the invariant implementation of {family} the row has the same bits solo and in the call"
             return _replay("substitution", False, sentence, trials=2, distinct=1, values=[family])
     sentence = "no family of batch_invariant() takes this call and gives the row the same bits solo and in the call"
+    with batch_invariant() as invariance:
+        b.run()
+    if risks := sorted(what for what in invariance.coverage().at_risk if ": " in what):  # what has its reason beside it
+        sentence += f"; at risk under all of them: {'; '.join(risks)}"
     return _replay("substitution", True, sentence, trials=2, distinct=2)

@@ -119,6 +119,8 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
     function = _callable_name(guilty.calls[1].function)
     if function is None:
         return f"no script: {guilty.culprit.call} has no name in torch"
+    if "[" in guilty.culprit.call:
+        return f"no script: torch alone can't make the operands of {guilty.culprit.call}"
     alone = next((r for r in guilty.culprit.replays if r.name == "rows only"), None)
     by_shape = alone is not None and alone.status == "divergent"
     held: dict[str, torch.Tensor] = {}

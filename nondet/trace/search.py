@@ -254,7 +254,8 @@ def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
     reads_keys = any("keys" in roles for roles in culprit.axes.values())
     arms = []
     for size, kernels in zip(sizes, culprit.kernels or [[] for _ in sizes], strict=False):
-        ran = ", ".join(kernels[:4]) or "kernels unknown"
+        shown = kernels if len(kernels) <= 4 else [*kernels[:2], "...", *kernels[-2:]]  # a product is among the last
+        ran = ", ".join(shown) or "kernels unknown"
         arms.append(f"{ran} at {size.tokens:,} rows" + (f" and {size.keys:,} keys" if reads_keys else ""))
     return "; ".join([*parts, " compared with ".join(arms)])
 
@@ -307,7 +308,8 @@ def verdict_sentences(
             f"the smallest set of replacements that makes the arms agree on this load: {', '.join(families)} (with any "
             "one left out the arms differ again)"
         )
-    return [*lines, *(r.sentence for r in first.replays if r.name == "tree")]
+    # the order of the sum, or what no order mends
+    return [*lines, *(r.sentence for r in first.replays if r.name == "tree" or "; at risk under all" in r.sentence)]
 
 
 def _where(culprit: Culprit) -> str:

@@ -419,6 +419,7 @@ def test_grouped_products_are_asked_at_their_experts() -> None:
         (run_of(culprit("")), "named no operator"),
         (run_of(culprit("Tensor.add", {"0": [1, 1, 8]}, {"0": [1, 3, 8]})), "no probe tests `Tensor.add`"),
         (run_of(culprit("linear", {"0": [8]}, {"0": [8]})), "no probe tests `linear`"),
+        (run_of(culprit("linear[Float8Tensor]", *LINEAR)), "`nondet probe scaled-matmul --k K --n N` tests"),
     ],
 )
 def test_a_run_without_a_culprit_is_refused_in_one_line(run: Run, reason: str) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from nondet.core.compare import first_difference
 from nondet.core.records import Culprit, Replay
 from nondet.errors import EngineStoppedError
+from nondet.kernels.scaled.functions import quantize_tensor
 from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import make_engine
 from nondet.trace.capture import CoarseCapture
@@ -253,6 +255,65 @@ def test_a_scale_shared_between_rows_is_a_leak() -> None:
     assert rows.status == "divergent"
     assert "reach this row" in rows.sentence
     assert "the shape decides" not in rows.sentence
+
+
+class Float8Toy(torch.Tensor):
+    """A weight made of float8 numbers and their scale, as torchao's; one scale over everybody's activations."""
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Any:
+        """Of the two; it has no memory of its own."""
+        made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)
+        made.numbers, made.scale = numbers, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> torch.Tensor:
+        return Float8Toy(**inner)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        x, weight = args[:2]
+        q, scale = quantize_tensor(x.flatten(0, -2))
+        out = torch._scaled_mm(q, weight.numbers.t(), scale, weight.scale, out_dtype=torch.float32)
+        return out.unflatten(0, x.shape[:-1])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default, func
+        return cls(args[0].numbers, args[0].scale)
+
+
+def test_a_weight_made_of_others_stays_in_replays_and_what_no_order_mends_is_named(tmp_path: Path) -> None:
+    """Plain numbers in its place would ask another operator for its errors and its tree: these replays are refused."""
+    model = model_of("llama")
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = nn.Parameter(Float8Toy(*quantize_tensor(layer.weight.detach())), requires_grad=False)
+    traced = trace(model, impl="invariant")
+    first = traced.culprits[0]
+    assert named(first) == ("model.layers.1.mlp.down_proj", "linear[Float8Toy]")
+    told = {r.name: r for r in first.replays}
+    assert "tree" not in told
+    assert told["exact"].status == "error"
+    assert "a Float8Toy stays as it is" in told["exact"].sentence
+    assert told["values"].status == told["substitution"].status == "divergent"
+    assert traced.verdict.sentences[-1].endswith(
+        "at risk under all of them: amax float32: over the whole tensor, the batch's axis included"
+    )
+    assert "aten._scaled_mm at" in first.sentence
+    assert traced.search.guilty is not None
+    assert write_and_run(tmp_path / "repro.py", traced.search.guilty) == (
+        "no script: torch alone can't make the operands of linear[Float8Toy]"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_next_guilty_call_of_the_same_layer_is_named() -> None:

@@ -12,7 +12,7 @@ from nondet.core.compare import error_against, identical
 from nondet.core.proof import PRODUCT_INPUTS
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.replacements import scaled_grouped_mm, scaled_grouped_mm_v2
+from nondet.kernels.dispatch.replacements import scaled_grouped_mm, scaled_grouped_mm_v2, scaled_mm_v2
 from nondet.kernels.dispatch.state import Leave, kernels_for
 from nondet.kernels.scaled.cpu import anchor, exact, in_order, scaled_grouped_matmul, scaled_matmul
 from nondet.kernels.scaled.functions import FLOAT8, SCALES, operands, quantize_block, quantize_by, quantize_row
@@ -203,9 +203,19 @@ def test_scales_in_blocks_by_torch_s_public_function():
         for right in (scale_b, padded):
             got = F.scaled_mm(a, b, scale_a, kinds[0], right, kinds[1], output_dtype=torch.float32)
             assert identical(got, scaled_matmul(a, b, scale_a, scale_b, torch.float32))
-        with pytest.raises((RuntimeError, ValueError, NotImplementedError)):  # torch has none on a CPU
-            F.scaled_mm(a, b, scale_a, kinds[0], scale_b, kinds[0], output_dtype=torch.float32)
-    assert block.coverage().replaced == {"_scaled_mm_v2": 2}
+        fine = scale_b.repeat_interleave(128, 1)
+        got = F.scaled_mm(a, b, scale_a, kinds[0], fine.mT, kinds[0], output_dtype=torch.float32)
+        assert identical(got, scaled_matmul(a, b, scale_a, scale_b, torch.float32))
+        own = torch.rand(3, 256) + 0.5  # of each column, [N, K / 128] as torch takes them
+        got = F.scaled_mm(a, b, scale_a, kinds[0], own.mT.contiguous(), kinds[0], output_dtype=torch.float32)
+        right = reference.scaled_matmul(a, b, scale_a, own, torch.float32)
+        assert error_against(got, right).relative_norm < 1e-5
+        for of_a, of_b in (([5], [4]), ([3], [3])):  # blocks of rows, and MX's: torch has none on a CPU
+            with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+                torch._scaled_mm_v2(a, b, [scale_a], of_a, [0], [scale_b], of_b, [0], None, torch.float32)
+    assert block.coverage().replaced == {"_scaled_mm_v2": 4}
+    with pytest.raises(Leave, match="one scale for 128 rows of a"):
+        scaled_mm_v2(kernels_for("cpu"), a, b, [scale_a], [5], [0], [scale_b], [4], [0])
 
 
 def test_grouped_products_with_scales_are_replaced():

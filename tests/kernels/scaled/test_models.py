@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,33 @@ def test_a_copy_means_what_the_model_means(folders, how):
         assert scale.shape == {"tensor": (), "row": (len(w), 1), "block": (len(w) // 128, w.shape[1] // 128)}[how]
         back, step = reference.dequantized(q, scale), reference.dequantized(torch.ones_like(w), scale) * 2**-9
         assert ((back - w.double()).abs() <= w.double().abs() * 2**-4 + step).all()
+
+
+@pytest.mark.parametrize("how", ["torchao-row", "torchao-tensor"])
+def test_a_copy_of_torchao_s_computes_with_torch_s_product(tmp_path, how):
+    """Made and read on a CPU too: its layers' torch._scaled_mm is replaced; one scale for a step is at risk by name."""
+    pytest.importorskip("torchao")
+    assert script().by_torchao(how, tmp_path / how) == 28
+    model = load_model(str(tmp_path / how), "bfloat16", "cpu").model
+    ids = torch.randint(0, 4096, (9, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), batch_invariant() as block:
+        whole = model(ids).logits
+        same = identical(model(ids[3:4]).logits, whole[3:4])
+    told = block.coverage()
+    assert told.replaced["_scaled_mm"] == 2 * 28
+    assert same == (how == "torchao-row") == (not told.at_risk)
+    assert all("the batch's axis included" in what for what in told.at_risk)
+
+
+def test_without_torchao_the_script_says_so(tmp_path, monkeypatch):
+    """One line, nothing written; a folder that is there is refused first."""
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(SystemExit, match="torchao-row is written by torchao, which can't be imported here"):
+        script().by_torchao("torchao-row", tmp_path / "new")
+    with pytest.raises(SystemExit, match="is there already"):
+        script().by_torchao("torchao-row", tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten_and_odd_sizes_are_refused(folders):
