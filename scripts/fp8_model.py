@@ -107,13 +107,10 @@ def by_torchao(how: str, out: Path, source: Path = EMBEDDED) -> int:
 
     granularity = PerRow() if how == "torchao-row" else PerTensor()
     config = TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=granularity))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    # torchao asks for a GPU with FP8 before it rounds, which a CPU can do; the check of a GPU stays as it is
-    asked = quant_api._check_hardware_support if device == "cuda" else lambda *_, **__: None
+    # it is rounded on the CPU, for which torchao would ask for a GPU with FP8; a GPU that is there is asked about
+    asked = quant_api._check_hardware_support if torch.cuda.is_available() else lambda *_, **__: None
     with mock.patch.object(quant_api, "_check_hardware_support", asked):
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.bfloat16, quantization_config=config, device_map=device
-        )
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=config)
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source).save_pretrained(out)
     return sum(type(p).__name__ == "Float8Tensor" for p in model.parameters())

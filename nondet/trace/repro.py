@@ -120,7 +120,7 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
     if function is None:
         return f"no script: {guilty.culprit.call} has no name in torch"
     if "[" in guilty.culprit.call:
-        return f"no script: torch alone can't make the operands of {guilty.culprit.call}"
+        return f"no script: not torch but another package makes the operands of {guilty.culprit.call}"
     alone = next((r for r in guilty.culprit.replays if r.name == "rows only"), None)
     by_shape = alone is not None and alone.status == "divergent"
     held: dict[str, torch.Tensor] = {}

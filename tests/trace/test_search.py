@@ -311,7 +311,7 @@ def test_a_weight_made_of_others_stays_in_replays_and_what_no_order_mends_is_nam
     assert "aten._scaled_mm at" in first.sentence
     assert traced.search.guilty is not None
     assert write_and_run(tmp_path / "repro.py", traced.search.guilty) == (
-        "no script: torch alone can't make the operands of linear[Float8Toy]"
+        "no script: not torch but another package makes the operands of linear[Float8Toy]"
     )
     assert not list(tmp_path.iterdir())
 

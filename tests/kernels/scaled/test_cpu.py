@@ -194,6 +194,7 @@ def test_torch_s_public_scaled_mm_is_replaced_too():
         assert block.coverage().at_risk["_scaled_mm_v2 float8_e4m3fn"] == 1
 
 
+@needs_row_scales
 def test_scales_in_blocks_by_torch_s_public_function():
     """1x128 beside 128x128, whose rows may be padded to four: cuBLASLt's order on a GPU, here the class of a CPU."""
     a, b, scale_a, scale_b = operands("bell", "block", (5, 384, 256), (E4M3, E4M3), "cpu", 0)
