@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from nondet.core.records import Row
+from nondet.kernels.attention import cuda as attention_on_gpus
 from nondet.kernels.emulator import VECTOR_WEIGHTS, Tree, chain, with_rest
 from nondet.kernels.order_words import compared, folded, words
+from nondet.kernels.rows import cuda as rows_on_gpus
+from nondet.kernels.triton_common import INTERPRETED
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import (
     NotASumError,
@@ -29,6 +32,7 @@ from nondet.probes.reduction_order import (
     of_rows,
     of_squares,
     prove,
+    shares_of_attention,
     shares_of_softmax,
     trees_of,
 )
@@ -688,6 +692,27 @@ def test_torch_s_sum_on_this_machine_is_proven(dtype: torch.dtype, K: int) -> No
     for M in (1, 5):
         result = find(of_rows(lambda x: x.sum(-1), M, K, dtype, "cpu", ("",)))
         assert result.proven is not None, result.words
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels that are interpreted take tensors of the CPU")
+@pytest.mark.parametrize("operator", ["sum", "softmax", "rms_norm", "attention", "weights"])
+def test_the_orders_of_kernels_for_gpus_are_proven_under_the_interpreter(operator: str) -> None:
+    """Class "lanes" as it is written down; of attention whatever the interpreter's products add, and eight lanes."""
+    asked = {
+        "sum": lambda: of_rows(rows_on_gpus.sum, 2, 32, torch.float32, "cpu", ("",)),
+        "softmax": lambda: of_exponentials(shares_of_softmax(rows_on_gpus.softmax, 1, 32, "cpu"), 32, "cpu"),
+        "rms_norm": lambda: of_squares(rows_on_gpus.rms_norm, 1, 32, "cpu"),
+        "attention": lambda: of_attention(attention_on_gpus.attention, 2, 32, torch.float32, "cpu"),
+        "weights": lambda: of_exponentials(
+            shares_of_attention(attention_on_gpus.attention, 1, 48, "cpu"), 48, "cpu", first=True
+        ),
+    }
+    (found,) = trees_of([asked[operator]()], [1])["reduction_trees"]["classes"]
+    assert found["proven"], found["failed_on"]
+    if operator in ("sum", "softmax", "rms_norm"):
+        assert found["words"] == "a binary tree over 32"
+    elif operator == "weights":
+        assert found["words"].startswith("8 lanes of stride 8, a binary tree")
 
 
 def test_trees_are_compared_in_words() -> None:
