@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # FP8 as evidence on the GPU of this machine (an H200: under 12 minutes, each part under 9): run files and logs in FOLDER.
 # Called again it goes on: a part that is done is kept, one that was cut off resumes from its run file.
-# usage: bash scripts/evidence_fp8.sh FOLDER [DEVICE]     (DEVICE: cuda, or cpu; SMALL=1: little of each, to try it)
+# usage: bash scripts/evidence_fp8.sh FOLDER [DEVICE]     (DEVICE: cuda, or cpu; SMALL=1: little of each, to try it;
+#   ONLY=torchao: the parts whose names have that expression)
 #
 # Stock FP8Linear takes its kernel from transformers' hub (the package kernels, and the network or its cache); where it can't
 # be had the stock parts fail with transformers' own words, and the invariant ones run; torchao's layers call torch._scaled_mm,
@@ -22,6 +23,7 @@ fi
 part() { # part NAME SECONDS ARGUMENTS...: a command of nondet's that writes NAME.jsonl
     local name=$1 limit=$2 began=$SECONDS
     shift 2
+    [[ $name =~ ${ONLY:-.} ]] || return 0
     [ -e "$folder/$name.done" ] && return
     local on=()
     [ -s "$folder/$name.jsonl" ] && on=(--resume)
@@ -42,6 +44,7 @@ done
 part certify 90 certify scaled-matmul ${SMALL:+--m 17 --k 512 --n 64}
 part bench 120 bench scaled-matmul ${bench[@]+"${bench[@]}"}
 for how in block tensor torchao-row torchao-tensor; do
+    [[ sample-$how,trace-$how =~ ${ONLY:-.} ]] || continue
     "$python" -c "import torchao" 2>/dev/null || [ "${how#torchao}" = "$how" ] || { failed+=("model-$how, no torchao"); continue; }
     if [ ! -e "$folder/model-$how.done" ]; then
         rm -rf "$folder/model-$how" # one that was cut off
@@ -52,7 +55,7 @@ for how in block tensor torchao-row torchao-tensor; do
         part "sample-$how-$impl" 60 sample --model "$folder/model-$how" --n "$N" --impl "$impl" ${sample[@]+"${sample[@]}"}
     done
 done
-for how in block torchao-row; do
+for how in block torchao-row torchao-tensor; do
     [ -e "$folder/model-$how.done" ] && part "trace-$how" 60 trace --model "$folder/model-$how" ${sample[@]+"${sample[@]}"}
 done
 if [ ${#failed[@]} -gt 0 ]; then
