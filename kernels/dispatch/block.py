@@ -10,6 +10,7 @@ Which invariance holds is for the kernels to say: `nondet.kernels.matmul`, `atte
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -58,6 +59,7 @@ from nondet.kernels.dispatch.state import Active, Call, Coverage, Kernels, kerne
 # leave others. What a thread is in the midst of when functions are put there ends as it began, in torch's kernels:
 # nothing is on yet (`nondet.kernels.dispatch.block._GRACE`).
 
+_parsed = functools.cache(torch._C._dispatch_key_parse)  # a few keys, at 1,000 operators
 _TURNS_KEPT = 8  # of some 1,000 handles, a few hundred bytes each
 
 
@@ -123,8 +125,7 @@ class Registration:
             kept = []  # what a thread may be inside of, or on its way into
             for qualified, key in self._functions or {}:
                 try:
-                    place = torch._C._dispatch_key_parse(key)
-                    kept.append(torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, place))
+                    kept.append(torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, _parsed(key)))
                 except RuntimeError:
                     continue
             self._kept.append(kept)
