@@ -16,11 +16,9 @@ import pytest
 import torch
 
 from nondet.core.records import Row
-from nondet.kernels.attention import cuda as attention_on_gpus
+from nondet.core.registry import load_object
 from nondet.kernels.emulator import VECTOR_WEIGHTS, Tree, chain, with_rest
 from nondet.kernels.order_words import compared, folded, words
-from nondet.kernels.rows import cuda as rows_on_gpus
-from nondet.kernels.triton_common import INTERPRETED
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import (
     NotASumError,
@@ -694,20 +692,24 @@ def test_torch_s_sum_on_this_machine_is_proven(dtype: torch.dtype, K: int) -> No
         assert result.proven is not None, result.words
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels that are interpreted take tensors of the CPU")
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="only interpreted kernels take tensors of the CPU")
 @pytest.mark.parametrize("operator", ["sum", "softmax", "rms_norm", "attention", "weights"])
 def test_the_orders_of_kernels_for_gpus_are_proven_under_the_interpreter(operator: str) -> None:
     """Class "lanes" as it is written down; of attention whatever the interpreter's products add, and eight lanes."""
-    asked = {
-        "sum": lambda: of_rows(rows_on_gpus.sum, 2, 32, torch.float32, "cpu", ("",)),
-        "softmax": lambda: of_exponentials(shares_of_softmax(rows_on_gpus.softmax, 1, 32, "cpu"), 32, "cpu"),
-        "rms_norm": lambda: of_squares(rows_on_gpus.rms_norm, 1, 32, "cpu"),
-        "attention": lambda: of_attention(attention_on_gpus.attention, 2, 32, torch.float32, "cpu"),
-        "weights": lambda: of_exponentials(
-            shares_of_attention(attention_on_gpus.attention, 1, 48, "cpu"), 48, "cpu", first=True
-        ),
-    }
-    (found,) = trees_of([asked[operator]()], [1])["reduction_trees"]["classes"]
+    pytest.importorskip("triton")
+    folder = "attention" if operator in ("attention", "weights") else "rows"
+    function = load_object(f"nondet.kernels.{folder}.cuda:{'attention' if operator == 'weights' else operator}")
+    if operator == "softmax":
+        asked = of_exponentials(shares_of_softmax(function, 1, 32, "cpu"), 32, "cpu")
+    elif operator == "weights":
+        asked = of_exponentials(shares_of_attention(function, 1, 48, "cpu"), 48, "cpu", first=True)
+    elif operator == "rms_norm":
+        asked = of_squares(function, 1, 32, "cpu")
+    elif operator == "attention":
+        asked = of_attention(function, 2, 32, torch.float32, "cpu")
+    else:
+        asked = of_rows(function, 2, 32, torch.float32, "cpu", ("",))
+    (found,) = trees_of([asked], [1])["reduction_trees"]["classes"]
     assert found["proven"], found["failed_on"]
     if operator in ("sum", "softmax", "rms_norm"):
         assert found["words"] == "a binary tree over 32"
