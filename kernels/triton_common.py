@@ -181,7 +181,7 @@ def box_at(pattern: Any, x: torch.Tensor) -> Any:
 
 
 def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """All that follows a call's launches, and the tensors' places; None where one does not start at 16 bytes.
+    """All that follows a call's launches, and the tensors' places; None where one starts nowhere, or not at 16 bytes.
 
     Triton compiles other kernels for those, which `launch` finds.
     """
@@ -194,6 +194,8 @@ def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple
             places.append(None)
         else:
             place = x.data_ptr()
+            if not place:  # no memory: empty, or a tensor that stands for others
+                return None
             low |= place
             key += (x.shape, x.stride(), x.dtype, x.get_device())
             places.append(x if INTERPRETED else place)

@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nondet.core import compare, inputs
 from nondet.core.compare import identical
@@ -656,3 +658,19 @@ def test_a_second_call_is_one_launch_of_the_first(name: str) -> None:
     moved = strangers["place"]  # 4 bytes off: the launcher takes it, and keeps nothing of it
     assert identical(right(moved, *others)[0], right(*operands)[0])
     assert triton_common.again(what, moved, *others) is None
+
+
+def test_what_is_remembered_under_inference_mode_serves_outside_of_it() -> None:
+    """And the other way round: a result is one of the mode that it was asked for in. A fake tensor has no place."""
+    x, weight = make("bell", 3, 92), make("bell", 92)
+    for first in (True, False):
+        triton_common.forget()
+        results = []
+        for mode in (first, not first, first):
+            with torch.inference_mode(mode):
+                results.append(triton_rows.rms_norm(x, weight, 1e-6))
+                assert results[-1].is_inference() is mode
+        assert all(identical(out, results[0]) for out in results)
+    assert triton_common.again(("rms_norm", 1e-6), x, weight) is not None
+    with FakeTensorMode() as fake, warnings.catch_warnings(action="ignore"):  # torch warns of the place that is 0
+        assert triton_common.again(("rms_norm", 1e-6), fake.from_tensor(x), fake.from_tensor(weight)) is None
