@@ -41,7 +41,7 @@ BUDGET = {
     "sampling": 6280,
     "services": 3010,
     "testing": 590,
-    "trace": 3325,
+    "trace": 3330,
     "training": 720,
     "verdict": 2580,
     "vllm": 2100,

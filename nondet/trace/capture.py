@@ -592,7 +592,7 @@ class FineCapture:
             return function(*args, **kwargs)
         given = [t for _, t in tensors_in((args, kwargs))]
         before = {id(t): memory_of(t) for t in given}
-        made = sorted({type(t).__name__ for t in given if is_traceable_wrapper_subclass(t)})
+        made = sorted({type(t).__name__ for t in given if _of_others(t)})
         copies: dict[int, torch.Tensor] = {}
         inputs = self._slots((*args, *([kwargs] if kwargs else [])), copies)
         out = function(*args, **kwargs)
@@ -655,6 +655,11 @@ def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
     engine = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_to_keep",
               "cache", "block_table", "logits_processor_args")  # fmt: skip
     return {k: v for k, v in kwargs.items() if k not in engine}
+
+
+def _of_others(tensor: torch.Tensor) -> bool:
+    """Whether another package computes with it, as torchao with its weights; torch's DTensor holds plain numbers."""
+    return is_traceable_wrapper_subclass(tensor) and not type(tensor).__module__.startswith("torch.")
 
 
 @functools.cache
