@@ -497,7 +497,7 @@ def test_a_report_of_a_whole_folder_skips_side_files(run: Command) -> None:
     assert any(line.startswith("Output changes.") for line in lines[-5:])
     code, out, err = run("report", *map(str, evidence), "--quiet")
     assert (code, err) == (0, "")
-    assert out.startswith("Output changes.")
+    assert any(line.startswith("Output changes.") for line in out.splitlines()[:2])  # the first: a run was cut off
     assert run("report", str(evidence[0]), "-q", "-v")[0] == 2
 
 
