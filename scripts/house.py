@@ -38,7 +38,7 @@ BUDGET = {
     "probes": 5393,
     "ranks": 596,
     "reports": 6185,
-    "sampling": 6280,
+    "sampling": 6325,
     "services": 3010,
     "testing": 590,
     "trace": 3330,
