@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from math import ceil
@@ -80,16 +81,19 @@ def cheap_collections() -> Iterator[None]:
 
 
 # Steps as CUDA graphs are padded: query tokens to a multiple of so many at most, keys to such a share of the cache.
-# Finer steps pad less and capture more graphs, each of which costs two steps without one.
-_QUERY_STEP, _KEY_SHARE, _KEY_STEP = 64, 4, 256
+# Finer steps pad less and capture more graphs, each of which costs two steps without one. A budget has four sizes at
+# least where 8 tokens allow it: with one alone no product would meet another number of rows.
+_QUERY_STEP, _KEY_SHARE, _KEY_STEP, _SIZES_LEAST = 64, 4, 256, 4
 
 _GRAPHED, _ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def query_step(requests: int, budget: int) -> int:
-    """Query tokens that a step under CUDA graphs is padded to a multiple of: what so many requests' decodes fill."""
-    return min(_QUERY_STEP, max(8, 1 << (min(requests, budget) - 1).bit_length()))
+    """Query tokens that a step under CUDA graphs is padded to a multiple of: what so many requests' decodes fill, and
+    no more than a quarter of the budget."""
+    decodes = 1 << (min(requests, budget) - 1).bit_length()
+    return min(_QUERY_STEP, max(8, min(decodes, budget // _SIZES_LEAST // 8 * 8)))
 
 
 def batching_config(
@@ -112,9 +116,13 @@ def batching_config(
         from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
         groups = len(group_layers_by_attn_type(model.config)[0])
+    blocks = sum(needed[: min(load.requests, load.budget)])
+    if load.graphs:  # so that a load's rounds have the same shapes: cuDNN plans for each, and each size of the cache
+        grain = _KEY_SHARE * _KEY_STEP
+        blocks = ceil(ceil(blocks * load.page / grain) * grain / load.page)
     settings: dict[str, Any] = {
         ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
-        "num_blocks": groups * (pages or sum(needed[: min(load.requests, load.budget)])),
+        "num_blocks": groups * (pages or blocks),
         "max_batch_tokens": load.budget,
         "max_requests_per_batch": min(load.requests, load.budget),
         "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages
@@ -232,6 +240,43 @@ def write_mask(
     hidden = (place < own[:, :1]) | (place >= own[:, 1:])
     part = attention_mask[0, 0, :rows, :columns]
     part.zero_().masked_fill_(hidden, torch.finfo(attention_mask.dtype).min)
+
+
+# Threads that engines' loops take turns on, on CUDA. torch keeps cuDNN's plans of attention thread by thread: 30 ms for
+# each shape on an H200, which an engine with a thread of its own pays again in each session.
+_LOOPS = ThreadPoolExecutor(8, "nondet-engine")
+
+
+class Loop:
+    """An engine's loop on a thread that has run others before; to its manager a `threading.Thread`."""
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        self._target = target
+        self._running: Future[None] | None = None
+
+    def start(self) -> None:
+        """Begin, once."""
+        self._running = _LOOPS.submit(self._target)
+
+    def is_alive(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._running is not None and not self._running.done()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, so many seconds at most."""
+        if self._running is not None:
+            wait([self._running], timeout)
+
+
+def start(manager: Any, device: torch.device) -> None:
+    """Start the engine's thread, as the manager does, on CUDA with a `Loop`: on a CPU a new thread has the number of
+    threads that is set now, and one that has computed before does not."""
+    if device.type != "cuda":
+        manager.start()
+        return
+    manager.background_thread_status.clear()
+    manager._generation_thread = Loop(manager._run_generation_loop)
+    manager._generation_thread.start()
 
 
 def stop_now(manager: Any) -> None:
@@ -515,7 +560,7 @@ def run_session(
         for request in requests:
             manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
         with interrupts_later():
-            manager.start()
+            start(manager, model.device)
         attention = _attention(model)
         for result in _finished(manager, len(requests), log.cut, wait):
             found[result.request_id] = result

@@ -22,10 +22,12 @@ from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.matmul import cpu_tiles
+from nondet.sampling import engine
 from nondet.sampling.engine import (
     batching_config,
     run_session,
     sizes_of,
+    start,
     stock_attention,
     warm_up,
     why_no_graphs,
@@ -33,7 +35,7 @@ from nondet.sampling.engine import (
 )
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model, random_config
-from nondet.sampling.plan import Load, Outcome, Plan, Request, Session, parse_load
+from nondet.sampling.plan import Load, Outcome, Plan, Request, Session, build_plan, parse_load
 from nondet.sampling.schedule import TopRing, UnservedError
 from nondet.services.sample import load_with_graphs
 from tests.sampling.conftest import planned
@@ -550,11 +552,11 @@ def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pyt
         return load_with_graphs(given, spec, parse_load(spec), device, model, plain=plain, say=print).graphs
 
     assert not load.graphs
-    assert graphs(spec="heavy")
-    assert "steps run as CUDA graphs" in capsys.readouterr().out
-    for small in ("default", "light"):  # padded to their budget alone, no product would meet another M
-        assert not graphs(spec=small)
-        assert "padded to one size" in capsys.readouterr().out
+    for spec in ("heavy", "default", "light"):
+        assert graphs(spec=spec)
+        assert "steps run as CUDA graphs" in capsys.readouterr().out
+    assert not graphs(spec="budget=8")  # padded to their budget alone, no product would meet another M
+    assert "padded to one size" in capsys.readouterr().out
     assert graphs(True)
     assert graphs(spec="light,graphs=on")
     rest = {"spec": "heavy"}
@@ -579,3 +581,45 @@ def test_a_warm_up_meets_the_sizes_that_graphs_have() -> None:
     config = batching_config([], graphed, pages=4)
     assert config.q_padding_interval_size == 8
     assert sizes_of(graphed) == ([8, 16, 20], [5])
+
+
+@pytest.mark.parametrize(("spec", "sizes"), [("light", [8, 16, 24, 32]), ("default", [16, 32, 48, 64])])
+def test_rounds_in_graphs_have_few_shapes_between_them(tiny: LoadedModel, spec: str, sizes: list[int]) -> None:
+    """Attention's shapes are query tokens by keys, in a mask as wide as the cache: dozens of rounds share a few, where
+    steps of their own size have new ones round by round. Steps still have several sizes."""
+    load = parse_load(f"{spec},graphs=on")
+    drawn: dict[str, Any] = {"n": 30 * load.targets, "prompt": (1, 2, 3), "max_new_tokens": 64, "context": 2048}
+    rounds = build_plan(load, **drawn, seed=3, encode=tiny.encode_plain).rounds
+    assert len(rounds) == 30
+    assert sizes_of(load)[0] == sizes
+    configs = [batching_config(requests, load) for requests in rounds]
+    assert {c.q_padding_interval_size for c in configs} == {sizes[0]}
+    assert len({(c.num_blocks, c.kv_padding_interval_size) for c in configs}) <= 2
+    apart = [batching_config(requests, parse_load(spec)) for requests in rounds]
+    assert len({c.num_blocks for c in apart}) > 10
+    for one, other in zip(configs, apart, strict=True):
+        assert one.num_blocks >= other.num_blocks, "nobody loses a place in the cache"
+        assert one.num_blocks * load.page <= 4 * one.kv_padding_interval_size
+
+
+def test_sessions_on_a_gpu_take_turns_on_one_thread(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a library keeps for a thread is there in the next session, with the outcomes of threads of their own."""
+    met: list[threading.Thread] = []
+    hook = tiny.model.register_forward_pre_hook(lambda *_: met.append(threading.current_thread()))
+    spec = "others=2,targets=3,spread=4,prompt=4-9,tokens=3-5"
+
+    def sessions() -> tuple[list[Session], set[threading.Thread]]:
+        met.clear()
+        return [session_of(tiny, spec) for _ in range(3)], set(met)
+
+    try:
+        plain, threads = sessions()
+        assert len(threads) == 3
+        monkeypatch.setattr(engine, "start", lambda manager, _: start(manager, torch.device("cuda")))
+        kept, threads = sessions()
+    finally:
+        hook.remove()
+    assert len(threads) == 1
+    assert threads.pop().is_alive()
+    assert [s.outcomes for s in kept] == [s.outcomes for s in plain]
+    assert not any(s.fatal for s in kept)
