@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # vLLM, its own batch-invariant mode, and nondet's plugin, one after the other on one GPU: where a start's seconds go,
 # traces as solo under load, the same bits in fresh processes, and tokens a second. Needs vLLM 0.25.1 and nondet in PYTHON's
-# environment. One file a mode and model under OUT; what is there is kept. ONLY names one of starts, server and load.
+# environment. One file a mode and model under OUT; what is there is kept. ONLY names one of starts, server, sample and load.
 # usage: OUT=FOLDER [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,6 +44,30 @@ if part server && ! [ -f "$OUT/server.ok" ]; then # as a user: vllm serve, sampl
     done
     kill $server 2> /dev/null || true
     [ $failed = 1 ] || touch "$OUT/server.ok"
+fi
+sampled() { # NAME OPTIONS...: `nondet sample` in vLLM's own process; a run that is whole is kept, one that was cut off goes on
+    local name=$1 resumed=()
+    shift
+    [ -f "$OUT/sample-$name.ok" ] && return
+    [ -s "$OUT/sample-$name.jsonl" ] && resumed=(--resume)
+    caches "$OUT.caches/sample-$name" "$PYTHON" -m nondet sample --engine vllm --dtype bfloat16 "$@" ${resumed[@]+"${resumed[@]}"} \
+        -o "$OUT/sample-$name.jsonl" > "$OUT/sample-$name.log" 2>&1 && touch "$OUT/sample-$name.ok" || { echo "failed: sample-$name" >&2; failed=1; }
+}
+if part sample; then # traces of N requests by nondet's own count: prompts in chunks, prefixes cached, mixed lengths; SIDE at a time
+    N=${N:-1000}
+    load=${LOAD:-others=120,targets=100,spread=96,prompt=8-700,tokens=16-128,budget=512,requests=256}
+    for form in embedded moe window gemma2 gemma3 0.6b 8b; do
+        case " ${FORMS:-embedded moe window gemma2 gemma3 0.6b 8b} " in *" $form "*) ;; *) continue ;; esac
+        case $form in
+            embedded) model=() ;;
+            *b) model=(--model "random:qwen3-$form") ;;
+            *) model=(--model "$OUT.models/$form"); [ -d "$OUT.models/$form" ] || "$PYTHON" scripts/vllm_forms.py $form "$OUT.models/$form" ;;
+        esac
+        while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done
+        sampled "$form" --impl "${IMPL:-both}" --n "$N" --load "$load" ${model[@]+"${model[@]}"} ${MORE:-} &
+    done
+    wait
+    for form in ${FORMS:-embedded moe window gemma2 gemma3 0.6b 8b}; do [ -f "$OUT/sample-$form.ok" ] || failed=1; done
 fi
 for model in $MODELS; do # fresh processes: a machine's first start, its second, and a first one once more
     part starts || break

@@ -365,13 +365,16 @@ def embedded_folder() -> Path:
     return Path(__file__).resolve().parent.parent / "embedded"
 
 
-def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code: bool = False) -> LoadedModel:
+def load_model(
+    source: str | None, dtype: str, device: str, *, trust_remote_code: bool = False, attention: str = "sdpa"
+) -> LoadedModel:
     """Load a model and its tokenizer.
 
     Args:
         source: None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
             weights, see `nondet.sampling.model`.
         dtype: A key of `DTYPES`.
+        attention: The form that transformers gives it; where another engine runs the model any serves.
 
     Raises:
         UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
@@ -398,7 +401,7 @@ def load_model(source: str | None, dtype: str, device: str, *, trust_remote_code
             model = random_model(config, torch_dtype, made_on)
         else:
             _check_causal(where, config, trust_remote_code)
-            options |= {"dtype": torch_dtype, "attn_implementation": "sdpa"}
+            options |= {"dtype": torch_dtype, "attn_implementation": attention}
             model = read_weights(AutoModelForCausalLM, where, local, config, options)
     if not tokenizer.encode("one word", add_special_tokens=False):
         # transformers makes an empty tokenizer up where a folder has none

@@ -162,7 +162,7 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     pick_device("cpu", request.threads)
     dtype = (request.dtype or ["bfloat16"])[0]
     model = str(request.model) if request.model is not None else None
-    loaded = replace(load_model(model, dtype, "cpu"), device=device)
+    loaded = replace(load_model(model, dtype, "cpu", attention="eager"), device=device)
     load = Load(others=0, targets=1, spread=1, prompt=(1, 1), tokens=(1, 1), budget=steps, requests=steps)
     engine = VllmEngine(loaded, load, steps)
     try:

@@ -501,12 +501,16 @@ def _sample_vllm(
 
     check_installed()
     pick_device("cpu", request.threads)
-    loaded = replace(load_model(request.model, request.dtype, "cpu"), device=device)
+    loaded = replace(load_model(request.model, request.dtype, "cpu", attention="eager"), device=device)
     if axes is not None:
         _sample_varied(request, output, loaded, str(texts[0]), n, axes, GRAINS[device])
         return
-    plan, described = planned(loaded, request.engine_load, texts, n, request.length, request.seed, request.impls)
-    engine = VllmEngine(loaded, request.engine_load, longest_of(plan))
+    load = request.engine_load
+    if device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
+        load = replace(load, graphs=True)
+        output.sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
+    plan, described = planned(loaded, load, texts, n, request.length, request.seed, request.impls)
+    engine = VllmEngine(loaded, load, longest_of(plan))
     try:
         described["engine"] = engine.describe()
         with output.recording("sample", described, request.seed) as writer:

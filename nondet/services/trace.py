@@ -261,7 +261,7 @@ def _under_vllm(request: TraceRequest, output: Output) -> Path:
         request.engine_load,
     )
     pick_device("cpu", request.threads)
-    loaded = replace(load_model(request.model, request.dtype, "cpu"), device=device)
+    loaded = replace(load_model(request.model, request.dtype, "cpu", attention="eager"), device=device)
     load = replace(load, sharing=False)
     plan, described = planned(loaded, load, [text], load.targets, request.max_tokens, request.seed, request.impls)
     target = next(r for r in plan.rounds[0] if r.target)

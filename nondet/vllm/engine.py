@@ -44,6 +44,7 @@ _QUIET = {
 }
 GRAINS = {"cuda": 16, "cpu": 32}  # tokens that a page is a multiple of, as vLLM's attention asks
 _START_S, _ROUND_S = 900.0, 3600.0
+_SPARE = 1.5  # a cache of keys is this much larger than the load needs: layers of several kinds do not share evenly
 
 
 def check_installed() -> None:
@@ -53,11 +54,25 @@ def check_installed() -> None:
         raise UserError("vLLM is not installed in this environment", hint)
 
 
-def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int, seed: int = 0) -> dict[str, Any]:
+def cache_bytes(config: Any, tokens: int, itemsize: int = 2) -> int:
+    """Bytes of K and V of so many tokens in all layers of a transformers config; 0 where it does not say its heads."""
+    text = config.get_text_config()
+    heads, layers = getattr(text, "num_key_value_heads", None), getattr(text, "num_hidden_layers", None)
+    if not isinstance(heads, int) or not isinstance(layers, int):
+        return 0
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * layers * heads * width * itemsize * tokens
+
+
+def arguments_of(
+    folder: Path, dtype: str, device: str, load: Load, longest: int, config: Any = None, seed: int = 0
+) -> dict[str, Any]:
     """What vLLM's LLM is made with.
 
     Args:
         longest: Most tokens of a request, its completion among them.
+        config: The model's, for the size of the cache on a GPU: what all requests of a step need, so that nothing is
+            preempted and the rest of the GPU stays free. None: nine tenths of the GPU, as vLLM takes them.
     """
     made: dict[str, Any] = {
         "model": str(folder),
@@ -73,10 +88,14 @@ def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int
         "async_scheduling": False,  # a step is decided when it is run, so that arrivals meet theirs
         "disable_log_stats": True,
     }
-    # a share of the machine's memory where there is no GPU, whatever its name
-    made["gpu_memory_utilization"] = 0.5
-    grain = GRAINS["cuda"]
-    return made | ({"block_size": -(-load.page // grain) * grain} if device == "cuda" else {})
+    if device != "cuda":
+        return made | {"gpu_memory_utilization": 0.5}  # a share of the machine's memory, whatever its name
+    page = -(-load.page // GRAINS["cuda"]) * GRAINS["cuda"]
+    tokens = made["max_num_seqs"] * -(-(longest + page) // page) * page
+    needed = cache_bytes(config, tokens, 4 if dtype == "float32" else 2) if config is not None else 0
+    # with a size given, the share is only what has to be free when it starts
+    share = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(_SPARE * needed)}
+    return made | {"block_size": page} | (share if needed else {"gpu_memory_utilization": 0.9})
 
 
 class Played(NamedTuple):
@@ -206,7 +225,7 @@ class VllmEngine:
         check_installed()
         self._loaded, self._stack = loaded, ExitStack()
         folder = self._stack.enter_context(model_folder(loaded))
-        self._arguments = arguments_of(folder, loaded.dtype, loaded.device, load, longest) | more
+        self._arguments = arguments_of(folder, loaded.dtype, loaded.device, load, longest, loaded.model.config) | more
         self._pipe: Any = None
         self._process: Any = None
         self._covered: Counter[str] = Counter()

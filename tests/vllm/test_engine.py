@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MambaConfig, Qwen3Config
 
 from nondet.cli import main
 from nondet.core.runfile import read_run
@@ -231,7 +232,22 @@ def test_what_vllm_is_made_with_follows_the_load() -> None:
     made = engine.arguments_of(Path("m"), "bfloat16", "cuda", load, 200)
     assert (made["max_num_batched_tokens"], made["max_num_seqs"], made["max_model_len"]) == (64, 64, 200)
     assert (made["block_size"], made["enforce_eager"], made["enable_prefix_caching"]) == (16, True, True)
-    assert "block_size" not in engine.arguments_of(Path("m"), "bfloat16", "cpu", load, 200)
+    assert made["gpu_memory_utilization"] == 0.9
+    on_a_cpu = engine.arguments_of(Path("m"), "bfloat16", "cpu", load, 200, Qwen3Config())
+    assert not {"block_size", "kv_cache_memory_bytes"} & set(on_a_cpu)
+
+
+def test_on_a_gpu_the_cache_holds_the_largest_step_and_leaves_the_rest_free() -> None:
+    """4 layers, 2 heads of 64, K and V of 2 bytes: 2,048 bytes a token; 64 requests of 208 tokens and a page."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for config in (Qwen3Config(**sizes, head_dim=64), LlamaConfig(**sizes, hidden_size=256)):
+        assert engine.cache_bytes(config, 10) == 20_480
+        made = engine.arguments_of(Path("m"), "bfloat16", "cuda", PRESETS["default"], 200, config)
+        assert made["kv_cache_memory_bytes"] == 1.5 * 64 * 224 * 2048
+    assert engine.cache_bytes(MambaConfig(), 10) == 0
+    assert "kv_cache_memory_bytes" not in engine.arguments_of(
+        Path("m"), "bfloat16", "cuda", PRESETS["default"], 200, MambaConfig()
+    )
 
 
 @pytest.mark.parametrize(
