@@ -55,7 +55,7 @@ sampled() { # NAME OPTIONS...: `nondet sample` in vLLM's own process; a run that
 }
 if part sample; then # traces of N requests by nondet's own count: prompts in chunks, prefixes cached, mixed lengths; SIDE at a time
     N=${N:-1000}
-    load=${LOAD:-others=120,targets=100,spread=96,prompt=8-700,tokens=16-128,budget=512,requests=256}
+    load=${LOAD:-others=120,targets=100,spread=96,prompt=8-700,tokens=16-128,budget=512,requests=128}
     for form in embedded moe window gemma2 gemma3 0.6b 8b; do
         case " ${FORMS:-embedded moe window gemma2 gemma3 0.6b 8b} " in *" $form "*) ;; *) continue ;; esac
         case $form in
