@@ -50,6 +50,7 @@ class Unit(NamedTuple):
         kept: Fraction bits of a float32 result; what is beyond them is cut.
         floor: The largest exponent of a step is at least this.
         measured: Where it was compared with the chip: "" for what was only read.
+        split: Each float32 operand is two TF32 numbers, and a step is three (3xTF32 of CUTLASS): see `_wide_step`.
     """
 
     fraction: int
@@ -57,6 +58,7 @@ class Unit(NamedTuple):
     kept: int = 23
     floor: int = -133
     measured: str = ""
+    split: bool = False
 
 
 # Read from two independent models that agree where both have a chip: microsoft/MMA-Sim (MIT,
@@ -280,6 +282,8 @@ class Arithmetic(NamedTuple):
         """ "float32, each product fused into its addition"."""
         how = ", each product fused into its addition" if self.fused else ""
         fused = f", {self.unit.terms} products a fused step" if self.unit is not None else ""
+        if self.unit is not None and self.dtype == "tf32":
+            fused += " of 3xTF32" if self.unit.split else " of TF32"
         return f"in {self.accumulator}{how}{fused}{self.finish and ', ' + self.finish}"
 
 
@@ -343,8 +347,21 @@ def _wide_step(children: Sequence[int], values: Array, x: Array, y: Array | None
     if how.unit is None or len(sums) > 1 or len(terms) > how.unit.terms:
         raise NotImplementedError(f"no arithmetic is known that adds {len(children)} at once")
     other = np.ones_like(x[:, terms]) if y is None else y[:, terms]
-    start = values[sums[0]] if sums else np.zeros(len(x))
-    return fused_step(x[:, terms], other, start, how.dtype, how.unit).astype(np.float64)
+    total = values[sums[0]] if sums else np.zeros(len(x))
+    steps = [(x[:, terms], other)]
+    if how.unit.split:  # CUTLASS's FastF32: what is left below the first 11 digits is rounded to as many, half upwards
+        (one, small), (two, least) = (_in_two(part) for part in steps[0])
+        steps = [(small, two), (one, least), (one, two)]
+    for one, two in steps:
+        total = fused_step(one, two, total, how.dtype, how.unit).astype(np.float64)
+    return total
+
+
+def _in_two(x: Array) -> tuple[Array, Array]:
+    """float32 numbers as TF32 cut towards zero, and the rest; half of its last digit is added, as a step cuts it."""
+    big = _cut_to_tf32(x)
+    rest = np.ascontiguousarray(x - big, dtype=np.float32)
+    return big, (rest.view(np.uint32) + np.uint32(0x1000)).view(np.float32).astype(np.float64)
 
 
 # ---- a tree found by masks

@@ -37,10 +37,7 @@ class _Reader:
         return self.tree.nodes[node - self.tree.leaves] if node >= self.tree.leaves else ()
 
     def shape(self, part: _Part) -> tuple[bytes, int]:
-        step = len(part.leaves)
-        if not step and self.is_step(part.node):  # the first step of a chain has no accumulator yet
-            step = self.sizes[part.node]
-        return (b"", step) if step else (self.shapes[part.node], 0)
+        return (b"", len(part.leaves)) if part.leaves else (self.shapes[part.node], 0)
 
     def is_step(self, node: int) -> bool:
         children = self.children(node)
@@ -86,7 +83,8 @@ class _Reader:
                 one, node = self.children(node)
                 parts += [_Part(node), _Part(one)]
                 return _Split(parts[::-1], binary=False)
-        parts.append(_Part(node))
+        # the first step of a chain has no accumulator yet; one whose sum is added afterwards is a part by itself
+        parts.append(_Part(-1, self.children(node)) if parts[-1].leaves and self.is_step(node) else _Part(node))
         return _Split(sorted(parts[-2:], key=self._first) + parts[-3::-1], binary=False)
 
     def _first(self, part: _Part) -> int:

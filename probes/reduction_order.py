@@ -39,7 +39,8 @@ from nondet.ranks.operators import reference as summed_over_ranks
 _WIDTHS = {"sum": (1000, 4096), "mean": (1000,), "softmax": (1000, 4096), "rms_norm": (1000, 4096)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 1), (4096, 4096), (12288, 4096))}  # K, N
 _LONGEST = 16384  # asked as well where the run is full
-_HEAD = 64  # of the attention that is asked; its keys:
+_HEAD = 64  # of the attention that is asked; heads where masks are asked together, and its keys:
+_HEADS = 64
 _KEYS = {"cpu": 512, "cuda": 2048}
 _PARTS = 4  # of K, where the operator is told how many
 _RANKS, _WIDTH = 4, 64
@@ -330,22 +331,26 @@ class _Swamps:
 # ---- the proof
 
 
-def _arithmetics(asked: Sum, products: bool) -> list[Arithmetic]:
-    """What may add so, the simplest first."""
+def _arithmetics(asked: Sum, tree: Tree, products: bool) -> list[Arithmetic]:
+    """What may add so, the simplest first; who adds more than two at once only where the tree has that."""
     name = str(asked.dtype).removeprefix("torch.")
     accumulators = dict.fromkeys(("float32", "float64", name) if name != "float64" else ("float64",))
-    unit = None
-    if asked.device == "cuda" and products:
+    units: list[tuple[str, emulator.Unit | None]] = [(name, None)]
+    if asked.device == "cuda" and products and any(len(node) > 2 for node in tree.nodes):
         chip = emulator.CHIPS.get(torch.cuda.get_device_capability(), "")
-        unit = emulator.UNITS.get((chip, name))
+        dtype = "tf32" if name == "float32" else name
+        unit = emulator.UNITS.get((chip, dtype))
+        split = [(dtype, unit._replace(split=True))] if unit is not None and dtype == "tf32" else []
+        units = [(dtype, unit), *split]
     ways: list[Mapping[str, Any]] = [{}]
     if products and name != "float64":
         ways += [{"fused": True, "first": first} for first in ("low", "high")]
     return [
-        Arithmetic(accumulator=accumulator, finish=finish, unit=unit, dtype=name, **way)
+        Arithmetic(accumulator=accumulator, finish=finish, unit=unit, dtype=dtype, **way)
         for accumulator in accumulators
         for way in ways
         for finish in asked.finishes
+        for dtype, unit in units
         if not (way and accumulator == "float64")
     ]
 
@@ -361,7 +366,7 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
             if wrong := _wrong(asked, x, emulator.predict(tree, x, y, how), got):
                 yield kind, wrong
 
-    ways = _arithmetics(asked, drawn[0][1] is not None)
+    ways = _arithmetics(asked, tree, drawn[0][1] is not None)
     best, failed = ways[0], dict[str, int]()
     try:
         first = {}
@@ -516,8 +521,8 @@ def of_attention(
             rows = _zeros(count, K, dtype, device, seed)
         else:
             rows = make(kind, (count, K), dtype, device, generator(seed, device))
-        weights = torch.ones_like(rows) if device == "cuda" else None  # a matrix unit takes products, of 1
-        return rows, weights, torch.cat([ask(part, len(part)) for part in rows.split(len(columns))])
+        got = torch.cat([ask(part, len(part)) for part in rows.split(len(columns))])
+        return (torch.ones_like(rows), rows, got) if device == "cuda" else (rows, None, got)  # a matrix unit's products
 
     which = "column 0" if every >= D else f"every {every}th column" if every > 1 else ""
     further = _APART if every == 1 and D > _APART else D
@@ -612,6 +617,7 @@ def of_exponentials(
     whole: Operator | None = None,
     dtype: torch.dtype = torch.float32,
     single: Callable[[int], Sum] | None = None,
+    alone: Shares | None = None,
 ) -> Sum:
     """The sum of exponentials of a row: seen through the largest element's share, 1 / sum.
 
@@ -625,14 +631,17 @@ def of_exponentials(
         first: Real rows have their largest element first, and at every 16th place: so no partial sum of a block is
             scaled when a larger one comes, or when the block is added to others.
         whole, dtype, single: whole(rows [n, K] of a shorter dtype) -> all shares [n, K]; and see `Sum`.
+        alone: The same of one row a call, where `shares` asks of several at once, which may be another order: real
+            rows are asked so, and everything is where no tree is proven by that.
     """
+    measured = functools.cache(partial(_measured, shares, K, device, dtype))
+    known: dict[float, float] = {}
 
     def show(rows: torch.Tensor, places: Sequence[int]) -> Array:
         return shares(rows, [[i] for i in places])[:, 0]
 
-    numbers, powers, exact, divides = _measured(shares, K, device, dtype)
-
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        numbers, powers, *_ = measured()
         rng = np.random.default_rng(seed)
         low = {"bell": 0.05, "wide": 0.0, "outlier": 0.5}[kind]
         fit = np.flatnonzero(powers > np.quantile(powers, low))
@@ -649,20 +658,25 @@ def of_exponentials(
         made = torch.from_numpy(rows).to(device)
         if whole is not None:
             return torch.from_numpy(terms), None, whole(made.to(dtype))
-        return torch.from_numpy(terms), None, torch.from_numpy(show(made, top.tolist()).astype(np.float32))
+        got = (alone or shares)(made, top[:, None].tolist())[:, 0]
+        return torch.from_numpy(terms), None, torch.from_numpy(got.astype(np.float32))
 
     def code(weight: float) -> float:
         return math.log(weight / 2.0**48) if weight else _NO_SCORE
 
     def through(totals: Array) -> Array:
-        return 1.0 / totals if exact else _reciprocals(shares, K, device, totals)
+        return 1.0 / totals if measured()[2] else _reciprocals(shares, K, device, totals, known)
 
     def divided(terms: Array, totals: Array) -> Array:
-        over = terms / totals[:, None] if divides else terms * emulator.round_to(through(totals), "float32")[:, None]
+        if measured()[3]:
+            return emulator.round_to(terms / totals[:, None], "float32")
+        over = terms * emulator.round_to(through(totals), "float32")[:, None]
         return emulator.round_to(over, "float32")
 
     positive = Positive(code, [2.0**48], show, through, divided)
-    return Sum(_not_asked, draw, 1, K, dtype, device, which=_WHOLE if single else "", positive=positive, single=single)
+    which = _WHOLE if single else ""
+    fewer = None if alone is None else partial(of_exponentials, alone, K, device, first)
+    return Sum(_not_asked, draw, 1, K, dtype, device, which=which, fewer=fewer, positive=positive, single=single)
 
 
 def _rows_of(K: int) -> int:
@@ -716,22 +730,26 @@ def _measured(shares: Shares, K: int, device: str, dtype: torch.dtype) -> tuple[
     return drawn[told], could[told][fits[told]].astype(np.float64), exact, divides
 
 
-def _reciprocals(shares: Shares, K: int, device: str, totals: Array) -> Array:
-    """What is taken for 1 / each of the sums; NaN where no number was found whose exponential and 1 add up to it."""
+def _reciprocals(shares: Shares, K: int, device: str, totals: Array, known: dict[float, float]) -> Array:
+    """What is taken for 1 / each of the sums; NaN where no number was found whose exponential and 1 add up to it.
+
+    `known` keeps what was found for each of their digits, in [1, 2).
+    """
     digits, exponents = np.frexp(totals)
-    wanted, of = np.unique(np.where(totals > 0, 2.0 * digits, 1.0), return_inverse=True)
+    normal = np.where(totals > 0, 2.0 * digits, 1.0)
+    wanted = np.array(sorted(set(normal.tolist()) - set(known)))
     near = np.arange(-4, 5, dtype=np.int32)
     starts = np.log(np.maximum(wanted - 1.0, 2.0**-40)).astype(np.float32)
     numbers = (starts[:, None].view(np.int32) + near).view(np.float32)
-    pairs = _two(shares, K, device, numbers.ravel()).reshape(*numbers.shape, 2)
-    found = np.full(len(wanted), np.nan)
-    for n, want in enumerate(wanted):
+    pairs = _two(shares, K, device, numbers.ravel()).reshape(*numbers.shape, 2) if len(wanted) else numbers
+    for n, want in enumerate(wanted.tolist()):
+        known[want] = math.nan
         for number, (least, share) in zip(numbers[n], pairs[n], strict=True):
             could = _near(float(number))
             sums = np.float32(1.0) + could[could * least == share]
             if len(sums) and (sums == np.float32(want)).all():
-                found[n] = least
-    return np.ldexp(found[of], 1 - exponents)
+                known[want] = float(least)
+    return np.ldexp(np.array([known[want] for want in normal.tolist()]), 1 - exponents)
 
 
 def shares_of_softmax(operator: Operator, M: int, K: int, device: str) -> Shares:
@@ -749,23 +767,22 @@ def shares_of_softmax(operator: Operator, M: int, K: int, device: str) -> Shares
     return shares
 
 
-def shares_of_attention(operator: Operator, M: int, K: int, device: str, D: int = _HEAD) -> Shares:
-    """The weights of the last of M queries, in the values' columns: `operator` as in `of_attention`."""
-    q, k, v = (torch.zeros((1, 1, n, D), device=device) for n in (M, K, K))
+def shares_of_attention(operator: Operator, M: int, K: int, device: str, D: int = _HEAD, heads: int = 1) -> Shares:
+    """The weights of the last of M queries, in the values' columns: `operator` as in `of_attention`, a row a head."""
+    q, k, v = (torch.zeros((1, heads, n, D), device=device) for n in (M, K, K))
     q[..., 0] = math.sqrt(D)
+    head, one = torch.arange(heads, device=device)[:, None], torch.ones((), device=device)
 
     def shares(rows: torch.Tensor, places: Sequence[Sequence[int]]) -> Array:
-        def share(i: int) -> torch.Tensor:
-            own = list(enumerate(places[i]))
-            for column, place in own:
-                v[0, 0, place, column] = 1.0
-            given = operator(q, k, v)[0, 0, -1, : len(own)].clone()
-            for column, place in own:
-                v[0, 0, place, column] = 0.0
-            return given
-
-        given: Array = _in_turn(k[0, 0, :, 0], rows, share).cpu().numpy()
-        return given
+        given = []
+        for some, own in zip(rows.split(heads), torch.tensor(places, device=device).split(heads), strict=True):
+            at = head[: len(some)], own, torch.arange(own.shape[1], device=device)
+            k[0, : len(some), :, 0] = some
+            v[0][at] = one
+            given.append(operator(q, k, v)[0, : len(some), -1, : own.shape[1]].clone())
+            v[0][at] = one - one
+        shown: Array = torch.cat(given).cpu().numpy()
+        return shown
 
     return shares
 
@@ -880,7 +897,7 @@ class ReductionOrder(Probe):
     def cases(self, options: Options) -> Iterable[Case]:
         """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
         expert; the values of attention; a sum over ranks."""
-        for operator in ("sum", "mean", *_PRODUCTS, "attention", "all_reduce", *_ROOTS):
+        for operator in ("sum", "mean", *_ROOTS, "attention", *_PRODUCTS, "all_reduce"):
             for K, N in dict.fromkeys(_sizes(operator, options)):
                 for dtype in dtypes(options, "reduction-order", ("float32", "bfloat16")):
                     if (
@@ -966,7 +983,7 @@ def _case(
     M = max(batches)
     needed = (M * K + 3 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8 + K * 400
     needed += 2 * N * K * base.element_bytes(dtype) if operator == "grouped_matmul" else 0
-    needed += (M * K * 4 + 4 * K * _HEAD * 8) if operator == "attention" else 0
+    needed += (M * K * 4 + 4 * K * _HEAD * 8) * (_HEADS if weights else 1) if operator == "attention" else 0
     require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
     what = f"{operator}: the order in which row 0 of M is added, K={K}"
     if operator in _ROOTS:
@@ -993,7 +1010,8 @@ def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
         return of_ranks(operator, replace(inputs["message"], rows=M))
     device = str(next(iter(inputs.values())).device.type)
     if case.data["weights"]:
-        return of_exponentials(shares_of_attention(operator, M, K, device), K, device, first=True)
+        heads, alone = (shares_of_attention(operator, M, K, device, heads=heads) for heads in (_HEADS, 1))
+        return of_exponentials(heads, K, device, first=True, alone=alone)
     if case.operator == "attention":
         return of_attention(operator, M, K, dtype, device)
     if case.operator == "softmax":
@@ -1039,19 +1057,7 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
     kept: list[dict[str, Any]] = []
     trees: list[Found | None] = []
     for M, one in zip(sizes, asked, strict=True):
-        try:
-            found: Found | None = find(one)
-            other = one
-            while found is not None and found.proven is None and other.fewer is not None:
-                other = other.fewer()
-                again = find(other)
-                one, found = (other, again) if again.proven is not None else (one, found)
-        except NotASumError as error:
-            found, said = None, {"words": "no tree", "proven": False, "failed_on": str(error), "drawn": []}
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises at masks: the row's bits stand without a tree
-            found, said = None, {"words": "no tree", "proven": False, "failed_on": reason_of(error), "drawn": []}
-        if found is not None:
-            said = found.record() | ({"which": one.which} if one.which else {})
+        one, found, said = _tree_of(one)
         trees.append(found)
         kept.append({"M": M, "K": one.K, **said})
     between = [
@@ -1060,6 +1066,25 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
         if a is not None and b is not None
     ]
     return {"reduction_trees": {"classes": kept, "between": between}}
+
+
+def _tree_of(one: Sum) -> tuple[Sum, Found | None, dict[str, Any]]:
+    """Its tree, or that of the first way to ask for fewer at once of which a tree is proven, and what is said of it."""
+    kept, found, asked = one, None, one
+    said = {"words": "no tree", "proven": False, "failed_on": "", "drawn": []}
+    while found is None or found.proven is None:
+        try:
+            again = find(asked)
+            if found is None or again.proven is not None:
+                kept, found = asked, again
+        except NotASumError as error:
+            said["failed_on"] = said["failed_on"] or str(error)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises at masks: the row's bits stand without a tree
+            said["failed_on"] = said["failed_on"] or reason_of(error)
+        if asked.fewer is None:
+            break
+        asked = asked.fewer()
+    return kept, found, said if found is None else found.record() | ({"which": kept.which} if kept.which else {})
 
 
 def trees_of_product(

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Orders of addition as evidence on the GPU of this machine: run files in FOLDER. Called again it goes on where it was.
 # usage: bash scripts/evidence_order.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
-# Seconds that each part may take are beside it; four or more GPUs add the sums over ranks.
+# Seconds that each part may take are beside it; `order` is four processes at once, since most of its time is the host's.
+# ONLY="map long": those parts alone. Four or more GPUs add the sums over ranks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?usage: bash scripts/evidence_order.sh FOLDER [DEVICE]}
@@ -17,6 +18,7 @@ fi
 part() { # part NAME SECONDS ARGUMENTS...: a command of nondet's that writes NAME.jsonl
     local name=$1 limit=$2 began=$SECONDS on=()
     shift 2
+    [[ " ${ONLY:-${name%%-*}} " == *" ${name%%-*} "* ]] || return
     [ -e "$folder/$name.done" ] && return
     [ -s "$folder/$name.jsonl" ] && on=(--resume)
     timeout "$limit" "$python" -m nondet "$@" --device "$device" --out "$folder/$name.jsonl" ${on[@]+"${on[@]}"} \
@@ -24,8 +26,13 @@ part() { # part NAME SECONDS ARGUMENTS...: a command of nondet's that writes NAM
     echo "$name: $? after $((SECONDS - began)) s"
 }
 
-part map 60 probe matmul --map mn "${map[@]}" --impl stock
-part order 300 probe reduction-order ${order[@]+"${order[@]}"}
-part long 150 probe reduction-order "${long[@]}"
+part map 40 probe matmul --map mn "${map[@]}" --impl stock
+for impl in stock invariant; do
+    for dtype in float32 bfloat16; do
+        part "order-$impl-$dtype" 150 probe reduction-order --impl "$impl" --dtype "$dtype" ${order[@]+"${order[@]}"} &
+    done
+done
+wait
+part long 100 probe reduction-order "${long[@]}"
 part matmul 240 probe matmul "${layers[@]}"
 ls "$folder"/*.done

@@ -17,7 +17,7 @@ import torch
 
 from nondet.core.records import Row
 from nondet.core.registry import load_object
-from nondet.kernels.emulator import VECTOR_WEIGHTS, Tree, chain, with_rest
+from nondet.kernels.emulator import UNITS, VECTOR_WEIGHTS, Tree, chain, fused_step, with_rest
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import (
@@ -474,6 +474,40 @@ def test_a_sound_attention_has_one_tree() -> None:
     row, *_ = [r for r in run(f"attention={__name__}:attention_sound", k=64, n=32) if r.operator == "attention"]
     (tree,) = row.extra["reduction_trees"]["classes"]
     assert (tree["words"], tree["proven"], tree["arithmetic"]) == ("one chain of 64", True, "in float32, divided by K")
+
+
+def staged_in_tf32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    """As CUTLASS adds float32 values of equal weight: three TF32 steps for 8 of them, each fourth added in float32."""
+    values = v[0, 0].T.double().numpy()
+    big = (values.astype(np.float32).view(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64)
+    rest = ((values - big).astype(np.float32).view(np.uint32) + 0x1000).view(np.float32).astype(np.float64)
+    unit = UNITS["Hopper", "tf32"]
+    total = now = np.zeros(len(values))
+    for at in range(0, values.shape[1], 8):
+        for part in (rest, 0 * big, big):
+            some = part[:, at : at + 8]
+            now = fused_step(np.ones_like(some), some, now, "tf32", unit).astype(np.float64)
+        if at % 32 == 0 or at + 8 == values.shape[1]:
+            total, now = (total + now).astype(np.float32).astype(np.float64), 0 * now
+    return torch.from_numpy(total / values.shape[1]).float().expand(1, 1, q.shape[2], -1)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_three_steps_of_tf32_for_a_step_of_float32_are_proven(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
+    """A second rounding that CUTLASS does not do is refuted: the same tree, in no arithmetic that is known."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    turned = (lambda v: v.bfloat16().float() * 1.5) if rounded else (lambda v: v)
+    asked = of_attention(lambda q, k, v: staged_in_tf32(q, k, turned(v)), 1, 128, torch.float32, "cpu")
+
+    def draw(kind: str, seed: int) -> Any:
+        rows, _, got = asked.draw(kind, seed)
+        return torch.ones_like(rows), rows, got
+
+    tree = find(asked if not rounded else of_attention(staged_in_tf32, 1, 128, torch.float32, "cpu")).tree
+    result = prove(asked._replace(device="cuda", draw=draw), tree)
+    assert "first one chain of 4 groups of 8; then one fused step of 8: 0" in words(tree)
+    assert (result.proven is not None) == (not rounded), result.failed_on
+    assert rounded or result.proven.words == "in float32, 8 products a fused step of 3xTF32, divided by K"
 
 
 @pytest.mark.parametrize(("off", "finish"), [(0, "divided by K"), (896, VECTOR_WEIGHTS), (2000, None)])
