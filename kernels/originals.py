@@ -14,7 +14,7 @@ import torch
 
 # Operators that are called here, of aten where no namespace is named.
 NAMES = (
-    *("mm", "addmm", "mm.out", "addmm.out", "bmm.out", "mul.Tensor", "add.Tensor", "silu", "_softmax.out"),
+    *("mm", "addmm", "mm.out", "addmm.out", "bmm.out", "mul.Tensor", "add.Tensor", "silu", "_softmax.out", "amax"),
     "mkldnn::_linear_pointwise",
 )
 
@@ -108,4 +108,11 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     """torch's silu."""
     kernel = _used.get("silu")
     out: torch.Tensor = torch.nn.functional.silu(x) if kernel is None else kernel(_CPU, x)
+    return out
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """The largest over the last axis."""
+    kernel = _used.get("amax")
+    out: torch.Tensor = x.amax(-1) if kernel is None else kernel(_CPU, x, [-1], False)
     return out

@@ -804,7 +804,7 @@ def _merge_blocks(
             np.putmask(p, group.hidden, _HIDDEN)
         else:
             room.weights.masked_fill_(torch.from_numpy(group.hidden), -math.inf)
-    best = np.maximum.reduce(p, axis=-1) if pairs * height <= _FEW_ROWS else room.weights.amax(-1).numpy()
+    best = np.maximum.reduce(p, axis=-1) if pairs * height <= _FEW_ROWS else originals.amax(room.weights).numpy()
     top = np.maximum(best[:tiles], _LOWEST)
     for count, start, stop in group.spans[1:]:
         np.maximum(top[:count], best[start:stop], out=top[:count])

@@ -287,10 +287,16 @@ def packing(model: Any, most: int | None) -> AbstractContextManager[int]:
     return packed_weights(_linear_weights(model), int(_SHARE * free_memory()) if most is None else most)
 
 
-def _linear_weights(model: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-    for module in model.modules():
+def _linear_weights(model: Any) -> Iterator[tuple[tuple[torch.Tensor, ...], bool]]:
+    """Those that a stand-in for their module multiplies with at once, then those by themselves."""
+    modules = list(model.modules())
+    for module in modules:
+        parts = [module._modules.get(name) for name in getattr(type(module).forward, "at_once", ())]
+        if parts and all(type(part) is torch.nn.Linear and part.bias is None for part in parts):
+            yield tuple(part.weight for part in parts), False
+    for module in modules:
         if type(module) is torch.nn.Linear:
-            yield module.weight, module.bias is not None
+            yield (module.weight,), module.bias is not None
 
 
 # A model's first use ahead of time: what its layers would compile and prove when they first meet a number of tokens.

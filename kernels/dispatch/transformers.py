@@ -273,20 +273,24 @@ def gated(original: Any) -> Any:
         count("replaced", "silu")
         return out
 
+    forward.at_once = ("gate_proj", "up_proj")  # type: ignore[attr-defined] # see `nondet.kernels.dispatch.block`
     return forward
 
 
 def _computed(x: torch.Tensor, gate: Any, up: Any, down: Any) -> torch.Tensor | None:
     """None until all three products have been computed once by the operators."""
     from nondet.kernels import originals
-    from nondet.kernels.matmul.cpu import linear_again
+    from nondet.kernels.matmul.cpu import linear_again, packed_again
     from nondet.kernels.pointwise.cpu import in_vectors
 
-    opened = linear_again(x, gate.weight, gate.bias)
-    if opened is None or not in_vectors(opened.numel()):
-        return None
-    factor = linear_again(x, up.weight, up.bias)
-    if factor is None:
+    both = packed_again(x, (gate.weight, up.weight)) if gate.bias is None and up.bias is None else None
+    if both is None:
+        opened, factor = linear_again(x, gate.weight, gate.bias), linear_again(x, up.weight, up.bias)
+    else:
+        opened, factor = both.chunk(2, -1)
+        if not in_vectors(opened.shape[-1]):
+            opened = opened.contiguous()
+    if opened is None or factor is None or not in_vectors(opened.numel()):
         return None
     return linear_again(originals.mul(originals.silu(opened), factor), down.weight, down.bias)
 
@@ -623,6 +627,7 @@ def projecting(original: _Forward, form: ProjectionsForm) -> _Forward:
         )
         return _ended(self, out.reshape(*x.shape[:-1], -1).contiguous()), weights
 
+    forward.at_once = _PROJECTIONS  # type: ignore[attr-defined] # see `nondet.kernels.dispatch.block`
     return forward
 
 
@@ -633,44 +638,51 @@ def _projected(
 
     None until all of the products have been computed once by the operators.
     """
-    linear_again, module_norm, rotated = _kernels()
+    linear_again, module_norm, rotated, packed_again = _kernels()
     parts = module._modules
-    shape = (*x.shape[:-1], -1, module.head_dim)
-    heads = []
-    for name in _PROJECTIONS:
-        parameters = parts[name]._parameters
-        out = linear_again(x, parameters["weight"], parameters["bias"])
-        if out is None:
-            return None
-        heads.append(out.view(shape))
     cos, sin = position_embeddings
-    for place, name in enumerate(_NORMS):
-        if form.normed:
-            norm = parts[name]
-            own = installed_form(type(norm))
-            if own is None:
-                return None
-            weight, eps = norm._parameters["weight"], getattr(norm, own.eps)
-            out = module_norm(heads[place], weight, eps, round_first=own.round_first, plus_one=own.plus_one)
-            if out is None:
-                return None
-            heads[place] = out
-        turned = rotated(heads[place], cos, sin)
-        if turned is None:
+    norms: list[tuple[torch.Tensor, float, Form]] = []
+    for name in _NORMS if form.normed else ():
+        norm = parts[name]
+        known = installed_form(type(norm))
+        if known is None:
             return None
-        heads[place] = turned
-    q, k, v = heads
+        norms.append((norm._parameters["weight"], getattr(norm, known.eps), known))
+    own = [parts[name]._parameters for name in _PROJECTIONS]
+    sizes = [len(p["weight"]) // module.head_dim for p in own]
+    shape = (*x.shape[:-1], -1, module.head_dim)
+    whole = None if any(p["bias"] is not None for p in own) else packed_again(x, tuple(p["weight"] for p in own))
+    at_once = whole is not None and (not norms or norms[0][1:] == norms[1][1:])  # queries and keys are one tensor
+    if whole is None:
+        products = [linear_again(x, p["weight"], p["bias"]) for p in own]
+        if any(out is None for out in products):
+            return None
+        *pieces, v = (out.view(shape) for out in products)
+    else:
+        *pieces, v = whole.view(shape).split([sizes[0] + sizes[1], sizes[2]] if at_once else sizes, -2)
+    if at_once and norms:
+        both = zip(norms, sizes, strict=False)
+        norms = [(torch.cat([weight.expand(size, -1) for (weight, *_), size in both]), *norms[0][1:])]
+    for place, piece in enumerate(pieces):
+        out = piece
+        if norms:
+            weight, eps, known = norms[place]
+            out = module_norm(piece, weight, eps, round_first=known.round_first, plus_one=known.plus_one)
+        pieces[place] = out if out is None else rotated(out, cos, sin)
+        if pieces[place] is None:
+            return None
+    q, k = pieces[0].split(sizes[:2], -2) if at_once else pieces
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any, Any]:
+def _kernels() -> tuple[Any, Any, Any, Any]:
     """Imported with the first product, as every kernel."""
-    from nondet.kernels.matmul.cpu import linear_again
+    from nondet.kernels.matmul.cpu import linear_again, packed_again
     from nondet.kernels.pointwise.cpu import rotated
     from nondet.kernels.rows.cpu import module_norm
 
-    return linear_again, module_norm, rotated
+    return linear_again, module_norm, rotated, packed_again
 
 
 def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:

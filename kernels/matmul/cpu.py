@@ -67,46 +67,53 @@ def suits(b: torch.Tensor) -> bool:
 
 
 class _Packed(NamedTuple):
-    """A copy of a weight, and when it may stand for it."""
+    """A copy of a weight, or of several that take the same rows as one, and when it may stand for them."""
 
-    weight: torch.Tensor
-    version: int
+    weights: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
     copy: torch.Tensor
     environment: tuple[object, ...]
     tiles: Tiles  # without a bias; with one, the same row counts were proven, too, or `bias` is False
     bias: bool
 
 
-# By the weight's address, of every block that is entered; blocks may be left in any order, and the last is used.
+# By the first weight's address, of every block that is entered; blocks may be left in any order, and the last is used.
 _packed: dict[int, list[_Packed]] = {}
 _lock = threading.Lock()
 
 
-def packed_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """x [..., K], weight [N, K], bias [N] -> [..., N] by the kept copy; None where there is none that may be used."""
-    stack = _packed.get(weight.data_ptr())
+def packed_again(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """x [..., K], weights [N, K], bias [N] of a single one -> [..., sum of N] by the kept copy, each weight's columns
+    with the bits that it gives by itself; None where there is no copy of these together that may be used.
+    """
+    stack = _packed.get(weights[0].data_ptr())
     if not stack:
         return None
     kept = stack[-1]
+    if len(kept.weights) != len(weights):
+        return None
+    columns, depth = 0, x.shape[-1]
+    for weight, own, version in zip(weights, kept.weights, kept.versions, strict=True):
+        if own is not weight or version != weight._version or not weight.is_contiguous() or depth != weight.shape[1]:
+            return None
+        columns += weight.shape[0]
     if (
-        kept.weight is not weight
-        or kept.version != weight._version
-        or not weight.is_contiguous()
-        or x.dtype is not weight.dtype
-        or x.shape[-1] != weight.shape[1]
+        x.dtype is not kept.copy.dtype
         or not x.is_contiguous()
-        or (bias is not None and not (kept.bias and bias.dtype is x.dtype and bias.shape == weight.shape[:1]))
+        or (bias is not None and not (kept.bias and bias.dtype is x.dtype and bias.shape == (columns,)))
         or kept.environment != environment_key()
     ):
         return None
-    rows = x.numel() // weight.shape[1]
+    rows = x.numel() // depth
     if not rows:
         return None
     plan = kept.tiles.plan(rows)
     note(plan.label)
     if plan.whole and x.data_ptr() % 64 == 0:
         return originals.inner_product(x, kept.copy, bias)
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    out = x.new_empty((*x.shape[:-1], columns))
 
     def call(tile: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(originals.inner_product(tile, kept.copy, bias))
@@ -125,7 +132,7 @@ def packable(weight: torch.Tensor) -> bool:
 
 
 @contextmanager
-def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> Iterator[int]:
+def packed_weights(weights: Iterable[tuple[tuple[torch.Tensor, ...], bool]], most: int) -> Iterator[int]:
     """Keep copies of these weights in oneDNN's layout until the block ends; they must not change meanwhile.
 
     A change that torch counts (in place, by an optimizer) is seen, and that copy is not used any more. One that goes
@@ -133,22 +140,26 @@ def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> I
     through `weight.numpy()`. Whoever enters this vouches that there is none.
 
     Args:
-        weights: Of linear layers, [N, K], each with whether a bias goes with it.
+        weights: Of linear layers, [N, K], each with whether a bias goes with it; or of several layers that take the
+            same rows, to be one product. Those have no copies of their own beside.
         most: Bytes of copies; what is beyond them stays plain.
 
     Yields:
         Bytes kept.
     """
     mine: dict[int, _Packed] = {}
+    done: set[int] = set()
     spent = 0
     with torch.no_grad():
-        for weight, with_bias in weights:
-            size = weight.numel() * weight.element_size()
-            if not packable(weight) or weight.data_ptr() in mine or spent + size > most:
+        for several, with_bias in weights:
+            size = sum(weight.numel() * weight.element_size() for weight in several)
+            addresses = {weight.data_ptr() for weight in several}
+            if not all(map(packable, several)) or addresses & done or spent + size > most:
                 continue
-            kept = _kept(weight, with_bias)
+            kept = _kept(several, with_bias)
             if kept is not None:
-                mine[weight.data_ptr()] = kept
+                mine[several[0].data_ptr()] = kept
+                done |= addresses
                 spent += size
     with _lock:
         for address, kept in mine.items():
@@ -165,32 +176,37 @@ def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> I
                     del _packed[address]
 
 
-def _kept(weight: torch.Tensor, with_bias: bool) -> _Packed | None:
+def _kept(weights: tuple[torch.Tensor, ...], with_bias: bool) -> _Packed | None:
     try:
-        tiles = _tiles(weight, False)
-        biased = with_bias and _tiles(weight, True).sizes == tiles.sizes
-        copy = _copy_of(weight)
+        tiles = _tiles(weights, False)
+        biased = with_bias and _tiles(weights, True).sizes == tiles.sizes
+        copy = _copy_of(*weights)
     except (NotInvariantError, RuntimeError, NotImplementedError):  # oneDNN has none here, as bfloat16 without AVX-512
         return None
-    return _Packed(weight, weight._version, copy, environment_key(), tiles, biased)
+    return _Packed(weights, tuple(w._version for w in weights), copy, environment_key(), tiles, biased)
 
 
 def _by_copy(copy: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return originals.inner_product(x, copy, bias)
 
 
-def _copy_of(weight: torch.Tensor) -> torch.Tensor:
-    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINTS[weight.dtype])
+def _copy_of(*weights: torch.Tensor) -> torch.Tensor:
+    weight = weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights])
+    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _HINTS[weight.dtype])
     return copy
 
 
-def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
-    """The row counts at which the copy gives the plain product's bits."""
-    plain = tiles_of(weight.t(), with_bias)
-    what = f"cpu_matmul {str(weight.dtype).removeprefix('torch.')} packed"
-    offset = weight.data_ptr() % _ALIGNMENT  # the plain product's bits are proven by it as well
-    key = ("packed", weight.dtype, weight.shape, offset, with_bias, plain.what, plain.base, *environment_key())
-    return proven(what, key, lambda: _prove_onednn(what, weight, with_bias, plain))
+def _tiles(weights: tuple[torch.Tensor, ...], with_bias: bool) -> Tiles:
+    """The row counts at which the copy gives the plain products' bits."""
+    plain = [tiles_of(weight.t(), with_bias) for weight in weights]
+    dtype, base = weights[0].dtype, plain[0].base
+    what = f"cpu_matmul {str(dtype).removeprefix('torch.')} packed"
+    if any(weight.dtype != dtype or tiles.base != base for weight, tiles in zip(weights, plain, strict=True)):
+        raise NotInvariantError(f"{what}: several classes", "They are computed one by one.")
+    offsets = (weight.data_ptr() % _ALIGNMENT for weight in weights)  # by it the plain products are proven as well
+    shapes, whats = (weight.shape for weight in weights), (tiles.what for tiles in plain)
+    key = ("packed", dtype, *shapes, *offsets, with_bias, *whats, base, *environment_key())
+    return proven(what, key, lambda: _prove_onednn(what, weights, with_bias, base))
 
 
 def _beside(weight: torch.Tensor) -> torch.Tensor:
@@ -201,22 +217,26 @@ def _beside(weight: torch.Tensor) -> torch.Tensor:
     return room[first : first + weight.numel()].view(weight.shape)
 
 
-def _prove_onednn(what: str, weight: torch.Tensor, with_bias: bool, plain: Tiles) -> Tiles:
-    columns, depth = weight.shape
-    sizes = sorted({*sizes_for(depth * columns), plain.base})
-    bias = order_revealing(1, columns, weight.dtype, 13, negate=False)[0] if with_bias else None
+def _prove_onednn(what: str, weights: tuple[torch.Tensor, ...], with_bias: bool, base: int) -> Tiles:
+    depth = weights[0].shape[1]
+    sizes = sorted({*sizes_for(depth * sum(len(weight) for weight in weights)), base})
+    dtype = weights[0].dtype
+    bias = order_revealing(1, len(weights[0]), dtype, 13, negate=False)[0] if with_bias else None
     agreed: dict[int, float] | None = None
     for seed in _SEEDS_ONEDNN:
-        fresh = order_revealing(min(columns, 512), depth, weight.dtype, seed, negate=False)
-        twin = _beside(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns])
-        rows = order_revealing(max(sizes), depth, weight.dtype, seed, negate=True)
-        right = mm(rows, twin.t(), bias)
-        copy = _copy_of(twin)
+        rows = order_revealing(max(sizes), depth, dtype, seed, negate=True)
+        twins = []
+        for weight in weights:
+            columns = len(weight)
+            fresh = order_revealing(min(columns, 512), depth, dtype, seed, negate=False)
+            twins.append(_beside(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns]))
+        right = torch.cat([mm(rows, twin.t(), bias) for twin in twins], -1)
+        copy = _copy_of(*twins)
         seconds = same_bits_at(sizes, rows, right, functools.partial(_by_copy, copy, bias))
         agreed = seconds if agreed is None else {n: min(agreed[n], s) for n, s in seconds.items() if n in agreed}
-    if not agreed or plain.base not in agreed:
+    if not agreed or base not in agreed:
         raise NotInvariantError(f"{what}: another class than the plain product's here", "It is computed plainly.")
-    return Tiles(what, plain.base, tuple(agreed), tuple(n for n in sizes if n not in agreed), agreed)
+    return Tiles(what, base, tuple(agreed), tuple(n for n in sizes if n not in agreed), agreed)
 
 
 # Where a row gives few numbers, two orders of additions may agree in all of them by chance: then more rows are drawn.
@@ -237,7 +257,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         NotInvariantError: this machine has no certified way.
     """
     _refuse(x, weight, bias)
-    packed = packed_again(x, weight, bias)
+    packed = packed_again(x, (weight,), bias)
     if packed is not None:
         return packed
     shape = x.shape
@@ -292,7 +312,7 @@ def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     product of a small batch costs as much as the product.
     """
     if _packed:
-        packed = packed_again(x, weight, bias)
+        packed = packed_again(x, (weight,), bias)
         if packed is not None:
             return packed
     before = _before.get(_key_of(x, weight, bias, "linear"))

@@ -253,7 +253,7 @@ _ONE = np.float32(1.0)
 def module_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, round_first: bool, plus_one: bool
 ) -> torch.Tensor | None:
-    """x [..., H], weight [H], one dtype -> [..., H] in it; None where it is not done here.
+    """x [..., H], weight [H], or [R, H] for x [..., R, H], one dtype -> as x in it; None where it is not done here.
 
     Args:
         round_first: Round x * scale to the dtype before the weight is applied.
@@ -263,7 +263,7 @@ def module_norm(
     if dtype not in _DTYPES or weight.dtype is not dtype or not x.numel() or eps <= 0:
         return None
     width = x.shape[-1]
-    if weight.dim() != 1 or weight.shape[0] != width:
+    if weight.shape != x.shape[-weight.dim() :] or not weight.dim():
         return None
     wide = x.detach().float().contiguous()
     normed = torch.empty_like(wide)  # the squares at first

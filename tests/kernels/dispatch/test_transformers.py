@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.models.llama import modeling_llama as modeling
 
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
+from nondet.core.launch import listen
 from nondet.kernels.dispatch import transformers
 from nondet.kernels.dispatch import transformers as hf_mlp
 from nondet.kernels.dispatch.block import batch_invariant, on_call
@@ -132,6 +134,31 @@ def test_other_texts_are_not_recognized() -> None:
     with batch_invariant():
         assert LlamaMLP.forward is not original
     assert LlamaMLP.forward is original
+
+
+def packed_calls(notes: Counter[str]) -> int:
+    return sum(times for note, times in notes.items() if "packed" in note)
+
+
+@pytest.mark.parametrize("width", [64, 48, 43])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_packed_products_at_once_have_the_bits_of_each(dtype: torch.dtype, width: int) -> None:
+    """Gate and up as one product, for widths that are whole vectors and others; a new number in one of them is seen."""
+    layer, few = mlp(dtype, width), (64, 33, 17, 4, 1)
+    with batch_invariant() as block:
+        right = {count: layer(rows(count, dtype, width)) for count in few}
+        if not block.pack(layer):
+            pytest.skip("oneDNN has no layout for it here")
+        for count in few:
+            layer(rows(count, dtype, width))  # the third product's first call of this kind is no second one
+            with listen() as notes:
+                assert identical(layer(rows(count, dtype, width)), right[count])
+            if 3 * width * count % 64 == 0:
+                assert packed_calls(notes) == 2
+        layer.up_proj.weight.mul_(2.0)
+        with listen() as notes:
+            assert identical(layer(rows(4, dtype, width)), right[4] * 2.0)
+        assert packed_calls(notes) == 1
 
 
 def test_a_product_found_again_is_that_of_the_weight_as_it_is() -> None:
@@ -255,6 +282,48 @@ def test_attention_has_the_bits_of_the_operators(
     assert identical(first, by_operators)
     stock = layer(x, places, None)[0]
     assert stock.shape == first.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_projections_at_once_have_the_bits_of_each(model: str, dtype: torch.dtype) -> None:
+    """Three products as one, queries and keys normed and rotated together; by themselves where a bias goes with them
+    (Qwen2), where the norms are of two kinds, and where a weight has changed."""
+    layer = attention(model, dtype)
+    given = [inputs(dtype, tokens) for tokens in (1, 2, 3, 17, _TOKENS)]
+
+    def results() -> list[torch.Tensor]:
+        return [layer(x, places, None)[0] for x, places in given]
+
+    def packed() -> tuple[list[torch.Tensor], int]:
+        results()
+        with listen() as notes:
+            return results(), packed_calls(notes) // len(given)
+
+    def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+        return all(map(identical, a, b))
+
+    with batch_invariant() as block:
+        right = results()
+        if not block.pack(layer):
+            pytest.skip("oneDNN has no layout for it here")
+        found, calls = packed()
+        assert same(found, right)
+        assert calls == (4 if model == "qwen2" else 2)
+        if model == "qwen3":
+            before, layer.k_norm.variance_epsilon = layer.k_norm.variance_epsilon, 0.5
+            found, calls = packed()
+            with on_call(lambda call: None):
+                assert same(found, results())
+            assert calls == 2
+            assert not same(found, right)
+            layer.k_norm.variance_epsilon = before
+        layer.k_proj.weight.mul_(-1.0)
+        found, calls = packed()
+        with on_call(lambda call: None):
+            assert same(found, results())
+        assert calls == (3 if model == "qwen2" else 1)
+        assert not same(found, right)
 
 
 def test_a_hook_on_a_part_of_attention_is_called() -> None:
