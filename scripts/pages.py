@@ -52,7 +52,7 @@ def machines_page() -> str:
     from nondet.errors import UserError
 
     runs: dict[tuple[str, ...], dict[str, set[str]]] = {}
-    packed = (path for path in EVIDENCE.rglob("*.jsonl.gz") if ".traces." not in path.name)
+    packed = (path for path in EVIDENCE.rglob("*.jsonl.[gx]z") if ".traces." not in path.name)
     for path in sorted([*EVIDENCE.rglob("*.jsonl"), *packed]):
         try:
             header = read_run(path, allow_truncated=True).header

@@ -72,7 +72,7 @@ def run_files(paths: list[Path]) -> list[Path]:
         if not kept:
             raise UserError(f"no run file in the folder {path}", "Name a folder of run files (.jsonl), or the files.")
         found += kept
-    return [path for path in found if not path.name.endswith((".traces.jsonl", ".traces.jsonl.gz"))] or found
+    return [path for path in found if ".traces.jsonl" not in path.name] or found
 
 
 def _is_run(path: Path) -> bool:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import errno
 import gzip
 import itertools
+import lzma
 import os
 import re
 import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from io import BufferedIOBase
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -47,6 +49,7 @@ except ImportError:  # Windows has none: there only the exclusive create keeps t
 LINE_MOST = 32 * 2**20
 # What a packed file may unpack to: this much, or so many times its size. Runs that were kept have 2 to 25 times.
 _UNPACKED_LEAST, _UNPACKED_TIMES = 256 * 2**20, 200
+PACKED: dict[str, Callable[[Path], BufferedIOBase]] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
 _LINK = "Name the file itself, or remove the link."
 # A file system without locks (some network ones) says one of these: the exclusive create must do there.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -213,7 +216,7 @@ def regular(path: Path) -> None:
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     """(number from 1, line without its end, whether it had one) of a regular file, in bounded memory.
 
-    A name that ends in .gz is unpacked on the way: a kept run of 1,000 completions is a tenth as large so.
+    A name that ends in .gz or .xz is unpacked on the way: a kept run of 1,000 completions is a tenth as large so.
 
     Raises:
         FileNotFoundError: it isn't there.
@@ -223,10 +226,10 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     number = read = 0
     try:
         most = max(_UNPACKED_LEAST, _UNPACKED_TIMES * path.stat().st_size)
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        with PACKED[path.suffix](path) if path.suffix in PACKED else path.open("rb") as stream:
             while line := stream.readline(LINE_MOST + 1):
                 number, read = number + 1, read + len(line)
-                if read > most and path.suffix == ".gz":
+                if read > most and path.suffix in PACKED:
                     raise UserError(f"{path} unpacks to more than {most >> 20} MiB", "No run file is packed that far.")
                 if len(line) > LINE_MOST:
                     raise UserError(
@@ -235,8 +238,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
                     )
                 whole = line.endswith(b"\n")
                 yield number, line[:-1] if whole else line, whole
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"can't unpack {path}: {one_line(str(error), 80)}", "Give a whole gzip file.") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"can't unpack {path}: {one_line(str(error), 80)}", "Give a whole packed file.") from error
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror or error}", "Give a readable run file.") from error
 

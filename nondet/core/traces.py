@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.core.records import ContradictionError, Run
-from nondet.core.runfile import AnyRecord, RunWriter, decode, disk_errors, encoded, lines_of, no_link
+from nondet.core.runfile import PACKED, AnyRecord, RunWriter, decode, disk_errors, encoded, lines_of, no_link
 from nondet.errors import UnrecordableError, UserError, one_line, shortened
 
 _TOKEN_MOST = 2**31 - 1
@@ -79,8 +79,8 @@ _LINE: msgspec.json.Decoder[Trace | Pieces | WholePrompt] = msgspec.json.Decoder
 
 
 def traces_path(run: Path) -> Path:
-    """RUN.jsonl -> RUN.traces.jsonl; RUN.jsonl.gz -> RUN.traces.jsonl.gz."""
-    packed = ".gz" if run.suffix == ".gz" else ""
+    """RUN.jsonl -> RUN.traces.jsonl; RUN.jsonl.gz -> RUN.traces.jsonl.gz, and so of .xz."""
+    packed = run.suffix if run.suffix in PACKED else ""
     return run.with_name(run.name.removesuffix(packed).removesuffix(".jsonl") + ".traces.jsonl" + packed)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from nondet.core.runfile import lines_of, read_run
+from nondet.core.runfile import PACKED, lines_of, read_run
 from nondet.core.traces import check_traces, read_traces
 from nondet.errors import UserError, one_line
 from nondet.mismatch.figures import Logprobs
@@ -124,7 +124,7 @@ def _of_file(path: Path, prefix: str) -> Iterator[Rollout]:
     decoder = msgspec.json.Decoder(_Line)
     try:
         for number, line, _ in lines_of(path):
-            if number == 1 and (line.startswith(_PICKLED) and path.suffix != ".gz"):
+            if number == 1 and (line.startswith(_PICKLED) and path.suffix not in PACKED):
                 what = f"{path} is no text: a pickle, or another binary file, is never read"
                 raise UserError(what, "Write its rollouts as JSONL; docs/on-policy.md has the lines.")
             if not line.strip():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import lzma
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,14 +240,15 @@ def test_figures_that_are_no_numbers_survive(tmp_path: Path) -> None:
     assert error.relative_norm is None
 
 
-def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path) -> None:
-    """A run kept as .jsonl.gz gives the same rows, and one that is cut off or no gzip file is refused in one line."""
-    path, packed = tmp_path / "run.jsonl", tmp_path / "run.jsonl.gz"
+@pytest.mark.parametrize(("end", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path, end: str, pack: Callable[[bytes], bytes]) -> None:
+    """A run kept packed gives the same rows, and one that is cut off or not packed is refused in one line."""
+    path, packed = tmp_path / "run.jsonl", tmp_path / f"run.jsonl{end}"
     finished(path)
-    packed.write_bytes(gzip.compress(path.read_bytes()))
+    packed.write_bytes(pack(path.read_bytes()))
     assert read_run(packed).rows == read_run(path).rows
-    assert traces_path(packed).name == "run.traces.jsonl.gz"
-    for data in (packed.read_bytes()[:-9], b"plainly not gzip"):
+    assert traces_path(packed).name == f"run.traces.jsonl{end}"
+    for data in (packed.read_bytes()[:-9], b"plainly not packed"):
         packed.write_bytes(data)
         with pytest.raises(UserError, match="can't unpack"):
             read_run(packed)

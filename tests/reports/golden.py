@@ -36,13 +36,13 @@ _SECONDS = re.compile(rb'\btime="[^"]*"|\btimestamp="[^"]*"')
 
 def run_files(folder: Path) -> list[Path]:
     """Those under a folder that a report can be made of, in order."""
-    paths = sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.gz")])
+    paths = sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.[gx]z")])
     return [p for p in paths if ".traces." not in p.name and p.name != "prompts.jsonl"]
 
 
 def name_of(path: Path, folder: Path) -> str:
     """The same whether the file is kept packed or not."""
-    return path.relative_to(folder).as_posix().removesuffix(".gz").removesuffix(".jsonl")
+    return path.relative_to(folder).as_posix().removesuffix(".gz").removesuffix(".xz").removesuffix(".jsonl")
 
 
 def content(page: str) -> str:
