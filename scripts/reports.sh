@@ -26,7 +26,7 @@ NOTED
 }
 
 # The run file of that name in that folder, plain or packed, if it is there.
-there() { ls "$1/$2.jsonl" "$1/$2.jsonl.gz" 2> /dev/null || true; }
+there() { ls "$1/$2.jsonl" "$1/$2.jsonl.gz" "$1/$2.jsonl.xz" 2> /dev/null || true; }
 
 # What a folder's report is made of, in this order; those that are there.
 report_of() {
