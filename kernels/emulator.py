@@ -303,23 +303,21 @@ def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic
     K = tree.leaves
     values = np.empty((K + len(tree.nodes), len(terms)))
     values[:K] = terms.T if how.fused else round_to(terms.T, how.accumulator)
-    for pairs in _levels(tree):
-        wide = [i for i in pairs if len(tree.nodes[i]) > 2]
-        for i in wide:
-            values[K + i] = _wide_step(tree.nodes[i], values, x, y, how, K)
-        two = np.array([(K + i, *tree.nodes[i]) for i in pairs if len(tree.nodes[i]) == 2], dtype=np.int64)
-        if not len(two):
-            continue
-        one, other = values[two[:, 1]], values[two[:, 2]]
-        if not how.fused:
-            values[two[:, 0]] = round_to(one + other, how.accumulator)
-            continue
-        # of two products one becomes the accumulator, and is rounded as it goes in
-        both = (two[:, 1] < K) & (two[:, 2] < K)
-        low = (two[:, 1] < two[:, 2]) == (how.first == "low")
-        one = np.where((both & low)[:, None], round_to(one, how.accumulator), one)
-        other = np.where((both & ~low)[:, None], round_to(other, how.accumulator), other)
-        values[two[:, 0]] = round_to(_odd_sum(one, other), how.accumulator)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for wide, (to, left, right), both, low in _levels(tree):
+            for i in wide:
+                values[K + i] = _wide_step(tree.nodes[i], values, x, y, how, K)
+            if not np.size(to):
+                continue
+            one, other = values[left], values[right]
+            if not how.fused:
+                values[to] = round_to(one + other, how.accumulator)
+                continue
+            if np.any(both):  # of two products one becomes the accumulator, and is rounded as it goes in
+                goes = both & (low == (how.first == "low"))
+                one = np.where(goes[..., None], round_to(one, how.accumulator), one)
+                other = np.where((both & ~goes)[..., None], round_to(other, how.accumulator), other)
+            values[to] = round_to(_odd_sum(one, other), how.accumulator)
     root = values[-1]
     if how.finish == "divided by K":
         root = round_to(root / K, how.accumulator)
@@ -329,16 +327,32 @@ def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic
     return root
 
 
-def _levels(tree: Tree) -> list[list[int]]:
+class _Level(NamedTuple):
+    """Nodes of one height: those that add more than two; of the others, or of the only other, where the sum goes and
+    what is added, whether both are leaves, and whether the first has the lower number."""
+
+    wide: list[int]
+    pairs: tuple[Any, Any, Any]
+    both: Any
+    low: Any
+
+
+@functools.lru_cache(8)
+def _levels(tree: Tree) -> list[_Level]:
     """Nodes by height: those of one level depend on lower levels alone."""
-    height = [0] * tree.leaves
-    levels: list[list[int]] = []
+    height, levels, K = [0] * tree.leaves, list[list[int]](), tree.leaves
     for i, children in enumerate(tree.nodes):
         height.append(1 + max(height[c] for c in children))
         if height[-1] > len(levels):
             levels.append([])
         levels[height[-1] - 1].append(i)
-    return levels
+    made = []
+    for nodes in levels:
+        two = np.array([(K + i, *tree.nodes[i]) for i in nodes if len(tree.nodes[i]) == 2], np.int64).reshape(-1, 3)
+        to, left, right = two[0] if len(two) == 1 else two.T  # a single row is a view, which a chain lives by
+        wide = [i for i in nodes if len(tree.nodes[i]) > 2]
+        made.append(_Level(wide, (to, left, right), (left < K) & (right < K), left < right))
+    return made
 
 
 def _wide_step(children: Sequence[int], values: Array, x: Array, y: Array | None, how: Arithmetic, K: int) -> Array:

@@ -359,23 +359,23 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
     """Predict what the sum gives for real operands, under one arithmetic after the other until one misses no bit."""
     kinds = _KINDS if asked.positive is None else asked.positive.kinds
     drawn = [_drawn(asked, kind, seed + _SEEDS) for kind in kinds]
-    checked, reason = sum(len(got) for *_, got in drawn), ""
-
-    def missed(how: Arithmetic) -> Iterator[tuple[str, int]]:
-        for kind, (x, y, got) in zip(kinds, drawn, strict=True):
-            if wrong := _wrong(asked, x, emulator.predict(tree, x, y, how), got):
-                yield kind, wrong
-
-    ways = _arithmetics(asked, tree, drawn[0][1] is not None)
-    best, failed = ways[0], dict[str, int]()
+    of = np.repeat(kinds, [len(got) for *_, got in drawn])  # all at once: a chain's links cost alike
+    x, y, got = np.concatenate([x for x, *_ in drawn]), None, torch.cat([got for *_, got in drawn])
+    if drawn[0][1] is not None:
+        y = np.concatenate([y for _, y, _ in drawn if y is not None])
+    checked, reason = len(of), ""
+    ways = _arithmetics(asked, tree, y is not None)
+    best, failed, least = ways[0], dict[str, int](), checked + 1
+    sums = np.empty(0)
     try:
-        first = {}
-        for how in ways:  # until one of them has no first miss
-            kind, first[how] = next(missed(how), ("", 0))
-            if not kind:
+        for how in ways:  # until one of them misses none
+            said = emulator.predict(tree, x, y, how)
+            wrong = _wrong(asked, x, said, got)
+            if wrong.sum() < least:
+                best, sums, least = how, said, int(wrong.sum())
+                failed = {kind: int(n) for kind in kinds if (n := (of[wrong] == kind).sum())}
+            if not least:
                 break
-        best = min(first, key=lambda how: first[how])
-        failed = dict(missed(best)) if first[best] else {}
     except NotImplementedError as error:
         reason, failed = str(error), {kind: len(got) for kind, (*_, got) in zip(kinds, drawn, strict=True)}
     if failed and not reason:
@@ -387,11 +387,10 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         """Whether these tell t from the tree, whose sums they are."""
         said = emulator.predict(t, x, y, best)
         new = said != sums
-        return bool(new.any()) and _wrong(asked, x[new], said[new], got[torch.from_numpy(new)]) > 0
+        return bool(new.any()) and bool(_wrong(asked, x[new], said[new], got[torch.from_numpy(new)]).any())
 
-    sums = [emulator.predict(tree, x, y, best) for x, y, _ in drawn] if others else []
-    left = [t for t in others if not any(told(t, *one, added) for one, added in zip(drawn, sums, strict=True))]
-    slow = asked.single is not None and drawn[0][1] is not None
+    left = [t for t in others if not told(t, x, y, got, sums)]
+    slow = asked.single is not None and y is not None
     for more in range(_MORE // 4 if slow else _MORE):  # sums that have to tell these from the tree
         if not left:
             break
@@ -399,9 +398,9 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         x, y, got = _drawn(asked, kind, seed + (more + 2) * _SEEDS)
         checked += len(got)
         added = emulator.predict(tree, x, y, best)
-        if wrong := _wrong(asked, x, added, got):
-            failed[kind] = failed.get(kind, 0) + wrong
-            reason = f"other bits in {wrong:,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
+        if missed := int(_wrong(asked, x, added, got).sum()):
+            failed[kind] = failed.get(kind, 0) + missed
+            reason = f"other bits in {missed:,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
         left = [t for t in left if not told(t, x, y, got, added)]
     if left and not failed:
         reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
@@ -415,12 +414,13 @@ def _drawn(asked: Sum, kind: str, seed: int) -> tuple[Array, Array | None, torch
     return x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy(), got
 
 
-def _wrong(asked: Sum, x: Array, said: Array, got: torch.Tensor) -> int:
-    """Of how many of the sums of x `got` has other bits than was said."""
+def _wrong(asked: Sum, x: Array, said: Array, got: torch.Tensor) -> Array:
+    """Of which of the sums of x `got` has other bits than was said."""
     if asked.positive is not None:
         said = asked.positive.through(said) if asked.single is None else asked.positive.whole(x, said)
     rounded = torch.from_numpy(emulator.round_to(said, str(asked.dtype).removeprefix("torch."))).to(got.dtype)
-    return int((bits(rounded) != bits(got.cpu())).reshape(len(got), -1).any(1).sum())
+    other: Array = (bits(rounded) != bits(got.cpu())).reshape(len(got), -1).any(1).numpy()
+    return other
 
 
 def _exchanged(tree: Tree, seed: int) -> list[Tree]:
