@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # How soon `nondet sample` answers: its default command with the seconds of each line, the same load in steps launched one
-# by one (two rounds), and what a step's host does there, cuDNN's plans on a thread that has met the shapes and on one that
-# has not. A part that is there is kept.
-# usage: OUT=FOLDER [PYTHON=python3] [N="--n 80"] scripts/evidence_sample.sh
+# by one (two rounds), whether what was recorded in graphs can be replayed and traced, and what a step's host does, cuDNN's
+# plans on a thread that has met the shapes and on one that has not. A part that is there is kept; ONLY names one.
+# usage: OUT=FOLDER [PYTHON=python3] [N="--n 80"] [ONLY=PART] scripts/evidence_sample.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?name a folder for the results: OUT=FOLDER}
@@ -12,7 +12,7 @@ mkdir -p "$OUT"
 stamped() { # NAME LIMIT COMMAND...: with the second at which each line came
     local name=$1 limit=$2
     shift 2
-    [ -f "$OUT/$name.txt" ] && return
+    [ -f "$OUT/$name.txt" ] || [ "${ONLY:-$name}" != "$name" ] && return
     echo "== $name"
     SECONDS=0
     timeout "$limit" "$@" 2>&1 | while IFS= read -r line; do printf '%4d s  %s\n' "$SECONDS" "$line"; done | tee "$OUT/$name.part" || failed=1
@@ -23,6 +23,13 @@ stamped() { # NAME LIMIT COMMAND...: with the second at which each line came
 stamped default 200 "$PYTHON" -u -m nondet sample ${N:-} --out "$OUT/default.jsonl" --force
 # shellcheck disable=SC2086
 stamped apart 100 "$PYTHON" -u -m nondet sample ${N:---n 80} --no-cuda-graphs --out "$OUT/apart.jsonl" --force
+# shellcheck disable=SC2086
+stamped chain 60 "$PYTHON" -u -m nondet sample ${N:---n 80} --impl stock --out "$OUT/chain.jsonl" --force
+stamped replay 60 "$PYTHON" -u -m nondet replay "$OUT/chain.jsonl" --request divergent --most 8 --out "$OUT/replay.jsonl" --force
+# the two requests that the sample's last lines name, without the run file's line break
+two=$(tr -d '\n' < "$OUT/chain.txt" 2> /dev/null | grep -o -- '--request *\([0-9]* s *\)\?t[0-9]\{6\}' | grep -o 't[0-9]\{6\}' | sed 's/^/--request /' | tr '\n' ' ' || true)
+# shellcheck disable=SC2086
+stamped trace 100 "$PYTHON" -u -m nondet trace --run "$OUT/chain.jsonl" $two --out "$OUT/trace.jsonl" --force
 stamped profile 100 "$PYTHON" -u scripts/profile_sampling_gpu.py stock embedded default 64
 stamped profile-graphs 60 "$PYTHON" -u scripts/profile_sampling_gpu.py stock embedded default,graphs=on 64
 exit $failed
