@@ -62,6 +62,17 @@ def room_for(rows: int) -> int:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], by a certified member of class "chain"."""
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        key = (len(rows), weight.data_ptr(), weight.shape, weight.dtype, 0 if bias is None else bias.data_ptr())
+        call = _bound.get(key)
+        return _first(key, rows, weight, bias) if call is None else call(rows, weight, bias)
+
+    return padded(compute, x)
+
+
+def padded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """compute(rows [m, K]) -> [m, N] of x [..., K], at a certified m -> [..., N]."""
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     room = room_for(count)
@@ -71,11 +82,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         rows = wide
     elif not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:
         rows = rows.clone(memory_format=torch.contiguous_format)  # what was certified begins at such an address
-    key = (room, weight.data_ptr(), weight.shape, weight.dtype, 0 if bias is None else bias.data_ptr())
-    call = _bound.get(key)
-    out = _first(key, rows, weight, bias) if call is None else call(rows, weight, bias)
+    out = compute(rows)
     out = out[:count] if room != count else out
-    return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _first(key: tuple[Any, ...], rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

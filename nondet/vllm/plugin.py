@@ -223,9 +223,9 @@ def _install(found: Mapping[str, Any]) -> None:
     """Put everything in place; nothing here can fail on a seam that was checked."""
     import torch
 
-    from nondet.vllm import operators
+    from nondet.vllm import operators, scaled
 
-    for name, (compute, shape) in operators.OPERATORS.items():
+    for name, (compute, shape) in (operators.OPERATORS | scaled.OPERATORS).items():
         if not hasattr(torch.ops.vllm, name):
             found["vllm.utils.torch_utils:direct_register_custom_op"](name, compute, fake_impl=shape)
     for name, (compute, fits) in operators.IR.items():
@@ -443,6 +443,9 @@ _BY_METHOD = frozenset(
     )
 )
 _EXPERTS = "experts in class grouped, certified at start"
+_PRODUCTS = "products in class chain, certified at start"
+_SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel does not stand"
+_METHODS = {__name__: _PRODUCTS, f"{__package__}.scaled": _SCALED}  # whose module a method's `apply` is of
 
 
 class Standing(NamedTuple):
@@ -482,8 +485,9 @@ def standing_of(
         if around not in _BY_METHOD:
             return said(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
         # whatever its name: another plugin may have put its own there since
-        if installed and getattr(getattr(method, "apply", None), "__module__", "") == __name__:
-            return said(REPLACED, "products in class chain, certified at start")
+        ours = _METHODS.get(getattr(getattr(method, "apply", None), "__module__", "")) if installed else None
+        if ours is not None:
+            return said(REPLACED, ours)
         return own(name, module)
     if "Attention" in ancestors and hasattr(module, "impl"):
         if not installed or type(module.impl).__name__ != "SegmentsImpl":
@@ -714,7 +718,7 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
             log(f"attention's kernels are not compiled ahead: {one_line(str(error), 120) or type(error).__name__}")
     seen: dict[tuple[Any, ...], operators.Certified] = {}
     found = list(config_standings(config))
-    own = own_kernel(config)
+    own = _or_scaled(own_kernel(config), counts, config, seen)
     for name, module in model.named_modules():
         standing = standing_of(name, module, own)
         if standing is None:
@@ -731,7 +735,7 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
             setattr(module.router, _OURS, True)
         found.append(standing)
         weight = getattr(module, "weight", None)
-        if standing.standing != REPLACED or "products" not in standing.why or weight is None or not weight.is_cuda:
+        if standing.why != _PRODUCTS or weight is None or not weight.is_cuda:
             continue
         bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
         key = (weight.shape, weight.stride(), weight.dtype, bias is None)
@@ -746,6 +750,31 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     log(f"{what}, {compiled} kernels compiled, in {seconds:.1f} s.")
     _tell(found, config, seen, rank)
     return found
+
+
+def _or_scaled(
+    own: Callable[[str, Any], Standing], counts: Sequence[int], config: Any, seen: dict[Any, operators.Certified]
+) -> Callable[[str, Any], Standing]:
+    """A layer's own kernel; where that does not stand nondet's FP8 product, if it is one and that is proven."""
+    from nondet.vllm import scaled
+
+    def asked(name: str, layer: Any) -> Standing:
+        standing = own(name, layer)
+        if standing.standing != AT_RISK or getattr(layer, "quant_method", None) is None:
+            return standing
+        why = scaled.unfit(layer)
+        if not why:
+            try:
+                scaled.replace(layer, counts, config.model_config.dtype, seen)
+            except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
+                why = one_line(str(error), 120) or type(error).__name__
+        if why:
+            return standing._replace(why=f"{standing.why}; not replaced: {why}")
+        replaced = config.additional_config.setdefault("nondet_scaled", [])  # a graph with its own kernel is another
+        replaced.append(name)
+        return standing._replace(standing=REPLACED, why=_SCALED)
+
+    return asked
 
 
 def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int) -> None:
