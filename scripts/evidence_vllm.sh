@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # vLLM, its own batch-invariant mode, and nondet's plugin, one after the other on one GPU: where a start's seconds go,
 # traces as solo under load, the same bits in fresh processes, and tokens a second. Needs vLLM 0.25.1 and nondet in PYTHON's
-# environment. One file a mode and model under OUT; what is there is kept. ONLY names one of starts, server, sample and load.
+# environment. One file a mode and model under OUT; what is there is kept. ONLY names one of starts, server, sample, thousand and load.
 # usage: OUT=FOLDER [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -79,6 +79,28 @@ for model in $MODELS; do # fresh processes: a machine's first start, its second,
         done
     done
 done
+folder_of() { # a model of `thousand`: a shape of vllm_load.py, the embedded one, or a folder that is made once
+    local at=$OUT.models/$1
+    case $1 in
+        *b | moe) echo "$1" ;;
+        embedded) echo nondet/embedded ;;
+        fp8-*) [ -e "$at/config.json" ] || "$PYTHON" scripts/fp8_model.py "${1#fp8-}" "$at" --vllm >&2; echo "$at" ;;
+        *) [ -e "$at/config.json" ] || "$PYTHON" scripts/vllm_forms.py "$1" "$at" >&2; echo "$at" ;;
+    esac
+}
+if part thousand; then # 1,000 copies of two prompts among others, prompts in chunks, prefixes cold and warm; SIDE at a time
+    for mode in nondet stock; do
+        for form in ${FORMS:-8b 0.6b embedded moe fp8-tensor fp8-row fp8-block window gemma2 gemma3}; do
+            while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done
+            at=$(folder_of "$form")
+            # shellcheck disable=SC2086 # options are words of their own
+            caches "$OUT.caches/thousand-$form-$mode" one "thousand-$form-$mode" --mode $mode --model "$at" \
+                --prefix-cache --copies "${COPIES:-500}" ${MORE:-} &
+        done
+    done
+    wait
+    for form in ${FORMS:-8b}; do [ -f "$OUT/thousand-$form-nondet.json" ] || failed=1; done
+fi
 for mode in stock own nondet; do
     part load || break
     one "embedded-$mode" --mode "$mode" --model nondet/embedded --prefix-cache

@@ -1,4 +1,4 @@
-"""An FP8 copy of the embedded model, or of another folder, as transformers reads it: for `nondet sample --model`.
+"""An FP8 copy of the embedded model, or of another folder, as transformers reads it, or (--vllm) vLLM.
 
     python scripts/fp8_model.py block FOLDER    weights in blocks of 128x128, activations 1x128 at run time (FP8Linear)
     python scripts/fp8_model.py tensor FOLDER   one scale for a weight, one for its activations from a few prompts
@@ -17,6 +17,7 @@ import argparse
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -30,6 +31,17 @@ CONFIGS = {
     "block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
     "tensor": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
     "row": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+}
+# As vLLM reads them: other names of the scales of "tensor", and "row" as llm-compressor writes it
+OF_VLLM = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
+_NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
+_GROUP = {
+    "targets": ["Linear"],
+    "weights": _NUMBERS | {"strategy": "channel", "dynamic": False},
+    "input_activations": _NUMBERS | {"strategy": "token", "dynamic": True},
+}
+CONFIGS_OF_VLLM = CONFIGS | {
+    "row": {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": _GROUP}}
 }
 
 
@@ -69,8 +81,8 @@ def activation_scales(source: Path, layers: set[str]) -> dict[str, torch.Tensor]
     return {name: largest.clamp(min=1e-12) / MOST for name, largest in found.items()}
 
 
-def convert(how: str, out: Path, source: Path = EMBEDDED) -> int:
-    """Write the folder; how many layers were quantized."""
+def convert(how: str, out: Path, source: Path = EMBEDDED, *, vllm: bool = False) -> int:
+    """Write the folder, its scales named as transformers or as vLLM reads them; how many layers were quantized."""
     from safetensors.torch import load_file, save_file
 
     if out.exists():
@@ -84,8 +96,13 @@ def convert(how: str, out: Path, source: Path = EMBEDDED) -> int:
         tensors[f"{name}.{'weight_scale' if how == 'row' else 'weight_scale_inv'}"] = scale.contiguous()
         if scales:
             tensors[f"{name}.activation_scale"] = scales[name]
+    if vllm and how == "tensor":
+        tensors = {
+            f"{at}{dot}{OF_VLLM.get(n, n)}": x for name, x in tensors.items() for at, dot, n in [name.rpartition(".")]
+        }
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = CONFIGS[how] | {"modules_to_not_convert": ["lm_head"]}
+    skipped = {key: ["lm_head"] for key in ("modules_to_not_convert", "ignore")}
+    config["quantization_config"] = (CONFIGS_OF_VLLM if vllm else CONFIGS)[how] | skipped
     out.mkdir(parents=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -122,8 +139,9 @@ def main() -> None:
     parser.add_argument("how", choices=[*CONFIGS, "torchao-row", "torchao-tensor"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, default=EMBEDDED, help="a folder with one model.safetensors")
+    parser.add_argument("--vllm", action="store_true", help="for vLLM to read, which names things otherwise")
     options = parser.parse_args()
-    write = convert if options.how in CONFIGS else by_torchao
+    write = partial(convert, vllm=options.vllm) if options.how in CONFIGS else by_torchao
     print(
         f"{options.out}: {write(options.how, options.out, options.model)} linear layers, {options.how}", file=sys.stderr
     )

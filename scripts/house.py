@@ -44,7 +44,7 @@ BUDGET = {
     "trace": 3330,
     "training": 720,
     "verdict": 2580,
-    "vllm": 2120,
+    "vllm": 2360,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")
 _NEAREST = 25  # test files; collecting all of them takes longer than a quick run may

@@ -153,6 +153,7 @@ class Test:
             for n, top in zip(tokens, logprobs, strict=True)
         ]
         done = self.llm.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=False)
+        self.cached = [one.num_cached_tokens or 0 for one in done]
         return [one.outputs[0] for one in done]
 
     def targets(self, rng: random.Random) -> dict[str, list[int]]:
@@ -194,6 +195,7 @@ class Test:
                 "distinct_traces": len(set(traces)),
                 "tokens_as_alone": sum(t == solo[name][0] for t, _ in traces),
                 "traces_as_alone": sum(one == solo[name] for one in traces),
+                "warm": sum(job[0] == name and count > 0 for job, count in zip(jobs, self.cached, strict=True)),
                 "digests": dict(collections.Counter(map(digest, traces)).most_common(3)),
             }
             self.say("load", name, found)

@@ -223,9 +223,9 @@ def _install(found: Mapping[str, Any]) -> None:
     """Put everything in place; nothing here can fail on a seam that was checked."""
     import torch
 
-    from nondet.vllm import operators, scaled
+    from nondet.vllm import operators
 
-    for name, (compute, shape) in (operators.OPERATORS | scaled.OPERATORS).items():
+    for name, (compute, shape) in operators.OPERATORS.items():
         if not hasattr(torch.ops.vllm, name):
             found["vllm.utils.torch_utils:direct_register_custom_op"](name, compute, fake_impl=shape)
     for name, (compute, fits) in operators.IR.items():
@@ -445,7 +445,7 @@ _BY_METHOD = frozenset(
 _EXPERTS = "experts in class grouped, certified at start"
 _PRODUCTS = "products in class chain, certified at start"
 _SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel does not stand"
-_METHODS = {__name__: _PRODUCTS, f"{__package__}.scaled": _SCALED}  # whose module a method's `apply` is of
+_METHODS = {__name__: _PRODUCTS, f"{__package__}.operators": _SCALED}  # whose module a method's `apply` is of
 
 
 class Standing(NamedTuple):
@@ -756,16 +756,16 @@ def _or_scaled(
     own: Callable[[str, Any], Standing], counts: Sequence[int], config: Any, seen: dict[Any, operators.Certified]
 ) -> Callable[[str, Any], Standing]:
     """A layer's own kernel; where that does not stand nondet's FP8 product, if it is one and that is proven."""
-    from nondet.vllm import scaled
+    from nondet.vllm import operators
 
     def asked(name: str, layer: Any) -> Standing:
         standing = own(name, layer)
         if standing.standing != AT_RISK or getattr(layer, "quant_method", None) is None:
             return standing
-        why = scaled.unfit(layer)
+        why = operators.unfit_scaled(layer)
         if not why:
             try:
-                scaled.replace(layer, counts, config.model_config.dtype, seen)
+                operators.replace_scaled(layer, counts, config.model_config.dtype, seen)
             except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
                 why = one_line(str(error), 120) or type(error).__name__
         if why:

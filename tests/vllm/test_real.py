@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,44 @@ def test_what_no_cpu_can_be_asked_for_is_where_its_configuration_has_it() -> Non
         assert attrgetter(f"parallel_config.{name}_parallel_size")(config) == 1
     assert attrgetter("parallel_config.world_size")(config) == 1
     assert attrgetter("cache_config.block_size")(config) > 0
+
+
+def _replaced(model: Any) -> dict[str, Any]:
+    """In the worker's process: every FP8 layer gets nondet's product; what it is compared with."""
+    import torch
+
+    from nondet.core import compare
+    from nondet.kernels.scaled import cpu
+    from nondet.kernels.scaled.functions import quantize_row
+    from nondet.vllm import operators
+
+    layers = {name: one for name, one in model.named_modules() if getattr(one, "scheme", None) is not None}
+    operators.use_counts([4])
+    alike = 0
+    for layer in layers.values():
+        x = torch.randn(3, layer.input_size_per_partition, dtype=torch.bfloat16)
+        before = layer.quant_method.apply(layer, x)
+        assert operators.unfit_scaled(layer) == ""
+        operators.replace_scaled(layer, [4], torch.bfloat16, {})
+        q, left = quantize_row(x)
+        right = layer.weight_scale.reshape(1, -1).expand(1, layer.weight.shape[1])
+        scaled = operators.scaled_product(x, layer.weight, layer.nondet_scales)
+        assert compare.identical(scaled, cpu.scaled_matmul(q, layer.weight, left, right, x.dtype))
+        # two quantizers round some numbers to neighbours in FP8, 1/16 apart; other scales or strides are far beyond
+        assert (scaled - before).float().norm() < before.float().norm() / 64
+        alike += 1
+    return {"layers": len(layers), "alike": alike}
+
+
+def test_an_fp8_layer_is_what_ours_takes_it_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint with a scale a row, as llm-compressor writes it: the layout of weights and scales once loaded."""
+    from vllm import LLM
+
+    from scripts.fp8_model import convert
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    convert("row", tmp_path / "row", vllm=True)
+    given = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 256, "enforce_eager": True}
+    llm = LLM(model=str(tmp_path / "row"), **given, gpu_memory_utilization=0.3)
+    (found,) = llm.apply_model(_replaced)
+    assert found == {"layers": 16, "alike": 16}

@@ -345,7 +345,8 @@ class Worker:
 def config(**changes: Any) -> Any:
     """A configuration as the plugin reads one; changes: dotted names with two underscores."""
     made = SimpleNamespace(
-        lora_config=None, speculative_config=None, kv_transfer_config=None, weight_transfer_config=None,
+        additional_config={}, lora_config=None, speculative_config=None, kv_transfer_config=None,
+        weight_transfer_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False,

@@ -1,0 +1,223 @@
+"""FP8 layers under vLLM, against toys of its kernels: what stands is kept, what does not is replaced, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nondet.vllm
+from nondet.core import compare
+from nondet.core.runfile import read_run
+from nondet.errors import UserError
+from nondet.kernels import reference
+from nondet.kernels.scaled import cpu
+from nondet.kernels.scaled.functions import BLOCK, FLOAT8, quantize_block, quantize_by, quantize_row, quantize_tensor
+from nondet.vllm import operators
+from tests.vllm import toys
+from tests.vllm.test_plugin import Toy, loaded
+from tests.vllm.test_plugin import toy as toy
+
+K, N = 512, 256
+
+
+class CutlassFP8ScaledMMLinearKernel:
+    """As vLLM's: one scale for a weight or for each of its columns; activations a row, or all of them, a scale."""
+
+    def __init__(self, **of_quantizer: Any) -> None:
+        self.quant_fp8 = SimpleNamespace(static=False, use_per_token_if_dynamic=True, use_ue8m0=False)
+        vars(self.quant_fp8).update(of_quantizer)
+
+
+class CutlassFp8BlockScaledMMKernel(CutlassFP8ScaledMMLinearKernel):
+    """As vLLM's: weights in blocks of 128x128, activations in shares of 128."""
+
+    def __init__(self, **of_quantizer: Any) -> None:
+        super().__init__(**({"group_size": BLOCK} | of_quantizer))
+
+
+class MarlinFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):
+    """One that multiplies in bfloat16."""
+
+
+class Fp8LinearMethod:
+    """As vLLM's; from `parts` rows on K is split in two, and each half's sum rounded."""
+
+    def __init__(self, kernel: Any, parts: int = 10**9) -> None:
+        self.fp8_linear, self.parts = kernel, parts
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        """The product, by the kernel's own scales."""
+        q, left = rows_of(layer, x)
+        blocks = hasattr(layer, "weight_scale_inv")
+        b, right = (layer.weight.t(), layer.weight_scale_inv.t()) if blocks else (layer.weight, layer.weight_scale)
+        right = right if blocks else right.reshape(1, -1).expand(1, N)
+        if len(x) < self.parts:
+            return cpu.in_order(q, b, left, right, x.dtype, bias)
+        scales = ((left[:, :2], right[:2]), (left[:, 2:], right[2:])) if blocks else ((left, right),) * 2
+        halves = zip(q.split(K // 2, 1), b.split(K // 2), scales, (None, bias), strict=True)
+        first, second = (cpu.in_order(*ab, *scale, x.dtype, added) for *ab, scale, added in halves)
+        return first + second
+
+
+def rows_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's activations in FP8, and their scales."""
+    if hasattr(layer, "weight_scale_inv"):
+        return quantize_block(x)
+    if getattr(layer, "input_scale", None) is not None:
+        q, scale = quantize_by(layer.input_scale, x)
+        return q, scale.expand(len(x), 1)
+    if getattr(layer, "per_tensor", False):
+        q, scale = quantize_tensor(x)
+        return q, scale.expand(len(x), 1)
+    return quantize_row(x, limit=getattr(layer, "input_scale_ub", None))
+
+
+def fp8(kernel: Any, parts: int, bias: bool = False, scales: str = "row", **given: Any) -> Any:
+    """A layer of vLLM's after its weights are loaded: [K, N] by columns, or [N, K] in blocks."""
+    torch.manual_seed(0)
+    layer = toys.QKVParallelLinear(K, N, Fp8LinearMethod(kernel, parts), bias)
+    layer.output_size_per_partition = N
+    if layer.bias is not None:
+        layer.bias.data = layer.bias.data.bfloat16()
+    wide = torch.randn(N, K) / 16
+    if isinstance(kernel, CutlassFp8BlockScaledMMKernel):
+        tiles = wide.view(N // BLOCK, BLOCK, K // BLOCK, BLOCK)
+        scale = tiles.abs().amax((1, 3), keepdim=True) / 448
+        layer.weight.data = (tiles / scale).view(N, K).to(FLOAT8[0])
+        layer.weight_scale_inv = torch.nn.Parameter(scale[:, 0, :, 0].contiguous(), requires_grad=False)
+    else:
+        scale = (wide.abs().amax() if scales == "tensor" else wide.abs().amax(1, keepdim=True)) / 448
+        layer.weight.data = (wide / scale).to(FLOAT8[0]).t()
+        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+    for name, value in given.items():
+        setattr(layer, name, value)
+    return layer
+
+
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rows": (CutlassFP8ScaledMMLinearKernel(), {}),
+    "rows, a limit, a bias": (
+        CutlassFP8ScaledMMLinearKernel(),
+        {"bias": True, "input_scale_ub": torch.tensor([2.0])},
+    ),
+    "tensor, static": (
+        CutlassFP8ScaledMMLinearKernel(static=True),
+        {"scales": "tensor", "input_scale": torch.tensor([0.01])},
+    ),
+    "blocks": (CutlassFp8BlockScaledMMKernel(), {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_does_not_stand_is_replaced(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
+    """Its own kernel parts at 32 rows. Ours has a row's bits at every M, and the values of float64."""
+    path = tmp_path / "coverage.jsonl"
+    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
+    kernel, given = FORMS[form]
+    layer = fp8(kernel, 32, **given)
+    worker = loaded(toy, torch.nn.Sequential(layer))
+    (standing,) = read_run(path).layer_standings
+    assert (standing.kind, standing.standing) == ("QKVParallelLinear by Fp8LinearMethod", "replaced")
+    assert "chain-fp8" in standing.why
+    assert worker.vllm_config.additional_config["nondet_scaled"] == ["0"], "the key of a compiled graph"
+    x = torch.randn(64, K, dtype=torch.bfloat16)
+    whole = layer(x)
+    for rows in (1, 3, 33, 64):
+        assert compare.identical(layer(x[:rows]), whole[:rows])
+        assert compare.identical(layer(x[-rows:]), whole[-rows:])
+    assert compare.identical(layer(x.view(2, 32, K)), whole.view(2, 32, N))
+    layer.quant_method = Fp8LinearMethod(kernel)  # the same scales, in the order of class chain-fp8
+    assert compare.identical(whole, layer(x))
+    q, left = rows_of(layer, x)
+    blocks = form == "blocks"
+    right = layer.weight_scale_inv.t() if blocks else layer.weight_scale.reshape(1, -1).expand(1, N)
+    exact = reference.scaled_matmul(q, layer.weight.t() if blocks else layer.weight, left, right, x.dtype)
+    exact = exact if layer.bias is None else exact + layer.bias.double()
+    # one rounding to bfloat16, and float32 sums of K / 128 shares: far below a second rounding
+    torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_stands_is_kept(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
+    path = tmp_path / "coverage.jsonl"
+    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
+    kernel, given = FORMS[form]
+    layer = fp8(kernel, 10**9, **given)
+    kept = layer.quant_method
+    worker = loaded(toy, torch.nn.Sequential(layer))
+    assert {s.standing for s in read_run(path).layer_standings} == {"certified stock"}
+    assert layer.quant_method is kept
+    assert worker.vllm_config.additional_config == {}
+
+
+def _other_strides(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.contiguous()
+
+
+def _half_scales(layer: Any) -> None:
+    layer.weight_scale.data = layer.weight_scale.data.half()
+
+
+def _e5m2(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.float().to(torch.float8_e5m2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "named"),
+    [
+        (MarlinFP8ScaledMMLinearKernel(), None, "no FP8 kernel that nondet has one for"),
+        (CutlassFP8ScaledMMLinearKernel(), _e5m2, "no FP8 kernel that nondet has one for"),
+        (CutlassFP8ScaledMMLinearKernel(use_per_token_if_dynamic=False), None, "one scale for all activations"),
+        (CutlassFP8ScaledMMLinearKernel(), _other_strides, "a weight that lies otherwise"),
+        (CutlassFP8ScaledMMLinearKernel(), _half_scales, r"scales of torch.float16 in \[256, 1\]"),
+        (CutlassFp8BlockScaledMMKernel(group_size=64), None, "activations in other shares than 128"),
+        (CutlassFp8BlockScaledMMKernel(use_ue8m0=True), None, "activations in other shares than 128"),
+    ],
+)
+def test_what_has_no_form_of_ours_stays_at_risk(toy: Toy, kernel: Any, change: Any, named: str) -> None:
+    layer = fp8(kernel, 32)
+    if change is not None:
+        change(layer)
+    kept = layer.quant_method
+    with pytest.raises(UserError, match=f"1 layers are at risk.*; not replaced: .*{named}"):
+        loaded(toy, torch.nn.Sequential(layer))
+    assert layer.quant_method is kept
+
+
+def test_ours_is_proven_and_not_believed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantizer that takes one scale for the whole batch, planted under our product: the layer stays at risk."""
+
+    def of_the_batch(rows: torch.Tensor, limit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        q, scale = quantize_tensor(rows)
+        return q, scale.expand(len(rows), 1).contiguous()
+
+    monkeypatch.setattr(operators, "quantize_row", of_the_batch)
+    layer = fp8(CutlassFP8ScaledMMLinearKernel(), 32)
+    kept = layer.quant_method
+    with pytest.raises(UserError, match="not replaced: its product gives a row other bits at M=1 than at M=64"):
+        loaded(toy, torch.nn.Sequential(layer))
+    assert layer.quant_method is kept
+
+
+def test_one_scale_for_all_activations_is_at_risk_by_itself(toy: Toy) -> None:
+    """Its kernel's order stands at every M: what differs is the scale that neighbours give a row."""
+    layer = fp8(CutlassFP8ScaledMMLinearKernel(use_per_token_if_dynamic=False), 10**9, per_tensor=True)
+    with pytest.raises(UserError, match=r"other bits at M=1 than at M=64; not replaced: one scale for all activations"):
+        loaded(toy, torch.nn.Sequential(layer))
+
+
+def test_a_tracer_sees_the_shape(toy: Toy) -> None:
+    loaded(toy, torch.nn.Sequential(fp8(CutlassFP8ScaledMMLinearKernel(), 10**9)))
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(3, 5, K, dtype=torch.bfloat16)
+        by_columns = torch.empty(N, K, dtype=FLOAT8[0]).t()
+        asked = torch.ops.vllm.nondet_scaled_product
+        assert asked(x, by_columns, torch.empty(1, N)).shape == (3, 5, N)
+        assert asked(x, torch.empty(N, K, dtype=FLOAT8[0]), torch.empty(K // BLOCK, N // BLOCK)).shape == (3, 5, N)
+    assert operators.room_for(33) == 64
