@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On-policy training as evidence on the GPU of this machine: logs and run files in FOLDER. Called again it goes on.
-# usage: bash scripts/evidence_rl.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
+# usage: bash scripts/evidence_rl.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it; ONLY='^rl': parts so named)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:?usage: bash scripts/evidence_rl.sh FOLDER [DEVICE]}
@@ -16,6 +16,7 @@ fi
 part() { # part NAME SECONDS COMMAND...: its output is NAME.txt; done once
     local name=$1 limit=$2 began=$SECONDS
     shift 2
+    [[ $name =~ ${ONLY:-.} ]] || return 0
     [ -e "$folder/$name.done" ] && return
     timeout "$limit" "$@" > "$folder/$name.txt" 2> "$folder/$name.log" && touch "$folder/$name.done"
     echo "$name: $? after $((SECONDS - began)) s"
@@ -28,7 +29,9 @@ command() { # command NAME SECONDS ARGUMENTS...: a command of nondet's that writ
 }
 
 for model in "${models[@]}"; do # promise A at length, then B: a process a model, since each waits for Python
-    part "at-length-$model" $((4 * seconds + 60)) "$python" scripts/promises.py "$seconds" only "$model" &
+    for dtype in bfloat16 float32; do
+        part "at-length-$model-$dtype" $((3 * seconds + 60)) "$python" scripts/promises.py "$seconds" only "$model" "$dtype" &
+    done
     part "repeat-$model" 400 "$python" scripts/promises.py 0 repeat only "$model" &
 done
 wait

@@ -17,7 +17,7 @@ each of four layouts x micro-batches of 1 to 16 x with and without gradient chec
 over the whole vocabulary; and a stock trainer, which must differ. Lines are added to FILE; what it has is not done
 again, but for the 100 steps, which must end with the weights that it names. A last line that was cut off is.
 
-`bfloat16`: at length in that dtype alone. `only NAME`, in either: that model alone, so that one process a model may run
+`bfloat16`, `float32`: at length in that dtype only. `only NAME`, in either: that model alone, so that one process a model may run
 at once on a GPU, which waits for Python.
 """
 
@@ -178,7 +178,7 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     say(device=gpu, torch=torch.__version__, transformers=transformers.__version__, nondet=nondet.__version__)
     for name in names if float(sys.argv[1]) else ():
-        for dtype in ("bfloat16",) if "bfloat16" in sys.argv else ("bfloat16", "float32"):
+        for dtype in [d for d in ("bfloat16", "float32") if d in sys.argv] or ("bfloat16", "float32"):
             with pinned(1):
                 at_length(name, dtype, float(sys.argv[1]))
     if "large" in sys.argv:
