@@ -17,8 +17,8 @@ each of four layouts x micro-batches of 1 to 16 x with and without gradient chec
 over the whole vocabulary; and a stock trainer, which must differ. Lines are added to FILE; what it has is not done
 again, but for the 100 steps, which must end with the weights that it names. A last line that was cut off is.
 
-`bfloat16`, `float32`: at length in that dtype only. `only NAME`, in either: that model alone, so that one process a model may run
-at once on a GPU, which waits for Python.
+`bfloat16`, `float32`: at length in that dtype only. `only NAME`, in either: that model alone, so that one process a
+model may run at once on a GPU, which waits for Python.
 """
 
 from __future__ import annotations
