@@ -363,7 +363,7 @@ def _prove_heights(product: Callable[..., None], depth: int, width: int) -> Tile
         lambda: cpu_tiles_prove(
             what,
             [case(seed) for seed in _SEEDS],
-            lambda rows: torch.empty(rows, width),
+            lambda rows: torch.empty(rows, width, dtype=torch.float32),
             _HEIGHTS,
         ),
     )
@@ -381,7 +381,7 @@ def _batches(product: Callable[..., None], height: int, depth: int, width: int) 
         return cpu_tiles_prove(
             what,
             cases,
-            lambda tiles: torch.empty(tiles, height, width),
+            lambda tiles: torch.empty(tiles, height, width, dtype=torch.float32),
             _BATCHES,
             bases=(1,),
         )
@@ -408,7 +408,7 @@ def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
     """
     rng = torch.Generator().manual_seed(23)
     length, heads = 3 * BLOCK - 7, 6
-    q, k, v = (4.0 * torch.rand(length, h, dim, generator=rng) - 2.0 for h in (heads, 2, 2))
+    q, k, v = (4.0 * torch.rand(length, h, dim, generator=rng, dtype=torch.float32) - 2.0 for h in (heads, 2, 2))
 
     def packed(pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         sizes = [end - start for start, end in pieces]
@@ -681,7 +681,7 @@ def _attend(
         note(f"cpu_attention[{group.height}x{BLOCK}]")
         index = group.k_index if places is None else _placed(group.k_index, places)
         room = _merge_blocks(q, k, v, index, group, factor, softcap)
-        result = torch.empty((group.valid.size, dim))
+        result = torch.empty((group.valid.size, dim), dtype=torch.float32)
         if room.kept:
             room.mixed.reshape(-1, dim).take(group.valid, 0, out=result.numpy(), mode="clip")
         else:
@@ -748,8 +748,8 @@ def _room(pairs: int, height: int, dim: int) -> _Room:
     small = pairs * max(BLOCK * dim, height * BLOCK, height * dim) <= _ROOM
     keep = small and all(tiles.plan(pairs).whole for tiles in products)
     with torch.inference_mode(False):  # what is made under it can't be written outside
-        q, keys = torch.empty(pairs, height, dim), torch.empty(pairs, BLOCK, dim)
-        weights, parts = torch.empty(pairs, height, BLOCK), torch.empty(pairs, height, dim)
+        sizes = (height, dim), (BLOCK, dim), (height, BLOCK), (height, dim)
+        q, keys, weights, parts = (torch.empty(pairs, *size, dtype=torch.float32) for size in sizes)
     rows = q.numpy().reshape(-1, dim), keys.numpy().reshape(-1, dim)
     made = _Room(products, keep, q, keys, keys.mT, weights, parts, *rows, weights.numpy(), parts.numpy())
     if keep:

@@ -300,7 +300,7 @@ def compile_merges(dtype: torch.dtype, head_dim: int, segments: int, device: tor
     out = torch.zeros(1, 2, head_dim, dtype=dtype, device=device)
     starts = torch.arange(2, dtype=torch.int32, device=device)
     for chunk in (n for n in _CHUNKS if n == _CHUNKS[0] or n < 2 * segments):
-        part = torch.zeros(2 * chunk * (head_dim + 2) + MERGE_CHUNK * head_dim, device=device)
+        part = torch.zeros(2 * chunk * (head_dim + 2) + MERGE_CHUNK * head_dim, dtype=torch.float32, device=device)
         numbers = (1, 1, 2, 2, chunk, 1, 2 * chunk, 1.0, *(out.stride(i) for i in (0, 1, 0)))
         how = {"VARLEN": True, "CAUSAL": True, "SEGMENT": SEGMENT}
         merge(2, chunk, (part, out, starts, starts), numbers, head_dim=head_dim, pdl=True, **how)

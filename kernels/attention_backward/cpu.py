@@ -81,7 +81,7 @@ def _request(
     heads, queries, group, dim = k.shape[1], q.shape[0], q.shape[1] // k.shape[1], q.shape[2]
     keys, values = (_by_head(x, heads, 1) for x in (k, v))  # [Hkv, S', D]
     of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
-    of_queries = torch.empty((queries, q.shape[1], dim))
+    of_queries = torch.empty((queries, q.shape[1], dim), dtype=torch.float32)
     place = torch.arange(keys.shape[1])
     for start in range(0, queries, _QUERIES):
         rows = slice(start, min(start + _QUERIES, queries))
@@ -118,7 +118,7 @@ def _request(
 def _by_head(x: torch.Tensor, heads: int, group: int) -> torch.Tensor:
     """x [T, heads * group, D] -> float32 [heads, group * T', D], each head's T filled up with zeros to T'."""
     tokens, _, dim = x.shape
-    padded = torch.zeros((heads, group, tokens + -tokens % _KEYS, dim))
+    padded = torch.zeros((heads, group, tokens + -tokens % _KEYS, dim), dtype=torch.float32)
     padded[:, :, :tokens] = x.view(tokens, heads, group, dim).permute(1, 2, 0, 3)
     return padded.view(heads, -1, dim)
 

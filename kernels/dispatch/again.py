@@ -99,7 +99,7 @@ def _reduced(
     found = _numbers(x, width)
     if found is None:
         return None
-    out = torch.empty((*x.shape[:-1], 1) if keepdim else x.shape[:-1])
+    out = torch.empty((*x.shape[:-1], 1) if keepdim else x.shape[:-1], dtype=torch.float32)
     into = out.numpy().reshape(-1)
     rows_cpu.sums_of(found[1], into)
     if mean:

@@ -164,7 +164,7 @@ def _parted(name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs
 
 def _inputs(name: str, x: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(x.numel())
-    drawn = torch.rand(x.shape, generator=generator)
+    drawn = torch.rand(x.shape, generator=generator, dtype=torch.float32)
     if name.startswith("sort"):
         return (drawn * 8).floor()
     if "prod" in name:

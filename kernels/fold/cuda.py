@@ -141,7 +141,7 @@ def carried(tile: Tile, cut: int) -> Callable[..., torch.Tensor]:
 
     def call(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
         grad, other = x.t().contiguous(), weight.t().contiguous()
-        acc = torch.zeros(len(x), len(weight), device=x.device)
+        acc = torch.zeros(len(x), len(weight), dtype=torch.float32, device=x.device)
         for begin, end in ((0, cut), (cut, len(grad))):
             if end > begin:
                 launch(acc, grad[begin:end], other[begin:end], tile)

@@ -303,7 +303,7 @@ def linear_weight_gradient(
         micro: Sequences of a micro-batch; 0: all.
         padding: "packed", "left" or "right", of a micro-batch.
     """
-    acc = torch.zeros((gradient.shape[1], x.shape[1]), device=x.device)
+    acc = torch.zeros((gradient.shape[1], x.shape[1]), dtype=torch.float32, device=x.device)
     batches = _micro_batches(x, gradient, lengths, micro, padding)
     return _added(acc, batches, fold_product).to(x.dtype)
 
@@ -322,7 +322,7 @@ def embedding_weight_gradient(
     x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
 ) -> torch.Tensor:
     """As `linear_weight_gradient`, of an embedding [K, N]: a token's id is where its row of x [T, K] is largest."""
-    acc = torch.zeros((x.shape[1], gradient.shape[1]), device=x.device)
+    acc = torch.zeros((x.shape[1], gradient.shape[1]), dtype=torch.float32, device=x.device)
     batches = _micro_batches(x, gradient, lengths, micro, padding)
     add: Add = lambda a, g, r, at: fold_lookup(a, g[at.rows].float(), r[at.rows].argmax(-1))  # noqa: E731 - likewise
     return _added(acc, batches, add).to(x.dtype)
@@ -367,7 +367,7 @@ def fold_anchor(
     x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
 ) -> torch.Tensor:
     """Class "fold" as it is written down: sequence by sequence, in steps of 16 tokens; no micro-batch, no padding."""
-    acc = torch.zeros((gradient.shape[1], x.shape[1]))
+    acc = torch.zeros((gradient.shape[1], x.shape[1]), dtype=torch.float32)
     for left, right in _sequences(gradient, x, lengths=lengths):
         acc.addmm_(left.t(), right)
     return acc.to(x.dtype)
@@ -390,7 +390,7 @@ def fold_lookup_anchor(
     x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
 ) -> torch.Tensor:
     """As `fold_anchor`, of an embedding: token after token."""
-    acc = torch.zeros((x.shape[1], gradient.shape[1]))
+    acc = torch.zeros((x.shape[1], gradient.shape[1]), dtype=torch.float32)
     for place, row in zip(x.argmax(-1).tolist(), gradient.float(), strict=True):
         acc[place] += row
     return acc.to(x.dtype)
@@ -610,7 +610,7 @@ class Fold:
                 call.seen.add(use.name)
             if len(args) != 1:
                 raise UserError(f"{use.name} was called with other arguments than its one input")
-            anchor = torch.zeros((), requires_grad=True)
+            anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
             tapped: torch.Tensor = _Tap.apply(out, args[0].detach(), anchor, self, use, call)
             return tapped
 

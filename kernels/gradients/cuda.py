@@ -109,7 +109,7 @@ def softmax_gradient(gradient: torch.Tensor, output: torch.Tensor, dtype: torch.
         return out
     m, width = g.numel() // g.shape[-1], g.shape[-1]
     how = plan(width, g.element_size())
-    parts = torch.empty((m, how.chunks), device=g.device) if how.chunks > 1 else out
+    parts = torch.empty((m, how.chunks), dtype=torch.float32, device=g.device) if how.chunks > 1 else out
     together, warps = how.rows_and_warps(m)  # of several chunks one row
     note(f"{'log_' * log}softmax_gradient[{how.chunks}x{how.span}]")
     grid, numbers = (-(-m // together) * how.chunks,), (m, width, how.chunks)
@@ -130,7 +130,7 @@ def rms_norm_gradient(
     (m, width), how = x.shape, plan(x.shape[1], x.element_size())
     if how.chunks > 1 or not x.numel():
         return None
-    out, scale = torch.empty_like(x), torch.empty(m, device=x.device)
+    out, scale = torch.empty_like(x), torch.empty(m, dtype=torch.float32, device=x.device)
     together, warps = how.rows_and_warps(m)
     warps *= 2 if how.span > 8192 else 1  # two rows and a weight are held, a softmax's is one
     note(f"rms_norm_gradient[{how.span}]")

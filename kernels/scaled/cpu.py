@@ -70,9 +70,9 @@ def in_order(
     step = min(step, BLOCK) if blocked else step
     starts = range(0, K, step)
     each = -(-len(starts) // splits)
-    total = torch.zeros(M, N, device=a.device)
+    total = torch.zeros(M, N, dtype=torch.float32, device=a.device)
     for first in range(0, len(starts), max(each, 1)):
-        mine = torch.zeros(M, N, device=a.device)
+        mine = torch.zeros(M, N, dtype=torch.float32, device=a.device)
         for k in starts[first : first + each]:
             sum_of = exact(a[:, k : k + step], b[k : k + step], product).float()
             if blocked:

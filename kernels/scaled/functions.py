@@ -94,7 +94,8 @@ def operands(
     scales = []
     for place, (rows, columns) in enumerate(shapes):
         along_k = (columns, rows)[place] if how == "block" else 1
-        drawn = torch.rand(rows, columns, device=device, generator=generator(seed + 2 + place, device)) + 0.5
+        rng = generator(seed + 2 + place, device)
+        drawn = torch.rand(rows, columns, dtype=torch.float32, device=device, generator=rng) + 0.5
         if kind in (*ORDER, "mixed") and along_k > 1:
             drawn = (drawn[:, :1] if place == 0 else drawn[:1]).expand(rows, columns).contiguous()
         scales.append(torch.exp2(torch.floor(drawn * 2) - 2) if kind in EXACT else drawn)
@@ -103,7 +104,7 @@ def operands(
 
 def _steps(rows: int, columns: int, device: str) -> torch.Tensor:
     """[rows, columns] from 0.5 to 1.5, laid out by columns, as torch asks of scales in blocks."""
-    flat = torch.arange(rows * columns, device=device).view(rows, columns) * 37 % 101 / 101 + 0.5
+    flat = (torch.arange(rows * columns, device=device).view(rows, columns) * 37 % 101).float() / 101 + 0.5
     return flat.mT.contiguous().mT
 
 

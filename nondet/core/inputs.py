@@ -131,8 +131,9 @@ def order_revealing(
     places = torch.randperm(half, generator=rng, device=device)
     rng.manual_seed(2 * seed + int(negate))
     spread = float(binades if binades is not None else (6 if seed % 2 else 20))
-    exponent = torch.floor((torch.rand(rows, width, generator=rng, device=device) - 0.5) * spread)
-    x = torch.ldexp(torch.rand(rows, width, generator=rng, device=device) * 2.0 - 1.0, exponent).to(dtype)
+    drawn = [torch.rand(rows, width, generator=rng, dtype=torch.float32, device=device) for _ in range(2)]
+    exponent = torch.floor((drawn[0] - 0.5) * spread)
+    x = torch.ldexp(drawn[1] * 2.0 - 1.0, exponent).to(dtype)
     x[:, half : 2 * half] = -x[:, places] if negate else x[:, places]
     if width > 1:
         x[:, 2 * half :] *= 2.0**-12
