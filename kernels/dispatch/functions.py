@@ -432,6 +432,21 @@ def _name(op: torch._ops.OpOverload) -> str:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _keys(*names: str) -> int:
+    """Bits of a dispatch key set that one of these tensors sets and no dense one does."""
+    found = 0
+    for name in names:
+        found |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)).raw_repr()
+    return found & ~torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
+
+
+# An operator that torch composes of others is met before torch brings its tensors into plain memory: one may say that
+# its numbers are to be read negated, and one may have no memory of its own. Of all others torch sees to that.
+_NEGATED = _keys("Negative")
+_NOT_DENSE = _keys("ZeroTensor", "SparseCPU", "SparseCsrCPU", "NestedTensorCPU", "QuantizedCPU", "MkldnnCPU")
+_UNUSUAL = _NEGATED | _NOT_DENSE
 _ASKED = frozenset({*_PLAIN, type(None), bool, int, float, str, list})  # of operators that have no lists of tensors
 
 
@@ -515,7 +530,32 @@ def replacing(
             emit(qualified, args, kwargs, out, how)
         return out
 
-    return run
+    return _in_memory(name, run, stock) if composed else run
+
+
+def _in_memory(name: str, run: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` of a composed operator, for dense tensors whose numbers are what stands in memory."""
+
+    def whole(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        unusual = keyset.raw_repr() & _UNUSUAL
+        if unusual & _NEGATED and not inside.active:
+            args, kwargs = tuple(map(_resolved, args)), {key: _resolved(value) for key, value in kwargs.items()}
+        if not unusual & _NOT_DENSE or inside.active:
+            return run(keyset, *args, **kwargs)
+        now = current()
+        out, how = in_parts(now, stock, keyset, *args, **kwargs), "original" if name == "linear" else "left"
+        if how == "left":
+            count(how, label(name, args, "a tensor that is not dense"))
+        if now.hooks:
+            emit(f"aten::{name}", args, kwargs, out, how)
+        return out
+
+    return whole
+
+
+def _resolved(value: Any) -> Any:
+    """A tensor whose numbers are to be read negated, with the numbers themselves; anything else as it is."""
+    return value.resolve_neg() if isinstance(value, torch.Tensor) else value
 
 
 def _line(error: Exception) -> str:

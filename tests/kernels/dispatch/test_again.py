@@ -167,6 +167,46 @@ def test_attention_is_asked_for_as_a_whole(request: pytest.FixtureRequest) -> No
             mask[1, :, :, : turn + 2] = False  # the mask's content, in place
 
 
+@pytest.mark.parametrize("name", [n for n in calls(torch.float32) if n.startswith(("linear", "rms_norm", "attention"))])
+@pytest.mark.parametrize("asked", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_numbers_that_are_to_be_read_negated(name: str, asked: Callable[[], Any]) -> None:
+    """As the imaginary part of a conjugate is: composed operators are met before torch negates them."""
+    call, operands = calls(torch.float32)[name]
+    for place in range(len(operands)):
+        negated, plain = list(operands), list(operands)
+        negated[place], plain[place] = torch.complex(operands[place], operands[place]).conj().imag, -operands[place]
+        assert negated[place].is_neg()
+        with asked(), batch_invariant():
+            right = call(*plain)
+            assert all(identical(call(*negated), right) for _ in range(3))
+            assert not identical(call(*operands), right)
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_layout_without_plain_memory_is_left_to_torch(layout: Callable[..., torch.Tensor], place: int) -> None:
+    """Also where a plain call of these shapes was before; nobody is warned of a fault of ours."""
+    operands = [drawn(5, 77), drawn(48, 77, seed=4)]
+    unusual = [layout(x) if i == place else x for i, x in enumerate(operands)]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            right = F.linear(*unusual)
+        except RuntimeError:  # torch has none
+            right = None
+        with batch_invariant() as block:
+            F.linear(*operands)
+            for _ in range(2):
+                if right is None:
+                    with pytest.raises((RuntimeError, NotImplementedError)):
+                        F.linear(*unusual)
+                else:
+                    made = F.linear(*unusual)
+                    assert made.layout == right.layout
+                    assert torch.allclose(made.to_dense(), right.to_dense(), atol=1e-4)  # stock's, in parts
+        assert block.coverage().replaced["linear"] == 1
+
+
 def test_gradients_take_no_short_way() -> None:
     """What autograd records is the operator: a second call has its gradient as the first."""
     x, weight = drawn(5, 77), drawn(48, 77, seed=4).requires_grad_()
