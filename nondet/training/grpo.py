@@ -196,15 +196,19 @@ class Batch(NamedTuple):
 
 
 def requests_of(settings: Settings, loaded: LoadedModel, seed: int, step: int) -> tuple[list[Request], list[str]]:
-    """The requests of a step and the text of each group's prompt: of seed and step alone, so alike in all arms."""
-    rng = random.Random(f"nondet rl {seed} {step}")  # noqa: S311 - arrivals and tasks, no secret
+    """The requests of a step and the text of each group's prompt: of seed and step alone, so alike in all arms.
+
+    They arrive at the same steps of the engine each time: on a GPU torch's cuDNN plans for every shape that is new.
+    """
+    rng = random.Random(f"nondet rl {seed} {step}")  # noqa: S311 - tasks, no secret
+    arrivals = random.Random(f"nondet rl {seed}")  # noqa: S311 - no secret
     texts = list(TASKS[settings.task].prompts(settings.groups, rng))
     requests = []
     for group, text in enumerate(texts):
         prompt = tuple(loaded.encode(text))
         for j in range(settings.group):
             own = int.from_bytes(hashlib.sha256(f"{seed} {step} {group} {j}".encode()).digest()[:8], "big")
-            name, arrival = f"t{group:03d}-{j:03d}", rng.randrange(_SPREAD)
+            name, arrival = f"t{group:03d}-{j:03d}", arrivals.randrange(_SPREAD)
             drawn = Sampling(1.0, 0, 1.0, own)
             requests.append(Request(name, True, prompt, settings.tokens, arrival, group, drawn))
     return requests, texts

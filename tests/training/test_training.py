@@ -263,6 +263,16 @@ def test_rounded_rollouts_differ_and_leave_the_trainer_s_weights(folder: Path) -
     assert rounded.k3 > 1e3 * max(plain.k3, 1e-12)
 
 
+def test_requests_arrive_alike_in_every_step(folder: Path) -> None:
+    """Equal lengths at equal steps of the engine have equal shapes; what is drawn is another."""
+    loaded = load_model(str(folder), "float32", "cpu")
+    (first, _), (later, _), (other, _) = (grpo.requests_of(settings(), loaded, *at) for at in ((0, 0), (0, 5), (1, 0)))
+    arrivals = [r.arrival_step for r in first]
+    assert len(set(arrivals)) > 1
+    assert [r.arrival_step for r in later] == arrivals != [r.arrival_step for r in other]
+    assert all(a.sampling != b.sampling for a, b in zip(first, later, strict=True))
+
+
 def test_groups_of_one_reward_teach_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their advantage is exactly 0, those of one text are counted, and weights stay where no group has two rewards."""
     loaded = load_model(str(folder), "float32", "cpu")
