@@ -142,7 +142,8 @@ def _layer_norm(
     width = ends[0]
     if shape[0] != width or not (weight is None or weight.shape == ends) or not (bias is None or bias.shape == ends):
         return None
-    found = _numbers(x, width)
+    dtypes = {p.dtype for p in (weight, bias) if p is not None}
+    found = _numbers(x, width) if len(dtypes) < 2 and dtypes <= {dtype, torch.float32} else None
     if found is None:
         return None
     wide, rows = found

@@ -607,9 +607,11 @@ def layer_norm(
     require(x)
     if len(normalized_shape) != 1:
         raise Leave("over more than one axis")
-    width = tuple(normalized_shape)
-    if tuple(x.shape[-1:]) != width or any(tuple(p.shape) != width for p in (weight, bias) if p is not None):
+    width, given = tuple(normalized_shape), [p for p in (weight, bias) if p is not None]
+    if tuple(x.shape[-1:]) != width or any(tuple(p.shape) != width for p in given):
         raise Leave("shapes that do not fit")  # torch's own error
+    if len({p.dtype for p in given}) > 1 or any(p.dtype not in (x.dtype, torch.float32) for p in given):
+        raise Leave("dtypes that do not fit")  # likewise
     if x.is_cuda:
         from nondet.kernels.rows.cuda import layer_norm as fused
 

@@ -182,6 +182,20 @@ def test_numbers_that_are_to_be_read_negated(name: str, asked: Callable[[], Any]
             assert not identical(call(*operands), right)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_a_norms_parameters_of_another_dtype_are_torchs_error(dtype: torch.dtype) -> None:
+    """Neither rounded nor robbed of their imaginary part, at the first call and after one of these shapes."""
+    x, weight = drawn(5, 77), drawn(77, seed=2)
+    with torch.no_grad(), batch_invariant():
+        for _ in range(2):
+            for given in ((weight.to(dtype), weight), (weight, weight.to(dtype)), (weight.to(dtype), None)):
+                with pytest.raises(RuntimeError, match="scalar type"):
+                    F.layer_norm(x, (77,), *given)
+            F.layer_norm(x, (77,), weight, weight)
+        half = x.bfloat16()
+        assert identical(F.layer_norm(half, (77,), weight, weight), F.layer_norm(half, (77,), weight, weight))
+
+
 @pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_layout_without_plain_memory_is_left_to_torch(layout: Callable[..., torch.Tensor], place: int) -> None:
