@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from nondet.core.launch import note
+from nondet.errors import UserError
 from nondet.kernels.dispatch.state import Kernels, Leave, count, current, guarded, kernels_for
 from nondet.kernels.reference import autograd
 
@@ -96,6 +96,39 @@ def _scale(q: torch.Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
+class _NoSecond(torch.autograd.Function):
+    """A gradient as it is. A derivative of it, asked for on the way back, is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *unused: torch.Tensor) -> Any:
+        raise UserError(
+            "a second derivative through a kernel of nondet, which has the first alone",
+            "Compute what needs it (a gradient penalty, a Hessian) outside of the block.",
+        )
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """backward(ctx, gradient, *saved tensors) as a Function's, without a second derivative.
+
+    torch's `once_differentiable` refuses that to `Tensor.backward` alone: where torch.autograd.grad is told its inputs,
+    nothing leads from them to its error, and what went through the Function would be missing without a word.
+    """
+
+    def run(ctx: Any, gradient: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        with torch.no_grad():
+            found = backward(ctx, gradient, *saved)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = tuple(x if x is None else _NoSecond.apply(x, gradient, *saved) for x in found)
+        return found
+
+    return run
+
+
 class _Attention(torch.autograd.Function):
     """Packed, q [Tq, Hq, D] with cu_seqlens in `more`, or of a batch, q [B, Hq, Tq, D]."""
 
@@ -109,9 +142,10 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        q, k, v, out = ctx.saved_tensors
+    @once
+    def backward(
+        ctx: Any, gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> Any:
         more = {name: value for name, value in ctx.more.items() if name != "positions"}  # where keys lie is enough
         whole = q.dim() == 4
         if whole:
@@ -139,11 +173,10 @@ class _RMSNorm(torch.autograd.Function):
         return kernels_for(x.device.type).rms_norm(x, weight, eps)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    @once
+    def backward(ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
         from nondet.kernels.dispatch.gradients import rms_norm_backward
 
-        x, weight = ctx.saved_tensors
         of = guarded(rms_norm_backward)(kernels_for(x.device.type), gradient, x, weight, ctx.eps, ctx.needs_input_grad)
         count("replaced", "rms_norm_backward")
         return (*of, None)
@@ -158,9 +191,8 @@ class _Linear(torch.autograd.Function):
         return kernels_for(x.device.type).linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+    @once
+    def backward(ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
         rows = gradient.reshape(-1, weight.shape[0])
         of_weight = torch.mm(rows.t(), x.reshape(-1, weight.shape[1])) if ctx.needs_input_grad[1] else None
         return torch.mm(rows, weight).view(x.shape), of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

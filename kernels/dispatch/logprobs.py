@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from nondet.errors import UserError
+from nondet.kernels.dispatch.differentiable import once
 from nondet.kernels.dispatch.state import guarded
 from nondet.kernels.pointwise.cpu import vectors_only
 
@@ -91,9 +92,9 @@ class _Logprobs(torch.autograd.Function):
         return out.to(dtype).view(ids.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, ids, masses, *kept = ctx.saved_tensors
+    @once
+    def backward(ctx: Any, gradient: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, ids, masses, *kept = saved
         return guarded(_backward)(logits, ids, masses, kept, gradient, ctx.temperature), None, None, None, None
 
 

@@ -185,6 +185,46 @@ def test_a_norm_has_its_bits_and_a_gradient(dtype: torch.dtype, device: str) -> 
     assert invariance.coverage().replaced["rms_norm"] == 2
 
 
+SECOND: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
+    "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-6), [(5, 16), (16,)]),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [(1, 2, 5, 8)]),
+    "linear, its bias apart": (lambda x, w, b: F.linear(x.mT, w, b), [(2, 16, 3), (7, 16), (7,)]),
+    "token_logprobs": (lambda x: nondet.token_logprobs(x, torch.arange(5)), [(5, 16)]),
+    "softmax": (lambda x: torch.softmax(x, -1), [(5, 16)]),
+    "linear": (F.linear, [(5, 16), (7, 16)]),
+}
+
+
+@pytest.mark.parametrize("name", list(SECOND))
+def test_a_second_derivative_is_right_or_refused(name: str) -> None:
+    """torch's once_differentiable refuses it to `backward` alone: torch.autograd.grad left out what went through."""
+    call, shapes = SECOND[name]
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+
+    def first(create: bool) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...], torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        found = torch.autograd.grad(call(*leaves).pow(3).sum(), leaves, create_graph=create)
+        return leaves, found, sum((x.pow(2).sum() for x in found), torch.zeros(()))
+
+    with nondet.batch_invariant(training=True):
+        _, plain, _ = first(False)
+        leaves, found, penalty = first(True)
+        assert all(identical(a.detach(), b) for a, b in zip(found, plain, strict=True))
+        if name in ("softmax", "linear"):  # made of torch's own formulas
+            second = torch.autograd.grad(penalty, leaves)
+            penalty = first(True)[2]
+            penalty.backward()
+        else:
+            with pytest.raises(UserError, match="second derivative"):
+                torch.autograd.grad(penalty, leaves, allow_unused=True)
+            with pytest.raises(UserError, match="second derivative"):
+                first(True)[2].backward()
+            return
+    leaves, _, penalty = first(True)
+    for got, right in zip(second, torch.autograd.grad(penalty, leaves), strict=True):
+        assert torch.allclose(got, right, rtol=1e-4, atol=1e-4)
+
+
 def test_packed_weights_and_training_exclude_each_other() -> None:
     """Copies of weights would be stale after a step that goes around torch's counter, without a word."""
     model = built("qwen3", torch.bfloat16, "cpu")
