@@ -345,6 +345,8 @@ def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs:
 def _forget_graphs() -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+        for op in map(_overload, _WHOLE):  # a trace remembers whether an operator is taken apart, and nobody tells it
+            op._dispatch_cache.clear()
 
 
 def _overload(name: str) -> Any:

@@ -88,6 +88,27 @@ def test_graphs_from_outside_are_not_run_inside() -> None:
     assert block.coverage().replaced["mm"] == 1
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "rms_norm"])
+def test_what_was_compiled_outside_before_is_whole_inside(name: str, backend: str) -> None:
+    """A trace remembers, process-wide, that an operator is taken apart: attention then was stock's, at risk."""
+    calls = {
+        "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        "rms_norm": lambda x: F.rms_norm(x, (32,), WEIGHT[0, :32], 1e-6),
+    }
+    x, call = rand(2 * 3 * 9, 32).view(2, 3, 9, 32), calls[name]
+    compiled = torch.compile(call, backend=backend)
+    with torch.no_grad():
+        outside = compiled(x)
+        for _ in range(2):
+            with batch_invariant() as block:
+                inside = compiled(x)
+                assert block.coverage().replaced == {name: 1}
+                assert not any(what.startswith(("_scaled", "aten")) for what in block.coverage().at_risk)
+                assert identical(inside, call(x))
+            assert identical(compiled(x), outside)
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_the_bits() -> None:
     """A forward captured under the block and replayed has the bits of the block, at 1 row and at many."""
