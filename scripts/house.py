@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1290,
-    "kernels": 21345,
+    "kernels": 21360,
     "nondet": 1826,
     "probes": 5453,
     "ranks": 596,

@@ -301,12 +301,14 @@ _POINTWISE = frozenset(OPERATORS["pointwise"])
 _WHOLE = ("scaled_dot_product_attention", "rms_norm")
 _PRIMS_THAT_REDUCE = frozenset({"fft_c2c", "fft_c2r", "fft_r2c", "prod", "sum", "svd", "var"})
 _saved_compile: list[Any] = []  # [the compiler's entry as it was], while installed
+_notes: list[_Note] = []  # who is told, likewise
 
 
 def install_compile(note: _Note) -> None:
     """Have inductor compile for us, and have everything compiled anew."""
     wrapper = torch._TorchCompileInductorWrapper
     _saved_compile.append(wrapper.__call__)
+    _notes.append(note)
 
     def call(self: Any, model: Any, inputs: Any, *, config_patches: dict[str, Any] | None = None) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -326,6 +328,7 @@ def install_compile(note: _Note) -> None:
 def uninstall_compile() -> None:
     """Undo `install`; nothing where nothing is installed."""
     if _saved_compile:
+        _notes.clear()
         torch._TorchCompileInductorWrapper.__call__ = _saved_compile.pop()  # type: ignore[method-assign]
         _forget_graphs()
 
@@ -337,8 +340,11 @@ def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs:
 
     grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
     compiler = any(isinstance(x, (FakeTensor, FunctionalTensor)) for x in args)
-    if name in _WHOLE and compiler and not grad:
-        return _operators()[_overload(name)](*args, **kwargs)
+    if name in _WHOLE and compiler:
+        if not grad and (name == "rms_norm" or _of_a_decoder(*args[:3])):
+            return _operators()[_overload(name)](*args, **kwargs)
+        for note in _notes:
+            note(f"{name}: taken apart by torch.compile, {'as a gradient is asked for' if grad else 'for its shapes'}")
     return original.call_boxed(keyset, *args, **kwargs)
 
 
@@ -385,11 +391,20 @@ _operators_library: list[torch.library.Library] = []
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The aten operator, replaced or not, its results contiguous: their strides are promised when the graph is made."""
     out = op(*args, **kwargs)
-    return out.contiguous() if isinstance(out, torch.Tensor) else tuple(x.contiguous() for x in out)
+    if isinstance(out, torch.Tensor):
+        return out.contiguous()
+    return tuple(None if x is None else x.contiguous() for x in out)  # a gradient that nobody wants is none
+
+
+def _of_a_decoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether attention's result has the queries' shape, by shapes that need no broadcasting."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return False
+    return q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] <= q.shape[1] and v.shape[3] == q.shape[3]
 
 
 def _like_first(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention's result has the queries' shape, since keys and values have one head dim; a norm's its input's."""
+    """Attention's result has the queries' shape, see `_of_a_decoder`; a norm's its input's."""
     return q.new_empty(q.shape)
 
 

@@ -109,6 +109,34 @@ def test_what_was_compiled_outside_before_is_whole_inside(name: str, backend: st
             assert identical(compiled(x), outside)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_attention_that_is_not_shaped_as_its_queries(backend: str) -> None:
+    """Values of another width, or requests that share keys: a graph was promised the queries' shape, and ended."""
+    q, k, v = rand(72, 32).view(2, 4, 9, 32), rand(72, 32).neg().view(2, 4, 9, 32), rand(72, 16).view(2, 4, 9, 16)
+    with torch.no_grad(), batch_invariant() as block:
+        for operands in ((q, k, v), (q[:1], k, k), (q[:, :1], k, k)):
+            call = torch.compile(F.scaled_dot_product_attention, backend=backend)
+            assert torch.allclose(call(*operands), F.scaled_dot_product_attention(*operands), atol=1e-5)
+    assert "scaled_dot_product_attention: taken apart by torch.compile, for its shapes" in block.coverage().at_risk
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_gradient(backend: str, training: bool) -> None:
+    """Compiled, RMSNorm with a gradient is in parts, without the sampler's bits: it is told. A bias may have none."""
+
+    def step(norm: torch.nn.Module) -> torch.Tensor:
+        x = rand(5, 96).requires_grad_()
+        return torch.autograd.grad(torch.compile(norm, backend=backend)(x).square().sum(), x)[0]
+
+    for norm in (torch.nn.LayerNorm(96, bias=False), torch.nn.RMSNorm(96, eps=1e-6)):
+        norm.requires_grad_(False)
+        right = step(norm)
+        with batch_invariant(training=training) as block:
+            assert torch.allclose(step(norm), right, atol=1e-4)
+    assert "rms_norm: taken apart by torch.compile, as a gradient is asked for" in block.coverage().at_risk
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_the_bits() -> None:
     """A forward captured under the block and replayed has the bits of the block, at 1 row and at many."""
