@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,21 +111,25 @@ class Policy:
         self.publish()
         return norm
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and moments by name, as they lie."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of weights and moments, by name."""
         named = dict(zip((f"weight.{name}" for name in self.names), self.master, strict=True))
         for name, exact in zip(self.names, self.master, strict=True):
             state = self.optimizer.state[exact]
             named |= {f"{kind}.{name}": state[kind] for kind in ("exp_avg", "exp_avg_sq")}
-        return {name: tensor.contiguous() for name, tensor in sorted(named.items())}
+        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in sorted(named.items())}
 
-    def save(self, path: Path, record: TrainingStep) -> None:
+    def updates(self) -> int:
+        """Optimizer steps so far."""
+        return int(self.optimizer.state[self.master[0]]["step"])
+
+    @staticmethod
+    def save(path: Path, record: TrainingStep, tensors: dict[str, torch.Tensor], updates: int) -> None:
         """Write the state after the step of `record`, whole or not at all; its digest and the record are in it."""
         from safetensors.torch import save_file
 
-        tensors = self._tensors()
         told = {"record": msgspec.json.encode(record).decode(), "digest": digest(*tensors.values())}
-        told["updates"] = str(int(self.optimizer.state[self.master[0]]["step"]))
+        told["updates"] = str(updates)
         with replacing(path) as scratch:
             save_file(tensors, str(scratch), metadata=told)
 
@@ -383,19 +388,31 @@ def _train(
             what = f"{path} is the checkpoint of step {record.step} of {one_line(record.impl, 40)}"
             raise UserError(f"{what}; the run file has {first} of {arm}", "Begin anew with --force.")
         progress(arm, seed, first, record)
-    for step in range(first, settings.steps):
-        try:
-            record = step_of(policy, loaded, settings, arm, seed, step)
-        except UserError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever ends an arm becomes its last record; the others go on
-            record = TrainingStep(impl=arm, seed=seed, step=step, status="error", reason=reason_of(error))
-        if record.status == "ok":
-            policy.save(path, record)
+
+    def keep(record: TrainingStep, *state: Any) -> bool:
+        if state:
+            policy.save(path, record, *state)
         record = writer.write(record)
-        progress(arm, seed, step + 1, record)
-        if record.status != "ok":
-            break
+        progress(arm, seed, record.step + 1, record)
+        return record.status == "ok"
+
+    with ThreadPoolExecutor(1) as keeping:  # a step is hashed and written while the next one samples
+        kept: Future[bool] | None = None
+        for step in range(first, settings.steps):
+            try:
+                record = step_of(policy, loaded, settings, arm, seed, step)
+            except UserError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever ends an arm becomes its last record; the others go on
+                record = TrainingStep(impl=arm, seed=seed, step=step, status="error", reason=reason_of(error))
+            if kept is not None and not kept.result():
+                break
+            state = (policy.tensors(), policy.updates()) if record.status == "ok" else ()
+            kept = keeping.submit(keep, record, *state)
+            if not state:
+                break
+        if kept is not None:
+            kept.result()
     path.unlink(missing_ok=True)
 
 
