@@ -87,7 +87,7 @@ def text(decision: Decision, run: Run) -> list[str]:
         lines += [f"  {one_line(note, 400)}" for note in verdict.notes[:4]]
     if decision.outcome != Outcome.SHUT:  # where something diverged there is nothing that might have been missed
         lines += [one_line(f"{power.impl}: {power_text(power)}", 600) for power in decision.power]
-        if not decision.power and decision.outcome == Outcome.OPEN:
+        if run.rows and not decision.power and decision.outcome == Outcome.OPEN:
             lines.append("A sweep over chosen sizes has counts and no rate: sizes that were not tried are not covered.")
     lines.append(one_line(f"gate {_outcome(decision)}: {_why(decision, run)}", 1200))
     return lines

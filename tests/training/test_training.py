@@ -17,6 +17,7 @@ from nondet.cli import main
 from nondet.core.records import Header, Run, TrainingStep
 from nondet.core.runfile import read_run, write_run
 from nondet.errors import UserError
+from nondet.reports import gate
 from nondet.sampling.model import load_model
 from nondet.training import grpo
 from nondet.training.tasks import ARMS, TASKS, balanced, summed
@@ -390,7 +391,11 @@ def test_verdicts_say_in_how_many_steps() -> None:
     failed = TrainingStep(impl="invariant", seed=0, step=10, status="error", reason="out of memory")
     assert exit_code(run_of(*invariant, failed), "divergent")[0] == 1
     assert judge(run_of(failed))[0].finding == Finding.UNTESTED
-    assert decide(run_of(*stock, *invariant), impls=["invariant"], rate=0.1, confidence=0.9, by="load").code == 0
+    opened = decide(run_of(*stock, *invariant), impls=["invariant"], rate=0.1, confidence=0.9, by="load")
+    assert opened.code == 0
+    said = gate.text(opened, run_of(*stock, *invariant))
+    assert said[-1].startswith("gate open: no divergence observed")
+    assert not any("sweep" in line for line in said), "no sizes were chosen"
 
 
 def test_arms_are_held_against_seeds() -> None:
