@@ -27,7 +27,7 @@ BUDGET = {
     "bench": 2400,
     "certify": 1152,
     "commands": 960,
-    "core": 6340,
+    "core": 6365,
     "diagnose": 1040,
     "embedded": 10,
     "endpoint": 3150,

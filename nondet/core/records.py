@@ -1111,6 +1111,22 @@ _CHECKS: dict[type[Any], Callable[[Any], None]] = {
 }
 
 
+def _planned(header: Header) -> dict[tuple[str, ...], int]:
+    """(kind, arm) -> how many of them a run has that came to its end, where its plan says so."""
+    plan = header.plan
+    arms, texts = plan.get("arms"), plan.get("texts")
+    sizes: list[Any]
+    if header.command == "rl":
+        kind, sizes = "training-step", [plan.get("steps"), plan.get("seeds")]
+    elif header.command == "mismatch":
+        kind, sizes = "mismatch-rollout", [plan.get("n"), len(texts) if isinstance(texts, list) else None]
+    else:
+        return {}
+    if not isinstance(arms, list) or any(type(size) is not int for size in sizes):
+        return {}
+    return {(kind, arm): math.prod(sizes) for arm in arms if isinstance(arm, str)}
+
+
 class RunChecks:
     """The checks of one file, record by record, and what only all records together show."""
 
@@ -1122,6 +1138,7 @@ class RunChecks:
         self._steps = 0
         self._finished: Counter[tuple[str, int]] = Counter()
         self._over: set[tuple[str, int]] = set()
+        self._planned, self._failed = _planned(header), set[str]()
 
     def header(self, header: Header) -> None:
         """The plan is shaped as one. Raises ContradictionError."""
@@ -1154,11 +1171,17 @@ class RunChecks:
             _need(counted == record.targets, "targets", f"{record.targets}, with {counted} completions before it")
             self._span(place, record.background.values())
             self._over.add(place)
+        elif isinstance(record, TrainingStep) and record.status != "ok":
+            self._failed.add(record.impl)  # which ended it early
         self._keys.add(key)
 
     def end(self, end: End) -> None:
-        """The last line counts what came before it. Raises ContradictionError."""
+        """The last line counts what came before it, and nothing of the plan is missing. Raises ContradictionError."""
         _need(end.records == len(self._keys), "records", f"{end.records}, with {len(self._keys)} in the file")
+        told = Counter(key[:2] for key in self._keys)
+        for of, planned in self._planned.items():
+            whole = told[of] == planned or of[1] in self._failed
+            _need(whole, "records", f"{told[of]} of {planned} {of[0]} of {of[1][:80]}, as planned")
 
     def _span(self, place: tuple[str, int], schedules: Iterable[list[list[int]]]) -> None:
         before = self._ends.get(place, 0)

@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from nondet.core.compare import error_against
-from nondet.core.records import SCHEMA_VERSION, Completion, Row, Served, Status
+from nondet.core.records import (
+    SCHEMA_VERSION,
+    Completion,
+    MismatchRollout,
+    Row,
+    Served,
+    Status,
+    TrainingStep,
+)
 from nondet.core.runfile import RunWriter, open_run, read_run, write_run
 from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
 from nondet.errors import UnrecordableError, UserError
@@ -191,6 +199,36 @@ def test_a_malformed_row_is_named_by_its_line(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"trials":3', b'"trials":"three"'))
     with pytest.raises(UserError, match=r"malformed in line 2.*trials"):
         read_run(path)
+
+
+@pytest.mark.parametrize("command", ["rl", "mismatch"])
+def test_a_run_that_ended_has_all_that_was_planned(command: str, tmp_path: Path) -> None:
+    """Where a line is taken out and the last one's count mended, the arm's verdict would be of the rest in silence."""
+    arms = ["stock", "invariant"]
+    plan = {"arms": arms, **({"steps": 3, "seeds": 1} if command == "rl" else {"n": 3, "texts": ["a"], "tokens": 1})}
+
+    def record(impl: str, i: int, *, failed: bool = False) -> Any:
+        if command == "rl":
+            given: dict[str, Any] = {"status": "error"} if failed else {"tokens": 4, "weights_digest": "0" * 16}
+            return TrainingStep(impl=impl, seed=0, step=i, **given)
+        one = bytes(4)
+        return MismatchRollout(impl=impl, name=str(i), step=0, tokens=1, ids=[1, 2], drawn=[], sampler=one, trainer=one)
+
+    def written(name: str, records: list[Any]) -> Path:
+        path = tmp_path / name
+        run = open_run(path, command=command, plan=plan, environment=ENVIRONMENT)
+        for r in records:
+            run.write(r)
+        run.finish()
+        return path
+
+    whole = [record(impl, i) for impl in arms for i in range(3)]
+    assert read_run(written("whole.jsonl", whole)).complete
+    for left in (whole[:-1], whole[:3]):
+        with pytest.raises(UserError, match=r"of 3 .* of invariant, as planned"):
+            read_run(written(f"{len(left)}.jsonl", left))
+    if command == "rl":  # an arm that failed ended there
+        assert read_run(written("failed.jsonl", [*whole[:4], record("invariant", 1, failed=True)])).complete
 
 
 def test_the_longest_line_that_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
