@@ -27,11 +27,15 @@ def default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(calls(torch.float32)))
-def test_a_call_and_its_second_are_those_of_float32(name: str, dtype: torch.dtype, default: torch.dtype) -> None:
+def test_a_call_and_its_second_are_those_of_float32(
+    name: str, dtype: torch.dtype, default: torch.dtype, device: str
+) -> None:
     """The short ways of a CPU made a mean of float64 then, or ended in NumPy's TypeError, as attention did."""
     call, operands = calls(dtype)[name]
+    operands = tuple(x.to(device) for x in operands)
     with torch.no_grad(), batch_invariant():
         right = call(*operands)
         torch.set_default_dtype(default)
