@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # vLLM, its own batch-invariant mode, and nondet's plugin, one after the other on one GPU: where a start's seconds go,
 # traces as solo under load, the same bits in fresh processes, and tokens a second. Needs vLLM 0.25.1 and nondet in PYTHON's
-# environment. One file a mode and model under OUT; what is there is kept. ONLY names one of starts, server, sample, thousand and load.
+# environment. One file a mode and model under OUT; what is there is kept. ONLY names one of starts, server, sample, trace, thousand and load.
 # usage: OUT=FOLDER [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -79,6 +79,17 @@ for model in $MODELS; do # fresh processes: a machine's first start, its second,
         done
     done
 done
+if part trace; then # the first call that differs, of a prompt of 880 tokens that is read in chunks; on a CPU MORE="--device cpu"
+    text="For example, the class method returns the value of the object, and the argument is called with the name. "
+    for _ in $(seq 40); do printf %s "$text"; done | sed 's/ $//' > "$OUT/long.txt"
+    for impl in ${IMPL:-stock vllm-invariant invariant}; do
+        [ -f "$OUT/trace-$impl.ok" ] && continue
+        # shellcheck disable=SC2086 # options are words of their own
+        caches "$OUT.caches/trace-$impl" "$PYTHON" -m nondet trace --engine vllm --dtype bfloat16 --impl "$impl" --prompt-file "$OUT/long.txt" \
+            --max-tokens 24 --load "others=20,targets=24,spread=32,prompt=8-600,tokens=8-32,budget=512,requests=64" ${MORE:-} \
+            --out "$OUT/trace-$impl.jsonl" --force > "$OUT/trace-$impl.log" 2>&1 && touch "$OUT/trace-$impl.ok" || failed=1
+    done
+fi
 folder_of() { # a model of `thousand`: a shape of vllm_load.py, the embedded one, or a folder that is made once
     local at=$OUT.models/$1
     case $1 in
