@@ -23,7 +23,9 @@ _WORDS = {
 
 
 def _outcome(decision: Decision) -> str:
-    """The outcome in words; of a gate that is shut which of the two it was."""
+    """The outcome in words; of a gate that is shut which of the two it was, of one with thresholds that it had them."""
+    if decision.outcome == Outcome.OPEN and any(v.finding.is_fault for v in decision.verdicts):
+        return "open: within its thresholds"
     if decision.outcome != Outcome.SHUT:
         return _WORDS[decision.outcome]
     said = {

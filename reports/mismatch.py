@@ -214,7 +214,7 @@ def _linear(low: float, high: float) -> _Scale:
 
 
 def _decades(values: Sequence[float]) -> _Scale:
-    above = [math.log10(v) for v in values if v > 0]
+    above = [math.log10(v) for v in values if 0 < v < math.inf]
     low = max(-16, math.floor(min(above, default=-1.0)))
     high = max(low + 1, math.ceil(max(above, default=0.0) - 1e-9))
 

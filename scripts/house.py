@@ -43,7 +43,7 @@ BUDGET = {
     "testing": 590,
     "trace": 3330,
     "training": 720,
-    "verdict": 2580,
+    "verdict": 2595,
     "vllm": 2360,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")

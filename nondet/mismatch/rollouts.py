@@ -22,6 +22,7 @@ from nondet.mismatch.figures import Logprobs
 
 _PICKLED = (b"\x80", b"PK", b"\x93NUMPY", b"\x1f\x8b")
 _FORM = "A line needs prompt_ids, completion_ids and sampler_logprobs; docs/on-policy.md has the form."
+_LEAST = -104.0  # below it exp() is 0 in float32: no token is drawn
 _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -166,7 +167,9 @@ def _rollout(line: _Line, name: str) -> Rollout:
         if values is not None and not np.isfinite(values).all():
             raise ValueError(f"a logprob of {field} is NaN or infinite")
         if values is not None and (values > 1e-3).any():
-            raise ValueError(f"a logprob of {field} is {float(values.max()):g}, above 0: is it a probability?")
+            raise ValueError(f"a logprob of {field} is {float(values.max()):g}, above 0: is it a probability")
+    if (sampler < _LEAST).any():
+        raise ValueError(f"a sampled token has the logprob {float(sampler.min()):g}; vLLM writes -9999 for -infinity")
     return Rollout(one_line(str(line.name), 80) or name, ids, drawn, sampler, trainer, line.step)
 
 

@@ -304,7 +304,7 @@ def decide(
 def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) -> Decision:
     """Raises UserError: the run compared no sampler with a trainer."""
     if not run.mismatch_rollouts:
-        what = f"{run.source or 'the run'} compares no sampler with a trainer"
+        what = f"{run.source or 'the run'} is no run of `nondet mismatch`, which has these thresholds"
         raise UserError(what, "Gate a run of `nondet mismatch`, or leave --mismatch-bits, --k3 and the like out.")
     above, within = beyond(run, limits)
     if above:

@@ -26,7 +26,9 @@ from nondet.verdict.wording import Reason, reason
 
 NAMED, SHOWN = 0.9, 0.1  # of what stands above rounding, for a hypothesis to be named and to be shown
 KINDS = ("mm-exact", "mm-named", "mm-numeric", "mm-unexplained")  # reasons that say what kind it is
-_ABOVE = 1.5  # times rounding: what K3, or a side's distance to the wider forward, has to be for a cause to be sought
+# times rounding: what K3, or a side's distance to the wider forward, is above where a cause is sought; what is left
+# without a cause that is named is not
+_ABOVE = 1.5
 
 _R = TypeVar("_R", bound=ImplementationRecord)
 
@@ -92,13 +94,15 @@ class Pair:
 
     @cached_property
     def named(self) -> MismatchKind | None:
-        """The hypothesis that is the cause: it gives the very bits, or leaves least and a tenth at most; or None."""
+        """The hypothesis that is the cause: it gives the very bits, or leaves least, at most a tenth and what rounding
+        explains; or None. K3 is exponential: a few tokens that are far off outweigh the rest, and any shift fits them.
+        """
         if self.figures is None or not self.figures.differ:
             return None
         exact = [k for k in self.kinds if k.exactly >= NAMED]
         if exact:
             return max(exact, key=lambda k: (k.exactly, -k.left))
-        fitting = [k for k in self.kinds if k.k3 > _ABOVE * k.floor and removed(k) >= NAMED]
+        fitting = [k for k in self.kinds if k.k3 > _ABOVE * k.floor >= k.left and removed(k) >= NAMED]
         return min(fitting, key=lambda k: k.left, default=None)
 
     @property
@@ -199,10 +203,9 @@ def _kind(pair: Pair) -> list[Reason]:
             said.append(reason("mm-unexplained", sides=tuple(pair.off), **told))
         else:
             said.append(reason("mm-numeric", **told))
-        said += [
-            reason("mm-shown", cause=k.cause.capitalize(), fitted=k.fitted, side=k.side, removed=min(1.0, removed(k)))
-            for k in pair.shown[:2]
-        ]
+        for k in pair.shown[:2]:
+            cause, share = k.cause.capitalize(), min(1.0, removed(k))
+            said.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
     else:
         said.append(reason("mm-unasked"))
     return said

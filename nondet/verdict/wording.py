@@ -227,9 +227,9 @@ WORDS: dict[str, str] = {
     "than rounding takes the model's own (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
     "mm-unexplained": "Kind: unexplained. No hypothesis names a cause. Farther from a forward in {wide} than "
     "rounding takes the model's own: {sides} (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other "
-    "weights look so, which --older computes.",
-    "mm-shown": "{cause} ({fitted}) on the {side}'s side takes away {removed:near} of what stands above rounding, too "
-    "little to be named.",
+    "weights look so, which --older computes, and logprobs of other tokens.",
+    "mm-shown": "{cause} ({fitted}) on the {side}'s side takes away {removed:near} of what stands above rounding and "
+    "leaves K3 {left:.1e}: not enough to be named.",
     "mm-where": "First diverging call: {call} of {module}, {layer:layer}, at position {position} of {rollout}: its "
     "inputs are equal bit for bit and {differ:,} of {of:,} outputs differ by at most {ulp:,} ULP, at {sampled:#row} in "
     "the sampler's step and {trained:#row} in the trainer's batch.",

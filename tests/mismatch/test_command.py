@@ -156,6 +156,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "other length": (lines(1, sampler_logprobs=[-1.0]), r"line 1: sampler_logprobs has 1 entries for 8 tokens"),
     "null": (lines(1, sampler_logprobs=[None] * 8), r"line 1: a logprob of the sampler is NaN or infinite"),
     "probabilities": (lines(1, sampler_logprobs=[0.5] * 8), r"above 0: is it a probability"),
+    "vLLM's -infinity": (lines(1, sampler_logprobs=[-9999.0] * 8), r"logprob -9999; vLLM writes -9999 for -infinity"),
     "no prompt": (lines(1, prompt_ids=[]), r"prompt_ids is missing or empty"),
     "an id below 0": (lines(1, completion_ids=[-1] * 8), r"line 1: .*completion_ids"),
     "no trainer": (lines(1, trainer_logprobs=None), r"no trainer_logprobs, and no --model"),
@@ -304,7 +305,7 @@ def test_a_gate_gives_no_answer_for_what_failed_or_was_cut_off(whole: Path) -> N
 def test_thresholds_need_a_run_of_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "rl.jsonl.gz"
     assert main(["gate", str(run), "--k3", "1"]) == 2
-    assert "compares no sampler with a trainer" in capsys.readouterr().err
+    assert "is no run of `nondet mismatch`, which has these thresholds" in capsys.readouterr().err
 
 
 def test_every_report_is_written(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

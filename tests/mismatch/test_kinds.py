@@ -211,6 +211,24 @@ def test_other_weights_that_nobody_suspects_are_unexplained() -> None:
     assert (pair.named, pair.off) == (None, ["sampler"])
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("fault", ["one token", "shifted by one", "invented"])
+def test_no_cause_is_named_that_leaves_more_than_rounding(fault: str, seed: int) -> None:
+    """A token that is far off, or logprobs that are none of these tokens': any temperature fits K3 a bit."""
+    texts = drawn(seed)
+    sampler = np.concatenate([r.sampler for r in texts])
+    if fault == "one token":
+        sampler[5] -= 12
+    elif fault == "shifted by one":
+        sampler = np.concatenate([np.append(r.sampler[:1], r.sampler[:-1]) for r in texts])
+    else:
+        sampler = -np.random.default_rng(seed).exponential(2.0, len(sampler)).astype(np.float32)
+    pair = judged(texts, score(loaded().model, texts, PLAIN), sampler=sampler)
+    assert any(removed(k) >= 0.1 for k in pair.kinds), "one of them takes some of it away"
+    assert pair.named is None, pair.named
+    assert pair.off == ["sampler"]
+
+
 def test_a_fitted_value_is_the_planted_one() -> None:
     for seed, value in enumerate((0.8, 0.95, 1.3)):
         named = hot(seed).named
