@@ -62,6 +62,7 @@ _WRONG = 4  # trees with two elements exchanged that the proof has to refute
 _COLUMNS = 64  # of each kind, where it gives many
 _CLASSES = 4  # of one row, each with a tree of its own
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
+_GRAPH = 64  # calls of a CUDA graph
 _CELLS = 2**20  # elements of rows that are made and copied at once
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 _SEEDS = 1000
@@ -283,7 +284,7 @@ class _Swamps:
 
     def __init__(self, asked: Sum, positive: Positive, seed: int) -> None:
         self._of, self.count, self._device = positive, 0, asked.device
-        self._row = np.full(asked.K, positive.code(0.0), np.float32)
+        self._none, self._K = positive.code(0.0), asked.K
         self._at_once = max(1, _CELLS // asked.K)
         self._codes: dict[float, float] = {}
         self._seen = math.nan
@@ -299,7 +300,7 @@ class _Swamps:
 
     def places(self) -> list[int]:
         """The terms that are in the sum."""
-        others = np.delete(np.arange(len(self._row)), self._i)
+        others = np.delete(np.arange(self._K), self._i)
         told = self._told([(self._i, j, 128.0, None) for j in others.tolist()])
         return sorted([self._i, *others[told == self._seen].tolist()])
 
@@ -314,12 +315,17 @@ class _Swamps:
         told = [np.empty(0)]
         for start in range(0, len(asked), self._at_once):
             several = asked[start : start + self._at_once]
-            rows = np.tile(self._row, (len(several), 1))
-            for row, (i, j, beyond, some) in zip(rows, several, strict=True):
-                row[i], row[j] = self._code(self._big), self._code(self._half + beyond)
-                if some is not None:
-                    row[some] = self._code(self._SMALL)
-            told.append(self._of.show(torch.from_numpy(rows).to(self._device), [i for i, *_ in several]))
+            rows = torch.full((len(several), self._K), self._none, device=self._device)
+            sets: list[tuple[Array, float]] = []
+            for i, j, beyond, some in several:
+                sets += [(np.array([i]), self._code(self._big)), (np.array([j]), self._code(self._half + beyond))]
+                sets.append((some if some is not None else np.array([], int), self._code(self._SMALL)))
+            lengths = [len(places) for places, _ in sets]
+            which = np.repeat(np.arange(len(sets)) // 3, lengths), np.concatenate([places for places, _ in sets])
+            values = np.repeat([value for _, value in sets], lengths).astype(np.float32)
+            at, own = torch.from_numpy(np.stack(which)).to(self._device), torch.from_numpy(values).to(self._device)
+            rows[at[0], at[1]] = own
+            told.append(self._of.show(rows, [i for i, *_ in several]))
         return np.concatenate(told)
 
     def _code(self, weight: float) -> float:
@@ -470,30 +476,65 @@ def _zeros(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> tor
 def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, finishes: tuple[str, ...]) -> Sum:
     """Element 0 of `operator(x [M, K]) -> [M]`: the sum of row 0."""
     x = torch.ones((M, K), dtype=dtype, device=device)
+    in_turn = _InTurn(x[0], lambda: operator(x)[0])
 
     def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
-        return _in_turn(x[0], terms[:n], lambda _: operator(x)[0])
+        return in_turn(terms[:n])
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
         if kind == "zeros":
             rows = _zeros(6 * _SUMS, K, dtype, device, seed)
         else:
             rows = make(kind, (_SUMS, K), dtype, device, generator(seed, device))
-        return rows, None, ask(rows, len(rows))
+        return rows, None, in_turn(rows, real=True)
 
     return Sum(ask, draw, max(1, min(K, _CELLS // K)), K, dtype, device, finishes)
 
 
-def _in_turn(into: torch.Tensor, rows: torch.Tensor, ask: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """What is given with each row [n, K] in turn at one address, [K]: alignment may decide on the order -> [n, ...].
+class _InTurn:
+    """Asks about rows [n, K], each in turn at one address, [K]: alignment may decide on the order -> [n, ...].
 
-    Nothing waits for a GPU before the last of them.
+    Nothing waits for a GPU before the last of them. There masks go by CUDA graphs of so many calls, as a launch takes
+    the host longer than a GPU adds; real rows go call by call, as users' do, so a tree is proven of that.
     """
-    given = []
-    for i, row in enumerate(rows.unbind()):
-        into.copy_(row)
-        given.append(ask(i).clone())
-    return torch.stack(given)
+
+    def __init__(self, into: torch.Tensor, ask: Callable[[], torch.Tensor]) -> None:
+        self._into, self._ask = into, ask
+        self._graph: tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor] | None = None
+        self._by_graph = into.is_cuda
+
+    def __call__(self, rows: torch.Tensor, real: bool = False) -> torch.Tensor:
+        if self._by_graph and self._graph is None and not real and len(rows) >= _GRAPH:
+            self._graph = self._captured(rows)
+            self._by_graph = self._graph is not None
+        if self._graph is None or real:
+            return torch.stack([self._given(row).clone() for row in rows.unbind()])
+        graph, before, after = self._graph
+        given = []
+        for some in rows.split(_GRAPH):
+            before[: len(some)].copy_(some)
+            graph.replay()
+            given.append(after[: len(some)].clone())
+        return torch.cat(given)
+
+    def _given(self, row: torch.Tensor) -> torch.Tensor:
+        self._into.copy_(row)
+        return self._ask()
+
+    def _captured(self, rows: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor] | None:
+        """The graph, its rows and what it gives; None for what can't be captured, or gives other bits when it is."""
+        before = rows[:_GRAPH].clone()
+        after = torch.stack([self._given(row).clone() for row in before.unbind()])
+        first, graph = after.clone(), torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for row, into in zip(before.unbind(), after.unbind(), strict=True):
+                    into.copy_(self._given(row))
+            after.zero_()
+            graph.replay()
+        except Exception:  # noqa: BLE001 - whatever a user's function does that a graph can't hold: asked call by call
+            return None
+        return (graph, before, after) if identical(after, first) else None
 
 
 def of_attention(
@@ -540,12 +581,11 @@ def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dty
     """
     x, weight = (torch.ones(shape, device=device) for shape in ((M, K), (K,)))
     rng = np.random.default_rng(0)
+    in_turn = _InTurn(x[0], lambda: operator(x, weight)[0])
 
-    def show(rows: torch.Tensor, places: Sequence[int]) -> Array:
+    def show(rows: torch.Tensor, places: Sequence[int], real: bool = False) -> Array:
         """By what the element there, a power of two or fixed, is multiplied; times the element."""
-        given = _in_turn(x[0], rows, lambda i: operator(x, weight)[0, places[i]])
-        shown: Array = given.double().cpu().numpy()
-        return shown
+        return _at(in_turn(rows, real), [[place] for place in places])[:, 0].astype(np.float64)
 
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _spread(kind, 3 * _SUMS, K, seed)
@@ -564,7 +604,7 @@ def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dty
             rows[odd] *= np.float32(np.sqrt(2.0))  # so that the sum is a whole number of 24 digits times a power of 4
         rows, at = rows[~odd], at[~odd]  # of few terms the one that is no multiple may keep it odd
         made = torch.from_numpy(rows).to(device)
-        got = show(made, at.tolist()) / rows[np.arange(len(rows)), at]
+        got = show(made, at.tolist(), real=True) / rows[np.arange(len(rows)), at]
         return made, made, torch.from_numpy(got.astype(np.float32))
 
     def fives(totals: Array) -> tuple[Array, Array]:
@@ -594,8 +634,7 @@ def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dty
         for at in (slice(0, 5), slice(K - 5, K)):
             rows = (elements * 2.0**-60).astype(np.float32)
             rows[:, at], others = made, np.delete(np.arange(K), at)
-            out = _in_turn(x[0], torch.from_numpy(rows).to(device), lambda _: operator(x, weight)[0])
-            given[:, others] = out.double().cpu().numpy()[:, others] * 2.0**60
+            given[:, others] = in_turn(torch.from_numpy(rows).to(device)).double().cpu().numpy()[:, others] * 2.0**60
         return given + 0.0 * units[:, None]
 
     bigs = [((2048 + t) * 2.0**13) ** 2 for t in range(848)]  # of 12 digits' squares: no product of them is rounded
@@ -606,7 +645,7 @@ def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dty
     return Sum(_not_asked, draw, 1, K, dtype, device, which=_WHOLE if single else "", positive=positive, single=single)
 
 
-Shares = Callable[[torch.Tensor, Sequence[Sequence[int]]], Array]
+Shares = Callable[..., Array]  # (rows [n, K], places [n, p], real = False)
 
 
 def of_exponentials(
@@ -626,8 +665,8 @@ def of_exponentials(
     elements whose sum has the same digits, since no power of two changes any.
 
     Args:
-        shares: shares(rows [n, K], places [n, p]) -> [n, p]: exponentials of what is there less the row's largest,
-            divided by the sum of all, float32.
+        shares: shares(rows [n, K], places [n, p], real) -> [n, p]: exponentials of what is there less the row's
+            largest, divided by the sum of all, float32; of real rows see `_InTurn`.
         first: Real rows have their largest element first, and at every 16th place: so no partial sum of a block is
             scaled when a larger one comes, or when the block is added to others.
         whole, dtype, single: whole(rows [n, K] of a shorter dtype) -> all shares [n, K]; and see `Sum`.
@@ -658,7 +697,7 @@ def of_exponentials(
         made = torch.from_numpy(rows).to(device)
         if whole is not None:
             return torch.from_numpy(terms), None, whole(made.to(dtype))
-        got = (alone or shares)(made, top[:, None].tolist())[:, 0]
+        got = (alone or shares)(made, top[:, None].tolist(), real=True)[:, 0]
         return torch.from_numpy(terms), None, torch.from_numpy(got.astype(np.float32))
 
     def code(weight: float) -> float:
@@ -686,7 +725,13 @@ def _rows_of(K: int) -> int:
 def _whole(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str) -> Operator:
     """Rows [n, K], each in turn row 0 of M -> what is given for row 0, [n, K]."""
     x = torch.zeros((M, K), dtype=dtype, device=device)
-    return lambda rows: _in_turn(x[0], rows, lambda _: operator(x)[0])
+    return partial(_InTurn(x[0], lambda: operator(x)[0]), real=True)
+
+
+def _at(given: torch.Tensor, places: Sequence[Sequence[int]]) -> Array:
+    """Of each row [n, K] what is at its places [n, p]."""
+    shown: Array = given.gather(1, torch.tensor(places, device=given.device)).cpu().numpy()
+    return shown
 
 
 def _two(shares: Shares, K: int, device: str, numbers: Array) -> Array:
@@ -755,16 +800,8 @@ def _reciprocals(shares: Shares, K: int, device: str, totals: Array, known: dict
 def shares_of_softmax(operator: Operator, M: int, K: int, device: str) -> Shares:
     """Row 0 of `operator(x [M, K]) -> [M, K]`."""
     x = torch.zeros((M, K), device=device)
-
-    def shares(rows: torch.Tensor, places: Sequence[Sequence[int]]) -> Array:
-        def share(i: int) -> torch.Tensor:
-            given = operator(x)[0]
-            return torch.stack([given[place] for place in places[i]])
-
-        given: Array = _in_turn(x[0], rows, share).cpu().numpy()
-        return given
-
-    return shares
+    in_turn = _InTurn(x[0], lambda: operator(x)[0])
+    return lambda rows, places, real=False: _at(in_turn(rows, real), places)
 
 
 def shares_of_attention(operator: Operator, M: int, K: int, device: str, D: int = _HEAD, heads: int = 1) -> Shares:
@@ -773,7 +810,7 @@ def shares_of_attention(operator: Operator, M: int, K: int, device: str, D: int 
     q[..., 0] = math.sqrt(D)
     head, one = torch.arange(heads, device=device)[:, None], torch.ones((), device=device)
 
-    def shares(rows: torch.Tensor, places: Sequence[Sequence[int]]) -> Array:
+    def shares(rows: torch.Tensor, places: Sequence[Sequence[int]], real: bool = False) -> Array:
         given = []
         for some, own in zip(rows.split(heads), torch.tensor(places, device=device).split(heads), strict=True):
             at = head[: len(some)], own, torch.arange(own.shape[1], device=device)
@@ -859,10 +896,11 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
         ones *= 16.0  # so that what survives is no subnormal number
     columns = torch.arange(0, N, every, device=device)
     weight = torch.zeros((N, K), dtype=dtype, device=device)
+    in_turn = _InTurn(weight[0], lambda: operator(ones, weight)[0, 0])
 
     def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
         if N == 1:
-            return _in_turn(weight[0], terms[:n], lambda _: operator(ones, weight)[0, 0]) / ones[0, 0]
+            return in_turn(terms[:n]) / ones[0, 0]
         if every > 1:
             weight[columns] = terms
         return operator(ones, weight if every > 1 else terms)[0, columns[:n]] / ones[0, 0]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# FP8 as evidence on the GPU of this machine (an H200: under 12 minutes, each part under 9): run files and logs in FOLDER.
+# FP8 as evidence on the GPU of this machine (an H200: under 15 minutes, each part under 4): run files and logs in FOLDER.
 # Called again it goes on: a part that is done is kept, one that was cut off resumes from its run file.
 # usage: bash scripts/evidence_fp8.sh FOLDER [DEVICE]     (DEVICE: cuda, or cpu; SMALL=1: little of each, to try it;
 #   ONLY=torchao: the parts whose names have that expression)
@@ -52,11 +52,11 @@ for how in block tensor torchao-row torchao-tensor; do
             || { failed+=("model-$how"); continue; }
     fi
     for impl in invariant stock; do
-        part "sample-$how-$impl" 60 sample --model "$folder/model-$how" --n "$N" --impl "$impl" ${sample[@]+"${sample[@]}"}
+        part "sample-$how-$impl" 120 sample --model "$folder/model-$how" --n "$N" --impl "$impl" ${sample[@]+"${sample[@]}"}
     done
 done
 for how in block torchao-row torchao-tensor; do
-    [ -e "$folder/model-$how.done" ] && part "trace-$how" 60 trace --model "$folder/model-$how" ${sample[@]+"${sample[@]}"}
+    [ -e "$folder/model-$how.done" ] && part "trace-$how" 200 trace --model "$folder/model-$how" ${sample[@]+"${sample[@]}"}
 done
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2

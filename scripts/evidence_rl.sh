@@ -40,7 +40,9 @@ command bench 60 bench rms-norm-gradient softmax-gradient log-softmax-gradient s
 command mismatch 120 mismatch
 command rl 500 rl ${rl[@]+"${rl[@]}"}
 for model in "${models[@]}"; do # promise A in every layout after 100 steps
-    part "grid-$model" 500 "$python" scripts/promises.py 0 grid "$folder/grid-$model.jsonl" only "$model" &
+    for dtype in bfloat16 float32; do
+        part "grid-$model-$dtype" 500 "$python" scripts/promises.py 0 grid "$folder/grid-$model-$dtype.jsonl" only "$model" "$dtype" &
+    done
 done
 wait
 ls "$folder"/*.done

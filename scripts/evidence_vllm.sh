@@ -95,6 +95,7 @@ folder_of() { # a model of `thousand`: a shape of vllm_load.py, the embedded one
     case $1 in
         *b | moe) echo "$1" ;;
         embedded) echo nondet/embedded ;;
+        fp8-*-*) [ -e "$at/config.json" ] || "$PYTHON" scripts/fp8_model.py "$(cut -d- -f2 <<< "$1")" "$at" --model "$(folder_of "${1#fp8-*-}")" --vllm >&2; echo "$at" ;;
         fp8-*) [ -e "$at/config.json" ] || "$PYTHON" scripts/fp8_model.py "${1#fp8-}" "$at" --vllm >&2; echo "$at" ;;
         *) [ -e "$at/config.json" ] || "$PYTHON" scripts/vllm_forms.py "$1" "$at" >&2; echo "$at" ;;
     esac

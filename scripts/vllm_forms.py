@@ -1,9 +1,10 @@
 """A small random model of a form that vLLM treats its own way, with the embedded model's tokenizer, in a folder.
 
-    python scripts/vllm_forms.py moe|window|gemma2|gemma3 FOLDER
+    python scripts/vllm_forms.py moe|window|gemma2|gemma3|wide FOLDER
 
 moe: 16 experts, 4 a token. window: Mistral, of whose keys 64 are seen. gemma2: soft caps on scores and logits, every
 second layer with a window. gemma3: five layers with a window to one without, an MLP and norms of its own.
+wide: two layers, whose second product of an MLP has so long a K that cuBLASLt splits it in FP8 at few rows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "window": ("mistral", {"sliding_window": 64}),
     "gemma2": ("gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0}),
+    "wide": ("qwen3", {"hidden_size": 1024, "intermediate_size": 12288, "num_hidden_layers": 2}),
     "gemma3": ("gemma3_text", {"sliding_window": 64, "query_pre_attn_scalar": 64}),
 }
 
@@ -37,7 +39,7 @@ def main(form: str, folder: Path) -> None:
     """Draw the weights uniformly by a seed, and write config, weights and tokenizer."""
     name, more = FORMS[form]
     vocabulary = AutoConfig.from_pretrained(EMBEDDED).vocab_size
-    config = AutoConfig.for_model(name, **COMMON, vocab_size=vocabulary, **more)
+    config = AutoConfig.for_model(name, **(COMMON | more), vocab_size=vocabulary)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -509,6 +509,7 @@ def _enter_first() -> None:
     try:
         functions.install_compile(_note_compiled)
         originals.stand_under(True)
+        sys.meta_path.insert(0, _imports)
         if threading.active_count() > 1:
             time.sleep(_GRACE)
     except BaseException:
@@ -517,13 +518,28 @@ def _enter_first() -> None:
 
 
 def _stand_in() -> None:
-    """Stand-ins for transformers, also in what was imported since the last block was entered."""
+    """Stand-ins for transformers, also in what was imported since."""
     global _modules
     if _modules != sys.modules:  # not by their number: one may have gone as another came
         seen = dict(sys.modules)
         for install, _ in _STAND_INS:
             install()
         _modules = seen
+
+
+def _imported() -> None:
+    """A model may be imported inside of the block. Not waited for: who holds the lock may wait for this very import."""
+    global _modules
+    _modules = {}  # whoever enters next looks again
+    if _lock.acquire(blocking=False):
+        try:
+            if _entered:
+                _stand_in()
+        finally:
+            _lock.release()
+
+
+_imports = hf.Imports(_imported)
 
 
 def _leave_last() -> None:
@@ -534,6 +550,8 @@ def _leave_last() -> None:
         steps.callback(_compiled.clear)
         steps.callback(_registration.leave)
         steps.callback(functions.uninstall_compile)
+        if _imports in sys.meta_path:
+            sys.meta_path.remove(_imports)
         for _, uninstall in _STAND_INS:
             steps.callback(uninstall)
         steps.callback(originals.stand_under, False)

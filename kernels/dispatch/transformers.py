@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.abc
+import importlib.machinery
 import inspect
 import os
 import re
 import sys
 import textwrap
+import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +86,33 @@ def uninstall() -> None:
     for (owner, attribute), (original, _) in _replaced.items():
         setattr(owner, attribute, original)
     _replaced.clear()
+
+
+class Imports(importlib.abc.MetaPathFinder):
+    """Calls `then` once modules of transformers are imported, while this leads sys.meta_path."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then, self._under_way = then, threading.local()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> Any:
+        """What Python's own finder says, for modules in transformers' files."""
+        if not name.startswith("transformers."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(loader := spec.loader, importlib.machinery.SourceFileLoader):
+
+            def and_then(module: types.ModuleType) -> None:
+                del vars(loader)["exec_module"]
+                outer, self._under_way.here = getattr(self._under_way, "here", False), True
+                try:
+                    loader.exec_module(module)
+                finally:
+                    self._under_way.here = outer
+                if not outer:
+                    self._then()
+
+            vars(loader)["exec_module"] = and_then  # of this module's own loader, once
+        return spec
 
 
 def installed(owner: Any, attribute: str) -> tuple[Any, Any]:

@@ -1,9 +1,11 @@
-"""transformers' rotary embedding on CUDA in one launch, with the bits of the operators that it stands for.
+"""Elementwise operators on CUDA in one launch, with the bits of the operators that each stands for: transformers'
+rotary embedding, and SiLU times a gate.
 
 `apply_rotary_pos_emb` runs as some twelve launches (halves, negation, concatenation, two products and a sum, for
 queries and for keys). Nothing is reduced, so stock is batch-invariant as it is; the launches are what costs. Each
 product is rounded to the dtype, and so is their sum, as the operators round; multiplications are not contracted into
-additions (enable_fp_fusion=False). So the result has stock's bits, in any batch.
+additions (enable_fp_fusion=False). So the result has stock's bits, in any batch. SiLU likewise: its exponential is
+CUDA's own, its quotient rounded as IEEE 754 rounds, its result to the dtype before it is multiplied.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from nondet.core.launch import note
-from nondet.kernels.triton_common import on_device
+from nondet.kernels.triton_common import INTERPRETED, Step, again, launch, on_device, remember
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -162,3 +165,43 @@ def rotary(
 
 def _strides(x: torch.Tensor, many: bool) -> tuple[int, int, int]:
     return x.stride(0) if many else 0, x.stride(1), x.stride(2)
+
+
+_COMPILED = tl.constexpr(not INTERPRETED)
+_SILU_BLOCK = 1024
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, WIDTH, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    x = tl.load(x_ptr + row * 2 * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    out = tl.math.div_rn(x, 1.0 + (libdevice.exp(-x) if _COMPILED else tl.exp(-x))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + cols, (out * gate).to(dtype), mask=inside)
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor | None:
+    """silu(x[..., :H]) * x[..., H:] of contiguous x [..., 2 H], float16 or bfloat16 -> [..., H]; None of any other.
+
+    Nothing is reduced: each element follows from two, in any batch.
+    """
+    if x.dtype not in _DTYPES[:2] or x.ndim < 1 or x.shape[-1] % 2 or not x.is_contiguous():
+        return None
+    made = again("silu_mul", x)
+    if made is not None:
+        return made[0]
+    width = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], width), device=x.device, dtype=x.dtype)
+    if not out.numel():
+        return out
+    note("silu_mul")
+    grid = (out.numel() // width, -(-width // _SILU_BLOCK))
+    with on_device(x):
+        launched = launch(
+            _silu_mul_kernel, grid, (x, out), (width,), {"BLOCK": _SILU_BLOCK}, num_warps=4, enable_fp_fusion=False
+        )
+    remember("silu_mul", (x,), (out,), "silu_mul", Step(launched, (0, 1)))
+    return out

@@ -60,6 +60,7 @@ def _rms_norm_kernel(
     stride_residual_col,
     EPS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    HEADS: tl.constexpr,
     EARLY: tl.constexpr,
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -71,7 +72,12 @@ def _rms_norm_kernel(
     cols = tl.arange(0, SPAN)[None, :]
     if EARLY:  # before the row is waited for: sooner done, but in registers that could hold other programs
         weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0)
-    x = load_tile(x_ptr, first, 0, WIDTH, stride_row, stride_col, M, ROWS, SPAN, 0.0)
+    if HEADS:  # so many rows `stride_row` apart in each of what lies a residual's row apart, which there is none of
+        rows = tl.minimum(first.to(tl.int64) + tl.arange(0, ROWS), M - 1)
+        at = rows // HEADS * stride_residual_row + rows % HEADS * stride_row
+        x = tl.load(x_ptr + at[:, None] + cols * stride_col, mask=cols < WIDTH, other=0.0)
+    else:
+        x = load_tile(x_ptr, first, 0, WIDTH, stride_row, stride_col, M, ROWS, SPAN, 0.0)
     if RESIDUAL:
         residual = load_tile(
             residual_ptr, first, 0, WIDTH, stride_residual_row, stride_residual_col, M, ROWS, SPAN, 0.0
@@ -122,6 +128,11 @@ def _checked(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return weight.contiguous()
 
 
+def _lies_by_heads(x: torch.Tensor) -> bool:
+    """Whether x is [T, heads, H] its T apart from each other, as a slice of q, k and v in one: no copy then."""
+    return x.ndim == 3 and x.stride(0) != x.shape[1] * x.stride(1) and 1 not in x.shape[:2] and x.stride(2) == 1
+
+
 def _norm(
     name: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,10 +167,11 @@ def _norm(
                 enable_fp_fusion=False,
             )
         return out, added
-    rows = as_rows(x)
-    other = rows if residual is None else as_rows(residual)
+    heads = x.shape[1] if residual is None and _lies_by_heads(x) else 0
+    rows = x[0] if heads else as_rows(x)
+    other = x[:, 0] if heads else rows if residual is None else as_rows(residual)
     added = x if residual is None else torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    m = rows.shape[0]
+    m = x.numel() // width
     together, warps = how.rows_and_warps(m)
     label = f"{name}_rows[{how.span}]"
     note(label)
@@ -173,6 +185,7 @@ def _norm(
             {
                 "EPS": eps,
                 "RESIDUAL": residual is not None,
+                "HEADS": heads,
                 "EARLY": early,
                 "ROWS": together,
                 **how.tree(),

@@ -141,6 +141,19 @@ def add_rms_norm_shape(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(x[..., :H]) * x[..., H:] of x [..., 2 H]: `nondet.kernels.pointwise.cuda.silu_mul`, or torch's operators."""
+    from nondet.kernels.pointwise.cuda import silu_mul as compute
+
+    out = compute(x)
+    return torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1] if out is None else out
+
+
+def silu_mul_shape(x: torch.Tensor) -> torch.Tensor:
+    """What `silu_mul` gives, for a tracer."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
 def scaled_product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -221,6 +234,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "nondet_scaled_product": (scaled_product, scaled_product_shape),
     "nondet_rms_norm": (rms_norm, rms_norm_shape),
     "nondet_add_rms_norm": (add_rms_norm, add_rms_norm_shape),
+    "nondet_silu_mul": (silu_mul, silu_mul_shape),
 }
 
 

@@ -63,6 +63,7 @@ SEAMS = (
     ),
     Seam("vllm.ir.ops.layernorm:rms_norm", "x weight epsilon variance_size"),
     Seam("vllm.ir.ops.layernorm:fused_add_rms_norm", "x x_residual weight epsilon variance_size"),
+    Seam(f"{_LAYERS}.activation:SiluAndMul.forward_cuda", "self x"),
     Seam("vllm.ir.op:IrOp.register_impl", "self provider supported supports_args inplace"),
     Seam("vllm.v1.attention.backends.registry:register_backend", "backend class_path is_mamba"),
     Seam(_SHAPE, "num_blocks block_size num_kv_heads head_size cache_dtype_str"),
@@ -241,6 +242,11 @@ def _install(found: Mapping[str, Any]) -> None:
         f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
     ):
         seam_at(method).apply = apply
+
+    def forward_cuda(self: Any, x: Any) -> Any:
+        return torch.ops.vllm.nondet_silu_mul(x)
+
+    seam_at(f"{_LAYERS}.activation:SiluAndMul").forward_cuda = forward_cuda
     _install_experts(found)
     registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     found["vllm.v1.attention.backends.registry:register_backend"](registry.CUSTOM, _BACKEND)
@@ -343,18 +349,30 @@ def prepare(arguments: Any) -> None:
             )
         if not given:
             setattr(arguments.ir_op_priority, name, [_PROVIDER])
-    # norms by the IR, in eager mode as well; SiLU and rotary by vLLM's own kernels, so that Inductor fuses nothing anew
+    # norms by the IR, in eager mode as well; SiLU by ours, rotary by vLLM's own kernel: Inductor fuses nothing anew
     operators = arguments.compilation_config.custom_ops
     if "+rms_norm" in operators:  # by a kernel of vLLM's own
         raise UserError(f"--compilation-config custom_ops=+rms_norm and {ASKED}=1 exclude each other", "Leave it out.")
     for name in ("-rms_norm", "+silu_and_mul", "+rotary_embedding"):
         if not {f"+{name[1:]}", f"-{name[1:]}"} & set(operators):
             operators.append(name)
-    arguments.compilation_config.pass_config.enable_qk_norm_rope_fusion = False  # it would take the norms out again
+    passes = arguments.compilation_config.pass_config
+    for name in _fusions(passes):  # else vLLM turns on those of norms and SiLU, as it sees ours there
+        if getattr(passes, name) is None:
+            setattr(passes, name, False)
     if not isinstance(arguments.additional_config, dict):
         what = f"--additional-config is a {type(arguments.additional_config).__name__}"
         raise UserError(f"{what}: the compile cache can't be keyed on nondet's version", "Give a dictionary, or none.")
     arguments.additional_config["nondet"] = f"{VERSION} {sources()}"
+
+
+def _fusions(passes: Any) -> list[str]:
+    """vLLM's own rewritings of a traced model: they put its kernels, fused ones, in the place of the operators there.
+
+    Such a kernel may add in another order for another number of tokens: fused_add_rms_norm_static_fp8_quant takes 1024
+    threads below 256 tokens, 256 above, batch-invariant mode or not.
+    """
+    return [name for name in vars(passes) if name.startswith(("fuse_", "enable_"))]
 
 
 _GRAPH_STEP, _GRAPHED_TO = 128, 2048  # tokens
@@ -400,7 +418,10 @@ def _get(config: Any, path: str, default: Any = None) -> Any:
 def refuse(config: Any) -> None:
     """Refuse, as a `UserError`, whatever of a configuration the plugin does not do, by its name."""
     cache = str(_get(config, "cache_config.cache_dtype", "auto"))
+    passes = _get(config, "compilation_config.pass_config")
+    fused = [name for name in (_fusions(passes) if passes is not None else ()) if getattr(passes, name)]
     faults = {
+        f"pass_config.{' and '.join(fused)}": bool(fused),
         "LoRA adapters": _get(config, "lora_config") is not None,
         "speculative decoding": _get(config, "speculative_config") is not None,
         f"a KV cache of {cache}": cache not in ("auto", "float16", "bfloat16"),

@@ -776,3 +776,41 @@ def test_the_trees_of_larger_operators_on_a_gpu_are_found(operator: str) -> None
             assert (row.status, bool(row.reason)) == ("skipped", True), (row.case, row.dtype, row.status, row.reason)
         else:
             assert all(t["proven"] or t["failed_on"] for t in trees["classes"])
+
+
+@pytest.mark.gpu
+def test_masks_by_cuda_graphs_show_the_tree_that_calls_show() -> None:
+    """A function that waits for the GPU can't be captured and is asked call by call: the same tree and masks."""
+    calls = [0]
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        assert x[0, 0].item() is not None
+        return x.sum(-1)
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return x.sum(-1)
+
+    graphs = find(of_rows(counted, 2, 1000, torch.float32, "cuda", ("",)))
+    by_graph, calls[0] = calls[0], 0
+    each = find(of_rows(waits, 2, 1000, torch.float32, "cuda", ("",)))
+    assert (graphs.tree.digest, graphs.masks) == (each.tree.digest, each.masks)
+    assert graphs.proven is not None
+    assert each.proven is not None
+    assert by_graph < graphs.masks / 4
+    assert calls[0] > each.masks
+
+
+@pytest.mark.gpu
+def test_a_function_that_adds_otherwise_in_a_cuda_graph_is_not_proven_by_one() -> None:
+    """Its masks are asked of what a graph holds only if that gives the same bits as calls do."""
+
+    def faulty(x: torch.Tensor) -> torch.Tensor:
+        return x.flip(-1).cumsum(-1)[:, -1] if torch.cuda.is_current_stream_capturing() else x.cumsum(-1)[:, -1]
+
+    def sound(x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(-1)[:, -1]
+
+    found, asked = (find(of_rows(f, 1, 200, torch.float32, "cuda", ("",))) for f in (faulty, sound))
+    assert found.proven is None or found.tree.digest == asked.tree.digest

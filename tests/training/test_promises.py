@@ -107,7 +107,7 @@ def sample(
     rows: set[bytes] = set()
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        rows.update(map(digest, output.logits[0]))
+        rows.update(map(digest, output.logits[0].cpu()))
 
     hook = model.register_forward_hook(keep, with_kwargs=True)
     try:
@@ -185,7 +185,7 @@ def train(
             (-out.sum() / 100).backward()
             kept.append(out.detach().cpu())
             if rows:
-                known += sum(digest(row) in rollouts.rows for row in logits[::5])
+                known += sum(digest(row) in rollouts.rows for row in logits[::5].detach().cpu())
                 count += len(logits[::5])
     return Trained(torch.cat(kept), known, count)
 

@@ -230,6 +230,10 @@ def test_the_configuration_says_what_the_plugin_needs(toy: Toy) -> None:
     assert arguments.compilation_config.custom_ops == ["-rms_norm", "+silu_and_mul", "+rotary_embedding"]
     # vLLM keys its compile cache on this; two states of the plugin must not share one
     assert arguments.additional_config == {"nondet": f"{plugin.VERSION} {plugin.sources()}"}
+    # nothing is fused: vLLM's own fusions would take norms that are ours out of the compiled model
+    assert vars(arguments.compilation_config.pass_config) == {
+        "enable_qk_norm_rope_fusion": False, "fuse_norm_quant": False, "eliminate_noops": True,
+    }  # fmt: skip
     arguments.create_engine_config()  # once more changes nothing
     assert arguments.compilation_config.custom_ops == ["-rms_norm", "+silu_and_mul", "+rotary_embedding"]
 
@@ -277,6 +281,7 @@ def test_options_that_ask_for_something_else_are_refused(toy: Toy, given: dict[s
     ("change", "named"),
     [
         ({"lora_config": object()}, "LoRA"),
+        ({"compilation_config__pass_config": SimpleNamespace(fuse_norm_quant=True)}, "pass_config.fuse_norm_quant"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"cache_config__cache_dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
@@ -700,8 +705,21 @@ def test_a_tracer_sees_the_same_shapes(toy: Toy) -> None:
         assert norm.rms_norm.impls["nondet"].impl_fn(x, weight[0], 1e-6).shape == x.shape
         first, second = norm.fused_add_rms_norm.impls["nondet"].impl_fn(x, x, weight[0], 1e-6)
         assert first.shape == second.shape == x.shape
+        layer = toy["vllm.model_executor.layers.activation"].SiluAndMul()
+        assert layer.forward_cuda(x).shape == (3, 5, 4)
         assert not norm.rms_norm.fits["nondet"](x, None, 1e-6)
         assert not norm.fused_add_rms_norm.fits["nondet"](x, x, weight[0], 1e-6, 4)
+
+
+def test_silu_and_mul_is_ours(toy: Toy) -> None:
+    layer, x = toy["vllm.model_executor.layers.activation"].SiluAndMul(), torch.randn(9, 64, dtype=torch.float16)
+    before = layer.forward_cuda(x)
+    plugin.register()
+    after = layer.forward_cuda(x)
+    assert compare.identical(after, operators.silu_mul(x))
+    torch.testing.assert_close(after, before)
+    wide = x.float()  # of which there is no kernel: as torch does it
+    assert compare.identical(layer.forward_cuda(wide), torch.nn.functional.silu(wide[:, :32]) * wide[:, 32:])
 
 
 def test_norms_are_invariant(toy: Toy) -> None:

@@ -47,6 +47,7 @@ def test_the_operators_take_its_registration() -> None:
             "speculative decoding",
         ),
         ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
+        ({"compilation_config": {"pass_config": {"fuse_norm_quant": True}}}, "pass_config.fuse_norm_quant"),
         ({"cpu_offload_gb": 1}, "offloaded weights"),
         ({"offload_backend": "prefetch", "offload_group_size": 2}, "offloaded weights"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "a transfer of KV caches"),
@@ -63,6 +64,23 @@ def test_what_is_refused_is_where_its_configuration_has_it(given: dict[str, Any]
     plugin.refuse(EngineArgs(**plain).create_engine_config())
     with pytest.raises(UserError, match=f"does not cover {named}"):
         plugin.refuse(EngineArgs(**(plain | given)).create_engine_config())
+
+
+def test_nothing_is_fused_that_the_plugin_replaces() -> None:
+    """vLLM turns its fusions of norms on where a norm is not native, as ours is not: batch-dependent FP8 kernels."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plain = {"model": made_folder("tiny"), "skip_tokenizer_init": True, "dtype": "bfloat16", "load_format": "dummy"}
+    fused = []
+    for prepared in (False, True):
+        arguments = EngineArgs(**plain)
+        before = arguments.attention_backend
+        if prepared:
+            plugin.prepare(arguments)
+        arguments.attention_backend, arguments.ir_op_priority.rms_norm = before, ["vllm_c", "native"]
+        passes = arguments.create_engine_config().compilation_config.pass_config
+        fused.append([name for name, on in vars(passes).items() if on is True and name != "eliminate_noops"])
+    assert fused == [["fuse_norm_quant"], []]
 
 
 def test_what_no_cpu_can_be_asked_for_is_where_its_configuration_has_it() -> None:

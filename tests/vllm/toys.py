@@ -94,7 +94,8 @@ class RMSNorm(nn.Module):
 
 
 class SiluAndMul(nn.Module):
-    pass
+    def forward_cuda(self, x: Any) -> Any:
+        return torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
 
 
 class FusedMoEMethodBase:
@@ -311,7 +312,8 @@ class EngineArgs:
     )
     compilation_config: Any = field(
         default_factory=lambda: SimpleNamespace(
-            custom_ops=[], pass_config=SimpleNamespace(enable_qk_norm_rope_fusion=None)
+            custom_ops=[],
+            pass_config=SimpleNamespace(enable_qk_norm_rope_fusion=None, fuse_norm_quant=None, eliminate_noops=True),
         )
     )
     additional_config: Any = field(default_factory=dict)
@@ -358,7 +360,11 @@ def config(**changes: Any) -> Any:
         ),
         offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0)),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64], static_forward_context={}),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64],
+            static_forward_context={},
+            pass_config=SimpleNamespace(fuse_norm_quant=False),
+        ),
     )  # fmt: skip
     for path, value in changes.items():
         *above, name = path.split("__")
@@ -382,7 +388,7 @@ def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) ->
             if isinstance(value, type) and key in (
                 "UnquantizedLinearMethod",
                 "UnquantizedEmbeddingMethod",
-                *("UnquantizedFusedMoEMethod", "FusedTopKRouter"),
+                *("UnquantizedFusedMoEMethod", "FusedTopKRouter", "SiluAndMul"),
                 *("EngineArgs", "Worker"),
             ):
                 value = type(key, (value,), dict(value.__dict__))
@@ -408,6 +414,7 @@ def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) ->
     module("vllm.platforms", current_platform=platform)
     module("vllm.model_executor.layers.linear", UnquantizedLinearMethod=UnquantizedLinearMethod)
     module("vllm.model_executor.layers.vocab_parallel_embedding", UnquantizedEmbeddingMethod=UnquantizedEmbeddingMethod)
+    module("vllm.model_executor.layers.activation", SiluAndMul=SiluAndMul)
     place = "vllm.model_executor.layers.fused_moe"
     module(f"{place}.unquantized_fused_moe_method", UnquantizedFusedMoEMethod=UnquantizedFusedMoEMethod)
     module(f"{place}.router.fused_topk_router", FusedTopKRouter=FusedTopKRouter)

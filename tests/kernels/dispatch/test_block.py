@@ -386,6 +386,45 @@ def test_the_gpus_kernels_take_the_same_calls(call: str, monkeypatch: pytest.Mon
     torch.testing.assert_close(got, stock, rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_imported_inside_of_the_block_has_its_stand_ins() -> None:
+    """All of transformers, with a thread that enters and leaves beside it: the next block's bits, nothing at risk."""
+    code = """if True:
+        import inspect, sys, threading, torch
+        from nondet import batch_invariant
+        ended = threading.Event()
+        def beside():
+            while not ended.wait(0.002):
+                with batch_invariant(["norm"]):
+                    pass
+        thread = threading.Thread(target=beside)
+        with torch.no_grad():
+            with batch_invariant():
+                thread.start()
+                from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+                ended.set()
+                thread.join()
+                config = Gemma3TextConfig(
+                    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+                    num_key_value_heads=2, vocab_size=99, sliding_window=9,
+                    layer_types=["sliding_attention", "full_attention"],
+                )
+                torch.manual_seed(0)
+                model, ids = Gemma3ForCausalLM(config).eval(), torch.arange(1, 41)[None]
+                with batch_invariant() as block:
+                    first = model(ids).logits
+            assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("nondet.")]
+            assert "class Gemma3TextConfig" in inspect.getsource(Gemma3TextConfig)
+            with batch_invariant() as other:
+                again = model(ids).logits
+        assert torch.equal(first.view(torch.int32), again.view(torch.int32))
+        lines = block.coverage().lines()
+        assert lines == other.coverage().lines(), lines
+        assert any("RMSNorm module" in line for line in lines), lines
+        assert not any("at risk:" in line for line in lines), lines
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device the Triton kernels are needed")
 def test_a_cpu_needs_no_triton() -> None:
     """On a CPU neither triton nor transformers is imported for the block."""

@@ -12,6 +12,7 @@ from nondet.kernels.dispatch import transformers as hf_rotary
 from nondet.kernels.dispatch.block import batch_invariant, on_call
 from nondet.kernels.pointwise.cpu import in_vectors, rotary, vectors_only
 from nondet.kernels.pointwise.cuda import rotary as cuda_rotary
+from nondet.kernels.pointwise.cuda import silu_mul
 from tests.build import DEVICE
 
 CASES = [
@@ -155,3 +156,35 @@ def test_known_functions_are_recognized_by_their_text(monkeypatch: pytest.Monkey
     finally:
         hf_rotary.uninstall()
     assert qwen3.apply_rotary_pos_emb is original
+
+
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    """[16, 4096]: all bit patterns."""
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(16, 4096).to(DEVICE)
+
+
+def test_silu_times_a_gate_is_that_of_each_element() -> None:
+    """Against float64, rounded twice; rows by themselves, and what this kernel does not do."""
+    x = torch.randn(7, 2 * 1300, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.float16)
+    out = silu_mul(x)
+    assert out is not None
+    wide, gate = x.double().chunk(2, -1)
+    exact = (wide / (1 + torch.exp(-wide))).half().double() * gate
+    assert ((out.double() - exact).abs() <= 2.0**-10 * exact.abs() + 2.0**-24).all()  # two roundings of 11 digits
+    for i in range(7):
+        assert identical(silu_mul(x[i : i + 1]), out[i : i + 1])
+        assert identical(silu_mul(x[i]), out[i])
+    assert silu_mul(x[:0]).shape == (0, 1300)  # type: ignore[union-attr] # it is done here
+    assert silu_mul(x.float()) is None
+    assert silu_mul(x[:, 2:]) is None
+    assert silu_mul(x[:, :-1].contiguous()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_silu_times_a_gate_has_torch_s_bits(dtype: torch.dtype) -> None:
+    """Of every number there is, NaN and subnormal ones among them, times ordinary ones."""
+    x = every_number(dtype)
+    for seed in range(4):
+        gate = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
+        assert identical(silu_mul(torch.cat([x, gate], -1)), torch.nn.functional.silu(x) * gate)

@@ -216,6 +216,22 @@ def test_cross_entropy_is_log_softmax_at_the_target(width):
     assert triton_rows.cross_entropy(x, target, ignore_index=5)[0, 2] == 0
 
 
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(3, 4, 128), (1, 4, 64), (5, 1, 64), (70, 8, 96)])
+def test_rms_norm_reads_heads_where_they_lie(tokens: int, heads: int, width: int, dtype: torch.dtype):
+    """Queries and keys are slices of one tensor: the bits of their copy, again and at another place, and no copy."""
+    whole = make("bell", tokens, (heads + 3) * width, dtype=dtype)
+    weight = make("bell", width, dtype=dtype)
+    for at in (0, 2):
+        x = whole[:, at * width : (at + heads) * width].view(tokens, heads, width)
+        copied = triton_rows.rms_norm(x.clone(memory_format=torch.contiguous_format), weight)
+        for _ in range(2):
+            assert compare.identical(triton_rows.rms_norm(x, weight), copied)
+        assert triton_common.again(("rms_norm", 1e-6), x, weight) is not None  # of a copy nothing is remembered
+    uneven = whole.view(tokens, -1, width)[::2, ::2]
+    assert compare.identical(triton_rows.rms_norm(uneven, weight), triton_rows.rms_norm(uneven.contiguous(), weight))
+
+
 def test_rms_norm_rounds_once():
     """In float16 the result is the float64 one, rounded, give or take a tie; two roundings miss it far more often."""
     x, weight = make("bell", 8, 256, dtype=torch.float16), make("bell", 256, dtype=torch.float16)
