@@ -1,10 +1,11 @@
 """The gradient of attention on a CPU, request by request: no bit of one depends on another.
 
-Order: of each request the queries in blocks of 512 and the keys filled up with zeros to a multiple of 64, both anchored
-at its first. A block's scores, their gradients and what they give to queries, keys and values are products in class
-"cpu-tiles" (`nondet.kernels.matmul.cpu`) in float32, batched over KV heads; the query heads of a group lie one after
-the other in the summed axis. A row's exponentials are added by NumPy's pairwise sum over its keys. What the blocks give
-to keys and values is added block by block, in order. One rounding to the dtype ends it.
+Order: of each request the queries in blocks of 128 with the keys that they see where it is causal (else all), filled
+up with zeros to a multiple of 64, both anchored at its first. A block's scores, their gradients and what they give to
+queries, keys and values are products in class "cpu-tiles" (`nondet.kernels.matmul.cpu`) in float32, batched over KV
+heads; the query heads of a group lie one after the other in the summed axis. A row's exponentials, and what they take
+off its scores' gradients, are added by NumPy's pairwise sum over its keys. What the blocks give to keys and values is
+added block by block, in order. One rounding to the dtype ends it.
 
 Invariance: everything is computed from the request's own rows, at sizes that follow from its own lengths; products by
 certified tiles, exponentials by vectors alone (`nondet.kernels.pointwise.cpu`), the rest elementwise and correctly
@@ -19,7 +20,7 @@ from nondet.kernels.matmul.cpu import bmm
 from nondet.kernels.pointwise.cpu import vectors_only
 from nondet.kernels.rows.cpu import row_sums
 
-_QUERIES = 512  # whose scores are held at a time
+_QUERIES = 128  # whose scores are held at a time: longer sums are less exact, in MKL one chain, and slower
 _KEYS = 64
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -44,7 +45,8 @@ def attention_backward(
     """Gradients of packed attention over q, k and v, in their shapes and dtype.
 
     Args:
-        q, out, gradient: [Tq, Hq, D], requests one after the other; what the forward gave, and its gradient.
+        q, out, gradient: [Tq, Hq, D], requests one after the other; what the forward gave, and its gradient;
+            `out` is not looked at, since a row's exponentials are at hand.
         k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
         cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], where each begins. A request's last query stands at its last
             key where it is causal.
@@ -59,7 +61,7 @@ def attention_backward(
         for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
             if q0 == q1 or k0 == k1 or not gradient[q0:q1].any():  # padding, of which no loss asks
                 continue
-            mine = q[q0:q1], out[q0:q1], gradient[q0:q1], k[k0:k1], v[k0:k1]
+            mine = q[q0:q1], gradient[q0:q1], k[k0:k1], v[k0:k1]
             found = _request(*mine, scale, causal, window, softcap)
             for part, (a, b), of in zip(parts, ((q0, q1), (k0, k1), (k0, k1)), found, strict=True):
                 part[a:b] = of
@@ -68,7 +70,6 @@ def attention_backward(
 
 def _request(
     q: torch.Tensor,
-    out: torch.Tensor,
     gradient: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -77,16 +78,18 @@ def _request(
     window: int | None,
     softcap: float | None,
 ) -> Gradients:
-    """Of one request: q, out, gradient [T, Hq, D] and k, v [S, Hkv, D], in float32."""
+    """Of one request: q, gradient [T, Hq, D] and k, v [S, Hkv, D], in float32."""
     heads, queries, group, dim = k.shape[1], q.shape[0], q.shape[1] // k.shape[1], q.shape[2]
-    keys, values = (_by_head(x, heads, 1) for x in (k, v))  # [Hkv, S', D]
-    of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+    all_keys, all_values = (_by_head(x, heads, 1) for x in (k, v))  # [Hkv, S', D]
+    of_keys, of_values = torch.zeros_like(all_keys), torch.zeros_like(all_values)
     of_queries = torch.empty((queries, q.shape[1], dim), dtype=torch.float32)
-    place = torch.arange(keys.shape[1])
     for start in range(0, queries, _QUERIES):
         rows = slice(start, min(start + _QUERIES, queries))
-        block, above, result = (_by_head(x[rows], heads, group) for x in (q, gradient, out))  # [Hkv, G * T', D]
+        block, above = (_by_head(x[rows], heads, group) for x in (q, gradient))  # [Hkv, G * T', D]
         length = block.shape[1] // group
+        last = start + length + k.shape[0] - queries if causal else k.shape[0]  # behind it no key is seen
+        seen = slice(0, max(_KEYS, min(last + -last % _KEYS, all_keys.shape[1])))
+        keys, values, place = all_keys[:, seen], all_values[:, seen], torch.arange(seen.stop)
         position = torch.arange(start, start + length) + k.shape[0] - queries
         hidden = (place >= k.shape[0]).expand(length, -1)
         if causal:
@@ -103,12 +106,13 @@ def _request(
         scores = scores.view(heads, group, length, -1).masked_fill_(hidden, -torch.inf).view(scores.shape)
         weights = vectors_only(torch.exp, scores - scores.amax(-1, keepdim=True))
         weights = weights / _sums(weights)
-        of_scores = weights * (bmm(above, values.mT) - _sums(above * result))
+        of_weights = bmm(above, values.mT)
+        of_scores = weights * (of_weights - _sums(weights * of_weights))
         if slope is not None:
             of_scores = of_scores * slope
         of_scores = of_scores * scale
-        of_values += bmm(weights.mT.contiguous(), above)
-        of_keys += bmm(of_scores.mT.contiguous(), block)
+        of_values[:, seen] += bmm(weights.mT.contiguous(), above)
+        of_keys[:, seen] += bmm(of_scores.mT.contiguous(), block)
         mine = bmm(of_scores, keys).view(heads, group, length, dim)[:, :, : rows.stop - start]
         of_queries[rows] = mine.permute(2, 0, 1, 3).reshape(-1, q.shape[1], dim)
     back = [x[:, : k.shape[0]].transpose(0, 1) for x in (of_keys, of_values)]

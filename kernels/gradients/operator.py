@@ -35,7 +35,7 @@ CPU_GRADIENTS = OrderClass(
     accumulator="float32",
     order=(
         "Of a row: its sums in the order of class cpu-rows, all else element by element in float32, by torch's vectors "
-        "where IEEE 754 does not round it. Of a request of attention: queries in blocks of 512 and keys to a multiple "
+        "where IEEE 754 does not round it. Of a request of attention: queries in blocks of 128, keys to a multiple "
         "of 64, both from its first; products in class cpu-tiles, sums over keys pairwise; blocks added in order."
     ),
     formula="softmax: p (g - sum g p);  log_softmax: g - exp(y) sum g;  rms_norm: r (wg - n mean(wg n)), n = x r",

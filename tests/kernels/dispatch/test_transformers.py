@@ -20,7 +20,7 @@ from nondet.kernels.dispatch import transformers as hf_mlp
 from nondet.kernels.dispatch.block import batch_invariant, on_call
 from nondet.kernels.dispatch.state import Coverage
 from nondet.kernels.matmul import cpu as cpu_matmul
-from nondet.kernels.matmul.cpu import linear_again
+from nondet.kernels.matmul.cpu import linear_again, packed_again
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -149,12 +149,15 @@ def test_two_packed_products_at_once_have_the_bits_of_each(dtype: torch.dtype, w
         right = {count: layer(rows(count, dtype, width)) for count in few}
         if not block.pack(layer):
             pytest.skip("oneDNN has no layout for it here")
+        # where both have one class with their joint copy: of 48 inputs they have not on a CPU with AMX, in bfloat16
+        joint = packed_again(rows(64, dtype, width), (layer.gate_proj.weight, layer.up_proj.weight)) is not None
+        assert joint or width != 64
         for count in few:
             layer(rows(count, dtype, width))  # the third product's first call of this kind is no second one
             with listen() as notes:
                 assert identical(layer(rows(count, dtype, width)), right[count])
             if 3 * width * count % 64 == 0:
-                assert packed_calls(notes) == 2
+                assert packed_calls(notes) == 1 + joint
         layer.up_proj.weight.mul_(2.0)
         with listen() as notes:
             assert identical(layer(rows(4, dtype, width)), right[4] * 2.0)
