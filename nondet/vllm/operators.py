@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -39,6 +39,7 @@ _MOST_BOUND = 2**16
 _ALIGNED = 256  # bytes at which every allocation begins
 
 _counts: list[int] = []
+_met: set[int] | None = None  # addresses of the weights that operators ran with; None while nobody watches
 _bound: dict[tuple[Any, ...], Product] = {}
 
 
@@ -68,8 +69,28 @@ def room_for(rows: int) -> int:
     return _counts[place] if place < len(_counts) else -(-rows // _COARSE) * _COARSE
 
 
+def watch() -> None:
+    """From now on keep which weights the operators below run with, until `not_met` asks."""
+    global _met
+    _met = set()
+
+
+def note(weight: torch.Tensor) -> None:
+    """Keep, where somebody watches, that an operator ran with this weight."""
+    if _met is not None:
+        _met.add(weight.data_ptr())
+
+
+def not_met(weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of those weights that no operator ran with since `watch`, which ends here; nobody watched: none."""
+    global _met
+    met, _met = _met, None
+    return [] if met is None else [name for name, weight in weights.items() if weight.data_ptr() not in met]
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], by a certified member of class "chain"."""
+    note(weight)
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
         key = (len(rows), weight.data_ptr(), weight.shape, weight.dtype, 0 if bias is None else bias.data_ptr())
@@ -117,6 +138,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     """x [..., H] normalized and weighted, class "lanes": `nondet.kernels.rows.cuda.rms_norm`."""
     from nondet.kernels.rows.cuda import rms_norm as compute
 
+    note(weight)
     return compute(x, weight, epsilon)
 
 
@@ -131,6 +153,7 @@ def add_rms_norm(
     """(norm of x + residual, x + residual), the sum rounded first: `nondet.kernels.rows.cuda.rms_norm_residual`."""
     from nondet.kernels.rows.cuda import rms_norm_residual
 
+    note(weight)
     return rms_norm_residual(x, residual, weight, epsilon)
 
 
@@ -170,6 +193,7 @@ def scaled_product(
         static: One scale of all activations that was there before; None: one a row, or one for 128 numbers of it.
         limit: Largest number that a row's scale is made for.
     """
+    note(weight)
     return padded(lambda rows: _scaled_rows(rows, weight, scales, static, limit, bias), x)
 
 

@@ -81,6 +81,7 @@ SEAMS = (
     Seam(f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update", "self layer key value kv_cache slot_mapping"),
     Seam("vllm.engine.arg_utils:EngineArgs.create_engine_config", "self usage_context headless"),
     Seam("vllm.v1.worker.gpu_worker:Worker.load_model", "self load_dummy_weights"),
+    Seam("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "self"),
     Seam("vllm.v1.worker.gpu_worker:Worker.reload_weights", "self args kwargs"),
     Seam("vllm.v1.worker.gpu_worker:Worker.update_weights", "self update_info"),
     Seam("vllm.v1.worker.gpu_worker:Worker.sleep", "self level"),
@@ -251,7 +252,7 @@ def _install(found: Mapping[str, Any]) -> None:
     registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     found["vllm.v1.attention.backends.registry:register_backend"](registry.CUSTOM, _BACKEND)
     _before_configuration(found["vllm.engine.arg_utils:EngineArgs.create_engine_config"])
-    _after_loading(found["vllm.v1.worker.gpu_worker:Worker.load_model"])
+    _around_start(*(found[f"vllm.v1.worker.gpu_worker:Worker.{n}"] for n in ("load_model", "compile_or_warm_up_model")))
 
 
 def _install_experts(found: Mapping[str, Any]) -> None:
@@ -265,7 +266,9 @@ def _install_experts(found: Mapping[str, Any]) -> None:
     ) -> Any:
         if getattr(layer, _OURS, False):
             from nondet.kernels.experts.cuda import weighted_experts
+            from nondet.vllm.operators import note
 
+            note(layer.w13_weight)
             return weighted_experts(x, layer.w13_weight.data, layer.w2_weight.data, topk_weights, topk_ids)
         return theirs(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
 
@@ -297,15 +300,20 @@ def _before_configuration(original: Callable[..., Any]) -> None:
     seam_at("vllm.engine.arg_utils:EngineArgs").create_engine_config = create_engine_config
 
 
-def _after_loading(original: Callable[..., Any]) -> None:
+def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None:
     worker = seam_at("vllm.v1.worker.gpu_worker:Worker")
 
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
-        original(self, load_dummy_weights=load_dummy_weights)
-        start(self.model_runner.get_model(), self.vllm_config, getattr(self, "rank", 0))
+        load(self, load_dummy_weights=load_dummy_weights)
+        self.of_nondet = start(self.model_runner.get_model(), self.vllm_config, getattr(self, "rank", 0))
 
-    load_model.__doc__ = original.__doc__
-    worker.load_model = load_model
+    def compile_or_warm_up_model(self: Any) -> Any:
+        done = warm_up(self)
+        check_met(self.model_runner.get_model(), getattr(self, "of_nondet", ()))
+        return done
+
+    load_model.__doc__, compile_or_warm_up_model.__doc__ = load.__doc__, warm_up.__doc__
+    worker.load_model, worker.compile_or_warm_up_model = load_model, compile_or_warm_up_model
     for name in _NOT_COVERED:
         setattr(worker, name, _uncovered(name))
 
@@ -770,7 +778,35 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     what = f"{len(seen)} shapes of weights at {len(counts)} row counts: {proofs} proofs"
     log(f"{what}, {compiled} kernels compiled, in {seconds:.1f} s.")
     _tell(found, config, seen, rank)
+    operators.watch()
     return found
+
+
+def check_met(model: Any, found: Sequence[Standing]) -> None:
+    """Did vLLM's runs at start, its compiled model and graphs among them, ask our operators for what they replace?
+
+    Products, norms and experts are looked for by their weights. Not looked for: attention, tables of embeddings and
+    heads, and Gemma's norms, whose weight is made anew at each call.
+
+    Raises:
+        UserError: a layer that none of them ran with, as where vLLM put another kernel there, and
+            NONDET_ALLOW_AT_RISK is not 1.
+    """
+    from nondet.vllm import operators
+
+    modules, weights = dict(model.named_modules()), {}
+    for one in found:
+        module = modules.get(one.layer)
+        weight = getattr(module, "w13_weight", getattr(module, "weight", None))
+        skipped = {"VocabParallelEmbedding", "GemmaRMSNorm"} & _ancestors(module)
+        if one.standing == REPLACED and weight is not None and not skipped:
+            weights[one.layer] = weight.data
+    missed = operators.not_met(weights)
+    if missed:
+        what = f"{len(missed)} layers said to be replaced did not run by nondet's operators, the first {missed[0]}"
+        log(f"{what}.")
+        if os.environ.get(ALLOWED) != "1":
+            raise UserError(what, f"Set {ALLOWED}=1 to start all the same. {_STOCK}")
 
 
 def _or_scaled(

@@ -410,6 +410,25 @@ def test_at_risk_refuses_to_start(toy: Toy, monkeypatch: pytest.MonkeyPatch, lay
     assert any("at risk: 3" in line for line in toys.LOG)
 
 
+def test_what_did_not_run_at_start_by_ours_is_no_replaced_layer(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where vLLM rewrites the model that it compiled: a norm and the product after it by one kernel of its own."""
+    it = model()
+    worker = loaded(toy, it)
+    assert worker.compile_or_warm_up_model() == 1.5
+    for fused, named in (([it[0].norm], "1 layers .* the first 0.norm"), ([it[1].qkv, it[0].norm], "2 .* 0.norm")):
+        worker = loaded(toy, it)
+        worker.fused = fused
+        with pytest.raises(UserError, match=f"{named}.*Set NONDET_ALLOW_AT_RISK=1"):
+            worker.compile_or_warm_up_model()
+    monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
+    worker = loaded(toy, it)
+    worker.fused = [it[1].norm]
+    assert worker.compile_or_warm_up_model() == 1.5
+    assert any("1 layers said to be replaced did not run" in line for line in toys.LOG)
+    operators.product(torch.ones(1, 8), it[0].qkv.weight)  # after start nothing is kept
+    assert operators.not_met({"qkv": it[1].qkv.weight}) == []
+
+
 def test_ranks_are_at_risk(toy: Toy) -> None:
     with pytest.raises(UserError, match="the first tensor parallelism"):
         loaded(toy, model(), parallel_config__tensor_parallel_size=2)
