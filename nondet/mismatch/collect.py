@@ -32,7 +32,7 @@ from nondet.sampling.plan import Load, Request, Sampling, Session, StepLog, Watc
 from nondet.sampling.schedule import requested_logits
 from nondet.trace.trainer import Batch, Row, first_difference
 
-_SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
+SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
 _WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, at most
 _EFFECT = 16  # rollouts of each of the two batches whose gradients are compared, at most
 Told = Callable[[str], None]
@@ -76,12 +76,12 @@ class Asked:
 
 
 @contextmanager
-def _kernels(side: str, ran: Counter[str], arm: Arm) -> Iterator[None]:
-    training = side == "trainer"
-    if not (arm.trainer if training else arm.sampler):
+def kernels(side: str, ran: Counter[str], invariant: bool, families: Sequence[str] = ()) -> Iterator[None]:
+    """Stock kernels, or batch-invariant ones, under a side of an arm; what ran is added under the side's name."""
+    if not invariant:
         yield
         return
-    with batch_invariant(arm.families or None, training=training) as block:
+    with batch_invariant(families or None, training=side == "trainer") as block:
         yield
     ran.update({f"{side}: {what}": count for what, count in block.coverage().counts().items()})
 
@@ -163,20 +163,27 @@ def _session(
     loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None, again: Sequence[Rollout] = ()
 ) -> Session:
     """The tokens of `again`, what it gave before, are fed and not drawn: logits stay as the model gives them."""
-    rng, requests = random.Random(f"nondet mismatch {asked.seed}"), []  # noqa: S311 - arrivals, no secret
+    rng, requests = random.Random(f"nondet mismatch {asked.seed}"), list[Request]()  # noqa: S311 - arrivals, no secret
     for i, text in enumerate(asked.prompts):
         for j in range(asked.n):
             drawn = Sampling(1.0, 0, 1.0, (asked.seed * 1_000_003 + i * 10_007 + j) % 2**63)
-            prompt, arrival = tuple(loaded.encode(text)), rng.randrange(_SPREAD)
+            prompt, arrival = tuple(loaded.encode(text)), rng.randrange(SPREAD)
             name, draw = _name(i, j), None if again else drawn
             requests.append(Request(name, True, prompt, asked.tokens, arrival, i, draw))
+    return answered(loaded, requests, watcher, {r.name: [r.ids[i] for i in r.drawn] for r in again})
+
+
+def answered(
+    loaded: LoadedModel, requests: Sequence[Request], watcher: Watcher | None = None,
+    forced: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> Session:  # fmt: skip
+    """By the engine, with prefills that are chunked and share steps with decodes. Raises EngineStoppedError."""
     unused, count = (1, 1), len(requests)  # lengths of background requests
-    load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
+    load = Load(others=0, targets=count, spread=SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
     loaded.model.eval()
     with torch.no_grad():
-        requests.sort(key=lambda r: r.arrival_step)
-        forced = {r.name: [r.ids[i] for i in r.drawn] for r in again}
-        session = run_session(loaded.model, requests, load, watcher=watcher, forced=forced)
+        ordered = sorted(requests, key=lambda r: r.arrival_step)
+        session = run_session(loaded.model, ordered, load, watcher=watcher, forced=forced)
     bad = next((o for o in session.outcomes if o.reason and o.finish != "cut"), None)
     if session.fatal or bad is not None:
         raise EngineStoppedError(f"{bad.request.id}: {bad.reason}" if bad is not None else session.fatal)
@@ -205,14 +212,14 @@ def _arm(
     arm: str, writer: RunWriter, spec: Spec, told: Told, sampler: LoadedModel | None, trainer: LoadedModel | None,
     older: LoadedModel | None, asked: Asked | None, rollouts: Sequence[Rollout],
 ) -> None:  # fmt: skip
-    kernels, ran = arm_of(arm), Counter[str]()
-    if kernels.trainer:
+    under, ran = arm_of(arm), Counter[str]()
+    if under.trainer:
         spec = replace(spec, formula="token_logprobs")
     started, rows, trained = time.perf_counter(), None, dict[tuple[str, int], torch.Tensor]()
     if asked is not None and sampler is not None:
         told(f"{arm}: sampling")
         rows = WholeRows(sampler, asked)
-        with _kernels("sampler", ran, kernels):
+        with kernels("sampler", ran, under.sampler, under.families):
             rollouts = sampled(sampler, asked, rows)
     following = iter(rollouts)
 
@@ -225,7 +232,7 @@ def _arm(
     drawn = time.perf_counter()
     trainers = [r.trainer for r in rollouts if r.trainer is not None]
     ours = len(trainers) < len(rollouts)
-    with _kernels("trainer", ran, kernels):
+    with kernels("trainer", ran, under.trainer, under.families):
         if ours and trainer is not None:
             told(f"{arm}: the trainer's forward")
             values = score(trainer.model, rollouts, spec, gradients=True, keep=keep)
@@ -263,16 +270,16 @@ def place_of(
     arm: str, sampler: LoadedModel, model: Any, asked: Asked, rollouts: Sequence[Rollout], spec: Spec
 ) -> MismatchPlace:
     """Where the trainer's `model` diverges first from the sampler. Both sides are made again, twice."""
-    kernels, size = arm_of(arm), spec.micro or len(rollouts)
+    under, size = arm_of(arm), spec.micro or len(rollouts)
     padded = widths(rollouts, spec.micro)
 
     def run(watcher: Watcher) -> Session:
-        with _kernels("sampler", Counter(), kernels):
+        with kernels("sampler", Counter(), under.sampler, under.families):
             return _session(sampler, asked, watcher, rollouts)
 
     def forward(first: int) -> Logprobs:
         part, lengths = rollouts[first : first + size], padded[first : first + size]
-        with _kernels("trainer", Counter(), kernels):
+        with kernels("trainer", Counter(), under.trainer, under.families):
             return score(model, part, spec, gradients=True, padded=lengths)
 
     batches = []

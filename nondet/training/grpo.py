@@ -12,10 +12,11 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,20 +28,19 @@ from nondet.core.compare import digest, weights_digest
 from nondet.core.records import TrainingStep
 from nondet.core.runfile import RunWriter, replacing
 from nondet.core.traces import tokens_digest
-from nondet.errors import EngineStoppedError, UserError, one_line, reason_of
+from nondet.errors import UserError, one_line, reason_of
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.logprobs import token_logprobs
+from nondet.mismatch.collect import SPREAD, answered, kernels
 from nondet.mismatch.figures import Figures
-from nondet.sampling.engine import run_session
+from nondet.mismatch.trainer import rounded_to_fp8, weights_changed
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Load, Outcome, Request, Sampling
+from nondet.sampling.plan import Outcome, Request, Sampling
 from nondet.training.tasks import ARMS, TASKS
 
-_SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
 _CLIP, _GRADIENT_MOST, _BETAS = 0.2, 1.0, (0.9, 0.95)
 _SOFTENED = 1e-4  # of the deviation of a group's rewards, so that equal ones divide by something
 _ENTROPY_ELEMENTS = 2**24  # of logits that the entropy of a step is taken over: of a large vocabulary every k-th row
-_FP8_MOST = 448.0  # of float8_e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +82,10 @@ class Policy:
         for parameter, exact in zip(self.parameters, self.master, strict=True):
             parameter.copy_(exact)
 
-    @contextmanager
-    def rounded(self, rollouts: str) -> Iterator[None]:
+    def rounded(self, rollouts: str) -> AbstractContextManager[None]:
         """The sampler's weights: the model's own, or its matrices in float8_e4m3fn with a scale a row."""
-        if rollouts == "fp8":
-            with torch.no_grad():
-                for p in self.parameters:
-                    if p.dim() == 2:
-                        scale = p.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / _FP8_MOST
-                        p.copy_((p.float() / scale).to(torch.float8_e4m3fn).float() * scale)
-        try:
-            yield
-        finally:
-            if rollouts:
-                self.publish()
+        fp8 = partial(rounded_to_fp8, scale="row")
+        return weights_changed(self.model, fp8) if rollouts == "fp8" else nullcontext()
 
     def update(self) -> float:
         """One optimizer step by the gradients that are there; the norm that they had."""
@@ -213,26 +203,10 @@ def requests_of(settings: Settings, loaded: LoadedModel, seed: int, step: int) -
         prompt = tuple(loaded.encode(text))
         for j in range(settings.group):
             own = int.from_bytes(hashlib.sha256(f"{seed} {step} {group} {j}".encode()).digest()[:8], "big")
-            name, arrival = f"t{group:03d}-{j:03d}", arrivals.randrange(_SPREAD)
+            name, arrival = f"t{group:03d}-{j:03d}", arrivals.randrange(SPREAD)
             drawn = Sampling(1.0, 0, 1.0, own)
             requests.append(Request(name, True, prompt, settings.tokens, arrival, group, drawn))
     return requests, texts
-
-
-def sampled(loaded: LoadedModel, requests: Sequence[Request]) -> list[Outcome]:
-    """The rollouts, in the order of their names. Raises EngineStoppedError: one of them has no end.
-
-    A step of the engine takes so few tokens that prefills are chunked, and decodes share it with them.
-    """
-    unused, count = (1, 1), len(requests)  # lengths of background requests
-    load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
-    loaded.model.eval()
-    with torch.no_grad():
-        session = run_session(loaded.model, sorted(requests, key=lambda r: r.arrival_step), load)
-    bad = next((o for o in session.outcomes if o.reason), None)
-    if session.fatal or bad is not None:
-        raise EngineStoppedError(f"{bad.request.id}: {bad.reason}" if bad is not None else session.fatal)
-    return sorted(session.outcomes, key=lambda o: o.request.id)
 
 
 def earned(
@@ -270,15 +244,6 @@ def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
     return named | dict(zip(("ratio_least", "ratio_most"), figures.ratios, strict=True))
 
 
-@contextmanager
-def kernels(name: str, ran: Counter[str], *, invariant: bool, training: bool) -> Iterator[None]:
-    """Stock kernels, or batch-invariant ones, under a side of a run; what ran is added under the side's name."""
-    with batch_invariant(training=training) if invariant else nullcontext() as block:
-        yield
-        if block is not None:
-            ran.update({f"{name}: {what}": count for what, count in block.coverage().counts().items()})
-
-
 def learn(
     policy: Policy, settings: Settings, arm: str, batch: Batch, advantages: torch.Tensor, ran: Counter[str]
 ) -> dict[str, Any]:
@@ -298,7 +263,7 @@ def learn(
             part, rows = slice(first, last), slice(batch.rows[first], batch.rows[last])
             drawn = batch.drawn[part]
             group, place = drawn.nonzero(as_tuple=True)
-            with kernels("trainer", ran, invariant=ARMS[arm].trainer, training=True):
+            with kernels("trainer", ran, ARMS[arm].trainer):
                 inputs = {"attention_mask": batch.mask[part], "position_ids": batch.positions[part]}
                 whole = policy.model(input_ids=batch.ids[part], use_cache=False, **inputs).logits
                 # by index_select, whose gradient is added in the order of the rows
@@ -326,8 +291,8 @@ def step_of(policy: Policy, loaded: LoadedModel, settings: Settings, arm: str, s
     requests, texts = requests_of(settings, loaded, seed, step)
     ran: Counter[str] = Counter()
     started = time.perf_counter()
-    with policy.rounded(settings.rollouts), kernels("sampler", ran, invariant=ARMS[arm].sampler, training=False):
-        outcomes = sampled(loaded, requests)
+    with policy.rounded(settings.rollouts), kernels("sampler", ran, ARMS[arm].sampler):
+        outcomes = sorted(answered(loaded, requests).outcomes, key=lambda o: o.request.id)
     drawn = time.perf_counter()
     advantages, figures = earned(settings, loaded, outcomes, texts)
     figures |= learn(policy, settings, arm, Batch.of(outcomes, loaded.device), advantages.to(loaded.device), ran)

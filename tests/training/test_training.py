@@ -278,7 +278,7 @@ def test_groups_of_one_reward_teach_nothing(folder: Path, monkeypatch: pytest.Mo
     """Their advantage is exactly 0, those of one text are counted, and weights stay where no group has two rewards."""
     loaded = load_model(str(folder), "float32", "cpu")
     requests, texts = grpo.requests_of(settings(), loaded, 0, 0)
-    outcomes = grpo.sampled(loaded, requests)
+    outcomes = sorted(grpo.answered(loaded, requests).outcomes, key=lambda o: o.request.id)
     task = grpo.TASKS["parentheses"]
     monkeypatch.setitem(grpo.TASKS, "parentheses", replace(task, reward=lambda *_: 1.0))
     advantages, got = grpo.earned(settings(), loaded, outcomes, texts)
