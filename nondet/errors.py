@@ -60,6 +60,15 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return "Known: " + ", ".join(names)
 
 
+def each_once(option: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The names of a list, in their order; a `UserError` where one is there twice."""
+    named = tuple(names)
+    for name in named:
+        if named.count(name) > 1:
+            raise UserError(f"{option} names {one_line(name, 40)} twice", "Name it once.")
+    return named
+
+
 # C0 controls have pictures of their own in Unicode; C1 and the format characters that reorder or hide text do not.
 _PICTURES = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}
 _KEPT = {"\n", "\t"}

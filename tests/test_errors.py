@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nondet.cli import main
 from nondet.errors import no_commands, one_line, printable
 
 
@@ -30,6 +31,28 @@ def test_ordinary_text_is_untouched() -> None:
     """Newlines, tabs, accents, other scripts and emoji with joiners are text, not control."""
     text = "Grüße,\n\tनमस्ते, 你好, العربية, 👩‍💻"
     assert printable(text) == text
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "rl --arms stock,invariant,stock",
+        "mismatch --arms stock,stock",
+        "mismatch --arms invariant:norm,invariant:norm",
+        "mismatch --trainer padding=left,padding=right",
+        "mismatch --prompt a --prompt a",
+        "bench engine --requests 8,08",
+        "probe all-reduce --ranks 2,2",
+        "sample --load others=2,others=3",
+        "sample --endpoint http://127.0.0.1:9 --arms solo,solo=3",
+        "sample --vary chunk=8,chunk=16",
+    ],
+)
+def test_what_a_list_names_twice_is_told(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, before anything is loaded; the last of two was taken, or both were one."""
+    assert main(asked.split()) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "twice. Name it once." in line
 
 
 def test_one_line_is_one_line_and_short() -> None:

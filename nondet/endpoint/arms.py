@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from nondet.core.traces import PIECE_MOST, Trace, trace_digest
-from nondet.errors import UnknownNameError, UserError, shortened
+from nondet.errors import UnknownNameError, UserError, each_once, shortened
 from nondet.sampling.plan import Load, RoundLoad, Sampling, changed_load
 
 
@@ -252,12 +252,11 @@ def parse_arms(spec: str, n: int) -> dict[str, int]:
     An unknown arm, one twice, or a number that makes no sense is a `UserError`.
     """
     arms: dict[str, int] = {}
+    each_once("--arms", (part.partition("=")[0].strip() for part in spec.split(",")))
     for part in spec.split(","):
         name, equals, digits = (s.strip() for s in part.partition("="))
         if name not in ARMS:
             raise UnknownNameError("arm", name, ARMS)
-        if name in arms:
-            raise UserError(f"--arms {spec!r}: {name} is there twice", "Name each arm once.")
         if equals and not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _ARM_MOST):
             raise UserError(f"--arms: {name}={digits} makes no sense", f"Give a whole number from 1 to {_ARM_MOST:,}.")
         fallback = {"loaded": n, "solo": min(n, _SOLO_MOST)}.get(name, min(n, _FEW))

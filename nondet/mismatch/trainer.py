@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nondet.errors import UserError, suggestion
+from nondet.errors import UserError, each_once, suggestion
 from nondet.kernels.dispatch.logprobs import token_logprobs
 from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.rollouts import Rollout
@@ -65,8 +65,9 @@ class Spec:
 
 def parse_spec(text: str) -> Spec:
     """Read "dtype=float32,autocast=bfloat16,padding=left,micro=4". Raises UserError: a key or a value is unknown."""
-    spec = Spec()
-    for part in filter(None, (p.strip() for p in text.split(","))):
+    spec, parts = Spec(), [part.strip() for part in text.split(",") if part.strip()]
+    each_once("--trainer", (part.partition("=")[0] for part in parts))
+    for part in parts:
         key, _, value = part.partition("=")
         known: Sequence[str] = {
             "dtype": [*DTYPES], "autocast": ["bfloat16", "float16"], "padding": _PADDINGS, "formula": [*FORMULAS],

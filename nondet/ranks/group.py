@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nondet.core.processes import end_with_parent, no_main, obituary
-from nondet.errors import UserError, one_line
+from nondet.errors import UserError, each_once, one_line
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$')
 _FRAMES = 5  # innermost ones that are told
@@ -350,7 +350,7 @@ def parse_ranks(text: str | None) -> tuple[int, ...] | None:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts):
         raise UserError(f"--ranks {one_line(text)} is no list of numbers", "Give them as in --ranks 2,4.")
-    return tuple(dict.fromkeys(int(part) for part in parts))
+    return tuple(map(int, each_once("--ranks", (str(int(part)) for part in parts))))
 
 
 def check_ranks(ranks: Sequence[int], device: str, gpus: int) -> None:

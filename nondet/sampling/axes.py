@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
-from nondet.errors import UnknownNameError, UserError, suggestion
+from nondet.errors import UnknownNameError, UserError, each_once, suggestion
 from nondet.sampling.plan import PLAIN, Load, Request, Setting
 from nondet.sampling.schedule import ORDERS, POLICIES
 from nondet.sampling.speculation import DRAFTERS
@@ -447,6 +447,7 @@ def parse_vary(spec: str) -> dict[str, list[str]]:
     parts = [part.strip() for part in spec.split(",")]
     if not all(parts):
         raise UserError(f"--vary {spec!r} has an empty part", f"Name axes such as sharing,chunk=8:16, or {ALL}.")
+    each_once("--vary", (part.partition("=")[0] for part in parts))
     wanted: dict[str, list[str]] = {}
     for part in parts:
         name, equals, text = part.partition("=")
@@ -455,8 +456,6 @@ def parse_vary(spec: str) -> dict[str, list[str]]:
             raise UserError(f"--vary {spec!r}: {ALL} excludes other axes", f"Write --vary {ALL}, or name the axes.")
         if name not in AXES and name != ALL:
             raise UnknownNameError("axis", name, [*AXES, ALL])
-        if name in wanted:
-            raise UserError(f"--vary {spec!r} names {name} twice", f"Write {name}=VALUE:VALUE once.")
         if equals and not all(values):
             raise UserError(
                 f"--vary: {part!r} lacks a value", f"Write {name}=VALUE, or {name} without = for its default values."

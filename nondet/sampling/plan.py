@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from nondet.core.runfile import regular
-from nondet.errors import UnknownNameError, UserError, one_line, shortened, suggestion
+from nondet.errors import UnknownNameError, UserError, each_once, one_line, shortened, suggestion
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -222,6 +222,7 @@ def changed_load(spec: str, presets: Mapping[str, L], ranges: Mapping[str, tuple
     parts = [p.strip() for p in spec.split(",")]
     if not any(parts):
         raise UserError(f"--load {spec!r} is empty", hint)
+    each_once("--load", (part.partition("=")[0].strip() for part in parts))
     load = presets["default"]
     for place, part in enumerate(parts):
         key, equals, value = (s.strip() for s in part.partition("="))

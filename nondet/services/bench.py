@@ -13,7 +13,7 @@ import typer
 from nondet.bench.work import RANK_OPERATORS, timed_operators
 from nondet.core.records import Cell, Record
 from nondet.core.runfile import read_run
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import UnknownNameError, UserError, each_once
 from nondet.ranks.group import parse_ranks
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, pick_device, user_sources
@@ -162,7 +162,7 @@ class BenchRequest(Request):
         if not all(p.isascii() and p.isdigit() and 1 <= int(p) <= _REQUESTS_MOST for p in parts):
             what = f"--requests {self.requests!r} makes no sense"
             raise UserError(what, f'Give numbers from 1 to {_REQUESTS_MOST}: "8,32,128".')
-        return [int(p) for p in parts]
+        return [int(p) for p in each_once("--requests", (str(int(p)) for p in parts))]
 
 
 def _bench_engine(request: BenchRequest, output: Output) -> None:

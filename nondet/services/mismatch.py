@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nondet.embedded import DEFAULT_PROMPT
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import UserError, each_once
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink
 from nondet.services.sample import implementations, open_model
@@ -70,19 +70,13 @@ class MismatchRequest(Request):
             raise UserError("--rollouts with a run file", "Give one of the two.")
         if self.rollouts is not None or self.run is not None:
             self.refuse(_DRAWN, "{} where rollouts are read", "Nothing is sampled then.")
-        names = [name.strip() for name in self.arms.split(",") if name.strip()]
-        if not names:
-            raise UserError(f"--arms {self.arms!r} names none", "Known: stock, sampler-only, invariant.")
-        for name in names:
-            if name.startswith("invariant:"):
-                implementations([name])
-            elif name not in ("stock", "sampler-only", "invariant"):
-                raise UnknownNameError("arm", name, ("stock", "sampler-only", "invariant", "invariant:FAMILY"))
+        each_once("--prompt", self.prompt or ())
+        implementations([name for name in self.arm_names if ":" in name] or None)
 
     @cached_property
     def arm_names(self) -> tuple[str, ...]:
-        """Each once, as given."""
-        return tuple(dict.fromkeys(name.strip() for name in self.arms.split(",") if name.strip()))
+        """In their order."""
+        return o.arms(self.arms, ("stock", "sampler-only", "invariant", "invariant:FAMILY"))
 
 
 def mismatch(request: MismatchRequest, sink: Sink) -> Path:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from nondet.core import registry
-from nondet.errors import UnknownNameError, UserError, suggestion
+from nondet.errors import UnknownNameError, UserError, each_once, suggestion
 
 if TYPE_CHECKING:
     from nondet.sampling.plan import Sampling
@@ -43,6 +43,17 @@ def _impls() -> list[str]:
 def families() -> list[str]:
     """Families of operators that `batch_invariant` can replace by themselves."""
     return list(dict.fromkeys(o.family.name for o in registry.declared().values() if o.family is not None))
+
+
+def arms(text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The names of `--arms`, each once; `known` may have "invariant:FAMILY". A `UserError` of any other, or of none."""
+    named, known = each_once("--arms", (name.strip() for name in text.split(",") if name.strip())), tuple(known)
+    if not named:
+        raise UserError(f"--arms {text!r} names none", f"Known: {', '.join(known)}.")
+    for name in named:
+        if name not in known and not (name.startswith("invariant:") and "invariant:FAMILY" in known):
+            raise UnknownNameError("arm", name, known)
+    return named
 
 
 def _target(target: str) -> Callable[[], Iterable[str]]:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from nondet.core.records import TrainingStep
 from nondet.core.runfile import begun, check_free, read_run
-from nondet.errors import UnknownNameError, UserError
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink
 from nondet.services.sample import open_model
@@ -56,17 +55,12 @@ class RlRequest(Request):
     trust_remote_code: o.TRUST = False
 
     def _check(self) -> None:
-        if not self.arm_names:
-            raise UserError(f"--arms {self.arms!r} names none", f"Known: {', '.join(ARMS)}.")
-        for name in self.arm_names:
-            if name not in ARMS:
-                raise UnknownNameError("arm", name, ARMS)
+        _ = self.arm_names
 
     @cached_property
     def arm_names(self) -> tuple[str, ...]:
-        """Each once, in the order of the table."""
-        named = [name.strip() for name in self.arms.split(",") if name.strip()]
-        return tuple(sorted(dict.fromkeys(named), key=lambda name: list(ARMS).index(name) if name in ARMS else -1))
+        """In the order of the table."""
+        return tuple(sorted(o.arms(self.arms, ARMS), key=list(ARMS).index))
 
 
 def rl(request: RlRequest, sink: Sink) -> Path:
