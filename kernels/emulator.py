@@ -267,7 +267,8 @@ class Arithmetic(NamedTuple):
         first: Which of two products that meet is the accumulator, and so is rounded first: "low" or "high" number.
         unit: Who adds more than two at once.
         dtype: Of the operands, for `unit`.
-        finish: "", "divided by K", "times 1/K" or `VECTOR_WEIGHTS`, of the root; rounded to the accumulator.
+        finish: "", "divided by K", "times 1/K" or `VECTOR_WEIGHTS`, of the root; rounded to the accumulator. Where
+            several give the bits that were checked: "divided by K or times 1/K", which only `words` knows.
     """
 
     accumulator: str = "float32"
@@ -281,6 +282,7 @@ class Arithmetic(NamedTuple):
     def words(self) -> str:
         """ "float32, each product fused into its addition"."""
         how = ", each product fused into its addition" if self.fused else ""
+        how += ", of two the later rounded first" if self.fused and self.first == "high" else ""
         fused = f", {self.unit.terms} products a fused step" if self.unit is not None else ""
         if self.unit is not None and self.dtype == "tf32":
             fused += " of 3xTF32" if self.unit.split else " of TF32"

@@ -58,7 +58,8 @@ _SUMS = 24  # of each kind, where a call gives one; of zeros six times as many
 _MANY = 2**21  # elements of the rows that are drawn of a short dtype: few of them show a sum's last digit
 _APART = 16  # columns, whose weights are all aligned alike: where orders differ by column, theirs may agree
 _MORE = 48  # further draws at most, where those did not refute each of:
-_WRONG = 4  # trees with two elements exchanged that the proof has to refute
+_WRONG = 4  # trees with two elements exchanged that the proof has to refute, each by as many sums as:
+_TELLING = 4
 _COLUMNS = 64  # of each kind, where it gives many
 _CLASSES = 4  # of one row, each with a tree of its own
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
@@ -372,16 +373,18 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
     checked, reason = len(of), ""
     ways = _arithmetics(asked, tree, y is not None)
     best, failed, least = ways[0], dict[str, int](), checked + 1
-    sums = np.empty(0)
+    sums, fits = np.empty(0), list[Arithmetic]()
     try:
-        for how in ways:  # until one of them misses none
+        for how in ways:  # until one of them misses none; then whatever else may have been done to the root
+            if fits and how._replace(finish=best.finish) != best:
+                continue
             said = emulator.predict(tree, x, y, how)
             wrong = _wrong(asked, x, said, got)
             if wrong.sum() < least:
                 best, sums, least = how, said, int(wrong.sum())
                 failed = {kind: int(n) for kind in kinds if (n := (of[wrong] == kind).sum())}
-            if not least:
-                break
+            if not wrong.any() and (how is best or (said != sums).any()):
+                fits.append(how)
     except NotImplementedError as error:
         reason, failed = str(error), {kind: len(got) for kind, (*_, got) in zip(kinds, drawn, strict=True)}
     if failed and not reason:
@@ -389,13 +392,14 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
     others = [] if failed else _exchanged(tree, seed)
 
-    def told(t: Tree, x: Array, y: Array | None, got: torch.Tensor, sums: Array) -> bool:
-        """Whether these tell t from the tree, whose sums they are."""
+    def telling(t: Tree, x: Array, y: Array | None, got: torch.Tensor, sums: Array) -> int:
+        """How many sums tell t from the tree, whose sums they are."""
         said = emulator.predict(t, x, y, best)
         new = said != sums
-        return bool(new.any()) and bool(_wrong(asked, x[new], said[new], got[torch.from_numpy(new)]).any())
+        return int(_wrong(asked, x[new], said[new], got[torch.from_numpy(new)]).sum()) if new.any() else 0
 
-    left = [t for t in others if not told(t, x, y, got, sums)]
+    need = _TELLING if asked.single is None else 1
+    left = [(t, n) for t in others if (n := need - telling(t, x, y, got, sums)) > 0]
     slow = asked.single is not None and y is not None
     for more in range(_MORE // 4 if slow else _MORE):  # sums that have to tell these from the tree
         if not left:
@@ -403,15 +407,19 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         kind = kinds[-1] if asked.positive is None else kinds[more % len(kinds)]
         x, y, got = _drawn(asked, kind, seed + (more + 2) * _SEEDS)
         checked += len(got)
-        added = emulator.predict(tree, x, y, best)
-        if missed := int(_wrong(asked, x, added, got).sum()):
-            failed[kind] = failed.get(kind, 0) + missed
-            reason = f"other bits in {missed:,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
-        left = [t for t in left if not told(t, x, y, got, added)]
+        added = [(how, emulator.predict(tree, x, y, how)) for how in fits]
+        missed = [int(_wrong(asked, x, said, got).sum()) for _, said in added]
+        if min(missed):
+            failed[kind] = failed.get(kind, 0) + min(missed)
+            reason = f"other bits in {min(missed):,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
+        fits = [how for how, n in zip(fits, missed, strict=True) if n == min(missed)]
+        best = fits[0]
+        left = [(t, n) for t, m in left if (n := m - telling(t, x, y, got, dict(added)[best])) > 0]
     if left and not failed:
         reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
     refuted = len(others) - len(left)
-    return Found(tree, 0, None if reason else best, best, checked, sum(failed.values()), reason, refuted)
+    proven = None if reason else best._replace(finish=" or ".join(how.finish for how in fits))
+    return Found(tree, 0, proven, best, checked, sum(failed.values()), reason, refuted)
 
 
 def _drawn(asked: Sum, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
@@ -450,12 +458,13 @@ def _zeros(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> tor
 
     Half of the numbers are so much larger than the others that adding one of each rounds, however short the dtype: in
     float32, and in float64 in every third three rows. Each sum is 0 but for these roundings: a short result shows them.
-    In every second row the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry.
+    In half of the rows the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry.
+    Of an odd number one is of their last digits instead. Rows are of many sizes, where the dtype has room.
     """
     rng = np.random.default_rng(seed)
     spread = 8 + int(np.log2(K)) // 2
     made = np.zeros((rows, K))
-    for i, row in enumerate(made):
+    for i, row in zip(rng.integers(0, 18, rows).tolist(), made, strict=True):  # of one row, too, any form
         half = min(max(4, K // (1, 1, 4)[i % 3]), K) // 2
         high, digits = (12, 24) if dtype == torch.float16 else ((17, 24), (17, 24), (46, 53))[i // 3 % 3]
         places = rng.permutation(K)
@@ -465,8 +474,11 @@ def _zeros(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> tor
         numbers = rng.uniform(1, 2, half) * 2.0**exponents
         row[places[:half]] = numbers
         row[places[half : 2 * half]] = -numbers
-        if half and i % 2:
+        if K - 2 * half == 1:
+            row[places[-1]] = rng.uniform(1, 2) * 2.0 ** (high - digits + rng.integers(4))
+        elif half and i % 2:
             row[places[half + np.abs(numbers).argmin()]] = 0.0
+        row *= 2.0 ** (rng.integers(-40, 1) if dtype != torch.float16 else 0)
     return torch.from_numpy(made).to(dtype).to(device)
 
 
@@ -910,8 +922,10 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
         few = columns[torch.linspace(0, len(columns) - 1, min(len(columns), _COLUMNS)).round().long()]
         for i in range(-(-_SUMS * (6 if kind == "zeros" else 1) // len(few))):
             if kind == "zeros":
-                a, w = torch.ones_like(ones), torch.zeros_like(weight)
-                w[few] = _zeros(len(few), K, dtype, device, seed + i)
+                powers = torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=dtype, device=device)  # so products are as exact
+                a = powers[torch.randint(4, (M, K), generator=generator(seed + i, device), device=device)]
+                w = torch.zeros_like(weight)
+                w[few] = _zeros(len(few), K, dtype, device, seed + i) / a[0]
             else:
                 a, w = product_operands(kind, (M, K), (N, K), dtype, device, seed + i, weight_kind="bell")
                 w = w * weight_scale(K)

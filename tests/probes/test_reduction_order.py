@@ -272,6 +272,74 @@ def promoted(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_three_short_numbers_show_their_order(seed: int, dtype: torch.dtype) -> None:
+    """Added in float64, of which float16's masks tell nothing: no tree that is proven may be another, or of float32."""
+    result = find(of_rows(lambda x: x.double().sum(-1).to(dtype), 1, 3, dtype, "cpu", ("",)), seed)
+    assert result.proven is None or (result.tree.digest, result.proven.accumulator) == (chain(3).digest, "float64")
+    sound = find(of_rows(adder(chain(3)), 1, 3, dtype, "cpu", ("",)), seed)
+    assert (sound.tree.digest, sound.proven is not None) == (chain(3).digest, True)
+
+
+def small_the_other_way(x: torch.Tensor) -> torch.Tensor:
+    return adder(chain(33) if x.abs().max() > 1.5 else chain(33, range(32, -1, -1)))(x)
+
+
+def without_zeros_the_other_way(x: torch.Tensor) -> torch.Tensor:
+    order = range(33) if (x == 0).any() or x.abs().max() > 2**60 else range(32, -1, -1)
+    return x[:, list(order)].cumsum(-1)[:, -1]
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"), [(small_the_other_way, torch.bfloat16), (without_zeros_the_other_way, torch.float64)]
+)
+def test_an_order_that_follows_the_values_is_unproven(function: Any, dtype: torch.dtype) -> None:
+    """Numbers of all sizes, with zeros and without, are among those that show an order in a short dtype, or a long."""
+    result = find(of_rows(function, 1, 33, dtype, "cpu", ("",)))
+    assert result.tree.digest == chain(33).digest
+    assert result.proven is None
+
+
+def linear_by_sign(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return fused_chain_of(range(64) if x[0, 0] > 0 else range(63, -1, -1))(x.float(), w.float()).to(x.dtype)
+
+
+def test_an_order_that_follows_the_sign_of_x_is_unproven() -> None:
+    result = find(of_product(linear_by_sign, 1, 64, 8, torch.bfloat16, "cpu"))
+    assert result.proven is None
+    assert "zeros numbers" in result.failed_on
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_column_shows_partial_sums_in_float64(dtype: torch.dtype) -> None:
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x.double()[:, None] * w.double()).cumsum(-1)[..., -1].to(x.dtype)
+
+    result = find(of_product(linear, 1, 33, 1, dtype, "cpu"))
+    assert result.tree.digest == chain(33).digest
+    assert result.proven is not None, result.failed_on
+    assert result.proven.accumulator == "float64"
+
+
+@pytest.mark.parametrize("K", [33, 64])
+@pytest.mark.parametrize("times", [False, True])
+def test_what_short_results_do_not_tell_of_a_mean_is_not_said(K: int, times: bool) -> None:
+    """Whether a sum was divided by K, or multiplied: in bfloat16 no result may show it, and by 64 both are the same."""
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        total = added(chain(K), x)
+        return (total * torch.tensor(1 / K) if times else total / K).to(x.dtype)
+
+    finishes = ("divided by K", "times 1/K")
+    result = find(of_rows(mean, 1, K, torch.bfloat16, "cpu", finishes))
+    assert result.proven is not None
+    assert result.proven.finish == ("divided by K" if K == 64 else "divided by K or times 1/K")
+    single = find(of_rows(mean, 1, K, torch.float32, "cpu", finishes))
+    assert single.proven is not None
+    assert single.proven.finish == finishes[times and K == 33]
+
+
 def squares(x: torch.Tensor) -> torch.Tensor:
     return (x * x).sum(-1)
 
@@ -510,7 +578,7 @@ def test_three_steps_of_tf32_for_a_step_of_float32_are_proven(monkeypatch: pytes
     assert rounded or result.proven.words == "in float32, 8 products a fused step of 3xTF32, divided by K"
 
 
-@pytest.mark.parametrize(("off", "finish"), [(0, "divided by K"), (896, VECTOR_WEIGHTS), (2000, None)])
+@pytest.mark.parametrize(("off", "finish"), [(0, "divided by K or times 1/K"), (896, VECTOR_WEIGHTS), (2000, None)])
 def test_weights_that_a_fast_exponential_gave_are_seen_in_their_sum(off: int, finish: str | None) -> None:
     """As torch's attention has them in bfloat16 on a CPU: rounded to 1, but divided by the sum of what exp gave."""
 
