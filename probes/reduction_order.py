@@ -621,10 +621,12 @@ def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dty
 
     def fives(totals: Array) -> tuple[Array, Array]:
         """[n, 5]: numbers whose squares add up to each total in any order, and what the first of them is, or NaN."""
+        if K < 5:
+            raise NotASumError("a sum of fewer than 5 squares can't be seen through what a norm gives")
         made, units = np.zeros((len(totals), 5), np.float32), np.full(len(totals), np.nan)
         for n, total in enumerate(totals.tolist()):
             digits, exponent = np.frexp(total)
-            if not np.isfinite(total) or digits * 2**24 % 1 or K < 5:
+            if not np.isfinite(total) or digits * 2**24 % 1:
                 continue
             whole, exponent = int(digits * 2**24), int(exponent) - 24
             if exponent % 2:
@@ -636,8 +638,8 @@ def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dty
     def through(totals: Array) -> Array:
         """What an element is multiplied by where the squares' sum is this."""
         (made, units), rows = fives(totals), np.zeros((len(totals), K), np.float32)
-        places = np.array([rng.choice(K, min(K, 5), replace=False) for _ in totals])
-        np.put_along_axis(rows, places, made[:, : places.shape[1]], 1)
+        places = np.array([rng.choice(K, 5, replace=False) for _ in totals])
+        np.put_along_axis(rows, places, made, 1)
         return show(torch.from_numpy(rows).to(device), places[:, 0].tolist()) / units
 
     def divided(elements: Array, totals: Array) -> Array:

@@ -730,6 +730,12 @@ def test_a_reciprocal_that_is_not_rounded_is_asked_for() -> None:
     assert wrong.proven is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fewer_squares_than_show_are_said_to_be(dtype: torch.dtype) -> None:
+    with pytest.raises(NotASumError, match="fewer than 5 squares"):
+        find(of_squares(norm_by(chain(3)), 1, 3, "cpu", dtype))
+
+
 @pytest.mark.parametrize("operator", ["softmax", "rms_norm"])
 def test_a_wrong_tree_of_positive_terms_is_not_proven(operator: str) -> None:
     tree, wrong = chain(64), chain(64, [1, 2, 0, *range(3, 64)])
