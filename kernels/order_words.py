@@ -103,18 +103,57 @@ class _Reader:
             return f"splits of {len(lists[0]):,}{stride}"
         return f"lanes{stride}" if stride else f"interleaved parts of {len(lists[0]):,}"
 
-    def in_order(self, parts: list[_Part]) -> str:
-        """Whether parts come as they are numbered: "", or how else."""
+    def in_order(self, parts: list[_Part], binary: bool = False) -> str:
+        """Whether parts come as they are numbered, of a binary tree neighbour to neighbour: "", or how else."""
         firsts = [self._first(part) for part in parts]
         if firsts == sorted(firsts):
             return ""
-        if firsts[1:] == sorted(firsts[1:], reverse=True) and firsts[0] > firsts[-1]:
+        if binary:
+            halves = [0]
+            while len(halves) < len(firsts):
+                halves = [2 * at for at in halves] + [2 * at + 1 for at in halves]
+            return " by halves" if firsts == [sorted(firsts)[at] for at in halves] else f", of {_listed(firsts)}"
+        if sorted(firsts, reverse=True) in (firsts, [*firsts[1::-1], *firsts[2:]]):  # the first two commute
             return ", the last first"
         swapped = [firsts[i ^ 1] if i ^ 1 < len(firsts) else firsts[i] for i in range(len(firsts))]
         near = [sorted(firsts[i : i + 2]) for i in range(0, len(firsts), 2)]
         if swapped == sorted(firsts) or [n for two in near for n in two] == sorted(firsts):
             return ", of each two the second first"
         return f", in the order {_listed(firsts)}"
+
+    def told(self, part: _Part, depth: int = 0) -> bool:
+        """Whether the words tell a part from any other of its elements: it is regular, and all of it is described."""
+        if part.leaves or self.size(part) == 1 or self.is_step(part.node):
+            return True
+        split, start = self.split(part.node), 0
+        runs = [list(run) for _, run in groupby(split.parts, key=self.shape)]
+        place = {leaf: at for at, leaf in enumerate(self.members(part))}
+        for i, run in enumerate(runs):
+            lists = sorted([place[leaf] for leaf in self.members(one)] for one in run)
+            stop = start + len(run) * len(lists[0])
+            size, count = len(lists[0]), len(run)
+            splits = [list(range(at, at + size)) for at in range(start, stop, size)]
+            order = self.in_order(run, split.binary and count > 2)
+            if lists not in (splits, [list(range(start + at, stop, count)) for at in range(count)]):
+                return False
+            if "..." in order or "each two" in order or (order and i and count == 2):
+                return False
+            if size > 1 and (depth + 1 == _DEEP or len({self.ranked(one) for one in run}) > 1):
+                return False
+            if not self.told(run[0], depth + 1):
+                return False
+            start = stop
+        return len(runs) <= _KINDS
+
+    def ranked(self, part: _Part) -> str:
+        """A digest of a part, its leaves numbered from 0 on as they rise."""
+        pending, nodes = [] if part.leaves else [part.node], []
+        for node in pending:  # which grows
+            nodes += [node] if node >= self.tree.leaves else []
+            pending += self.children(node)
+        number = {c: at for at, c in enumerate([*self.members(part), *sorted(nodes)])}
+        made = tuple(tuple(number[c] for c in self.children(node)) for node in sorted(nodes))
+        return Tree(self.size(part), made).digest
 
 
 def _listed(numbers: list[int]) -> str:
@@ -171,27 +210,34 @@ def _alike(reader: _Reader, split: _Split) -> str:
     """A sum of parts that look alike."""
     parts, count = split.parts, len(split.parts)
     step = reader.shape(parts[0])[1]
-    how = "a binary tree" if split.binary and count > 2 else "added in order" + reader.in_order(parts)
+    order = reader.in_order(parts, split.binary) if count > 2 else ""
+    how = f"a binary tree{order}" if split.binary and count > 2 else f"added in order{order}"
     if step:
-        return f"one chain of {count:,} groups of {step}{reader.in_order(parts)}"
+        return f"one chain of {count:,} groups of {step}{order}"
     if reader.size(parts[0]) > 1:
         return f"{count:,} {reader.layout(parts)}, {how if count > 2 else 'added'}"
     leaves = [reader.members(part)[0] for part in parts]
     steps = {b - a for a, b in pairwise(sorted(leaves))}
     stride = f" of stride {min(steps):,}" if len(steps) == 1 and steps != {1} else ""
     if split.binary and count > 2:
-        return f"a binary tree over {count:,}{stride}: {_listed(leaves)}"
-    order = reader.in_order(parts) if count > 2 else ""
+        return f"a binary tree over {count:,}{stride}{order}: {_listed(leaves)}"
     return f"{f'one chain of {count:,}' if count > 2 else 'a pair'}{stride}{order}: {_listed(leaves)}"
 
 
 def words(tree: Tree) -> str:
-    """One line: "8 lanes of stride 8, added in order; each one chain of 128 of stride 8"."""
+    """One line: "8 lanes of stride 8, added in order; each one chain of 128 of stride 8".
+
+    No two trees share one: of what it leaves out the tree's digest is added.
+    """
     lines = folded(tree)
     said = [
         line.partition(":")[0] if "chain of" in line or "pair" in line or "tree" in line else line for _, line in lines
     ]
-    return "; each ".join(said) if all(b == a + 1 for (a, _), (b, _) in pairwise(lines)) else "; ".join(said)
+    line = "; each ".join(said) if all(b == a + 1 for (a, _), (b, _) in pairwise(lines)) else "; ".join(said)
+    dropped = tree.dropped
+    told = len(dropped) <= _NUMBERS or dropped == list(range(dropped[0], dropped[-1] + 1))
+    root = _Part(tree.leaves + len(tree.nodes) - 1 if tree.nodes else 0)
+    return line if told and _Reader(tree).told(root) else f"{line} (digest {tree.digest[:8]})"
 
 
 def compared(one: Tree, other: Tree) -> str:

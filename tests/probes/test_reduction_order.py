@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nondet.core.records import Row
 from nondet.core.registry import load_object
-from nondet.kernels.emulator import UNITS, VECTOR_WEIGHTS, Tree, chain, fused_step, with_rest
+from nondet.kernels.emulator import UNITS, VECTOR_WEIGHTS, Tree, _canonical, chain, fused_step, with_rest
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import (
@@ -129,7 +129,7 @@ PLANTED: dict[str, tuple[Node, str]] = {
     ),
     "an interleaved chain": (
         in_chain([*range(0, 100, 2), *range(1, 100, 2)]),
-        "one chain of 100, in the order 0, 2, 4, 6, ... 99",
+        "one chain of 100, in the order 0, 2, 4, 6, ... 99 (digest d30db57a)",
     ),
     "a promotion every 128 k": (
         in_chain(splits(range(512), (128, 256, 384))),
@@ -832,6 +832,43 @@ def test_trees_are_compared_in_words() -> None:
     assert compared(chain(8), chain(8)) == "the same reduction tree"
     assert compared(chain(8), chain(8, reversed(range(8)))) == "elements 0 and 1 meet in a sum of 2, and of 8"
     assert words(chain(1024, terms=16)) == "one chain of 64 groups of 16"
+
+
+def test_no_two_trees_share_their_words() -> None:
+    """Orders drawn at random, and each with two elements exchanged: what words leave out, a digest tells."""
+    rng = random.Random(25)  # noqa: S311 - an order, nothing secret
+    seen: dict[tuple[int, str], str] = {}
+    for time in range(1500):
+        leaves = rng.choice([4, 5, 6, 8, 12, 16, 32])
+        root = drawn(rng, list(range(leaves))) if time % 2 else in_pairs(lanes(rng.sample(range(leaves), leaves), 4))
+        tree = as_tree(root, leaves)
+        one, other = rng.sample(range(leaves), 2)
+        exchanged = {one: other, other: one}
+        for nodes in (tree.nodes, tuple(tuple(exchanged.get(c, c) for c in node) for node in tree.nodes)):
+            made = _canonical(leaves, list(nodes), leaves + len(nodes) - 1)
+            assert seen.setdefault((leaves, words(made)), made.digest) == made.digest, words(made)
+
+
+def test_words_tell_neighbours_from_halves_and_splits_that_are_added_otherwise() -> None:
+    def said(root: Node, leaves: int) -> str:
+        tree = as_tree(root, leaves)
+        return words(_canonical(leaves, list(tree.nodes), leaves + len(tree.nodes) - 1))
+
+    def halves(left: list[Any]) -> Any:
+        while len(left) > 1:
+            left = [(a, b) for a, b in zip(left[: len(left) // 2], left[len(left) // 2 :], strict=True)]
+        return left[0]
+
+    assert said(in_pairs(range(16)), 16) == "a binary tree over 16"
+    assert said(halves(list(range(16))), 16) == "a binary tree over 16 by halves"
+    assert said(halves(lanes(range(32), 4)), 32) == (
+        "4 lanes of stride 4, a binary tree by halves; each one chain of 8 of stride 4"
+    )
+    one_turned = in_chain([in_chain(range(8)), in_chain(range(15, 7, -1)), in_chain(range(16, 24))])
+    plain = "3 splits of 8, added in order; each one chain of 8"
+    assert said(in_chain(splits(range(24), (8, 16))), 24) == plain
+    assert said(one_turned, 24).startswith(f"{plain} (digest ")
+    assert said(in_chain([1, 3, 2, 0]), 4) != said(in_chain([3, 2, 1, 0]), 4) == "one chain of 4, the last first"
 
 
 @pytest.mark.gpu
