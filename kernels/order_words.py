@@ -124,26 +124,24 @@ class _Reader:
     def told(self, part: _Part, depth: int = 0) -> bool:
         """Whether the words tell a part from any other of its elements: it is regular, and all of it is described."""
         if part.leaves or self.size(part) == 1 or self.is_step(part.node):
-            return True
+            return bool(part.leaves) or self.size(part) == 1 or depth < _DEEP
         split, start = self.split(part.node), 0
         runs = [list(run) for _, run in groupby(split.parts, key=self.shape)]
         place = {leaf: at for at, leaf in enumerate(self.members(part))}
         for i, run in enumerate(runs):
             lists = sorted([place[leaf] for leaf in self.members(one)] for one in run)
-            stop = start + len(run) * len(lists[0])
             size, count = len(lists[0]), len(run)
+            stop = start + size * count
             splits = [list(range(at, at + size)) for at in range(start, stop, size)]
             order = self.in_order(run, split.binary and count > 2)
             if lists not in (splits, [list(range(start + at, stop, count)) for at in range(count)]):
                 return False
             if "..." in order or "each two" in order or (order and i and count == 2):
                 return False
-            if size > 1 and (depth + 1 == _DEEP or len({self.ranked(one) for one in run}) > 1):
-                return False
-            if not self.told(run[0], depth + 1):
+            if (size > 1 and len({self.ranked(one) for one in run}) > 1) or not self.told(run[0], depth + 1):
                 return False
             start = stop
-        return len(runs) <= _KINDS
+        return len(runs) <= _KINDS and depth < _DEEP
 
     def ranked(self, part: _Part) -> str:
         """A digest of a part, its leaves numbered from 0 on as they rise."""
