@@ -7,21 +7,32 @@ A plain line is {"prompt_ids": [...], "completion_ids": [...], "sampler_logprobs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 
-from nondet.core.runfile import PACKED, lines_of, read_run
+from nondet.core.runfile import PACKED, decode, lines_of, read_run
 from nondet.core.traces import check_traces, read_traces
 from nondet.errors import UserError, one_line
 from nondet.mismatch.figures import Logprobs
 
-_PICKLED = (b"\x80", b"PK", b"\x93NUMPY", b"\x1f\x8b")
+if TYPE_CHECKING:
+    from nondet.sampling.model import LoadedModel
+
+_OTHERWISE = {  # how the first line of what is no JSONL begins -> what the file is
+    rb"\x1f\x8b|\xfd7zXZ": "packed, and its name does not end in .gz or .xz",
+    rb"\xff\xfe|\xfe\xff|\0|[^\0]\0": "no UTF-8 text: UTF-16, UTF-32 or binary",
+    rb"\x80|[](})]|c[\w.]+$|PK|\x93NUMPY|PAR1": "a pickle or another binary file, which is never read",
+    rb"\s*\[": "one JSON array",
+}
 _FORM = "A line needs prompt_ids, completion_ids and sampler_logprobs; docs/on-policy.md has the form."
+_MODEL = "Give the model, and so the tokenizer, that the tokens are of."
+_SURE = 16  # first characters by which a text is known
 _LEAST = -104.0  # below it exp() is 0 in float32: no token is drawn
 _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -59,33 +70,37 @@ class _Line(msgspec.Struct):
     inference_logprobs: list[float | None] | None = None
 
 
-def read_rollouts(path: Path, limit: int = 0) -> list[Rollout]:
-    """The rollouts of a file, or of the .jsonl files under a folder in the order of their names.
-
-    Args:
-        limit: Most that are read; 0 for all.
+def read_rollouts(path: Path) -> list[Rollout]:
+    """The rollouts of a file, or of the .jsonl files under a folder, packed or not, in the order of their names.
 
     Raises:
         UserError: it is not there, holds none, or a line is no rollout; which, and what it lacks.
     """
-    paths = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-    found: list[Rollout] = []
+    paths, found, names = [path], list[Rollout](), set[str]()
+    if path.is_dir():
+        ends = tuple(f".jsonl{packed}" for packed in ("", *PACKED))
+        paths = sorted(one for one in path.rglob("*.jsonl*") if one.name.endswith(ends) and one.is_file())
+        if not paths:
+            raise UserError(f"{path} holds no {', '.join(ends)} file", "Give the file of rollouts.")
     for one in paths:
-        for rollout in _of_file(one, f"{one.relative_to(path)}:" if path.is_dir() else ""):
-            found.append(rollout)
-            if len(found) == limit:
-                return found
+        for place, rollout in _of_file(one, f"{one.relative_to(path)}:" if path.is_dir() else ""):
+            name = rollout.name
+            while name in names:
+                name = f"{name}, line {place}"
+            names.add(name)
+            found.append(replace(rollout, name=name))
     if not found:
         raise UserError(f"{path} holds no rollouts", _FORM)
     return found
 
 
-def rollouts_of_run(path: Path, encode: Callable[[str], list[int]]) -> dict[str, list[Rollout]]:
+def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]:
     """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation.
 
     Raises:
-        UserError: it holds none, its traces are not beside it, a server gave no token ids, or a prompt has another
-            number of tokens here: it was cut in the file, or the tokenizer or a chat template is another one.
+        UserError: it holds none, its traces are not beside it, a server gave no token ids, a prompt has another
+            number of tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or a
+            chat template is another one.
     """
     run = read_run(path)
     if not run.completions:
@@ -96,15 +111,18 @@ def rollouts_of_run(path: Path, encode: Callable[[str], list[int]]) -> dict[str,
         if server.known_by != "ids":
             what = f"{path}: {server.url} gave no token ids, its answers are known by their {server.known_by}"
             raise UserError(what, "Sample from a server that gives them, such as vLLM.")
-    prompts = [encode(prompt["text"]) for prompt in run.header.plan["prompts"]]
+    prompts = [loaded.encode(prompt["text"]) for prompt in run.header.plan["prompts"]]
     counts = {(place, prompt["tokens"]) for place, prompt in enumerate(run.header.plan["prompts"])}
     counts |= {(c.prompt, c.served.prompt_tokens or 0) for c in run.completions if c.served is not None}
     for place, tokens in sorted(counts):  # 0: a server has not said
         if tokens and tokens != len(prompts[place]):
             what = f"{path}: prompt {place + 1} has {tokens} tokens there and {len(prompts[place])} here"
-            raise UserError(
-                what, "Give the model, and so the tokenizer, that the run is of; a long prompt is cut there."
-            )
+            raise UserError(what, f"{_MODEL} A long prompt is cut there.")
+    rows = loaded.model.config.get_text_config().vocab_size
+    texts = [(t, loaded.decode([i for i in t.token_ids if i < rows])) for t in traces.values() if t.text.strip()]
+    if texts and not any(t.text.strip()[:_SURE] == text.strip()[:_SURE] for t, text in texts):
+        there, here = one_line(texts[0][0].text, 30), one_line(texts[0][1], 30)
+        raise UserError(f"{path}: a text is {there!r} there and {here!r} here, by another tokenizer", _MODEL)
     found: dict[str, list[Rollout]] = {}
     seen = set()
     for c in run.completions:
@@ -121,18 +139,20 @@ def rollouts_of_run(path: Path, encode: Callable[[str], list[int]]) -> dict[str,
     return found
 
 
-def _of_file(path: Path, prefix: str) -> Iterator[Rollout]:
+def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
+    """Each with the place of its line."""
     decoder = msgspec.json.Decoder(_Line)
     try:
         for number, line, _ in lines_of(path):
-            if number == 1 and (line.startswith(_PICKLED) and path.suffix not in PACKED):
-                what = f"{path} is no text: a pickle, or another binary file, is never read"
-                raise UserError(what, "Write its rollouts as JSONL; docs/on-policy.md has the lines.")
+            for begins, what in _OTHERWISE.items() if number == 1 else ():
+                if re.match(begins, line):
+                    raise UserError(f"{path} is {what}", "Write one JSON object a line; docs/on-policy.md has them.")
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # UTF-8's mark
             if not line.strip():
                 continue
             try:
-                yield _rollout(decoder.decode(line), f"{prefix}{number}")
-            except (ValueError, UnicodeDecodeError) as error:
+                yield f"{prefix}{number}", _rollout(decode(decoder, line), f"{prefix}{number}")
+            except ValueError as error:
                 nan = b"NaN" in line or b"Infinity" in line
                 why = "a logprob is NaN or infinite" if nan else one_line(str(error), 160)
                 raise UserError(f"{path}, line {number}: {why}", _FORM) from None
@@ -187,7 +207,7 @@ def check_vocabulary(rollouts: Sequence[Rollout], size: int, context: int | None
     for rollout in rollouts:
         if max(rollout.ids) >= size:
             what = f"rollout {rollout.name} has token {max(rollout.ids)}, and {model} knows {size}"
-            raise UserError(what, "Give the model, and so the tokenizer, that the rollouts are of.")
+            raise UserError(what, _MODEL)
         if context is not None and len(rollout.ids) > context:
             what = f"rollout {rollout.name} has {len(rollout.ids):,} tokens, and {model} has a context of {context:,}"
-            raise UserError(what, "Give the model that the rollouts are of.")
+            raise UserError(what, _MODEL)

@@ -101,7 +101,7 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
         given["sampler"] = loaded
         plan |= {"model": {"name": loaded.name, **loaded.identity}, "device": loaded.device, "dtype": loaded.dtype}
         if request.run is not None:
-            by_arm = rollouts_of_run(request.run, loaded.encode)
+            by_arm = rollouts_of_run(request.run, loaded)
         vocabulary = loaded.model.config.get_text_config().vocab_size
         check_vocabulary([r for rollouts in by_arm.values() for r in rollouts], vocabulary, loaded.context, loaded.name)
         if spec.dtype and spec.dtype != loaded.dtype:

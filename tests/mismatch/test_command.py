@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import math
 import pickle
 import re
@@ -22,10 +24,11 @@ from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.mismatch import collect
 from nondet.mismatch import trainer as trainer_module
+from nondet.sampling.model import LoadedModel
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import Outcome, decide, judge
 from nondet.verdict.mismatch import Thresholds, pairs
-from tests.endpoint.honest import serving
+from tests.endpoint.honest import serving, text_of
 
 SMALL = ["--n", "2", "--tokens", "6", "--threads", "1", "--device", "cpu", "--prompt", "Return a", "--prompt", "The"]
 
@@ -82,9 +85,9 @@ def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
 
 
 def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a server that gives ids each distinct answer is scored; without ids, or with another prompt, one line."""
+    """Of a server that gives ids each distinct answer is scored; without ids, or by another tokenizer, one line."""
 
     def asked(kind: str, prompt: str) -> int:
         run = tmp_path / f"{kind}{len(prompt)}.jsonl"
@@ -94,6 +97,9 @@ def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
         capsys.readouterr()
         return main(["mismatch", str(run), "--device", "cpu", "--threads", "1", "--out", f"{run}.m.jsonl", "-q"])
 
+    assert asked("vllm", "#!!") == 2
+    assert re.search("a text is '.*' there and '.*' here, by another tokenizer", capsys.readouterr().err)
+    monkeypatch.setattr(LoadedModel, "decode", lambda _, ids: text_of(ids))  # as if the toy had this one
     assert asked("vllm", "#!") == 0  # the toy counts letters, and here a letter is a token
     [pair] = pairs(read_run(tmp_path / "vllm2.jsonl.m.jsonl"))
     assert pair.impl == "server"
@@ -178,11 +184,57 @@ def test_bad_rollouts_are_one_line(name: str, tmp_path: Path, capsys: pytest.Cap
     assert not out.exists()
 
 
-def test_a_pickle_is_never_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rollouts.pt"
-    path.write_bytes(pickle.dumps({"completion_ids": [1]}))
-    assert main(["mismatch", "--rollouts", str(path), "--out", str(tmp_path / "m.jsonl")]) == 2
-    assert "a pickle, or another binary file, is never read" in capsys.readouterr().err
+TEXT = "".join(json.dumps(line) + "\n" for line in lines()).encode()
+PICKLE, PACKED, UTF8 = (
+    "is a pickle or another binary file, which is never read",
+    "is packed, and its name",
+    "is no UTF-8",
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *((pickle.dumps(made, protocol), PICKLE) for made in (lines(1), lines(1)[0]) for protocol in range(6)),
+        (pickle.dumps(pickle.Pickler, 0), PICKLE),
+        (b"PK\x03\x04", PICKLE),  # an .npz, and torch.save
+        (b"\x93NUMPY", PICKLE),
+        (gzip.compress(TEXT), PACKED),
+        (lzma.compress(TEXT), PACKED),
+        *((TEXT.decode().encode(name), UTF8) for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")),
+        (json.dumps(lines()).encode(), "is one JSON array"),
+        (TEXT.replace(b'"prompt_ids"', b'"name": "\xe9", "prompt_ids"'), "line 1: not UTF-8 text (byte "),
+        (b"prompt,completion\n", "line 1: JSON is malformed"),
+    ],
+)
+def test_what_is_no_jsonl_is_named_and_never_read(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rollouts.jsonl", "rollouts.pkl"):
+        (tmp_path / name).write_bytes(content)
+        assert main(["mismatch", "--rollouts", str(tmp_path / name), "--out", str(tmp_path / "m.jsonl")]) == 2
+        [line] = capsys.readouterr().err.strip().splitlines()
+        assert said in line
+
+
+def test_a_mark_packed_files_of_a_folder_and_names_that_are_there_twice_are_read(tmp_path: Path) -> None:
+    """Rollouts of one name were taken for one, so that most of a file was in no figure."""
+    made = [line | {"name": "problem 7"} for line in lines()]
+    text = "".join(json.dumps(line) + "\n" for line in made).encode()
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + text)
+    (tmp_path / "step" / "b.jsonl.gz").write_bytes(gzip.compress(text))
+    run = nondet.find_mismatch(rollouts=tmp_path / "step", out=tmp_path / "m.jsonl").records
+    assert [r.tokens for r in run.mismatch_rollouts] == [8] * 12
+    assert [r.name for r in run.mismatch_rollouts[:2]] == ["problem 7", "problem 7, line a.jsonl:2"]
+
+
+def test_a_folder_without_rollouts_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rollouts.jsonl").mkdir()
+    (tmp_path / "rollouts.jsonl" / "step.pt").write_bytes(b"")
+    args = ["mismatch", "--out", str(tmp_path / "m.jsonl"), "--rollouts"]
+    assert main([*args, str(tmp_path / "rollouts.jsonl")]) == 2
+    assert "holds no .jsonl, .jsonl.gz, .jsonl.xz file" in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,6 +400,10 @@ def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.Captu
     assert (invariant.impl, invariant.finding) == ("invariant", Finding.CLEAN)
     assert main(["mismatch", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "n.jsonl")]) == 2
     assert "holds no completions" in capsys.readouterr().err
+    traces = made.with_name("s.traces.jsonl")  # of a tokenizer that has as many ids, and other texts
+    traces.write_text(re.sub(r'"text":"', '"text":"#', traces.read_text(encoding="utf-8")), encoding="utf-8")
+    assert main(["mismatch", str(made), "--out", str(tmp_path / "n.jsonl")]) == 2
+    assert "here, by another tokenizer. Give the model" in capsys.readouterr().err
 
 
 def test_another_models_weights_are_refused_as_older(tmp_path: Path) -> None:
