@@ -106,17 +106,17 @@ class Registration:
 
     def _put(self) -> None:
         functions = self._functions or {}
-        libraries: dict[str, torch.library.Library] = {}
+        libraries: dict[str, Any] = {}
         with warnings.catch_warnings():
             # torch says, once, that an operator is overridden: that is what this is for
             warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
             for (qualified, key), function in functions.items():
                 namespace, _, name = qualified.partition("::")
-                library = libraries.get(namespace)
-                if library is None:
-                    library = libraries[namespace] = torch.library.Library(namespace, "IMPL")
-                    self._libraries.append(library)
-                library.impl(name, function, key, with_keyset=True, allow_override=True)
+                if namespace not in libraries:
+                    self._libraries.append(torch.library.Library(namespace, "IMPL"))
+                    libraries[namespace] = self._libraries[-1].m
+                # not through `Library.impl`: its checks, and a key that torch reads anew, are half of an enter
+                libraries[namespace].impl(name, _parsed(key), function, True)
 
     def _take_away(self) -> None:
         if not self._libraries:
@@ -267,7 +267,7 @@ def _original(qualified: str, key: str) -> Any:
     """The kernel there, kept for good; None where nothing can be called."""
     try:
         # as torch.library.get_kernel, which does not know every key by its name ("MkldnnCPU")
-        return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, torch._C._dispatch_key_parse(key))
+        return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, _parsed(key))
     except RuntimeError:  # "no kernel for CUDA for aten::..."
         return None
 

@@ -60,9 +60,12 @@ def install(replacements: Iterable[Replacement]) -> None:
     imported = [(name, module) for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
     for replacement in replacements:
         for name, module in imported:
-            if re.match(replacement.modules, name):
+            if _matches(replacement.modules, name):
                 for owner in _owners(replacement, name, module):
                     _stand_in(owner, replacement)
+
+
+_matches = functools.cache(re.match)  # every block asks for every module that is imported
 
 
 def _owners(replacement: Replacement, name: str, module: Any) -> list[Any]:

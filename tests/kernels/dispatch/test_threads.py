@@ -263,13 +263,13 @@ def fails(*args: Any, **kwargs: Any) -> None:
 
 
 def half_the_operators(patch: pytest.MonkeyPatch) -> None:
-    put, left = torch.library.Library.impl, [300]
+    key_of, left = block._parsed, [300]  # asked for each operator that is put
 
-    def some(*args: Any, **kwargs: Any) -> None:
+    def some(name: str) -> Any:
         left[0] -= 1
-        (put if left[0] else fails)(*args, **kwargs)
+        return (key_of if left[0] else fails)(name)
 
-    patch.setattr(torch.library.Library, "impl", some)
+    patch.setattr(block, "_parsed", some)
 
 
 # the steps of an entry, each with whether a nested one takes it
