@@ -74,7 +74,7 @@ class Registration:
     def __init__(self, make: Callable[[], Mapping[tuple[str, str], Callable[..., Any]]]) -> None:
         self._make = make
         self._functions: Mapping[tuple[str, str], Callable[..., Any]] | None = None
-        self._libraries: list[torch.library.Library] = []
+        self._libraries: dict[str, Any] = {}  # torch.library.Library by namespace
         self._users = self._operators = 0
         self._kept: deque[list[Any]] = deque(maxlen=_TURNS_KEPT)
 
@@ -106,17 +106,15 @@ class Registration:
 
     def _put(self) -> None:
         functions = self._functions or {}
-        libraries: dict[str, Any] = {}
         with warnings.catch_warnings():
             # torch says, once, that an operator is overridden: that is what this is for
             warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
             for (qualified, key), function in functions.items():
                 namespace, _, name = qualified.partition("::")
-                if namespace not in libraries:
-                    self._libraries.append(torch.library.Library(namespace, "IMPL"))
-                    libraries[namespace] = self._libraries[-1].m
+                if namespace not in self._libraries:
+                    self._libraries[namespace] = torch.library.Library(namespace, "IMPL")
                 # not through `Library.impl`: its checks, and a key that torch reads anew, are half of an enter
-                libraries[namespace].impl(name, _parsed(key), function, True)
+                self._libraries[namespace].m.impl(name, _parsed(key), function, True)
 
     def _take_away(self) -> None:
         if not self._libraries:
@@ -129,7 +127,7 @@ class Registration:
                 except RuntimeError:
                     continue
             self._kept.append(kept)
-        for library in self._libraries:
+        for library in self._libraries.values():
             library._destroy()
         self._libraries.clear()
 

@@ -113,7 +113,9 @@ def test_ranks_that_cannot_be_had_are_one_line():
     with pytest.raises(UserError, match="--ranks 1 is no group"):
         check_ranks([1], "cpu", 0)
     check_ranks([2, 4], "cpu", 0)
-    assert parse_ranks("2,4,2") == (2, 4)
+    assert parse_ranks("2, 4") == (2, 4)
+    with pytest.raises(UserError, match="--ranks names 2 twice"):
+        parse_ranks("2,4,02")
     assert parse_ranks(None) is None
     for text in ("two", "2,", "", "-2", "2;4"):
         with pytest.raises(UserError, match="no list of numbers"):
