@@ -281,7 +281,9 @@ def test_outcomes_come_in_the_plans_order(tiny: LoadedModel) -> None:
     assert sum(tokens for _, tokens in counted) == session.tokens
 
 
-@pytest.mark.parametrize("limits", ["budget=16,requests=1", "budget=16,requests=2", "budget=16,requests=3,page=4", "budget=2,page=4,sharing=off"])
+@pytest.mark.parametrize(
+    "limits", ["budget=16,requests=1", "budget=16,requests=2", "budget=16,requests=3,page=4", "budget=2,page=4,sharing=off"]
+)
 def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel, limits: str) -> None:
     """The cache is made for as many requests as a step takes: nobody is preempted, and nobody starves."""
     session = run(tiny, f"others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,{limits}")

@@ -160,31 +160,6 @@ def test_what_is_put_under_torch_is_made_once() -> None:
     assert made == [1]
 
 
-def test_a_block_is_entered_in_less_than_the_checks_of_library_impl() -> None:
-    """By a ratio in one run: an outermost enter is registrations, and torch's own wrapper was half of each."""
-    with batch_invariant():
-        pass
-    functions = tables._registration._functions or {}
-
-    def by_wrapper() -> None:
-        library = torch.library.Library("aten", "IMPL")
-        for (qualified, key), function in functions.items():
-            if qualified.startswith("aten::"):
-                library.impl(qualified, function, key, with_keyset=True)
-        library._destroy()
-
-    def by_block() -> None:
-        tables._registration._put()
-        tables._registration._take_away()
-
-    ways = {by_wrapper: float("inf"), by_block: float("inf")}
-    for way in [*ways] * 7:
-        began = time.thread_time()
-        way()
-        ways[way] = min(ways[way], time.thread_time() - began)
-    assert ways[by_block] < 0.9 * ways[by_wrapper]
-
-
 def test_each_kind_of_layer_is_prepared_once_at_each_size() -> None:
     """Linear layers by shape, norms by class; told before each call and after the last."""
     linear, norm = torch.nn.Linear(8, 8), torch.nn.RMSNorm(8, eps=1e-6)
