@@ -282,11 +282,11 @@ def test_outcomes_come_in_the_plans_order(tiny: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", ["budget=16,requests=1", "budget=16,requests=2", "budget=16,requests=3,page=4", "budget=2,page=4,sharing=off"]
+    ("budget", "limits"), [(16, "requests=1"), (16, "requests=2"), (16, "requests=3,page=4"), (2, "page=4,sharing=off")]
 )
-def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel, limits: str) -> None:
+def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel, budget: int, limits: str) -> None:
     """The cache is made for as many requests as a step takes: nobody is preempted, and nobody starves."""
-    session = run(tiny, f"others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,{limits}")
+    session = run(tiny, f"others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget={budget},{limits}")
     assert {o.finish for o in session.outcomes} == {"length"}
     needed = [len(o.request.prompt) + o.request.max_new_tokens - 1 for o in session.outcomes]
     done = [sum(steps * tokens for _, steps, tokens in o.schedule) for o in session.outcomes]
