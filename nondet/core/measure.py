@@ -177,18 +177,17 @@ def measure(
     book = ClassBook()
     values: list[Value] = []
     starts = [0]
-    with listen() as noted:
-        for trial in trials if warm else ():
-            trial.compute()
-        with profile_variants(head.device if profile else "") as session:
-            for trial in trials:
-                with session.variant(len(values)):
-                    result = trial.compute()
-                if join is not None:
-                    result = join(result)
-                values.extend(_add(book, trial, result))
-                starts.append(len(values))
-                del result
+    for trial in trials if warm else ():  # unheard: what a proof launches is not what serves
+        trial.compute()
+    with listen() as noted, profile_variants(head.device if profile else "") as session:
+        for trial in trials:
+            with session.variant(len(values)):
+                result = trial.compute()
+            if join is not None:
+                result = join(result)
+            values.extend(_add(book, trial, result))
+            starts.append(len(values))
+            del result
     book.settle()
     if len(values) < 2:
         reason = "fewer than two variants: nothing to compare"

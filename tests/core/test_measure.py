@@ -28,6 +28,7 @@ from nondet.core.compare import (
     looked_at,
 )
 from nondet.core.inputs import generator, make
+from nondet.core.launch import note
 from nondet.core.measure import Trial, fingerprint, measure, row_of, written_to
 from nondet.core.processes import keep_freed_memory
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run
@@ -554,3 +555,21 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, troubl
 
     monkeypatch.setattr(ctypes, "CDLL", load)
     assert keep_freed_memory() is False
+
+
+def test_what_only_a_first_use_launches_is_not_what_ran() -> None:
+    """A proof at first use launches members that it refuses; a row that was warmed up tells of what served."""
+    head = Row(
+        probe="p", case="c", operator="o", shape={}, dtype="float32", device="cpu", inputs="bell",
+        varied="batch_size", impl="invariant", status="",
+    )  # fmt: skip
+    proven: list[bool] = []
+
+    def serve() -> torch.Tensor:
+        if not proven:
+            note("refused[16]")
+            proven.append(True)
+        note("served[64]")
+        return torch.ones(1)
+
+    assert measure(head, [Trial(m, serve) for m in (1, 2)], warm=True).ran == ["served[64]"]
