@@ -780,9 +780,8 @@ def _grouped(original: Any) -> Any:
 # transformers' FP8 layers, whose kernels come from its hub, DeepGEMM or FBGEMM and may be launched past the dispatcher,
 # unseen.
 #
-# Computed by the family "fp8", activations by 1x128, by row or by the layer's own static scale, then one product: a
-# linear layer with weights in blocks of 128x128 or with one scale, its block-diagonal form, experts (one product for
-# each expert that was chosen), and FBGEMM's linear layer with scales of rows. Anything else is counted as at risk.
+# Computed by the family "fp8", activations by 1x128, by row or by the layer's own static scale, then one product:
+# weights in blocks of 128x128 or with one scale, experts (a product for each that was chosen), FBGEMM's scales of rows.
 
 
 def _fp8(original: Any) -> Any:
@@ -799,7 +798,7 @@ def _fp8(original: Any) -> Any:
         if compute is not None and "fp8" in current().families and not kwargs and not torch.is_grad_enabled():
             try:
                 out = compute(self, *args)
-            except (Leave, NotImplementedError) as reason:
+            except (Leave, NotImplementedError, ValueError) as reason:
                 what = f"{what}: {reason}"
             else:
                 count("replaced", what)
@@ -809,10 +808,6 @@ def _fp8(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return forward
-
-
-def _fp8_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    return _fp8_product(layer, x, layer.weight, layer.weight_scale_inv, layer.bias)
 
 
 def _fp8_groups(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -878,17 +873,17 @@ def _fp8_product(
     return _scaled_product(quantize_block, x, weight, scales.float().t(), bias)
 
 
-def _scaled(
+@guarded
+def _scaled_product(
     quantize: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     q, scale = quantize(x.reshape(-1, x.shape[-1]))
     out = kernels_for(x.device.type).scaled_matmul(q, weight.t(), scale, scales, x.dtype, bias)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], len(weight))
 
 
-_scaled_product = guarded(_scaled)
 _FP8_LAYERS: dict[str, Callable[..., torch.Tensor]] = {
-    "FP8Linear": _fp8_linear,
+    "FP8Linear": lambda layer, x: _fp8_product(layer, x, layer.weight, layer.weight_scale_inv, layer.bias),
     "FP8GroupedLinear": _fp8_groups,
     "FP8Experts": _fp8_experts,
     "FbgemmFp8Linear": _fbgemm_linear,

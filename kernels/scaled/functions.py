@@ -57,8 +57,8 @@ def quantize_row(
 def quantize_block(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] with a scale for each 128 numbers of a row, [M, K / 128]; the last share may be shorter."""
     note("quantize[1x128]")
-    M, K = x.shape
-    shares = torch.nn.functional.pad(x, (0, -K % BLOCK)).view(M, -1, BLOCK)
+    K = x.shape[1]
+    shares = torch.nn.functional.pad(x, (0, -K % BLOCK)).unflatten(1, (-1, BLOCK))
     q, scale = _quantized(shares, shares.abs().amax(-1, keepdim=True), dtype)
     return q.flatten(1)[:, :K].contiguous(), scale[..., 0]
 
