@@ -224,6 +224,13 @@ def library(
     return or_refused(lambda: torch._scaled_mm(a, b, left, right, bias, out_dtype=dtype), LIBRARY, a)[:rows]
 
 
+def padded(a, b, scale_a, scale_b, dtype) -> torch.Tensor:
+    """What torch has at any M with scales in blocks: rows in multiples of four, which it refuses otherwise."""
+    if scale_a.dim() < 2 or scale_a.shape[1] == 1:
+        raise NotImplementedError("with one scale or scales of rows nothing is padded: see stock")
+    return library(a, b, scale_a, scale_b, dtype)
+
+
 def _form(scale_a: torch.Tensor, scale_b: torch.Tensor, rows: int, columns: int) -> str | None:
     """Which of `SCALES` these are, as torch takes them; None: neither."""
     if scale_b.numel() == 1:
@@ -233,11 +240,6 @@ def _form(scale_a: torch.Tensor, scale_b: torch.Tensor, rows: int, columns: int)
     if scale_a.dim() == 2 and scale_a.shape[1] == scale_b.shape[0] > 1 and scale_b.shape[1] == -(-columns // BLOCK):
         return "block" if len(scale_a) == rows else None
     return None
-
-
-def _library_first(form: str | None, rows: int, columns: int) -> bool:
-    """Where the library's was the faster one on an H200, or is thought to be; Triton's tiles win at few rows."""
-    return form in ("tensor", "block") or (form == "row" and rows > (64 if columns >= 16384 else 48))
 
 
 # Expert by expert, by the proven kernel. No launch of its own, so that it is a matter of bits and not yet of speed.
@@ -286,8 +288,10 @@ def _library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None
     """In multiples of how many rows torch's own is to serve: proven at these very sizes, now if need be; None: not."""
     a, b, scale_a, scale_b = given
     rows, form = len(a), _form(scale_a, scale_b, len(a), b.shape[1])
-    if INTERPRETED or form is None or not _library_first(form, rows, b.shape[1]) or torch.cuda.tunable.is_enabled():
-        return None  # a tuned library picks by time
+    if INTERPRETED or form is None or torch.cuda.tunable.is_enabled():  # a tuned library picks by time
+        return None
+    if form == "row" and rows <= (64 if b.shape[1] >= 16384 else 48):  # there Triton's tiles were faster on an H200
+        return None
     if _aligned(a, b) != 16 or a.stride(1) != 1 or b.stride(0) != 1:  # as torch takes them
         return None
     about = (form, rows, a.stride(0), None if bias is None else bias.dtype, torch._C._get_sm_carveout_experimental())

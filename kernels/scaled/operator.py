@@ -89,6 +89,7 @@ SCALED_MATMUL = Operator(
     reference="nondet.kernels.reference:scaled_matmul",
     implementations=(
         Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:scaled_matmul"}),
+        Implementation(name="stock-padded", stock=True, targets={"cuda": f"{_FOLDER}.cuda:padded"}),
         Implementation(
             name="invariant",
             invariant=True,

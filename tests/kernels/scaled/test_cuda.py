@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nondet.bench.collect import implementations_of
 from nondet.core import certificates as store
 from nondet.core.certificates import Certificates
 from nondet.core.compare import error_against, identical
 from nondet.core.launch import listen
 from nondet.core.proof import PRODUCT_INPUTS
+from nondet.core.registry import load_object, operators
 from nondet.kernels import reference, stock, triton_common
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled import cpu, cuda
@@ -230,7 +232,12 @@ def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
 
     monkeypatch.setattr(torch, "_scaled_mm", planted)
     given = operands("bell", "block", (rows, 512, 256), (E4M3, E4M3), "cpu", 0)
-    assert identical(cuda.library(*given, torch.float32), cpu.scaled_matmul(*given, torch.float32))
+    stock_padded = load_object(operators()["scaled_matmul"].implementation("stock-padded").target("cuda"))
+    for library in (cuda.library, stock_padded):  # the latter is asked about beside stock, which refuses a single row
+        assert identical(library(*given, torch.float32), cpu.scaled_matmul(*given, torch.float32))
+    assert "stock-padded" in implementations_of("scaled_matmul", ["stock"], "cuda", [])
+    with pytest.raises(NotImplementedError, match="nothing is padded"):
+        stock_padded(*operands("bell", "row", (rows, 512, 256), (E4M3, E4M3), "cpu", 0), torch.float32)
 
 
 @pytest.mark.gpu
