@@ -244,7 +244,8 @@ def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, int]]]:
     for splits in (2, 3, 4, 8, 16):
         each = -(-stretches // splits)
         if 1 < each < stretches and each not in parts:
-            yield f"K in {splits} parts, promoted every {BLOCK} k", {"splits": splits}
+            if each < stretches - 1:  # a single one that is left over is added as in the chain
+                yield f"K in {splits} parts, promoted every {BLOCK} k", {"splits": splits}
             if not blocked and -(-K // splits) not in sums:
                 yield f"K in {splits} parts, each one sum", {"interval": -(-K // splits)}
         parts.add(each)

@@ -56,6 +56,12 @@ def test_sound_products_are_not_flagged_and_their_order_is_known():
     assert all(r.extra["exact"] for r in done.values() if r.inputs == "integers")
 
 
+def test_a_part_that_is_one_stretch_is_no_order_of_its_own():
+    """Of three stretches of 128 k the second of two parts is the last one: added as ever, so that one name is told."""
+    row = next(iter(measure("scaled-matmul", "fp8_sound", asked=("batch_size",), **SMALL | {"k": 384}).values()))
+    assert row.extra["orders"] == [EVERY_128]
+
+
 def test_one_scale_made_of_all_rows_inside_of_a_product_is_flagged_by_neighbours():
     """A product that takes others' numbers into its scale is off by more than rounding where these are huge."""
     rows = measure("scaled-matmul", "fp8_rescales", asked=("neighbour_values",), **SMALL)
