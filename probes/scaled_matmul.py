@@ -79,10 +79,10 @@ class ScaledMatmul(Probe):
             values = sweep(largest, options) if varied == "batch_size" else range(base.runs(options, _RUNS[device]))
             kind = "order-wide" if varied == "batch_size" else "mixed"  # of the former the answer is zero
             yield _case(layer, kind, varied, largest, values, **shared, operator="scaled_grouped_matmul")
-        for varied in ("batch_size", "neighbour_values"):
+        for varied, rows in (("batch_size", largest), ("neighbour_values", largest), ("position", min(largest, 512))):
             values = some(_FEW, largest, options)
             given_as = next((d for d in names if d in ("float16", "float32")), "bfloat16")
-            yield _case(layer, "bell", varied, largest, values, dtype=given_as, how="", out="", operator="quantize")
+            yield _case(layer, "bell", varied, rows, values, dtype=given_as, how="", out="", operator="quantize")
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """a [M, K], b [K, N] and their scales; experts' b [E, K, N] and theirs; or x [M, K] to be quantized."""

@@ -79,6 +79,13 @@ def test_a_scale_of_the_whole_batch_is_named_by_its_meaning(seed):
         assert all(("by meaning" in r.reason) == bool(word) for r in found)
 
 
+def test_a_scale_of_one_neighbour_is_found_by_its_place():
+    """Rows that are compared over M stand at a batch's ends; a fault of one place between them is found by place."""
+    rows = measure("scaled-matmul", "quantize=quantize_takes_a_neighbour_s", **SMALL)
+    found = {r.varied: r.status for r in rows.values() if r.operator == "quantize"}
+    assert found == {"batch_size": "identical", "neighbour_values": "identical", "position": "divergent"}
+
+
 def test_torch_s_own_form_runs_or_says_in_one_line_why_not():
     """Scales in blocks and experts' products have no CPU form in torch: skipped, with the reason; quantizers run."""
     options = Options(m=8, k=256, n=32, runs=2)
@@ -93,9 +100,10 @@ def test_torch_s_own_form_runs_or_says_in_one_line_why_not():
     ours = [r for r in rows if r.impl == "invariant"]
     assert {r.status for r in ours} == {"identical"}
     assert {r.operator for r in ours} == {"scaled_matmul", "scaled_grouped_matmul", "quantize"}
-    by_tensor = [r for r in quantized if r.impl == "stock"]
+    by_tensor = {r.varied: r for r in quantized if r.impl == "stock"}
+    assert by_tensor.pop("position").status == "identical"  # the same rows, and so the same largest number
     assert by_tensor
-    assert all("by meaning" in r.reason for r in by_tensor)
+    assert all("by meaning" in r.reason for r in by_tensor.values())
     assert {r.status for r in quantized if r.impl == "stock-block"} == {"identical"}
 
 

@@ -567,6 +567,15 @@ def quantize_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
+def quantize_takes_a_neighbour_s(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Faulty: from 40 rows on the thirteenth has the scale of the fourteenth."""
+    q, scale = quantize_by_row(x)
+    if len(x) >= 40:
+        scale[12] = scale[13]
+        q[12:13] = (x[12:13].float() / scale[12]).clamp(-448, 448).to(q.dtype)
+    return q, scale
+
+
 def quantize_dithers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Faulty by rounding: each row has its own scale, and in batches of an even number of rows is cut, not rounded."""
     q, scale = quantize_by_row(x)

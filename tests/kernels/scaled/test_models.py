@@ -251,7 +251,9 @@ def test_fbgemm_s_layers_are_replaced_and_a_request_keeps_its_bits(folders, monk
     assert block.coverage().at_risk["transformers FbgemmFp8Linear"] == 1
 
 
-def experts(block: tuple[int, int] | None = (128, 128), intermediate: int = 128, **more: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+def experts(
+    block: tuple[int, int] | None = (128, 128), intermediate: int = 128, **more: Any
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """FP8Experts of 8 weights, seeded, and what a router of 2 gives them for 11 rows."""
     config = SimpleNamespace(
         hidden_size=256,
@@ -310,7 +312,7 @@ def test_layers_take_no_rows_and_say_what_scales_they_cannot_take(monkeypatch):
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", lambda x, w, *_, **__: x.new_ones(len(x), len(w)))
     with torch.no_grad(), batch_invariant() as block:
         made(*given)
-    assert [what for what in block.coverage().at_risk if "FP8Experts: scales of" in what and "(2, 2) do not fit" in what]
+    assert any("FP8Experts: scales of" in what and "(2, 2) do not fit" in what for what in block.coverage().at_risk)
 
 
 @pytest.mark.parametrize(
