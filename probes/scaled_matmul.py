@@ -18,6 +18,7 @@ import torch
 from nondet.core.compare import identical
 from nondet.core.inputs import EXACT, ORDER, generator, make
 from nondet.core.measure import Trial
+from nondet.core.registry import load_object
 from nondet.kernels import reference
 from nondet.kernels.scaled.cpu import in_order
 from nondet.kernels.scaled.functions import BLOCK, FLOAT8, SCALES, operands
@@ -42,6 +43,7 @@ _ROWS = 16  # of which every batch size is asked
 _FEW = (1, 2, 17, 64)
 _EXPERTS = 8
 _NAMES = {"tensor": "one scale each", "row": "a scale for each row", "block": "scales of 1x128 and 128x128"}
+_ANCHORS = {"cuda": "nondet.kernels.scaled.cuda:anchor"}  # of the class, whose sums no exact ones stand for
 _MEANING = "its scale follows the batch: batch-dependent by meaning, not by rounding"
 _WORDS = {
     "batch_size": f"{_ROWS} rows in batches of M",
@@ -255,6 +257,11 @@ def _order_of(result: torch.Tensor, case: Case, inputs: Any) -> str:
     """The orders whose very bits these rows have; "" for none."""
     a, b, scale_a, scale_b = inputs.values()
     scale = scale_a if len(scale_a) == 1 else scale_a[:_ROWS]
-    compute: Callable[..., torch.Tensor] = partial(in_order, a[:_ROWS], b, scale, scale_b, result.dtype)
+    given = a[:_ROWS], b, scale, scale_b, result.dtype
+    compute: Callable[..., torch.Tensor] = partial(in_order, *given)
     orders = _orders(case.shape["K"], case.data["how"] == "block")
-    return " or ".join(name for name, order in orders if identical(compute(**order), result))
+    named = [name for name, order in orders if identical(compute(**order), result)]
+    anchor = _ANCHORS.get(a.device.type)
+    if not named and anchor is not None and identical(load_object(anchor)(*given), result):
+        named.append(f"promoted to float32 every {BLOCK} k, within these as the matrix unit adds")
+    return " or ".join(named)

@@ -8,7 +8,7 @@ from nondet.core.records import Row
 from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
-from nondet.probes.scaled_matmul import ScaledMatmul
+from nondet.probes.scaled_matmul import _ANCHORS, ScaledMatmul
 from tests.probes.toys import measure, statuses
 
 SMALL = {"m": 80, "k": 512, "n": 24, "dtypes": ("float8_e4m3fn", "float32"), "runs": 3}
@@ -43,6 +43,15 @@ def test_a_planted_order_is_named_and_its_border_is_found(toy, border, name, sca
         v for v in row.values if v >= border
     ]
     assert border in row.values
+
+
+def test_sums_that_are_not_exact_are_named_by_the_class_that_has_them(monkeypatch):
+    """On a GPU that is chain-fp8's anchor; where a device has none, and of another promotion, there is no name."""
+    assert orders("fp8_coarse", "a scale for each row").extra["orders"] == ["", ""]
+    monkeypatch.setitem(_ANCHORS, "cpu", "tests.probes.toys:fp8_coarse")
+    row = orders("fp8_coarse", "a scale for each row")
+    assert row.extra["orders"] == [f"{EVERY_128}, within these as the matrix unit adds", ""]
+    assert "class 2: none of the orders tried" in row.reason
 
 
 def test_sound_products_are_not_flagged_and_their_order_is_known():
