@@ -214,13 +214,13 @@ def library(
         NotImplementedError: torch has no such product.
     """
     rows = len(a)
-    if _form(scale_a, scale_b, rows, b.shape[1]) != "block":
-        return or_refused(lambda: torch._scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=dtype), LIBRARY, a)
-    if more := -rows % step:
-        padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
-        padded[:rows] = a.view(torch.uint8)
-        a, scale_a = padded.view(a.dtype), torch.nn.functional.pad(scale_a, (0, 0, 0, more))
-    left, right = block_scales(scale_a, scale_b)
+    left, right = scale_a.contiguous(), scale_b.contiguous()  # as torch takes them
+    if _form(scale_a, scale_b, rows, b.shape[1]) == "block":
+        if more := -rows % step:
+            padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
+            padded[:rows] = a.view(torch.uint8)
+            a, scale_a = padded.view(a.dtype), torch.nn.functional.pad(scale_a, (0, 0, 0, more))
+        left, right = block_scales(scale_a, scale_b)
     return or_refused(lambda: torch._scaled_mm(a, b, left, right, bias, out_dtype=dtype), LIBRARY, a)[:rows]
 
 
@@ -292,9 +292,9 @@ def _library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None
         return None
     if form == "row" and rows <= (64 if b.shape[1] >= 16384 else 48):  # there Triton's tiles were faster on an H200
         return None
-    if _aligned(a, b) != 16 or a.stride(1) != 1 or b.stride(0) != 1:  # as torch takes them
+    if _aligned(a, b) != 16 or a.stride() != (len(b), 1) or b.stride() != (1, len(b)):  # as a proof lays them
         return None
-    about = (form, rows, a.stride(0), None if bias is None else bias.dtype, torch._C._get_sm_carveout_experimental())
+    about = (form, rows, None if bias is None else bias.dtype, torch._C._get_sm_carveout_experimental())
     key = _written(a.dtype, b.dtype, dtype, *b.shape, 1, *b.stride(), 16, *about, *_room())
     for step in (1,) if form != "block" else _STEPS if rows < _STEPS[1] else _STEPS[:1]:
         holds = certificates().standing(_named(step), key)

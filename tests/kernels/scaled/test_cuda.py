@@ -188,6 +188,12 @@ def test_torch_s_own_product_serves_where_it_is_proven_and_nowhere_else(kept, mo
     mixed = (*given[:3], given[3][:, :1].clone())
     assert not cuda._library_step(mixed, torch.float32, None)  # torch has no such product
     assert not cuda._library_step((given[0], given[1].contiguous(), *given[2:]), torch.float32, None)
+    proven = operands("bell", "row", (60, 512, 32), (E4M3, E4M3), "cpu", 0)
+    assert cuda._library_step(proven, torch.float32, None)
+    wider = torch.zeros(60, 528, dtype=torch.uint8).view(E4M3)[:, :512]  # a proof's rows lie side by side
+    assert not cuda._library_step((wider, *proven[1:]), torch.float32, None)
+    deeper = torch.zeros(32, 528, dtype=torch.uint8).view(E4M3)[:, :512].mT
+    assert not cuda._library_step((proven[0], deeper, *proven[2:]), torch.float32, None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     block = operands("bell", "block", (60, 512, 32), (E4M3, E4M3), "cpu", 0)
     assert not cuda._library_step(block, torch.float32, None)
@@ -236,6 +242,18 @@ def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
     for library in (cuda.library, stock_padded):  # the latter is asked about beside stock, which refuses a single row
         assert identical(library(*given, torch.float32), cpu.scaled_matmul(*given, torch.float32))
     assert "stock-padded" in implementations_of("scaled_matmul", ["stock"], "cuda", [])
+    by_row = operands("bell", "row", (rows, 512, 256), (E4M3, E4M3), "cpu", 0)
+    apart = (
+        *by_row[:2],
+        by_row[2].repeat(1, 2)[:, :1],
+        by_row[3].mT.repeat(1, 2)[:, :1].mT,
+    )  # torch takes no such scales
+    asked = []
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, *scales, **_: asked.extend(scales[:2]) or a.float() @ b.float()
+    )
+    cuda.library(*apart, torch.float32)
+    assert all(scale.is_contiguous() for scale in asked)
     with pytest.raises(NotImplementedError, match="nothing is padded"):
         stock_padded(*operands("bell", "row", (rows, 512, 256), (E4M3, E4M3), "cpu", 0), torch.float32)
 
