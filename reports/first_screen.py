@@ -379,21 +379,21 @@ def _kernels_text(row: Row) -> str:
     if not row.kernel_sets:
         return "kernel names unavailable" if row.device != "cpu" else "kernel names are unavailable on CPU"
     first_of: dict[str, str] = {}
-    for names in row.kernel_sets:
-        if names:
-            first_of.setdefault(kind_of(names).name, short_kernel(names[0], 44))
+    for names in filter(None, row.kernel_sets):
+        kind = kind_of(names)  # of the one that decides it: what picks the rows may come first
+        first_of.setdefault(kind.name, short_kernel(next(n for n in names if kind_of([n]) == kind), 44))
     listed = ", ".join(f"{name} ({kind})" for kind, name in first_of.items())
     more = len(row.kernel_sets) - len(first_of)
     return listed + (f" and {plural(more, 'other set')} of kernels" if more > 0 else "")
 
 
 def clearest(rows: Sequence[Row]) -> Row:
-    """Few classes and several kernels make the picture that explains most: of bfloat16, products first."""
+    """Few classes and several kernels make the picture that explains most: of bfloat16, products first; no scale."""
     return min(
         rows,
         key=lambda r: (
-            axis_of(r) != Axis.BATCH, not r.labels, r.varied != "batch_size", not r.kernel_sets,
-            role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, -r.distinct,
+            axis_of(r) != Axis.BATCH, "by meaning" in r.reason, not r.labels, r.varied != "batch_size",
+            not r.kernel_sets, role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, -r.distinct,
         ),
     )  # fmt: skip
 

@@ -512,6 +512,14 @@ def kept(name: str) -> Run:
     return read_run(Path(__file__).parents[2] / "docs" / "evidence" / name)
 
 
+def test_a_split_is_shown_before_a_scale_that_is_the_batch_s_and_by_its_own_kernel() -> None:
+    """FP8 on an H200: K in parts under one scale, not the quantizer's meaning nor what picked the rows."""
+    text = steps_of(build([kept("h200/fp8-probe.jsonl.gz")]))["kernel"].text
+    assert text.startswith("scaled_matmul in isolation, 16 rows in batches of M, one scale each")
+    assert "nvjet_sm90_qqsss_64x8_128x16_2x1_v_bz_algo2… (split), nvjet_sm90_qqsss" in text
+    assert "index_elementwise" not in text
+
+
 def still(run: Run) -> Run:
     """The run as if nothing had differed in it."""
     first: dict[int, Completion] = {}
