@@ -141,6 +141,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=EMBEDDED, help="a folder with one model.safetensors")
     parser.add_argument("--vllm", action="store_true", help="for vLLM to read, which names things otherwise")
     options = parser.parse_args()
+    if options.how in CONFIGS and not (options.model / "model.safetensors").is_file():
+        parser.error(f"--model {options.model} has no model.safetensors: give a folder whose weights are one such file")
     write = partial(convert, vllm=options.vllm) if options.how in CONFIGS else by_torchao
     print(
         f"{options.out}: {write(options.how, options.out, options.model)} linear layers, {options.how}", file=sys.stderr

@@ -112,6 +112,16 @@ def test_nothing_is_overwritten_and_odd_sizes_are_refused(folders):
         script().quantized(torch.ones(100, 128), "block")
 
 
+def test_a_folder_without_weights_is_refused_in_a_line(tmp_path, monkeypatch, capsys):
+    """Exit code 2, and nothing written: a folder of parts, or none at all."""
+    monkeypatch.setattr(sys, "argv", ["fp8_model.py", "row", str(tmp_path / "new"), "--model", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        script().main()
+    assert ended.value.code == 2
+    assert f"--model {tmp_path} has no model.safetensors" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("how", ["block", "tensor"])
 def test_a_copy_loads_as_bfloat16_on_a_cpu(folders, how):
     """As transformers says it does where there is no GPU: --model takes the folder, and meets plain linear layers."""
