@@ -240,7 +240,7 @@ def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
         figures = Figures(sampler.cpu().numpy(), trainer.cpu().numpy(), [len(sampler)])
     except ValueError as error:
         raise ArithmeticError(str(error)) from error
-    named = {name: getattr(figures, name) for name in ("tokens", "differ", "k3", "outside")}
+    named = {name: getattr(figures, name) for name in ("tokens", "differ", "k3", "outside", "mult_prob_error")}
     return named | dict(zip(("ratio_least", "ratio_most"), figures.ratios, strict=True))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -264,21 +264,18 @@ class Thresholds:
         return (self.bits, self.k3, self.mult_prob_error) != (None, None, None)
 
 
-def beyond(run: Run, limits: Thresholds) -> tuple[list[Reason], list[Reason]]:
-    """What is above its threshold, and what is within, arm by arm."""
-    above: list[Reason] = []
-    within: list[Reason] = []
+# An arm, what of it is held against a threshold, its value, where that was seen, and the threshold.
+Held = tuple[str, str, float, str, float]
+
+
+def held(run: Run, limits: Thresholds) -> Iterator[Held]:
+    """What a run of `nondet mismatch` holds against the thresholds that are asked."""
     for pair in pairs(run):
-        figures = pair.figures
-        if figures is None:
+        if (figures := pair.figures) is None:
             continue
-        told = {
-            "other bits": (figures.differ, limits.bits), "K3": (figures.k3, limits.k3),
-            "mean of exp |d|": (figures.mult_prob_error, limits.mult_prob_error),
-            "rows of other logits": (pair.rows_differ, 0 if limits.bits == 0 and pair.whole else None),
-        }  # fmt: skip
-        for name, (value, limit) in told.items():
-            if limit is not None:
-                code, into = ("mm-threshold", above) if value > limit else ("mm-within", within)
-                into.append(reason(code, impl=pair.impl, name=name, value=f"{value:.4g}", limit=f"{limit:g}"))
-    return above, within
+        told = (
+            ("other bits", figures.differ, limits.bits), ("K3", figures.k3, limits.k3),
+            ("mean of exp |d|", figures.mult_prob_error, limits.mult_prob_error),
+            ("rows of other logits", pair.rows_differ, 0 if limits.bits == 0 and pair.whole else None),
+        )  # fmt: skip
+        yield from ((pair.impl, name, value, "", limit) for name, value, limit in told if limit is not None)

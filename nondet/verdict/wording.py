@@ -245,8 +245,8 @@ WORDS: dict[str, str] = {
     "stock's seconds.",
     "mm-only": " in {families:and} only",
     "mm-failed": "{n:#rollout} could not be compared: {why}.",
-    "mm-threshold": "{impl}: {name} {value} is above {limit}",
-    "mm-within": "{impl}: {name} {value} is within {limit}",
+    "mm-threshold": "{impl}: {name} {value}{where} is above {limit}",
+    "mm-within": "{impl}: {name} {value}{where} is within {limit}",
     # of a gate
     "fail-on": "--fail-on {option} can't be decided: {why}.",
     "invariance": "Batch invariance can't be decided: {why}",

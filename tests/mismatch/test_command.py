@@ -354,10 +354,10 @@ def test_a_gate_gives_no_answer_for_what_failed_or_was_cut_off(whole: Path) -> N
     assert decide(msgspec.structs.replace(run, complete=False), **power).outcome == Outcome.NO_ANSWER
 
 
-def test_thresholds_need_a_run_of_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "rl.jsonl.gz"
+def test_thresholds_need_a_sampler_and_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "sample.jsonl.gz"
     assert main(["gate", str(run), "--k3", "1"]) == 2
-    assert "is no run of `nondet mismatch`, which has these thresholds" in capsys.readouterr().err
+    assert "compared no sampler with a trainer, which thresholds are of" in capsys.readouterr().err
 
 
 def test_every_report_is_written(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
