@@ -28,7 +28,7 @@ from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Spec, gradient, layout, score, widths
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Load, Request, Sampling, Session, StepLog, Watcher
+from nondet.sampling.plan import Load, Request, Sampling, Session, StepLog, Watcher, kernels_of
 from nondet.sampling.schedule import requested_logits
 from nondet.trace.trainer import Batch, Row, first_difference
 
@@ -56,7 +56,7 @@ ARMS = {
 
 def arm_of(name: str) -> Arm:
     """Of `ARMS`, or "invariant:attention+norm", where only these families are; stock kernels for rollouts of a file."""
-    _, colon, families = name.partition(":")
+    _, colon, families = (name := kernels_of(name)).partition(":")
     if colon:
         return Arm(True, True, "only these families, and one formula", tuple(families.split("+")))
     return ARMS.get(name, ARMS["stock"])

@@ -116,12 +116,16 @@ class Policy:
     @staticmethod
     def save(path: Path, record: TrainingStep, tensors: dict[str, torch.Tensor], updates: int) -> None:
         """Write the state after the step of `record`, whole or not at all; its digest and the record are in it."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         told = {"record": msgspec.json.encode(record).decode(), "digest": digest(*tensors.values())}
         told["updates"] = str(updates)
         with replacing(path) as scratch:
-            save_file(tensors, str(scratch), metadata=told)
+            try:
+                save_file(tensors, str(scratch), metadata=told)
+            except SafetensorError as error:
+                raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
 
     def load(self, path: Path) -> TrainingStep:
         """Go on from a checkpoint; the record of its step.

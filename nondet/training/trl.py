@@ -75,7 +75,9 @@ class Watch(ExitStack):
         self.callback(delattr, owner, name)
 
     def _sampling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The engine's rollouts, kept with their logprobs until the next ones."""
+        """The engine's rollouts, kept with their logprobs until the next ones; not an evaluation's."""
+        if not self._model.training:
+            return original(*args, **kwargs)
         started = time.perf_counter()
         outputs = original(*args, **kwargs)
         self._since, self._fresh, self._pairs, self._sampled = time.perf_counter(), True, [], defaultdict(list)

@@ -25,10 +25,11 @@ from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason
 
 NAMED, SHOWN = 0.9, 0.1  # of what stands above rounding, for a hypothesis to be named and to be shown
-KINDS = ("mm-exact", "mm-named", "mm-numeric", "mm-unexplained")  # reasons that say what kind it is
+KINDS = ("mm-exact", "mm-named", "mm-numeric", "mm-unexplained", "mm-few")  # reasons that say what kind it is
 # times rounding: what K3, or a side's distance to the wider forward, is above where a cause is sought; what is left
 # without a cause that is named is not
 _ABOVE = 1.5
+FEWEST = 16  # tokens of which a kind is said: one fitted value explains a few, and two formulas agree on them
 
 _R = TypeVar("_R", bound=ImplementationRecord)
 
@@ -97,7 +98,7 @@ class Pair:
         """The hypothesis that is the cause: it gives the very bits, or leaves least, at most a tenth and what rounding
         explains; or None. K3 is exponential: a few tokens that are far off outweigh the rest, and any shift fits them.
         """
-        if self.figures is None or not self.figures.differ:
+        if self.figures is None or not self.figures.differ or (self.floor and self.floor.tokens < FEWEST):
             return None
         exact = [k for k in self.kinds if k.exactly >= NAMED]
         if exact:
@@ -197,6 +198,8 @@ def _kind(pair: Pair) -> list[Reason]:
     if (k := pair.named) is not None:
         told = {name: getattr(k, name) for name in ("layer", "side", "cause", "fitted", "left", "floor", "exactly")}
         said.append(reason("mm-exact" if k.exactly >= NAMED else "mm-named", **told))
+    elif pair.floor is not None and pair.floor.tokens < FEWEST:
+        said.append(reason("mm-few", n=pair.floor.tokens, least=FEWEST))
     elif (f := pair.floor) is not None:
         told = {name: getattr(f, name) for name in ("wide", "own", "sampler", "trainer")}
         if pair.off:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import safetensors
 import torch
 
 from nondet.cli import main
@@ -364,6 +365,21 @@ def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixt
 
 
 EXACT = ("--mismatch-bits", "0", "--k3", "0", "--mult-prob-error", "1")
+
+
+def test_a_checkpoint_that_can_t_be_written_is_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """safetensors says so in an error of its own."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock", "--quiet", "--out", str(tmp_path / "rl.jsonl")]
+    assert main(asked) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "rl.stock.0.safetensors can't be written: I/O error: No space left" in line
 
 
 def step(impl: str, number: int, *, seed: int = 0, reward: float = 0.5, differ: int = 0, **more: Any) -> TrainingStep:
