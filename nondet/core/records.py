@@ -1120,6 +1120,8 @@ def _planned(header: Header) -> dict[tuple[str, ...], int]:
     sizes: list[Any]
     if header.command == "rl":
         kind, sizes = "training-step", [plan.get("steps"), plan.get("seeds")]
+    elif header.command == "mismatch" and isinstance(scored := plan.get("scored"), dict):
+        return {("mismatch-rollout", arm): count for arm, count in scored.items() if type(count) is int}
     elif header.command == "mismatch":
         kind, sizes = "mismatch-rollout", [plan.get("n"), len(texts) if isinstance(texts, list) else None]
     else:

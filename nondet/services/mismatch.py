@@ -116,7 +116,8 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
         given["rollouts"] = by_arm
         read = [r for rollouts in by_arm.values() for r in rollouts]
         text = "".join(f"{list(r.ids)} {list(r.drawn)} {r.sampler.tobytes()!r}" for r in read)
-        plan |= {"arms": list(by_arm), "rollouts": len(read), "tokens_digest": digest_of(text.encode())}
+        plan |= {"arms": list(by_arm), "scored": {arm: len(rollouts) for arm, rollouts in by_arm.items()}}
+        plan["tokens_digest"] = digest_of(text.encode())
     else:
         texts = request.prompt or list(_TEXTS)
         for prompt in texts:

@@ -445,6 +445,17 @@ def test_a_float32_head_keeps_what_a_model_does_to_its_logits(name: str) -> None
     assert (plain.view(np.uint32) == single.view(np.uint32)).all()
 
 
+def test_a_run_of_saved_rollouts_that_lacks_one_is_malformed(tmp_path: Path) -> None:
+    """Its plan says how many each arm has, so that a last line that was mended is seen."""
+    out = tmp_path / "m.jsonl"
+    nondet.find_mismatch(rollouts=written(tmp_path / "r.jsonl", lines()), out=out)
+    first, *others, last = out.read_text(encoding="utf-8").splitlines()
+    cut = [first, *others[1:], last.replace(f'"records":{len(others)}', f'"records":{len(others) - 1}')]
+    out.write_text("\n".join(cut) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match="5 of 6 mismatch-rollout of file, as planned"):
+        read_run(out)
+
+
 def test_another_models_weights_are_refused_as_older(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--older"):
         nondet.find_mismatch(older="random:qwen3-2x128", arms="stock", n=1, tokens=2, out=tmp_path / "a.jsonl")
