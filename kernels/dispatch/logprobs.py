@@ -134,9 +134,8 @@ def _backward(
     size = max(1, _CHUNK // max(1, width))
     for first in range(0, len(rows), size):
         part = slice(first, first + size)
-        distances = _tempered(rows[part], masses[part, None], temperature).to(
-            torch.promote_types(rows.dtype, torch.float32)
-        )
+        tempered = rows[part] if temperature == 1.0 else rows[part].double() / temperature
+        distances = torch.sub(tempered, masses[part, None]).to(torch.promote_types(rows.dtype, torch.float32))
         shares = distances.exp_() if distances.is_cuda else vectors_only(torch.exp, distances)
         if kept:
             shares = shares * kept[0][part]
@@ -148,11 +147,6 @@ def _backward(
         out[part] = shares.mul_(-scale)
         out[part].scatter_(1, places[part], own.to(out.dtype))
     return out.view(logits.shape)
-
-
-def _tempered(rows: torch.Tensor, masses: torch.Tensor, temperature: float) -> torch.Tensor:
-    """l / T minus the log mass, in float64, in one pass where T is 1."""
-    return torch.sub(rows if temperature == 1.0 else rows.double() / temperature, masses)
 
 
 def log_masses(rows: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

@@ -20,10 +20,6 @@ _TEXTS = (DEFAULT_PROMPT, "Return a", "The class is a subclass of", "If the argu
 _DRAWN = ("prompt", "n", "tokens", "arms")
 
 
-def _up_to(most: float, least: float = 1) -> o.Range:
-    return o.Range(least, most, f"Give {least:g} to {most:,g}.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class MismatchRequest(Request):
     """The options of `nondet mismatch`."""
@@ -57,8 +53,8 @@ class MismatchRequest(Request):
         ),
     ] = "stock,invariant"
     prompt: Annotated[list[str] | None, o.opt("A prompt. Repeatable.", shown="four of the embedded model's")] = None
-    n: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), _up_to(10_000)] = 12
-    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), _up_to(100_000)] = 48
+    n: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), o.Range(1, 10_000)] = 12
+    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), o.Range(1, 100_000)] = 48
     seed: o.SEED = 0
     dtype: o.MODEL_DTYPE = "bfloat16"
     device: o.DEVICE = "auto"

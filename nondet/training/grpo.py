@@ -31,12 +31,13 @@ from nondet.core.traces import tokens_digest
 from nondet.errors import UserError, one_line, reason_of
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.logprobs import token_logprobs
+from nondet.mismatch.arms import ARMS
 from nondet.mismatch.collect import SPREAD, answered, kernels
 from nondet.mismatch.figures import Figures
 from nondet.mismatch.trainer import rounded_to_fp8, weights_changed
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Outcome, Request, Sampling
-from nondet.training.tasks import ARMS, TASKS
+from nondet.training.tasks import TASKS
 
 _CLIP, _GRADIENT_MOST, _BETAS = 0.2, 1.0, (0.9, 0.95)
 _SOFTENED = 1e-4  # of the deviation of a group's rewards, so that equal ones divide by something

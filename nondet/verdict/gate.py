@@ -291,7 +291,7 @@ def decide(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
-    if limits is not None and limits.asked:
+    if limits is not None and limits != Thresholds():
         return _by_thresholds(run, verdicts, limits)
     drawn = unseeded(run)
     outcome, reasons = answer(run, verdicts, drawn=drawn)
@@ -321,8 +321,5 @@ def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) 
     if above:
         return Decision(Outcome.SHUT, tuple(above), verdicts, (), (Finding.MISMATCH,), frozenset(impls))
     why = _no_answer(run, verdicts, {}, None) or (None if within else reason("incomplete"))
-    return (
-        Decision(Outcome.NO_ANSWER, (why,), verdicts, ())
-        if why
-        else Decision(Outcome.OPEN, tuple(within), verdicts, ())
-    )
+    outcome = Outcome.NO_ANSWER if why else Outcome.OPEN
+    return Decision(outcome, (why,) if why else tuple(within), verdicts, ())

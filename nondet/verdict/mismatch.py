@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -65,15 +65,11 @@ class Pair:
     @cached_property
     def steps(self) -> list[Bin]:
         """By step of training; empty of a single one."""
-        numbers, f, found = sorted({r.step for r in self.rollouts}), self.figures, list[Bin]()
+        numbers, f = sorted({r.step for r in self.rollouts}), self.figures
         if f is None or len(numbers) < 2:
             return []
-        ends = np.cumsum([0, *f.lengths])
-        for step in numbers:
-            mine = [np.arange(ends[i], ends[i + 1]) for i, r in enumerate(self.rollouts) if r.step == step]
-            terms, size = f.terms[np.concatenate(mine)], np.abs(f.distance[np.concatenate(mine)])
-            found.append(Bin(step, step, len(terms), float(terms.mean()), float(size.mean()), float(size.max())))
-        return found
+        each = np.repeat(np.array([r.step for r in self.rollouts], dtype=np.float64), f.lengths)
+        return f.bins(each, [*numbers, numbers[-1] + 1], closed=False)
 
     @property
     def rows_differ(self) -> int:
@@ -132,20 +128,17 @@ def removed(kind: MismatchKind) -> float:
 def pairs(run: Run) -> list[Pair]:
     """Of a run, in the order of the file."""
 
-    def of(records: Sequence[_R], impl: str) -> list[_R]:
-        return [r for r in records if r.impl == impl]
+    def first(records: Sequence[_R], impl: str) -> _R | None:
+        return next((r for r in records if r.impl == impl), None)
 
     made = []
     for impl in dict.fromkeys(r.impl for r in run.mismatch_rollouts):
-        mine = of(run.mismatch_rollouts, impl)
-        floor = next(iter(of(run.mismatch_floors, impl)), None)
-        effect = next(iter(of(run.mismatch_effects, impl)), None)
-        cost = next(iter(of(run.mismatch_costs, impl)), None)
-        place = next(iter(of(run.mismatch_places, impl)), None)
-        kinds = sorted(of(run.mismatch_kinds, impl), key=lambda k: k.left)
+        mine = [r for r in run.mismatch_rollouts if r.impl == impl]
         good, bad = ([r for r in mine if (r.status == "ok") == ok] for ok in (True, False))
-        whole = next(iter(of(run.mismatch_vocabularies, impl)), None)
-        made.append(Pair(impl, good, bad, kinds, floor, place, whole, effect, cost))
+        kinds = sorted((k for k in run.mismatch_kinds if k.impl == impl), key=lambda k: k.left)
+        floor, place = first(run.mismatch_floors, impl), first(run.mismatch_places, impl)
+        whole, effect = first(run.mismatch_vocabularies, impl), first(run.mismatch_effects, impl)
+        made.append(Pair(impl, good, bad, kinds, floor, place, whole, effect, first(run.mismatch_costs, impl)))
     return made
 
 
@@ -247,8 +240,7 @@ def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
     return said
 
 
-@dataclass(frozen=True)
-class Thresholds:
+class Thresholds(NamedTuple):
     """What a user's own gate lets through; None: not asked.
 
     Attributes:
@@ -260,11 +252,6 @@ class Thresholds:
     bits: int | None = None
     k3: float | None = None
     mult_prob_error: float | None = None
-
-    @property
-    def asked(self) -> bool:
-        """Whether any is."""
-        return (self.bits, self.k3, self.mult_prob_error) != (None, None, None)
 
 
 # An arm, what of it is held against a threshold, its value, where that was seen, and the threshold.

@@ -18,10 +18,11 @@ from nondet.cli import main
 from nondet.core.records import Header, Run, TrainingStep
 from nondet.core.runfile import read_run, write_run
 from nondet.errors import UserError
+from nondet.mismatch.arms import ARMS
 from nondet.reports import gate
 from nondet.sampling.model import load_model
 from nondet.training import grpo
-from nondet.training.tasks import ARMS, TASKS, balanced, summed
+from nondet.training.tasks import TASKS, balanced, summed
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import decide, exit_code, judge
 from nondet.verdict.mismatch import Thresholds
