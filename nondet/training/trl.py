@@ -93,7 +93,7 @@ class Watch(ExitStack):
         """The trainer's logprobs: its own, or under the block by one formula; compared with the sampler's."""
         scored = (self._score if self._invariant else original)(model, ids, mask, keep, **kw)
         if self._fresh and scored[0].requires_grad:
-            for row in range(len(ids)):
+            for row in mask[:, -keep:].any(1).nonzero()[:, 0].tolist():  # of the others TRL masks the whole completion
                 known = self._sampled.get(tuple(ids[row][mask[row].bool()].tolist()))
                 if not known:
                     raise UserError("TRL trains on tokens that its sampler did not give", "Leave tools out.")

@@ -95,6 +95,21 @@ def test_evaluations_between_steps_are_not_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.trl
+def test_completions_that_trl_masks_are_in_no_figure(tmp_path: Path) -> None:
+    """With mask_truncated_completions nobody trains on what was cut off: here most, or all, of them."""
+    folder, ends = (
+        write_tiny_model(tmp_path / "model"),
+        {"mask_truncated_completions": True, "max_completion_length": 40},
+    )
+    made = trainer(folder, tmp_path / "out", **ends)
+    with nondet.batch_invariant(training=True), nondet.mismatch_of(made, out=tmp_path / "rl.jsonl"):
+        made.train()
+    steps = read_run(tmp_path / "rl.jsonl").training_steps
+    assert made.state.global_step == STEPS, "it went on to its end"
+    assert all(step.differ == 0 and 0 < step.tokens < 40 * step.rollouts for step in steps)
+
+
+@pytest.mark.trl
 def test_a_step_does_not_follow_the_micro_batch(tmp_path: Path) -> None:
     """With `nondet.fold` 8 completions at once, by 4 or one by one end in the same weights; without it in others."""
 
