@@ -10,10 +10,10 @@ from typing import Any
 
 from nondet.core.records import Run
 from nondet.errors import one_line
+from nondet.mismatch.arms import ARMS
 from nondet.reports.classes import WIDTH, Tick
 from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table, grid
 from nondet.reports.text import counted
-from nondet.training.tasks import ARMS
 from nondet.verdict.findings import Verdict, plural
 from nondet.verdict.training import Course, Spread, courses, lines_of, spread
 from nondet.verdict.wording import phrase

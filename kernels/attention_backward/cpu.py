@@ -82,7 +82,7 @@ def _request(
     heads, queries, group, dim = k.shape[1], q.shape[0], q.shape[1] // k.shape[1], q.shape[2]
     all_keys, all_values = (_by_head(x, heads, 1) for x in (k, v))  # [Hkv, S', D]
     of_keys, of_values = torch.zeros_like(all_keys), torch.zeros_like(all_values)
-    of_queries = torch.empty((queries, q.shape[1], dim), dtype=torch.float32)
+    of_queries = all_keys.new_empty((queries, q.shape[1], dim))
     for start in range(0, queries, _QUERIES):
         rows = slice(start, min(start + _QUERIES, queries))
         block, above = (_by_head(x[rows], heads, group) for x in (q, gradient))  # [Hkv, G * T', D]
@@ -120,9 +120,10 @@ def _request(
 
 
 def _by_head(x: torch.Tensor, heads: int, group: int) -> torch.Tensor:
-    """x [T, heads * group, D] -> float32 [heads, group * T', D], each head's T filled up with zeros to T'."""
+    """x [T, heads * group, D] -> float32 (float64 stays) [heads, group * T', D]: each head's T, zeros up to T'."""
     tokens, _, dim = x.shape
-    padded = torch.zeros((heads, group, tokens + -tokens % _KEYS, dim), dtype=torch.float32)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    padded = torch.zeros((heads, group, tokens + -tokens % _KEYS, dim), dtype=dtype)
     padded[:, :, :tokens] = x.view(tokens, heads, group, dim).permute(1, 2, 0, 3)
     return padded.view(heads, -1, dim)
 

@@ -60,17 +60,9 @@ class Differentiable:
         return out
 
     def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        softcap: float | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **more: Any
     ) -> torch.Tensor:
         """As the kernel's of a batch [B, H, T, D]."""
-        more = {"causal": causal, "softcap": softcap}
         out: torch.Tensor = _Attention.apply(q, k, v, _scale(q, scale), more)
         return out
 

@@ -134,7 +134,8 @@ def _backward(
     size = max(1, _CHUNK // max(1, width))
     for first in range(0, len(rows), size):
         part = slice(first, first + size)
-        distances = _tempered(rows[part], masses[part, None], temperature).to(_at_least_single(rows.dtype))
+        tempered = rows[part] if temperature == 1.0 else rows[part].double() / temperature
+        distances = torch.sub(tempered, masses[part, None]).to(torch.promote_types(rows.dtype, torch.float32))
         shares = distances.exp_() if distances.is_cuda else vectors_only(torch.exp, distances)
         if kept:
             shares = shares * kept[0][part]
@@ -146,15 +147,6 @@ def _backward(
         out[part] = shares.mul_(-scale)
         out[part].scatter_(1, places[part], own.to(out.dtype))
     return out.view(logits.shape)
-
-
-def _tempered(rows: torch.Tensor, masses: torch.Tensor, temperature: float) -> torch.Tensor:
-    """l / T minus the log mass, in float64, in one pass where T is 1."""
-    return torch.sub(rows if temperature == 1.0 else rows.double() / temperature, masses)
-
-
-def _at_least_single(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def log_masses(rows: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -205,7 +197,8 @@ def largest(rows: torch.Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.
 
 def _kept_masses(rows: torch.Tensor, temperature: float, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(log masses [R] of the tokens that the draw keeps, which those are [R, V])."""
-    ids, logits = largest(rows.float(), min(top_k, rows.shape[1]))
+    ids = largest(rows.float(), min(top_k, rows.shape[1]))[0]
+    logits = rows.gather(1, torch.from_numpy(ids).to(rows.device)).double().cpu().numpy()
     mask = np.zeros(tuple(rows.shape), dtype=bool)
     masses = []
     for row, (mine, values) in enumerate(zip(ids, logits, strict=True)):

@@ -31,6 +31,14 @@ KINDS: dict[str, str] = {
     "at_risk": "at risk",
 }
 
+# Operators that may add up over the batch in a backward pass, and what is said of such a sum. Other gradients are a
+# row's or a request's own, as the forward is.
+_SUMMING = {
+    "mm", "mm.out", "addmm", "bmm", "_grouped_mm", "sum.dim_IntList", "sum.IntList_out", "index_add_",
+    "_index_put_impl_", "rms_norm_backward", "native_layer_norm_backward", "embedding_dense_backward",
+}  # fmt: skip
+_SUMMED = "; what gradients sum over the batch repeats, and follows micro-batches without fold"
+
 _lock = threading.Lock()  # of all counts: `counter[what] += 1` is three steps, between which threads change
 
 
@@ -47,24 +55,28 @@ class Coverage:
             Its bits may depend on the batch.
         at_risk: Stock, because no invariant kernel exists or the operator's family is off. Or by any kernel, where the
             call itself depends on the batch, as the reason beside it says.
+        summed: Of `replaced`, calls in a backward pass that may be a sum over the batch, as a weight's gradient is.
     """
 
     replaced: Counter[str] = field(default_factory=Counter)
     certified: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     at_risk: Counter[str] = field(default_factory=Counter)
+    summed: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, what: str, times: int = 1) -> None:
         """Count one call, or several; from any thread, and none is lost."""
         counter: Counter[str] = getattr(self, kind)
         with _lock:
             counter[what] += times
+            if what in _SUMMING and kind == "replaced" and torch._C._current_graph_task_id() != -1:
+                self.summed[what] += times
 
     def lines(self) -> list[str]:
         """One line for each operator, the commonest first."""
         with _lock:
             return [
-                f"{label}: {name} ({n} calls)"
+                f"{label}: {name} ({n} calls{_SUMMED * (kind == 'replaced' and name in self.summed)})"
                 for kind, label in KINDS.items()
                 for name, n in getattr(self, kind).most_common()
             ]

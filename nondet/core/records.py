@@ -667,6 +667,7 @@ class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_on
     ratio_least: Figure = 1.0
     ratio_most: Figure = 1.0
     outside: Count = 0  # tokens whose ratio is outside of 0.99 to 1.01
+    mult_prob_error: Figure | None = None  # mean of exp |ln ratio|; None of older files
     tokens_digest: Digest = ""  # of all prompts and rollouts, in order
     weights_digest: Digest = ""  # after the step
     sample_seconds: Figure = 0.0
@@ -1087,7 +1088,8 @@ def _training_step(step: TrainingStep) -> None:
         _count(name, getattr(step, name), most=most)
     _need(abs(step.reward or 0.0) < NUMBER_MOST, "reward", "too large a number")
     _need(step.ratio_least <= step.ratio_most, "ratio_least", "is above the largest")
-    _need(step.differ > 0 or step.k3 == step.outside == 0, "k3", "a KL between logprobs of equal bits")
+    alike = step.k3 == step.outside == 0 and step.mult_prob_error in (None, 1.0)
+    _need(step.differ > 0 or alike, "k3", "a KL between logprobs of equal bits")
     _tree("training-step", msgspec.to_builtins(step))
 
 
@@ -1118,6 +1120,8 @@ def _planned(header: Header) -> dict[tuple[str, ...], int]:
     sizes: list[Any]
     if header.command == "rl":
         kind, sizes = "training-step", [plan.get("steps"), plan.get("seeds")]
+    elif header.command == "mismatch" and isinstance(scored := plan.get("scored"), dict):
+        return {("mismatch-rollout", arm): count for arm, count in scored.items() if type(count) is int}
     elif header.command == "mismatch":
         kind, sizes = "mismatch-rollout", [plan.get("n"), len(texts) if isinstance(texts, list) else None]
     else:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from nondet.core.records import MismatchCost, MismatchEffect, MismatchPlace, Mis
 from nondet.core.runfile import RunWriter
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import batch_invariant
+from nondet.mismatch.arms import arm_of
 from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.kinds import fit
 from nondet.mismatch.rollouts import Rollout
@@ -36,30 +37,6 @@ SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query to
 _WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, at most
 _EFFECT = 16  # rollouts of each of the two batches whose gradients are compared, at most
 Told = Callable[[str], None]
-
-
-class Arm(NamedTuple):
-    """Which sides are batch-invariant, in which families of operators; () for all."""
-
-    sampler: bool
-    trainer: bool
-    help: str
-    families: tuple[str, ...] = ()
-
-
-ARMS = {
-    "stock": Arm(False, False, "stock kernels on both sides"),
-    "sampler-only": Arm(True, False, "a batch-invariant sampler, as an engine's flag gives, and a stock trainer"),
-    "invariant": Arm(True, True, "batch-invariant on both sides, and one formula"),
-}
-
-
-def arm_of(name: str) -> Arm:
-    """Of `ARMS`, or "invariant:attention+norm", where only these families are; stock kernels for rollouts of a file."""
-    _, colon, families = name.partition(":")
-    if colon:
-        return Arm(True, True, "only these families, and one formula", tuple(families.split("+")))
-    return ARMS.get(name, ARMS["stock"])
 
 
 FILE = "file"  # the arm of rollouts that are read

@@ -141,18 +141,18 @@ class Figures:
         """By place in the sequence: 0 to 1, to 2, to 4, ... doubling."""
         places = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64)
         ends = [0.0, *(2.0**i for i in range(max(self.lengths).bit_length() + 1))]
-        return self._bins(places, ends, closed=False)
+        return self.bins(places, ends, closed=False)
 
     @cached_property
     def probabilities(self) -> list[Bin]:
         """By the sampler's probability of the token."""
-        return self._bins(np.exp(self.sampler.astype(np.float64)), PROBABILITIES, closed=True)
+        return self.bins(np.exp(self.sampler.astype(np.float64)), PROBABILITIES, closed=True)
 
     def _sums(self, values: Floats) -> Floats:
         return np.add.reduceat(values, np.cumsum([0, *self.lengths])[:-1])
 
-    def _bins(self, by: Floats, ends: Sequence[float], *, closed: bool) -> list[Bin]:
-        """Those that hold a token."""
+    def bins(self, by: Floats, ends: Sequence[float], *, closed: bool) -> list[Bin]:
+        """Tokens by numbers [n], between ends; those that hold a token."""
         place = np.searchsorted(ends, by, side="right") - 1
         if closed:
             place = np.clip(place, 0, len(ends) - 2)

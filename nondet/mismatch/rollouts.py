@@ -199,7 +199,8 @@ def _logprobs(field: str, values: Sequence[float | None] | None, count: int) -> 
     if len(values) != count:
         raise ValueError(f"{field} has {len(values)} entries for {count} tokens")
     given: Any = [np.nan if v is None else v for v in values]
-    return np.asarray(given, dtype=np.float32)
+    with np.errstate(over="ignore"):  # infinite in float32, and refused as that
+        return np.asarray(given, dtype=np.float32)
 
 
 def check_vocabulary(rollouts: Sequence[Rollout], size: int, context: int | None, model: str) -> None:

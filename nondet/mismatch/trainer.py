@@ -233,14 +233,20 @@ def _places(length: int, start: int, fault: Fault) -> list[int]:
 
 
 def _forward(model: Any, inputs: dict[str, torch.Tensor], head: str) -> torch.Tensor:
-    if not head:
+    def single(layer: Any, args: tuple[torch.Tensor, ...], _: torch.Tensor) -> torch.Tensor:
+        bias = getattr(layer, "bias", None)
+        with torch.autocast(args[0].device.type, enabled=False):
+            given = args[0].float(), layer.weight.float(), bias if bias is None else bias.float()
+            return torch.nn.functional.linear(*given)
+
+    # its bias, and what the model does to its logits (a soft cap, a scale), are kept
+    hook = model.get_output_embeddings().register_forward_hook(single) if head else None
+    try:
         logits: torch.Tensor = model(**inputs, use_cache=False).logits
-        return logits
-    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits = torch.nn.functional.linear(hidden.float(), model.get_output_embeddings().weight.float())
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return torch.tanh(logits / cap) * cap if cap else logits
+    finally:
+        if hook is not None:
+            hook.remove()
+    return logits
 
 
 @contextmanager

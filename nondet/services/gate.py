@@ -52,13 +52,13 @@ class GateRequest(o.Drawing, Request):
         o.OneOf(("load", "request")),
     ] = None
     mismatch_bits: Annotated[
-        int | None, o.opt("Of a mismatch run: most tokens with other logprob bits.", panel=_THRESHOLDS), _AT_LEAST_0
+        int | None, o.opt("Most tokens of an arm with other logprob bits.", panel=_THRESHOLDS), _AT_LEAST_0
     ] = None
     k3: Annotated[
-        float | None, o.opt("Largest K3, in nats a token; prime-rl's is 0.015.", panel=_THRESHOLDS), _AT_LEAST_0
+        float | None, o.opt("Largest K3, of rl in a step; prime-rl's is 0.015.", panel=_THRESHOLDS), _AT_LEAST_0
     ] = None
     mult_prob_error: Annotated[
-        float | None, o.opt("Largest mean of exp |d|; NeMo RL's is 1.05.", panel=_THRESHOLDS), _AT_LEAST_0
+        float | None, o.opt("Largest mean exp |d|, of rl in a step; NeMo RL's is 1.05.", panel=_THRESHOLDS), _AT_LEAST_0
     ] = None
     endpoint: Annotated[
         str | None, o.opt("Test this server until it diverges or the power is reached.", panel=e.PANEL)

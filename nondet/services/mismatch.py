@@ -20,10 +20,6 @@ _TEXTS = (DEFAULT_PROMPT, "Return a", "The class is a subclass of", "If the argu
 _DRAWN = ("prompt", "n", "tokens", "arms")
 
 
-def _up_to(most: float, least: float = 1) -> o.Range:
-    return o.Range(least, most, f"Give {least:g} to {most:,g}.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class MismatchRequest(Request):
     """The options of `nondet mismatch`."""
@@ -57,8 +53,8 @@ class MismatchRequest(Request):
         ),
     ] = "stock,invariant"
     prompt: Annotated[list[str] | None, o.opt("A prompt. Repeatable.", shown="four of the embedded model's")] = None
-    n: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), _up_to(10_000)] = 12
-    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), _up_to(100_000)] = 48
+    n: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), o.Range(1, 10_000)] = 12
+    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), o.Range(1, 100_000)] = 48
     seed: o.SEED = 0
     dtype: o.MODEL_DTYPE = "bfloat16"
     device: o.DEVICE = "auto"
@@ -116,7 +112,8 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
         given["rollouts"] = by_arm
         read = [r for rollouts in by_arm.values() for r in rollouts]
         text = "".join(f"{list(r.ids)} {list(r.drawn)} {r.sampler.tobytes()!r}" for r in read)
-        plan |= {"arms": list(by_arm), "rollouts": len(read), "tokens_digest": digest_of(text.encode())}
+        plan |= {"arms": list(by_arm), "scored": {arm: len(rollouts) for arm, rollouts in by_arm.items()}}
+        plan["tokens_digest"] = digest_of(text.encode())
     else:
         texts = request.prompt or list(_TEXTS)
         for prompt in texts:

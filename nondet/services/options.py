@@ -80,13 +80,13 @@ class Range:
 
     least: float
     most: float
-    hint: str
+    hint: str = ""
 
     def check(self, option: str, value: float) -> None:
         """Refuse, as a `UserError`, another number."""
         if not self.least <= value <= self.most:
             number = f"{value:g}" if isinstance(value, float) else value
-            raise UserError(f"{option} {number} makes no sense", self.hint)
+            raise UserError(f"{option} {number} makes no sense", self.hint or f"Give {self.least:g} to {self.most:,g}.")
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,15 @@ from typing import Annotated, Any
 
 from nondet.core.records import TrainingStep
 from nondet.core.runfile import begun, check_free, read_run
+from nondet.mismatch.arms import ARMS
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink
 from nondet.services.sample import open_model
-from nondet.training.tasks import ARMS, PROMPTS_MOST, TASKS
+from nondet.training.tasks import PROMPTS_MOST, TASKS
 
 _MODEL = "Folder, hub name, or random weights such as random:qwen3-12x1024."
 _ARMS = "; ".join(f"{name}: {arm.help}" for name, arm in ARMS.items())
 _TASKS = "; ".join(f"{name}: {task.help}" for name, task in TASKS.items())
-
-
-def _up_to(most: float, least: float = 1) -> o.Range:
-    return o.Range(least, most, f"Give {least:g} to {most:,g}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +27,18 @@ class RlRequest(Request):
     arms: Annotated[str, o.opt(f"Comma-separated: {_ARMS}.", shown="all four", complete=o.choices(*ARMS))] = ",".join(
         ARMS
     )
-    steps: Annotated[int, o.opt("Steps of each arm.", shown=True), _up_to(100_000)] = 60
-    seeds: Annotated[int, o.opt("Seeds, each with all arms: how far runs scatter.", shown=True), _up_to(100)] = 1
+    steps: Annotated[int, o.opt("Steps of each arm.", shown=True), o.Range(1, 100_000)] = 60
+    seeds: Annotated[int, o.opt("Seeds, each with all arms: how far runs scatter.", shown=True), o.Range(1, 100)] = 1
     task: Annotated[
         str, o.opt(f"What earns a reward. {_TASKS}.", shown=True, complete=o.choices(*TASKS)), o.OneOf(tuple(TASKS))
     ] = "parentheses"
-    prompts: Annotated[int, o.opt("Prompts of a step.", shown=True), _up_to(PROMPTS_MOST)] = 6
-    group: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), _up_to(1024, 2)] = 8
-    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), _up_to(100_000)] = 20
-    lr: Annotated[float, o.opt("Learning rate of AdamW.", shown=True), _up_to(1.0, 1e-12)] = 1e-4
-    epochs: Annotated[int, o.opt("Optimizer steps on the same rollouts.", shown=True), _up_to(100)] = 1
-    micro: Annotated[int, o.opt("Rollouts of one forward; 0: all.", shown=True), _up_to(2**20, 0)] = 0
-    cap: Annotated[float, o.opt("Where importance weights are truncated.", shown=True), _up_to(1e6)] = 2.0
+    prompts: Annotated[int, o.opt("Prompts of a step.", shown=True), o.Range(1, PROMPTS_MOST)] = 6
+    group: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), o.Range(2, 1024)] = 8
+    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), o.Range(1, 100_000)] = 20
+    lr: Annotated[float, o.opt("Learning rate of AdamW.", shown=True), o.Range(1e-12, 1.0)] = 1e-4
+    epochs: Annotated[int, o.opt("Optimizer steps on the same rollouts.", shown=True), o.Range(1, 100)] = 1
+    micro: Annotated[int, o.opt("Rollouts of one forward; 0: all.", shown=True), o.Range(0, 2**20)] = 0
+    cap: Annotated[float, o.opt("Where importance weights are truncated.", shown=True), o.Range(1, 1e6)] = 2.0
     rollouts: Annotated[
         str | None,
         o.opt("fp8: the sampler's matrices are rounded to float8_e4m3fn.", shown="the trainer's weights"),

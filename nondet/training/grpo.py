@@ -31,12 +31,13 @@ from nondet.core.traces import tokens_digest
 from nondet.errors import UserError, one_line, reason_of
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.logprobs import token_logprobs
+from nondet.mismatch.arms import ARMS
 from nondet.mismatch.collect import SPREAD, answered, kernels
 from nondet.mismatch.figures import Figures
 from nondet.mismatch.trainer import rounded_to_fp8, weights_changed
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Outcome, Request, Sampling
-from nondet.training.tasks import ARMS, TASKS
+from nondet.training.tasks import TASKS
 
 _CLIP, _GRADIENT_MOST, _BETAS = 0.2, 1.0, (0.9, 0.95)
 _SOFTENED = 1e-4  # of the deviation of a group's rewards, so that equal ones divide by something
@@ -116,12 +117,16 @@ class Policy:
     @staticmethod
     def save(path: Path, record: TrainingStep, tensors: dict[str, torch.Tensor], updates: int) -> None:
         """Write the state after the step of `record`, whole or not at all; its digest and the record are in it."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         told = {"record": msgspec.json.encode(record).decode(), "digest": digest(*tensors.values())}
         told["updates"] = str(updates)
         with replacing(path) as scratch:
-            save_file(tensors, str(scratch), metadata=told)
+            try:
+                save_file(tensors, str(scratch), metadata=told)
+            except SafetensorError as error:
+                raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
 
     def load(self, path: Path) -> TrainingStep:
         """Go on from a checkpoint; the record of its step.
@@ -240,7 +245,7 @@ def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
         figures = Figures(sampler.cpu().numpy(), trainer.cpu().numpy(), [len(sampler)])
     except ValueError as error:
         raise ArithmeticError(str(error)) from error
-    named = {name: getattr(figures, name) for name in ("tokens", "differ", "k3", "outside")}
+    named = {name: getattr(figures, name) for name in ("tokens", "differ", "k3", "outside", "mult_prob_error")}
     return named | dict(zip(("ratio_least", "ratio_most"), figures.ratios, strict=True))
 
 

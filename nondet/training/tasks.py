@@ -1,4 +1,4 @@
-"""Tasks whose rewards follow from the text alone, so that no data is fetched; and the arms of a run. No torch."""
+"""Tasks whose rewards follow from the text alone, so that no data is fetched. No torch."""
 
 from __future__ import annotations
 
@@ -57,22 +57,4 @@ def _sums(count: int, rng: random.Random) -> list[str]:
 TASKS: dict[str, Task] = {
     "parentheses": Task(lambda count, _: _BEGINNINGS[:count], balanced, "a pair of parentheses, all of them balanced"),
     "sums": Task(_sums, summed, "the sum of two numbers up to 99; too hard for the embedded model"),
-}
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Which side runs batch-invariant kernels, and whether the difference is corrected by importance weights."""
-
-    sampler: bool = False
-    trainer: bool = False
-    weighted: bool = False
-    help: str = ""
-
-
-ARMS: dict[str, Arm] = {
-    "stock": Arm(help="stock kernels on both sides, nothing corrected"),
-    "stock+tis": Arm(weighted=True, help="the same, with importance weights truncated at --cap"),
-    "sampler-only": Arm(sampler=True, help="a batch-invariant sampler, as an engine's flag gives, and a stock trainer"),
-    "invariant": Arm(sampler=True, trainer=True, help="batch-invariant kernels on both sides"),
 }

@@ -75,7 +75,9 @@ class Watch(ExitStack):
         self.callback(delattr, owner, name)
 
     def _sampling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The engine's rollouts, kept with their logprobs until the next ones."""
+        """The engine's rollouts, kept with their logprobs until the next ones; not an evaluation's."""
+        if not self._model.training:
+            return original(*args, **kwargs)
         started = time.perf_counter()
         outputs = original(*args, **kwargs)
         self._since, self._fresh, self._pairs, self._sampled = time.perf_counter(), True, [], defaultdict(list)
@@ -91,7 +93,7 @@ class Watch(ExitStack):
         """The trainer's logprobs: its own, or under the block by one formula; compared with the sampler's."""
         scored = (self._score if self._invariant else original)(model, ids, mask, keep, **kw)
         if self._fresh and scored[0].requires_grad:
-            for row in range(len(ids)):
+            for row in mask[:, -keep:].any(1).nonzero()[:, 0].tolist():  # of the others TRL masks the whole completion
                 known = self._sampled.get(tuple(ids[row][mask[row].bool()].tolist()))
                 if not known:
                     raise UserError("TRL trains on tokens that its sampler did not give", "Leave tools out.")

@@ -14,8 +14,9 @@ import msgspec
 from nondet.core.records import RECORDS, Diagnosis, Role, Run, Status, TraceVerdict
 from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
+from nondet.verdict import mismatch, training
 from nondet.verdict.findings import Finding, Verdict
-from nondet.verdict.mismatch import Thresholds, beyond, judge_mismatch
+from nondet.verdict.mismatch import Thresholds, judge_mismatch
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
 from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
@@ -214,6 +215,7 @@ class Decision:
         reasons: Why: of a gate that is open or shut the first verdicts behind it.
         power: What each sampled implementation would have shown; empty for sweeps.
         faults: Findings that keep it shut; empty where it is not shut.
+        above: Implementations that are above a threshold; None where none decided.
     """
 
     outcome: Outcome
@@ -221,6 +223,7 @@ class Decision:
     verdicts: tuple[Verdict, ...]
     power: tuple[Power, ...]
     faults: tuple[Finding, ...] = ()
+    above: frozenset[str] | None = None
 
     @property
     def code(self) -> int:
@@ -274,7 +277,7 @@ def decide(
         impls: Those that must hold; none: all that the run has.
         rate, confidence, by: The power that a sample must have: see `Power`.
         asked: Whether somebody asked for that power, so that a run without a sample can't be enough.
-        limits: Of a run of `nondet mismatch`: thresholds, which decide in the place of its verdicts.
+        limits: Of a run of `nondet mismatch` or `nondet rl`: thresholds, which decide in the place of its verdicts.
 
     Raises:
         UserError: the run has no sample, and a power was asked for; or its records contradict each other.
@@ -288,7 +291,7 @@ def decide(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
-    if limits is not None and limits.asked:
+    if limits is not None and limits != Thresholds():
         return _by_thresholds(run, verdicts, limits)
     drawn = unseeded(run)
     outcome, reasons = answer(run, verdicts, drawn=drawn)
@@ -302,16 +305,21 @@ def decide(
 
 
 def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) -> Decision:
-    """Raises UserError: the run compared no sampler with a trainer."""
-    if not run.mismatch_rollouts:
-        what = f"{run.source or 'the run'} is no run of `nondet mismatch`, which has these thresholds"
-        raise UserError(what, "Gate a run of `nondet mismatch`, or leave --mismatch-bits, --k3 and the like out.")
-    above, within = beyond(run, limits)
+    """Raises UserError: the run compared no sampler with a trainer, or holds no figure that is asked for."""
+    if not run.mismatch_rollouts and not run.training_steps:
+        what = f"{run.source or 'the run'} compared no sampler with a trainer, which thresholds are of"
+        hint = "Gate a run of `nondet mismatch` or `nondet rl`, or leave --mismatch-bits, --k3 and the like out."
+        raise UserError(what, hint)
+    above, within, impls = list[Reason](), list[Reason](), set[str]()
+    of = training.held if run.training_steps else mismatch.held
+    for impl, name, value, where, limit in of(run, limits):
+        over = value > limit
+        told = {"value": f"{value:,}" if isinstance(value, int) else f"{value:.6g}", "limit": f"{limit:.9g}"}
+        said = reason("mm-threshold" if over else "mm-within", impl=impl, name=name, where=where, **told)
+        (above if over else within).append(said)
+        impls |= {impl} if over else set()
     if above:
-        return Decision(Outcome.SHUT, tuple(above), verdicts, (), (Finding.MISMATCH,))
+        return Decision(Outcome.SHUT, tuple(above), verdicts, (), (Finding.MISMATCH,), frozenset(impls))
     why = _no_answer(run, verdicts, {}, None) or (None if within else reason("incomplete"))
-    return (
-        Decision(Outcome.NO_ANSWER, (why,), verdicts, ())
-        if why
-        else Decision(Outcome.OPEN, tuple(within), verdicts, ())
-    )
+    outcome = Outcome.NO_ANSWER if why else Outcome.OPEN
+    return Decision(outcome, (why,) if why else tuple(within), verdicts, ())

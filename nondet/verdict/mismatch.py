@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,10 +25,11 @@ from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason
 
 NAMED, SHOWN = 0.9, 0.1  # of what stands above rounding, for a hypothesis to be named and to be shown
-KINDS = ("mm-exact", "mm-named", "mm-numeric", "mm-unexplained")  # reasons that say what kind it is
+KINDS = ("mm-exact", "mm-named", "mm-numeric", "mm-unexplained", "mm-few")  # reasons that say what kind it is
 # times rounding: what K3, or a side's distance to the wider forward, is above where a cause is sought; what is left
 # without a cause that is named is not
 _ABOVE = 1.5
+FEWEST = 16  # tokens of which a kind is said: one fitted value explains a few, and two formulas agree on them
 
 _R = TypeVar("_R", bound=ImplementationRecord)
 
@@ -64,15 +65,11 @@ class Pair:
     @cached_property
     def steps(self) -> list[Bin]:
         """By step of training; empty of a single one."""
-        numbers, f, found = sorted({r.step for r in self.rollouts}), self.figures, list[Bin]()
+        numbers, f = sorted({r.step for r in self.rollouts}), self.figures
         if f is None or len(numbers) < 2:
             return []
-        ends = np.cumsum([0, *f.lengths])
-        for step in numbers:
-            mine = [np.arange(ends[i], ends[i + 1]) for i, r in enumerate(self.rollouts) if r.step == step]
-            terms, size = f.terms[np.concatenate(mine)], np.abs(f.distance[np.concatenate(mine)])
-            found.append(Bin(step, step, len(terms), float(terms.mean()), float(size.mean()), float(size.max())))
-        return found
+        each = np.repeat(np.array([r.step for r in self.rollouts], dtype=np.float64), f.lengths)
+        return f.bins(each, [*numbers, numbers[-1] + 1], closed=False)
 
     @property
     def rows_differ(self) -> int:
@@ -97,7 +94,7 @@ class Pair:
         """The hypothesis that is the cause: it gives the very bits, or leaves least, at most a tenth and what rounding
         explains; or None. K3 is exponential: a few tokens that are far off outweigh the rest, and any shift fits them.
         """
-        if self.figures is None or not self.figures.differ:
+        if self.figures is None or not self.figures.differ or (self.floor and self.floor.tokens < FEWEST):
             return None
         exact = [k for k in self.kinds if k.exactly >= NAMED]
         if exact:
@@ -131,20 +128,17 @@ def removed(kind: MismatchKind) -> float:
 def pairs(run: Run) -> list[Pair]:
     """Of a run, in the order of the file."""
 
-    def of(records: Sequence[_R], impl: str) -> list[_R]:
-        return [r for r in records if r.impl == impl]
+    def first(records: Sequence[_R], impl: str) -> _R | None:
+        return next((r for r in records if r.impl == impl), None)
 
     made = []
     for impl in dict.fromkeys(r.impl for r in run.mismatch_rollouts):
-        mine = of(run.mismatch_rollouts, impl)
-        floor = next(iter(of(run.mismatch_floors, impl)), None)
-        effect = next(iter(of(run.mismatch_effects, impl)), None)
-        cost = next(iter(of(run.mismatch_costs, impl)), None)
-        place = next(iter(of(run.mismatch_places, impl)), None)
-        kinds = sorted(of(run.mismatch_kinds, impl), key=lambda k: k.left)
+        mine = [r for r in run.mismatch_rollouts if r.impl == impl]
         good, bad = ([r for r in mine if (r.status == "ok") == ok] for ok in (True, False))
-        whole = next(iter(of(run.mismatch_vocabularies, impl)), None)
-        made.append(Pair(impl, good, bad, kinds, floor, place, whole, effect, cost))
+        kinds = sorted((k for k in run.mismatch_kinds if k.impl == impl), key=lambda k: k.left)
+        floor, place = first(run.mismatch_floors, impl), first(run.mismatch_places, impl)
+        whole, effect = first(run.mismatch_vocabularies, impl), first(run.mismatch_effects, impl)
+        made.append(Pair(impl, good, bad, kinds, floor, place, whole, effect, first(run.mismatch_costs, impl)))
     return made
 
 
@@ -197,6 +191,8 @@ def _kind(pair: Pair) -> list[Reason]:
     if (k := pair.named) is not None:
         told = {name: getattr(k, name) for name in ("layer", "side", "cause", "fitted", "left", "floor", "exactly")}
         said.append(reason("mm-exact" if k.exactly >= NAMED else "mm-named", **told))
+    elif pair.floor is not None and pair.floor.tokens < FEWEST:
+        said.append(reason("mm-few", n=pair.floor.tokens, least=FEWEST))
     elif (f := pair.floor) is not None:
         told = {name: getattr(f, name) for name in ("wide", "own", "sampler", "trainer")}
         if pair.off:
@@ -244,8 +240,7 @@ def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
     return said
 
 
-@dataclass(frozen=True)
-class Thresholds:
+class Thresholds(NamedTuple):
     """What a user's own gate lets through; None: not asked.
 
     Attributes:
@@ -258,27 +253,19 @@ class Thresholds:
     k3: float | None = None
     mult_prob_error: float | None = None
 
-    @property
-    def asked(self) -> bool:
-        """Whether any is."""
-        return (self.bits, self.k3, self.mult_prob_error) != (None, None, None)
+
+# An arm, what of it is held against a threshold, its value, where that was seen, and the threshold.
+Held = tuple[str, str, float, str, float]
 
 
-def beyond(run: Run, limits: Thresholds) -> tuple[list[Reason], list[Reason]]:
-    """What is above its threshold, and what is within, arm by arm."""
-    above: list[Reason] = []
-    within: list[Reason] = []
+def held(run: Run, limits: Thresholds) -> Iterator[Held]:
+    """What a run of `nondet mismatch` holds against the thresholds that are asked."""
     for pair in pairs(run):
-        figures = pair.figures
-        if figures is None:
+        if (figures := pair.figures) is None:
             continue
-        told = {
-            "other bits": (figures.differ, limits.bits), "K3": (figures.k3, limits.k3),
-            "mean of exp |d|": (figures.mult_prob_error, limits.mult_prob_error),
-            "rows of other logits": (pair.rows_differ, 0 if limits.bits == 0 and pair.whole else None),
-        }  # fmt: skip
-        for name, (value, limit) in told.items():
-            if limit is not None:
-                code, into = ("mm-threshold", above) if value > limit else ("mm-within", within)
-                into.append(reason(code, impl=pair.impl, name=name, value=f"{value:.4g}", limit=f"{limit:g}"))
-    return above, within
+        told = (
+            ("other bits", figures.differ, limits.bits), ("K3", figures.k3, limits.k3),
+            ("mean of exp |d|", figures.mult_prob_error, limits.mult_prob_error),
+            ("rows of other logits", pair.rows_differ, 0 if limits.bits == 0 and pair.whole else None),
+        )  # fmt: skip
+        yield from ((pair.impl, name, value, "", limit) for name, value, limit in told if limit is not None)

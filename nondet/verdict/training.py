@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from nondet.core.records import Run, TrainingStep
 from nondet.core.statistics import one_sided_bound
+from nondet.errors import UserError
 from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.mismatch import Held, Thresholds
 from nondet.verdict.wording import Reason, reason
 
 _SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that figures are of: a tenth, and three at least
@@ -137,3 +139,24 @@ def _learnt(mine: Sequence[Course]) -> list[Reason]:
     notes = [reason("rl-flat", n=flat, of=groups, alike=alike)] if flat else []
     notes += [reason("rl-nothing")] if flat and flat == groups else []
     return notes + [reason("rl-fell", seed=c.seed, best=c.fell[0], last=c.fell[1]) for c in mine if c.fell]
+
+
+def held(run: Run, limits: Thresholds) -> Iterator[Held]:
+    """As `nondet.verdict.mismatch.held`: other bits of all steps of an arm, and of the means the worst step's.
+
+    Raises:
+        UserError: the steps have no such mean: an older nondet made them.
+    """
+    asked = [("other bits", "differ", limits.bits), ("K3", "k3", limits.k3)]
+    asked.append(("mean of exp |d|", "mult_prob_error", limits.mult_prob_error))
+    for impl in dict.fromkeys(s.impl for s in run.training_steps):
+        steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
+        for name, field, limit in asked if steps else ():
+            values = [getattr(s, field) for s in steps]
+            if limit is not None and None in values:
+                what = f"{run.source or 'the run'} holds no {name}: an older nondet made it"
+                raise UserError(what, "Gate it by --k3, or train again.")
+            if limit is not None:
+                worst, count = steps[values.index(max(values))], isinstance(values[0], int)
+                where = f" ({'most in ' * count}step {worst.step}, seed {worst.seed})" * bool(max(values))
+                yield impl, name, sum(values) if count else max(values), where, limit

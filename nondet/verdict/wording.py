@@ -238,6 +238,7 @@ WORDS: dict[str, str] = {
     "mm-formula": "Hidden states and logits of all rollouts agree bit for bit: what differs is how logprobs are "
     "computed from them.",
     "mm-unsteady": "Where it begins was not found: the {unsteady} gave other bits when it ran again.",
+    "mm-few": "Kind: not said of {n:#token}; any one value fits so few. It takes {least}.",
     "mm-unasked": "What kind it is was not tested: that takes --model.",
     "mm-effect": "One step's gradient moves by {moved:near} (cosine {cosine:.5f}) where tokens are weighted by their "
     "ratios; the gradient of {rollouts:#other rollout} has cosine {other:.3f} with it.",
@@ -245,8 +246,8 @@ WORDS: dict[str, str] = {
     "stock's seconds.",
     "mm-only": " in {families:and} only",
     "mm-failed": "{n:#rollout} could not be compared: {why}.",
-    "mm-threshold": "{impl}: {name} {value} is above {limit}",
-    "mm-within": "{impl}: {name} {value} is within {limit}",
+    "mm-threshold": "{impl}: {name} {value}{where} is above {limit}",
+    "mm-within": "{impl}: {name} {value}{where} is within {limit}",
     # of a gate
     "fail-on": "--fail-on {option} can't be decided: {why}.",
     "invariance": "Batch invariance can't be decided: {why}",

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import nondet
 from nondet.cli import main
@@ -24,10 +25,11 @@ from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.mismatch import collect
 from nondet.mismatch import trainer as trainer_module
+from nondet.mismatch.rollouts import Rollout
 from nondet.sampling.model import LoadedModel
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import Outcome, decide, judge
-from nondet.verdict.mismatch import Thresholds, pairs
+from nondet.verdict.mismatch import Thresholds, pairs, removed
 from tests.endpoint.honest import serving, text_of
 
 SMALL = ["--n", "2", "--tokens", "6", "--threads", "1", "--device", "cpu", "--prompt", "Return a", "--prompt", "The"]
@@ -160,6 +162,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no ids": (lines(1, completion_ids=None), r"line 1: no token ids: completion_ids is missing"),
     "no logprobs": (lines(1, sampler_logprobs=None), r"line 1: no logprobs: sampler_logprobs is missing"),
     "other length": (lines(1, sampler_logprobs=[-1.0]), r"line 1: sampler_logprobs has 1 entries for 8 tokens"),
+    "below float32": (lines(1, sampler_logprobs=[-1e300] * 8), r"line 1: a logprob of the sampler is NaN or infinite"),
     "null": (lines(1, sampler_logprobs=[None] * 8), r"line 1: a logprob of the sampler is NaN or infinite"),
     "probabilities": (lines(1, sampler_logprobs=[0.5] * 8), r"above 0: is it a probability"),
     "vLLM's -infinity": (lines(1, sampler_logprobs=[-9999.0] * 8), r"logprob -9999; vLLM writes -9999 for -infinity"),
@@ -173,6 +176,7 @@ BAD: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_rollouts_are_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, said = BAD[name]
@@ -354,10 +358,10 @@ def test_a_gate_gives_no_answer_for_what_failed_or_was_cut_off(whole: Path) -> N
     assert decide(msgspec.structs.replace(run, complete=False), **power).outcome == Outcome.NO_ANSWER
 
 
-def test_thresholds_need_a_run_of_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "rl.jsonl.gz"
+def test_thresholds_need_a_sampler_and_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "sample.jsonl.gz"
     assert main(["gate", str(run), "--k3", "1"]) == 2
-    assert "is no run of `nondet mismatch`, which has these thresholds" in capsys.readouterr().err
+    assert "compared no sampler with a trainer, which thresholds are of" in capsys.readouterr().err
 
 
 def test_every_report_is_written(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -404,6 +408,52 @@ def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.Captu
     traces.write_text(re.sub(r'"text":"', '"text":"#', traces.read_text(encoding="utf-8")), encoding="utf-8")
     assert main(["mismatch", str(made), "--out", str(tmp_path / "n.jsonl")]) == 2
     assert "here, by another tokenizer. Give the model" in capsys.readouterr().err
+
+
+def test_no_kind_is_said_of_a_few_tokens(tmp_path: Path) -> None:
+    """Invented logprobs of two tokens: a temperature fits them, and was named."""
+    made = lines(2, 1, completion_ids=[2], sampler_logprobs=[-0.5], trainer_logprobs=[-0.1])
+    path = written(tmp_path / "r.jsonl", made)
+    run = nondet.find_mismatch(rollouts=path, model="embedded", threads=1, out=tmp_path / "m.jsonl").records
+    assert any(removed(k) > 0.9 and k.left < k.floor for k in pairs(run)[0].kinds)
+    [verdict] = judge(run)
+    assert [n for n in verdict.notes if n.startswith("Kind")] == [
+        "Kind: not said of 2 tokens; any one value fits so few. It takes 16."
+    ]
+
+
+def test_the_trainer_has_the_kernels_of_the_arm_that_was_sampled() -> None:
+    """Of an unseeded draw over invariant logits, too."""
+    of = {name: collect.arm_of(name).trainer for name in ("invariant", "unseeded-invariant", "stock-seeded", "server")}
+    assert of == {"invariant": True, "unseeded-invariant": True, "stock-seeded": False, "server": False}
+
+
+@pytest.mark.parametrize("name", ["Granite", "Phi", "Cohere", "Gemma2"])
+def test_a_float32_head_keeps_what_a_model_does_to_its_logits(name: str) -> None:
+    """A scale, a bias, a soft cap: in a model of float32 such a head changes no bit."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    scaled = {"logits_scaling": 4.0} if name == "Granite" else {}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**sizes, **heads, **scaled)
+    )
+    for bias in (p for n, p in model.named_parameters() if n == "lm_head.bias"):
+        torch.nn.init.normal_(bias)
+    texts = [Rollout("r", [3, 4, 5, 6], [2, 3], np.zeros(2, np.float32))]
+    plain, single = (trainer_module.score(model, texts, trainer_module.Spec(head=h)) for h in ("", "float32"))
+    assert (plain.view(np.uint32) == single.view(np.uint32)).all()
+
+
+def test_a_run_of_saved_rollouts_that_lacks_one_is_malformed(tmp_path: Path) -> None:
+    """Its plan says how many each arm has, so that a last line that was mended is seen."""
+    out = tmp_path / "m.jsonl"
+    nondet.find_mismatch(rollouts=written(tmp_path / "r.jsonl", lines()), out=out)
+    first, *others, last = out.read_text(encoding="utf-8").splitlines()
+    cut = [first, *others[1:], last.replace(f'"records":{len(others)}', f'"records":{len(others) - 1}')]
+    out.write_text("\n".join(cut) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match="5 of 6 mismatch-rollout of file, as planned"):
+        read_run(out)
 
 
 def test_another_models_weights_are_refused_as_older(tmp_path: Path) -> None:

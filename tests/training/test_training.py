@@ -11,18 +11,21 @@ from typing import Any
 
 import msgspec
 import pytest
+import safetensors
 import torch
 
 from nondet.cli import main
 from nondet.core.records import Header, Run, TrainingStep
 from nondet.core.runfile import read_run, write_run
 from nondet.errors import UserError
+from nondet.mismatch.arms import ARMS
 from nondet.reports import gate
 from nondet.sampling.model import load_model
 from nondet.training import grpo
-from nondet.training.tasks import ARMS, TASKS, balanced, summed
+from nondet.training.tasks import TASKS, balanced, summed
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import decide, exit_code, judge
+from nondet.verdict.mismatch import Thresholds
 from nondet.verdict.training import courses, spread
 from tests.sampling.conftest import write_tiny_model
 
@@ -98,6 +101,7 @@ def test_distances_are_counted_in_bits_and_k3_in_float64() -> None:
     a = torch.tensor([-1.0, -2.0, -0.5])
     assert grpo.apart(a, a.clone()) == {
         "tokens": 3, "differ": 0, "k3": 0.0, "ratio_least": 1.0, "ratio_most": 1.0, "outside": 0,
+        "mult_prob_error": 1.0,
     }  # fmt: skip
     near = a.clone()
     near[1] = torch.nextafter(near[1], torch.tensor(0.0))
@@ -108,6 +112,7 @@ def test_distances_are_counted_in_bits_and_k3_in_float64() -> None:
     assert figures["k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in d.tolist()) / 3, rel=1e-5)
     assert (figures["ratio_least"], figures["ratio_most"]) == pytest.approx((math.exp(-0.25), math.exp(0.5)), rel=1e-6)
     assert figures["outside"] == 2
+    assert figures["mult_prob_error"] == pytest.approx(sum(math.exp(abs(x)) for x in d.tolist()) / 3, rel=1e-6)
     with pytest.raises(ArithmeticError, match="a logprob is NaN"):
         grpo.apart(a, torch.tensor([-1.0, math.nan, -0.5]))
 
@@ -122,6 +127,8 @@ def test_a_run_of_every_arm(folder: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path], "checkpoints of finished arms go"
     of = {arm: [r for r in run.training_steps if r.impl == arm] for arm in ARMS}
     assert all((r.differ, r.k3, r.ratio_least, r.ratio_most) == (0, 0.0, 1.0, 1.0) for r in of["invariant"])
+    assert main(["gate", str(path), "--quiet", "--impl", "invariant", *EXACT]) == 0
+    assert main(["gate", str(path), "--quiet", *EXACT]) == 3
     for arm in ("stock", "sampler-only"):
         assert any(r.differ for r in of[arm]), arm
     assert of["stock"][0].tokens_digest == of["stock+tis"][0].tokens_digest
@@ -358,6 +365,24 @@ def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixt
     assert len(error.splitlines()) == 1
 
 
+EXACT = ("--mismatch-bits", "0", "--k3", "0", "--mult-prob-error", "1")
+
+
+def test_a_checkpoint_that_can_t_be_written_is_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """safetensors says so in an error of its own."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock", "--quiet", "--out", str(tmp_path / "rl.jsonl")]
+    assert main(asked) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "rl.stock.0.safetensors can't be written: I/O error: No space left" in line
+
+
 def step(impl: str, number: int, *, seed: int = 0, reward: float = 0.5, differ: int = 0, **more: Any) -> TrainingStep:
     apart: dict[str, Any] = {"k3": 1e-4, "ratio_least": 0.9, "ratio_most": 1.1} if differ else {}
     return TrainingStep(
@@ -398,6 +423,47 @@ def test_verdicts_say_in_how_many_steps() -> None:
     assert not any("sweep" in line for line in said), "no sizes were chosen"
 
 
+@pytest.mark.parametrize(
+    ("limits", "shut"),
+    [
+        ({"bits": 199}, "stock: other bits 200 (most in step 7, seed 0) is above 199"),
+        ({"bits": 200}, ""),
+        ({"k3": 1.9e-4}, "stock: K3 0.0002 (step 7, seed 0) is above 0.00019"),
+        ({"k3": 2e-4}, ""),
+        ({"mult_prob_error": 1.05}, "stock: mean of exp |d| 1.06 (step 3, seed 0) is above 1.05"),
+        ({"mult_prob_error": 1.07}, ""),
+        ({"bits": 200, "k3": 1e-5}, "stock: K3 0.0002 (step 7, seed 0) is above 1e-05"),
+    ],
+)
+def test_a_gate_goes_by_the_worst_step(limits: dict[str, Any], shut: str) -> None:
+    """Of the means; of the bits by all of an arm. An arm that is within is no failure in JUnit's eyes."""
+    steps = [step("stock", i, differ=40 if i % 2 else 0, mult_prob_error=1.01 if i % 2 else 1.0) for i in range(10)]
+    steps[7] = step("stock", 7, differ=40, k3=2e-4, mult_prob_error=1.02)
+    steps[3] = step("stock", 3, differ=40, mult_prob_error=1.06)
+    steps[7], steps[5] = (msgspec.structs.replace(s, differ=n) for s, n in ((steps[7], 41), (steps[5], 39)))
+    run = run_of(*steps, *(step("quiet", i, differ=1, k3=1e-9, mult_prob_error=1.0) for i in range(10)))
+    power: dict[str, Any] = {"rate": 0.1, "confidence": 0.95, "by": "load"}
+    decision = decide(run, limits=Thresholds(**limits), **power)
+    assert decision.code == (3 if shut else 0)
+    assert shut in gate.text(decision, run)[-1]
+    assert gate.junit(decision, run, 0.0).count("<failure") == bool(shut)
+    killed = msgspec.structs.replace(run, complete=False)
+    failed = run_of(*steps, TrainingStep(impl="quiet", seed=0, step=0, status="error", reason="out of memory"))
+    for broken in (killed, failed):
+        assert decide(broken, limits=Thresholds(**limits), **power).code == (3 if shut else 1)
+
+
+def test_a_gate_asks_for_a_mean_that_an_older_file_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "rl.jsonl.gz")
+    assert main(["gate", run, "--mult-prob-error", "9", "--k3", "1"]) == 2
+    assert "holds no mean of exp |d|: an older nondet made it" in capsys.readouterr().err
+    assert main(["gate", run, "--k3", "0.015"]) == 0
+    assert "gate open: within its thresholds: stock: K3 0.0" in capsys.readouterr().out
+    assert main(["gate", run, "--k3", "0", "--impl", "invariant"]) == 0
+    assert main(["gate", run, "--mismatch-bits", "0", "--impl", "stock"]) == 3
+    assert "other bits 108,689 (most in step " in capsys.readouterr().out
+
+
 def test_arms_are_held_against_seeds() -> None:
     """Within the scatter of seeds, beyond it, and not at all with one seed; what fell is said to have."""
 
@@ -423,7 +489,7 @@ def test_arms_are_held_against_seeds() -> None:
     "change",
     [
         {"differ": 101}, {"differ": 0}, {"flat": 3}, {"alike": 1}, {"ratio_least": 2.0}, {"weights_digest": ""},
-        {"k3": float("inf")}, {"status": "maybe"}, {"outside": 101}, {"reward": 1e300},
+        {"k3": float("inf")}, {"mult_prob_error": -1.0}, {"status": "maybe"}, {"outside": 101}, {"reward": 1e300},
     ],
 )  # fmt: skip
 def test_records_that_contradict_themselves_are_refused(change: dict[str, Any], tmp_path: Path) -> None:

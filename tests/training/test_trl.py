@@ -38,13 +38,14 @@ def trainer(folder: Path, out: Path, **changes: Any) -> Any:
         "use_transformers_continuous_batching": True, "transformers_continuous_batching_config": engine,
     }  # fmt: skip
     prompts = ["For example, the", "Return", "The class is a kind of", "This"] * 8
+    held_out = Dataset.from_dict({"prompt": prompts[:4]}) if "eval_strategy" in changes else None
 
     def length(completions: list[str], **_: Any) -> list[float]:
         return [len(text) / 100 for text in completions]
 
     return trl.GRPOTrainer(
         model=model, reward_funcs=length, args=trl.GRPOConfig(**given | changes), processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=Dataset.from_dict({"prompt": prompts}), eval_dataset=held_out,
     )  # fmt: skip
 
 
@@ -81,6 +82,31 @@ def test_trl_is_on_policy_with_two_lines(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["gate", str(tmp_path / "rl.jsonl")]) == 0
     assert main(["report", str(tmp_path / "rl.jsonl"), "--quiet"]) == 0
     assert f"KL 0 in {STEPS} of {STEPS} steps (0 of" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.trl
+def test_evaluations_between_steps_are_not_trained_on(tmp_path: Path) -> None:
+    """Rollouts of one generation serve two steps here, of which the first is recorded; each step is evaluated."""
+    folder, evaluated = write_tiny_model(tmp_path / "model"), {"eval_strategy": "steps", "eval_steps": 1}
+    made = trainer(folder, tmp_path / "out", max_steps=4, steps_per_generation=4, **evaluated)
+    with nondet.batch_invariant(training=True), nondet.mismatch_of(made, out=tmp_path / "rl.jsonl"):
+        made.train()
+    assert [(s.step, s.differ) for s in read_run(tmp_path / "rl.jsonl").training_steps] == [(0, 0), (2, 0)]
+
+
+@pytest.mark.trl
+def test_completions_that_trl_masks_are_in_no_figure(tmp_path: Path) -> None:
+    """With mask_truncated_completions nobody trains on what was cut off: here most, or all, of them."""
+    folder, ends = (
+        write_tiny_model(tmp_path / "model"),
+        {"mask_truncated_completions": True, "max_completion_length": 40},
+    )
+    made = trainer(folder, tmp_path / "out", **ends)
+    with nondet.batch_invariant(training=True), nondet.mismatch_of(made, out=tmp_path / "rl.jsonl"):
+        made.train()
+    steps = read_run(tmp_path / "rl.jsonl").training_steps
+    assert made.state.global_step == STEPS, "it went on to its end"
+    assert all(step.differ == 0 and 0 < step.tokens < 40 * step.rollouts for step in steps)
 
 
 @pytest.mark.trl

@@ -334,3 +334,18 @@ def test_hidden_scores_are_seen_whatever_hides_them(mask: float) -> None:
         torch.softmax(scores + torch.where(torch.arange(9) > 6, mask, 0.0), -1)
     assert not near.coverage().at_risk
     assert list(far.coverage().at_risk) == ["softmax float32: over scores of which some are hidden"]
+
+
+def test_what_a_gradient_sums_over_the_batch_is_said() -> None:
+    """ "replaced" promises a row's bits, and of a weight's gradient no more than that it repeats."""
+    said = "; what gradients sum over the batch repeats, and follows micro-batches without fold)"
+    w = rand(6, 8).requires_grad_()
+    with batch_invariant(training=True) as block:
+        out = F.silu(F.rms_norm(F.linear(X, w), (6,), rand(6).requires_grad_(), 1e-6))
+        assert not any(line.endswith(said) for line in block.coverage().lines())
+        out.backward(out.detach())
+    lines = {line.split(" ")[1]: line for line in block.coverage().lines()}
+    assert all(lines[name].endswith(said) for name in ("mm", "rms_norm_backward"))
+    assert not any(lines[name].endswith(said) for name in ("silu", "silu_backward", "rms_norm"))
+    assert {"mm", "rms_norm_backward"} <= block.coverage().summed.keys()
+    assert "replaced: mm" in block.coverage().counts(), "a run file has the names alone"
