@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -28,6 +29,41 @@ def test_every_seam_fits() -> None:
     from nondet.vllm.attention import SegmentsBackend
 
     assert SegmentsBackend.get_name() == "CUSTOM"
+
+
+def test_what_coverage_asks_of_its_layers_and_modes_is_there() -> None:
+    """By name: what has a cache is no layer without a sum; which graphs steps with prompts are padded to."""
+    from vllm.config import CUDAGraphMode
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    assert all("AttentionLayerBase" in {c.__name__ for c in cls.__mro__} for cls in (Attention, MambaMixer2))
+    padded = {name for name in CUDAGraphMode.__members__ if CUDAGraphMode[name].mixed_mode().name == "PIECEWISE"}
+    assert padded == {"PIECEWISE", "FULL_AND_PIECEWISE"}
+
+
+TWICE = """
+from vllm.engine.arg_utils import EngineArgs
+for _ in range(2):
+    try:
+        EngineArgs(model={folder!r}, skip_tokenizer_init=True, load_format="dummy")
+        print("vLLM as it is")
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(("value", "said"), [("1", "needs an NVIDIA GPU"), ("true", "makes no sense")])
+def test_a_start_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch, value: str, said: str) -> None:
+    """vLLM asks a plugin once a process: the second start was vLLM's own, in silence. Needs nondet's entry point."""
+    if not any(one.name == "nondet" for one in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        pytest.skip("nondet is not installed beside vLLM")
+    monkeypatch.setenv("NONDET_BATCH_INVARIANT", value)
+    code = TWICE.format(folder=made_folder("tiny"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("UserError", "vLLM as"))]
+    assert len(lines) == 2, (done.stdout[-2000:], done.stderr[-2000:])
+    assert all(said in line for line in lines)
 
 
 def test_the_operators_take_its_registration() -> None:
