@@ -194,30 +194,23 @@ def scaled_product(
         limit: Largest number that a row's scale is made for.
     """
     note(weight)
-    return padded(lambda rows: _scaled_rows(rows, weight, scales, static, limit, bias), x)
 
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        blocks = _in_blocks(weight)
+        if rows.is_cuda:
+            q, left = _quantized_by_vllm(rows, static, limit, blocks=blocks)
+        elif static is not None:
+            q, left = quantize_by(static, rows)
+        else:
+            q, left = quantize_block(rows) if blocks else quantize_row(rows, limit=limit)
+        if left.numel() == 1:
+            left = left.reshape(1, 1).expand(len(rows), 1).contiguous()
+        # the Triton form is not imported where vLLM runs on a CPU
+        kernels = import_module(f"nondet.kernels.scaled.{'cuda' if rows.is_cuda else 'cpu'}")
+        made: torch.Tensor = kernels.scaled_matmul(q, weight.t() if blocks else weight, left, scales, rows.dtype, bias)
+        return made
 
-def _scaled_rows(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    static: torch.Tensor | None,
-    limit: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    blocks = _in_blocks(weight)
-    if rows.is_cuda:
-        q, left = _quantized_by_vllm(rows, static, limit, blocks=blocks)
-    elif static is not None:
-        q, left = quantize_by(static, rows)
-    else:
-        q, left = quantize_block(rows) if blocks else quantize_row(rows, limit=limit)
-    if left.numel() == 1:
-        left = left.reshape(1, 1).expand(len(rows), 1).contiguous()
-    # the Triton form is not imported where vLLM runs on a CPU
-    kernels = import_module(f"nondet.kernels.scaled.{'cuda' if rows.is_cuda else 'cpu'}")
-    out: torch.Tensor = kernels.scaled_matmul(q, weight.t() if blocks else weight, left, scales, rows.dtype, bias)
-    return out
+    return padded(compute, x)
 
 
 def _in_blocks(weight: torch.Tensor) -> bool:
@@ -240,14 +233,7 @@ def _quantized_by_vllm(
     return q, left
 
 
-def scaled_product_shape(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    static: torch.Tensor | None = None,
-    limit: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def scaled_product_shape(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor | None) -> torch.Tensor:
     """What `scaled_product` gives, for a tracer."""
     return x.new_empty((*x.shape[:-1], weight.shape[0 if _in_blocks(weight) else 1]))
 
