@@ -52,6 +52,7 @@ from nondet.vllm import log
 from nondet.vllm.ahead import Ahead
 from nondet.vllm.operators import float32_default
 
+_ELSE = "Unset NONDET_BATCH_INVARIANT for this model."
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
 # Queries times keys times heads from which it is: below, gathering and a launch of its own cost more than the quicker
@@ -176,7 +177,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         """The step's metadata, and on the device where its keys lie."""
         common = common_attn_metadata
         if common.causal is not True:
-            raise UserError("nondet's attention under vLLM is causal", "Unset NONDET_BATCH_INVARIANT for this model.")
+            raise UserError("nondet's attention under vLLM is causal", _ELSE)
         base = super().build(0, common, fast_build)
         meta = SegmentsMetadata(**{f.name: getattr(base, f.name) for f in fields(FlashAttentionMetadata)})
         n = common.num_reqs
@@ -349,9 +350,7 @@ class SegmentsImpl(FlashAttentionImpl):
             f"heads of {head_size}": head_size > MAX_HEAD_DIM or head_size % 8 != 0,
         }
         for what in (name for name, given in faults.items() if given):
-            raise UserError(
-                f"nondet's attention under vLLM has no {what}", "Unset NONDET_BATCH_INVARIANT for this model."
-            )
+            raise UserError(f"nondet's attention under vLLM has no {what}", _ELSE)
         more = (logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks)
         given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, *more)
         super().__init__(*given)

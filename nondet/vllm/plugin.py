@@ -660,9 +660,8 @@ def config_standings(config: Any) -> Iterator[Standing]:
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
         if ranks > 1:
-            yield Standing(
-                f"{name} parallelism", f"{ranks} ranks", AT_RISK, "what ranks exchange was not proven under vLLM"
-            )
+            why = "what ranks exchange was not proven under vLLM"
+            yield Standing(f"{name} parallelism", f"{ranks} ranks", AT_RISK, why)
 
 
 def limits_of(config: Any) -> tuple[list[int], int, int]:
@@ -698,7 +697,9 @@ _MOST_ASKED = 4096  # row counts that a layer's own kernel is asked for
 
 def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
     """Asks a layer's own kernel, a product's or a norm's; layers of one kind and shape once."""
-    from nondet.vllm.operators import stands_alone
+    import torch
+
+    from nondet.vllm.operators import Traced, stands_alone
 
     graphs, tokens, _ = limits_of(config)
     every = range(1, tokens + 1)
@@ -709,11 +710,12 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
     known: dict[str, tuple[str, str]] = {}
 
     def judged(layer: Any) -> tuple[str, str]:
-        met = every if "VocabParallelEmbedding" in _ancestors(layer) else at_graphs
+        is_head = "VocabParallelEmbedding" in _ancestors(layer)  # outside of what vLLM compiles
+        met = every if is_head else at_graphs
         if len(met) > _MOST_ASKED:
             few = "lower --max-num-batched-tokens"
             return AT_RISK, f"its kernel would have to be tested at {len(met):,} row counts: {few}"
-        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", 0)
+        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or 0
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         method: Any = getattr(layer, "quant_method", None)
 
@@ -722,7 +724,12 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
 
         try:
             parameter = next(layer.parameters())
-            asked = [(compute, int(width or 0))] if method is not None else _forms_of_norm(layer, parameter, config)
+            asked = [(compute, int(width))] if method is not None else [*_forms_of_norm(layer, parameter, config)]
+            if method is not None and not is_head and _get(config, "compilation_config.mode", 0):
+                with Traced() as seen, torch.inference_mode():
+                    compute(torch.zeros(1, asked[0][1], dtype=config.model_config.dtype, device=parameter.device))
+                if seen.products:
+                    return AT_RISK, f"its product is {min(seen.products)}, which vLLM compiles: not what is tested here"
             failed = None
             for form, size in asked:
                 failed = failed or stands_alone(form, size, config.model_config.dtype, parameter.device, met)

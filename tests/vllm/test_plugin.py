@@ -492,6 +492,25 @@ def test_a_quantized_layer_whose_bits_depend_on_m_is_refused(toy: Toy) -> None:
         loaded(toy, model(method=Fp8(parts=32)))
 
 
+class Dequantized(Fp8):
+    """As vLLM's for FP8 without CUTLASS in its batch-invariant mode: torch's product, in sight of a compiler."""
+
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        """Of each row alone: asked here, it stands."""
+        return torch.cat([nn.functional.linear(row, layer.weight.to(x.dtype), bias) for row in x.split(1)])
+
+
+def test_a_product_that_vllm_compiles_is_not_proven_by_asking_it(toy: Toy) -> None:
+    """A compiler puts another kernel there. What is opaque stays, and so does all where nothing is compiled."""
+    assert loaded(toy, model(method=Dequantized()), compilation_config__mode=0).loaded
+    with pytest.raises(UserError, match=r"2 layers are at risk.*its product is aten::\w+, which vLLM compiles"):
+        loaded(toy, model(method=Dequantized()), compilation_config__mode=3)
+    assert loaded(toy, model(method=Fp8()), compilation_config__mode=3).loaded
+    head = toys.VocabParallelEmbedding(8, 32)
+    head.quant_method = Dequantized()
+    assert loaded(toy, nn.Sequential(head), compilation_config__mode=3).loaded
+
+
 class OddAtThree(Fp8):
     """At three rows its sums are taken in another order, and at no size of a graph."""
 

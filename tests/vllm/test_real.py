@@ -8,6 +8,7 @@ import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,22 @@ def test_a_start_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPat
     lines = [line for line in done.stdout.splitlines() if line.startswith(("UserError", "vLLM as"))]
     assert len(lines) == 2, (done.stdout[-2000:], done.stderr[-2000:])
     assert all(said in line for line in lines)
+
+
+def test_an_fp8_product_without_cutlass_is_torch_s_own_in_its_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights as bfloat16, and a product that its compiler sees: asked by itself it isn't what runs in a step."""
+    import torch
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+    from nondet.vllm.operators import Traced
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    method = object.__new__(Fp8LinearMethod)
+    method.block_quant, method.fp8_linear = False, object()
+    layer = SimpleNamespace(weight=torch.randn(32, 16).to(torch.float8_e4m3fn), weight_scale=torch.tensor(0.5))
+    with Traced() as seen:
+        assert method.apply(layer, torch.randn(3, 32, dtype=torch.bfloat16)).shape == (3, 16)
+    assert seen.products
 
 
 def test_the_operators_take_its_registration() -> None:
