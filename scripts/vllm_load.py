@@ -189,6 +189,7 @@ class Test:
         folder = made_folder(asked.model) if shaped else asked.model
         self.folder = Path(folder)
         self.vocabulary = json.loads((self.folder / "config.json").read_text())["vocab_size"]
+        self.seen["disabled_kernels"] = os.environ.get("VLLM_DISABLED_KERNELS", "")
         self.seen |= {"vllm": vllm.__version__, "torch": torch.__version__}
         self.llm = vllm.LLM(
             model=folder,
@@ -307,6 +308,7 @@ class Test:
                 taken[new].append(time.time() - began)
             step = (min(taken[136]) - min(taken[8])) / 128
             found = {"requests": requests, "keys": keys, "prefill_s": min(taken[8]), "ms_per_step": 1e3 * step}
+            found["s"] = {str(new): [round(x, 4) for x in each] for new, each in taken.items()}
             self.seen.setdefault("long", []).append(found)
             self.say("long", found)
             self.asked.out.write_text(json.dumps(self.seen, indent=1))
