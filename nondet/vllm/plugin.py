@@ -835,6 +835,7 @@ def check_met(model: Any, found: Sequence[Standing]) -> None:
         if one.standing == REPLACED and weight is not None and not skipped:
             weights[one.layer] = weight.data
     missed = operators.not_met(weights)
+    log(f"{len(weights) - len(missed)} of {len(weights)} layers that were looked for ran by nondet's operators.")
     if missed:
         what = f"{len(missed)} layers said to be replaced did not run by nondet's operators, the first {missed[0]}"
         log(f"{what}.")

@@ -455,6 +455,7 @@ def test_what_did_not_run_at_start_by_ours_is_no_replaced_layer(toy: Toy, monkey
     it = model()
     worker = loaded(toy, it)
     assert worker.compile_or_warm_up_model() == 1.5
+    assert toys.LOG[-1] == "nondet: 4 of 4 layers that were looked for ran by nondet's operators."
     for fused, named in (([it[0].norm], "1 layers .* the first 0.norm"), ([it[1].qkv, it[0].norm], "2 .* 0.norm")):
         worker = loaded(toy, it)
         worker.fused = fused
@@ -760,6 +761,12 @@ def test_seams_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"moved: {len(plugin.SEAMS) - 2} of {len(plugin.SEAMS)} seams fit" in said
     assert "Worker.sleep: takes (self level tags), not (self level)" in said
     assert "registry:register_backend: not there" in said
+    backend = "class FlashAttentionBackend:\n"
+    claims = f"{backend}    def supports_sink(cls): ...\n    def supports_time_travel(cls): ...\n"
+    assert vllm_seams.main([sources(tmp_path / "claims", lambda text: text.replace(backend, claims))]) == 1
+    said = capsys.readouterr().out
+    assert "FlashAttentionBackend.supports_time_travel: nobody has looked at it" in said
+    assert "supports_sink" not in said
     with pytest.raises(SystemExit, match="holds no sources of vLLM"):
         vllm_seams.main([str(tmp_path)])
 
