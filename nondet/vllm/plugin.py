@@ -871,19 +871,16 @@ def _or_scaled(
 def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int) -> None:
     kinds = Counter(one.standing for one in found)
     log(", ".join(f"{kinds[name]} {name}" for name in (REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK)) + ".")
-    risky = {(one.kind, one.why): one for one in found if one.standing == AT_RISK}
-    for one in list(risky.values())[:20]:
-        log(f"at risk: {one.layer} ({one.kind}): {one.why}.")
+    risky = [one for one in grouped(found) if one.standing == AT_RISK]
+    for one in risky[:20]:
+        log(f"at risk: {one.first} ({one.kind}): {one.why}.")
     allowed = os.environ.get(ALLOWED) == "1"
     path = write_coverage(found, config, seen, rank)
     if path is not None:
         log(f"coverage: nondet report {path}")
     if risky and not allowed:
-        first = next(iter(risky.values()))
-        raise UserError(
-            f"{kinds[AT_RISK]} layers are at risk, the first {first.layer} ({first.kind}): {first.why}",
-            f"Set {ALLOWED}=1 to start all the same. {_STOCK}",
-        )
+        what = f"{kinds[AT_RISK]} layers are at risk, the first {risky[0].first} ({risky[0].kind}): {risky[0].why}"
+        raise UserError(what, f"Set {ALLOWED}=1 to start all the same. {_STOCK}")
 
 
 class Look:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.vllm import plugin
 from scripts.vllm_load import made_folder
@@ -81,6 +82,48 @@ def test_an_fp8_product_without_cutlass_is_torch_s_own_in_its_invariant_mode(mon
     with Traced() as seen:
         assert method.apply(layer, torch.randn(3, 32, dtype=torch.bfloat16)).shape == (3, 16)
     assert seen.products
+
+
+STARTED = """
+import sys
+
+import vllm.plugins
+from vllm import LLM
+from vllm.platforms import current_platform
+
+from nondet.vllm import plugin
+from scripts.vllm_load import made_folder
+
+if __name__ == "__main__":
+    vllm.plugins.plugins_loaded = True
+    plugin.check_seams()  # loads vLLM's modules, as a CPU has them
+    current_platform.is_cuda = lambda: True
+    plugin.register()
+    del current_platform.is_cuda
+    try:
+        LLM(made_folder("tiny"), skip_tokenizer_init=True, dtype="bfloat16", load_format="dummy", max_model_len=64,
+            max_num_seqs=4, max_num_batched_tokens=63, enforce_eager=True)
+    except Exception as error:
+        sys.stdout.write(f"{type(error).__name__} {error}\\n")
+"""
+
+
+def test_a_start_from_configuration_to_coverage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Registered as on a GPU: its own worker asks, attention isn't ours on a CPU, and the start ends at that."""
+    path = tmp_path / "coverage.jsonl"
+    for name, value in {
+        "NONDET_BATCH_INVARIANT": "1", "NONDET_COVERAGE": str(path), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    done = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=False)
+    said = "UserError 2 layers are at risk, the first model.layers.0.self_attn.attn (Attention): attention by CPU"
+    assert said in done.stdout, (done.stdout[-2000:], done.stderr[-2000:])
+    found = {(s.kind, s.standing): s.layers for s in read_run(path).layer_standings}
+    assert found["Attention", "at risk"] == 2
+    assert found["RMSNorm", "replaced"] == 9
+    products = ("VocabParallelEmbedding", "ParallelLMHead", "QKVParallelLinear", "RowParallelLinear")
+    assert [found[kind, "replaced"] for kind in products] == [1, 1, 2, 4]
+    assert {standing for _, standing in found} == {"replaced", "elementwise", "at risk"}
 
 
 def test_the_operators_take_its_registration() -> None:
