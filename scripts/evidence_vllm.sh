@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
-# vLLM, its own batch-invariant mode, and nondet's plugin, one after the other on one GPU: where a start's seconds go,
-# traces as solo under load, the same bits in fresh processes, and tokens a second. Needs vLLM 0.25.1 and nondet in PYTHON's
-# environment. One file a mode and model under OUT; what is there is kept. ONLY names one of starts, server, sample, trace, thousand and load.
-# usage: OUT=FOLDER [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
+# vLLM, its own batch-invariant mode, and nondet's plugin on one GPU: traces as solo under load, the same bits in fresh
+# processes, tokens a second, where a start's seconds go, faults that have to be found. Needs vLLM 0.25.1 and nondet in
+# PYTHON's environment. One file a mode and model under OUT; what is there is kept, so a call that was cut off is made
+# again as it was. PACK names one archive (some 100 kB) of all that is there, written anew after each result.
+# usage: OUT=FOLDER [PACK=FILE.tgz] [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
+# What is owed to docs/evidence/vllm, in the order of its worth, each a call of under 9 minutes on one H200:
+#   SIDE=7 ONLY=fp8 OUT=/tmp/ev PACK=$OUT/fp8.tgz scripts/evidence_vllm.sh            # static scales, layers replaced: 4 min
+#   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/8b.tgz scripts/evidence_vllm.sh      # both in memory, in turns: 6 min
+#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/0.6b.tgz scripts/evidence_vllm.sh  # and profiles of both: 7 min
+#   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=$OUT/starts.tgz scripts/evidence_vllm.sh  # 4 starts, 2 at a time: 5 min
+#   RANKS=2 MODELS=8b ONLY=ranks OUT=/tmp/ev PACK=$OUT/ranks.tgz scripts/evidence_vllm.sh   # two or four GPUs: 5 min
+# In such a call $OUT is the folder that comes back. Other parts: server, sample, trace, thousand, load.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?name a folder for the results: OUT=FOLDER}
@@ -12,15 +20,23 @@ GIB=${GIB:-48}
 failed=0
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
+[ -z "${PACK:-}" ] || PACK=$(realpath -m "$PACK")
 "$PYTHON" -c "import vllm, nondet" || { echo "vLLM 0.25.1 and nondet have to be installed in $PYTHON's environment" >&2; exit 2; }
+packed() { # everything small that is there, as one file that is whole at any time
+    [ -n "${PACK:-}" ] || return 0
+    local made=$PACK.$BASHPID
+    "$PYTHON" scripts/vllm_summary.py "$OUT" > "$OUT/summary.txt" 2>&1 || true
+    find "$OUT" -maxdepth 1 -type f -size -4M -printf '%f\n' | tar czf "$made" -C "$OUT" -T - && mv "$made" "$PACK" || rm -f "$made"
+}
 one() { # NAME OPTIONS...: a result that is there is kept
     local name=$1
     shift
     [ -f "$OUT/$name.json" ] && return
     echo "== $name"
     NONDET_COVERAGE=$OUT/coverage-$name-$$.jsonl "$PYTHON" scripts/vllm_load.py "$@" --out "$OUT/$name.part" > "$OUT/$name.log" 2>&1 \
-        || { echo "failed, see $OUT/$name.log" >&2; failed=1; return; }
+        || { echo "failed, see $OUT/$name.log" >&2; failed=1; packed; return; }
     mv "$OUT/$name.part" "$OUT/$name.json"
+    packed
 }
 caches() { # FOLDER COMMAND...: everything that a start keeps for the next one lies there
     local at=$1
@@ -69,14 +85,17 @@ if part sample; then # traces of N requests by nondet's own count: prompts in ch
     wait
     for form in ${FORMS:-embedded moe window gemma2 gemma3 0.6b 8b}; do [ -f "$OUT/sample-$form.ok" ] || failed=1; done
 fi
-for model in $MODELS; do # fresh processes: a machine's first start, its second, and a first one once more
+for model in $MODELS; do # fresh processes: a machine's first start, its second, and a first one once more; SIDE modes at a time
     part starts || break
-    for mode in stock nondet; do
-        for start in first second anew; do
+    for start in ${STARTS:-first second}; do
+        for mode in stock nondet; do
             at=$OUT.caches/$model-$mode$([ $start = anew ] && echo -anew || true)
             [ $start = second ] || [ -f "$OUT/start-$model-$mode-$start.json" ] || rm -rf "$at" # one that was cut off left some
-            caches "$at" one "start-$model-$mode-$start" --mode $mode --model "$model" --cache-gib "$GIB" --copies 20 --others 40 --tokens 64
+            caches "$at" one "start-$model-$mode-$start" --mode $mode --model "$model" --cache-gib "$GIB" --copies 20 --others 40 --tokens 64 &
+            [ "${SIDE:-1}" -gt 1 ] || wait
         done
+        wait
+        for mode in stock nondet; do [ -f "$OUT/start-$model-$mode-$start.json" ] || failed=1; done
     done
 done
 if part trace; then # the first call that differs, of a prompt of 880 tokens that is read in chunks; on a CPU MORE="--device cpu"
@@ -100,6 +119,47 @@ folder_of() { # a model of `thousand`: a shape of vllm_load.py, the embedded one
         *) [ -e "$at/config.json" ] || "$PYTHON" scripts/vllm_forms.py "$1" "$at" >&2; echo "$at" ;;
     esac
 }
+if part fp8; then # static scales, norms not fused; layers whose own kernel can't stand; faults that have to be found
+    wide=$(folder_of fp8-tensor-wide) row=$(folder_of fp8-row)
+    fp8() { # NAME OPTIONS...
+        while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done
+        caches "$OUT.caches/$1" one "$@" --prefix-cache --copies "${COPIES:-500}" ${MORE:-} &
+    }
+    fp8 fp8-wide-nondet --mode nondet --model "$wide"
+    # without CUTLASS vLLM's own mode has torch's product on bfloat16 weights, which it compiles: ours has to stand there
+    export VLLM_DISABLED_KERNELS=CutlassFP8ScaledMMLinearKernel
+    for mode in nondet own stock; do fp8 "fp8-wide-torch-$mode" --mode $mode --model "$wide"; done
+    unset VLLM_DISABLED_KERNELS
+    for mode in nondet stock; do fp8 "fp8-row-split-$mode" --mode $mode --model "$row" --plant split; done
+    fp8 fp8-wide-fusions --mode nondet --model "$wide" --plant fusions
+    wait
+    for name in wide-nondet wide-torch-nondet row-split-nondet row-split-stock wide-fusions; do [ -f "$OUT/fp8-$name.json" ] || failed=1; done
+fi
+for model in $MODELS; do # stock and ours in one memory, timed in turns; then where the time of a small model's steps goes
+    part pair || break
+    turn=$OUT.turns/$model
+    mkdir -p "$turn"
+    timed=(--model "$model" --cache-gib "$GIB" --copies 100 --others 100 --speed --long 1x12000 --long 16x4000 --repeats "${REPEATS:-5}")
+    rm -f "$turn"/*
+    for mode in stock nondet; do [ ! -f "$OUT/pair-$model-$mode.json" ] || touch "$turn/$mode-up" "$turn/$mode-done"; done
+    { caches "$OUT.caches/pair-$model-stock" one "pair-$model-stock" --mode stock "${timed[@]}" ${MORE:-} --until "$turn/stock-up" --begin "$turn/nondet-up"
+        touch "$turn/stock-up" "$turn/stock-done"; } &
+    { caches "$OUT.caches/pair-$model-nondet" one "pair-$model-nondet" --mode nondet "${timed[@]}" ${MORE:-} --until "$turn/nondet-up" --begin "$turn/stock-done"
+        touch "$turn/nondet-up"; } &
+    wait
+    for mode in stock nondet; do
+        [ -f "$OUT/pair-$model-$mode.json" ] || failed=1
+        [ "$model" = 8b ] || caches "$OUT.caches/pair-$model-$mode" one "profile-$model-$mode" --mode $mode --model "$model" --cache-gib "$GIB" \
+            --copies 2 --others 2 --tokens 8 --profile --long 1x12000 --long 16x4000 ${MORE:-} &
+        wait
+    done
+done
+for model in $MODELS; do # ranks are at risk until this was run
+    part ranks && [ "${RANKS:-1}" -gt 1 ] || break
+    for mode in nondet stock; do
+        NONDET_ALLOW_AT_RISK=1 one "ranks$RANKS-$model-$mode" --mode $mode --model "$model" --ranks "$RANKS" --cache-gib "$GIB" --copies "${COPIES:-500}" ${MORE:-}
+    done
+done
 if part thousand; then # 1,000 copies of two prompts among others, prompts in chunks, prefixes cold and warm; SIDE at a time
     for mode in nondet stock; do
         for form in ${FORMS:-8b 0.6b embedded moe fp8-tensor fp8-row fp8-block window gemma2 gemma3}; do
@@ -120,5 +180,6 @@ for mode in stock own nondet; do
         one "$model-$mode" --mode "$mode" --model "$model" --cache-gib "$GIB" --speed --long 1x12000 --long 16x4000 --repeats "${REPEATS:-5}"
     done
 done
+packed
 "$PYTHON" scripts/vllm_summary.py "$OUT"
 exit $failed

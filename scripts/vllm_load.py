@@ -5,7 +5,8 @@
 A DIR is loaded as it is; 0.6b, 8b and moe (64 experts, 8 a token) are Qwen3's shapes with random weights, drawn in
 place (vLLM's own dummy weights are so small that nothing can diverge). The load is 400 requests at once, prompts in
 chunks: copies of two targets among random ones. --until and --begin FILE make the timed part wait for its turn, where
-several processes share a GPU.
+several processes share a GPU. --plant is a fault that has to be found: "split" adds the halves of K of vLLM's FP8
+products below 16 rows, "fusions" leaves vLLM's own fusions on under the plugin, which must refuse to start then.
 """
 
 from __future__ import annotations
@@ -95,11 +96,84 @@ def options() -> argparse.Namespace:
         help="time N requests of K keys: 1x12000. Repeatable.",
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--plant", choices=["split", "fusions"])
+    parser.add_argument("--profile", action="store_true", help="where the time of a step, and of --long's, goes")
     parser.add_argument("--cache-gib", type=float, default=8.0)
     parser.add_argument("--until", type=Path)
     parser.add_argument("--begin", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
+
+
+def plant(what: str) -> None:
+    """Put a fault into this process, before its engine is made."""
+    if what == "fusions":
+        from nondet.vllm import plugin
+
+        plugin._fusions = lambda passes: []
+        return
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+
+    # opaque, since vLLM compiles a step once for every number of rows
+    schema = "(Tensor a, Tensor b, Tensor left, Tensor right) -> Tensor"
+
+    @torch.library.custom_op("nondet_planted::split", mutates_args=(), schema=schema)
+    def split(a: torch.Tensor, b: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        parts = 2 if len(a) < 16 else 1
+        halves = zip(a.chunk(parts, 1), b.t().chunk(parts, 1), strict=True)
+        made = [
+            ops.cutlass_scaled_mm(
+                x.contiguous(), w.contiguous().t(), out_dtype=torch.bfloat16, scale_a=left, scale_b=right, bias=None
+            )
+            for x, w in halves
+        ]
+        return made[0] if parts == 1 else made[0] + made[1]
+
+    @split.register_fake
+    def _(a: torch.Tensor, b: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
+
+    def apply_scaled_mm(
+        self: Any, *, A: Any, B: Any, out_dtype: Any, As: Any, Bs: Any, bias: Any, output_shape: Any
+    ) -> Any:
+        return split(A, B, As, Bs).view(*output_shape[:-1], B.shape[1])
+
+    CutlassFP8ScaledMMLinearKernel.apply_scaled_mm = apply_scaled_mm
+
+
+def profiled(work: Any) -> dict[str, Any]:
+    """Where the time of work() goes: kernels by torch's profiler, Python by cProfile, each in a run of its own."""
+    import cProfile
+    import pstats
+
+    from torch.profiler import ProfilerActivity, profile
+
+    began = time.perf_counter()
+    work()
+    plain = time.perf_counter() - began
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+        work()
+    events = seen.key_averages()
+    on_gpu = [e for e in events if "cuda" in str(e.device_type).lower()]
+    launches = sum(e.count for e in events if e.key in ("cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx"))
+    kernels = sorted(((e.self_device_time_total / 1e3, e.count, e.key[:90]) for e in on_gpu), reverse=True)
+    python = cProfile.Profile()
+    python.runcall(work)
+    calls: Any = pstats.Stats(python).stats  # type: ignore[attr-defined] # (file, line, name) -> (_, count, own, whole, _)
+    own = sorted(
+        ((v[2] * 1e3, v[3] * 1e3, v[1], "/".join(k[0].split("/")[-3:]) + f":{k[1]} {k[2]}") for k, v in calls.items())
+    )
+    return {
+        "wall_ms": round(1e3 * plain, 2),
+        "gpu_ms": round(sum(ms for ms, *_ in kernels), 2),
+        "launches": launches,
+        "graphs": sum(e.count for e in events if e.key == "cudaGraphLaunch"),
+        "kernels": [[round(ms, 3), count, name] for ms, count, name in kernels[:25]],
+        "python": [[round(a, 2), round(b, 2), count, name] for a, b, count, name in own[:-41:-1]],
+    }
 
 
 class Test:
@@ -115,6 +189,7 @@ class Test:
         folder = made_folder(asked.model) if shaped else asked.model
         self.folder = Path(folder)
         self.vocabulary = json.loads((self.folder / "config.json").read_text())["vocab_size"]
+        self.seen["disabled_kernels"] = os.environ.get("VLLM_DISABLED_KERNELS", "")
         self.seen |= {"vllm": vllm.__version__, "torch": torch.__version__}
         self.llm = vllm.LLM(
             model=folder,
@@ -130,6 +205,7 @@ class Test:
             disable_log_stats=True,
             gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=int(asked.cache_gib * 2**30),
+            tensor_parallel_size=asked.ranks,
         )
         self.seen["start_s"] = round(time.time() - self.began, 1)
         self.say("engine up")
@@ -232,8 +308,28 @@ class Test:
                 taken[new].append(time.time() - began)
             step = (min(taken[136]) - min(taken[8])) / 128
             found = {"requests": requests, "keys": keys, "prefill_s": min(taken[8]), "ms_per_step": 1e3 * step}
+            found["s"] = {str(new): [round(x, 4) for x in each] for new, each in taken.items()}
             self.seen.setdefault("long", []).append(found)
             self.say("long", found)
+            self.asked.out.write_text(json.dumps(self.seen, indent=1))
+
+    def profile(self) -> None:
+        """Of 17 steps of 16 and of one request, and of the prefills of --long; in this process."""
+        rng = random.Random(13)  # noqa: S311 - a load, not a secret
+        for requests, keys, new in (
+            *((16, 256, 17), (1, 256, 17)),
+            *((*map(int, text.split("x")), 1) for text in self.asked.long),
+        ):
+            prompts = [[rng.randrange(1, self.vocabulary) for _ in range(keys)] for _ in range(requests)]
+
+            def work(prompts: Any = prompts, new: int = new) -> None:
+                self.generate(prompts, [new] * len(prompts), [None] * len(prompts))
+
+            work()
+            found = profiled(work)
+            self.seen.setdefault("profile", {})[f"{requests}x{keys}+{new}"] = found
+            self.say("profile", f"{requests}x{keys}+{new}", {k: v for k, v in found.items() if k.endswith("ms")})
+            self.asked.out.write_text(json.dumps(self.seen, indent=1))
 
 
 def trace(one: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -257,8 +353,24 @@ def main() -> None:
         "VLLM_BATCH_INVARIANT": "0" if asked.mode == "stock" else "1",
         "NONDET_BATCH_INVARIANT": "1" if asked.mode == "nondet" else "0",
     }  # fmt: skip
+    if asked.plant or asked.profile:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.path.insert(0, str(Path(__file__).parent))
-    test = Test(asked)
+    try:
+        if asked.plant:
+            plant(asked.plant)
+        test = Test(asked)
+    except Exception as error:
+        if asked.plant != "fusions":
+            raise
+        refused = {
+            "mode": asked.mode,
+            "model": asked.model,
+            "argv": sys.argv,
+            "refused": f"{type(error).__name__}: {error}",
+        }
+        asked.out.write_text(json.dumps(refused, indent=1))
+        return
     test.load()
     asked.out.write_text(json.dumps(test.seen, indent=1))
     if asked.until is not None:
@@ -267,6 +379,8 @@ def main() -> None:
         while asked.begin is not None and not asked.begin.exists():
             time.sleep(0.2)
         test.speed()
+    if asked.profile:
+        test.profile()
     test.seen["total_s"] = round(time.time() - test.began, 1)
     asked.out.write_text(json.dumps(test.seen, indent=1))
     test.say("done")

@@ -3,8 +3,9 @@
     curl -LO https://files.pythonhosted.org/.../vllm-0.33.0.tar.gz && tar xzf vllm-0.33.0.tar.gz
     python scripts/vllm_seams.py vllm-0.33.0 ...
 
-A line for each seam that is gone or takes other parameters; exit code 1 where there is one. A release that fits was not
-run: `nondet.vllm.plugin.TRIED` names those that were.
+A line for each seam that is gone or takes other parameters, and for each `supports_` of FlashAttention's backend that
+nondet's attention would inherit and nobody has looked at; exit code 1 where there is one. What fits was not run:
+`nondet.vllm.plugin.TRIED` names those that were.
 """
 
 from __future__ import annotations
@@ -37,6 +38,33 @@ def parameters(source: Path, place: str) -> str | None:
     return " ".join(argument.arg for argument in every if argument is not None)
 
 
+# Answered by SegmentsBackend, or as FlashAttention's is: what it says of GPUs, options together, and windows.
+LOOKED_AT = frozenset(
+    (
+        *(
+            "batch_invariance",
+            "non_causal",
+            "attn_type",
+            "per_head_quant_scales",
+            "head_size",
+            "kv_cache_dtype",
+            "rswa",
+        ),
+        *("mm_prefix", "sink", "compute_capability", "combination", "sliding_window"),
+    )
+)
+
+
+def inherited(source: Path) -> list[str]:
+    """Names of what FlashAttention's backend says that it supports, and nobody has looked at."""
+    file = source / "vllm/v1/attention/backends/flash_attn.py"
+    classes = [n for n in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(n, ast.ClassDef)]
+    said = [
+        f.name for c in classes if c.name == "FlashAttentionBackend" for f in c.body if isinstance(f, ast.FunctionDef)
+    ]
+    return [name for name in said if name.startswith("supports_") and name.removeprefix("supports_") not in LOOKED_AT]
+
+
 def moved(source: Path) -> Iterator[tuple[Seam, str | None]]:
     """Each seam that does not fit, and what it takes there."""
     for first in SEAMS:
@@ -58,8 +86,9 @@ def main(folders: list[str]) -> int:
             f"  {seam.place}: {'not there' if taken is None else f'takes ({taken}), not ({seam.takes})'}"
             for seam, taken in moved(Path(folder))
         ]
-        print(f"{Path(folder).name}: {len(SEAMS) - len(lines)} of {len(SEAMS)} seams fit", *lines, sep="\n")
-        faults += len(lines)
+        new = [f"  FlashAttentionBackend.{name}: nobody has looked at it" for name in inherited(Path(folder))]
+        print(f"{Path(folder).name}: {len(SEAMS) - len(lines)} of {len(SEAMS)} seams fit", *lines, *new, sep="\n")
+        faults += len(lines) + len(new)
     return int(faults > 0)
 
 

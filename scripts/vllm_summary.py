@@ -2,17 +2,19 @@
 
     python scripts/vllm_summary.py FOLDER
 
-Exit code 1 where the plugin's traces differ from solo, or between fresh processes.
+Exit code 1 where the plugin's traces differ from solo, or between fresh processes, or a planted fault was not found.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 # What ends a stage, in the order in which a worker says it; a line that is not there has no stage.
 STAGES = {
@@ -49,27 +51,75 @@ def stages(log: str) -> dict[str, int]:
     return found
 
 
+def ratios(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Of each cell the speed over stock: of the medians, and the least and the most of any two repeats."""
+
+    def over(a: list[float], b: list[float]) -> tuple[float, float, float]:
+        return statistics.median(a) / statistics.median(b), min(a) / max(b), max(a) / min(b)
+
+    found = {n: over(one["s"], ours["speed"][n]["s"]) for n, one in stock.get("speed", {}).items()}
+    for a, b in zip(stock.get("long", ()), ours.get("long", ()), strict=False):
+        cell = f"{a['requests']}x{a['keys']}"
+        prefill, step = a["prefill_s"] / b["prefill_s"], a["ms_per_step"] / b["ms_per_step"]
+        # a step's is of least times: the difference of two of these has no repeats of its own
+        found[f"{cell} prefill"] = over(a["s"]["8"], b["s"]["8"]) if "s" in a and "s" in b else (prefill,) * 3
+        found[f"{cell} step"] = (step,) * 3
+    return found
+
+
+def standings(folder: Path, name: str) -> dict[str, int]:
+    """Layers by standing and reason, as the coverage file of that run has them."""
+    count: dict[str, int] = defaultdict(int)
+    for path in folder.glob(f"coverage-{name}-[0-9]*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            one = json.loads(line)
+            if one.get("type") == "layer-standing":
+                count[f"{one['standing']}: {one['why'][:60]}"] += one["layers"]
+    return dict(count)
+
+
 def main(folder: Path) -> int:
     """Print it all."""
+    timed: dict[str, dict[str, Any]] = {}
     digests: dict[str, dict[str, str]] = defaultdict(dict)
     wrong = []
     for path in sorted(folder.glob("*.json")):
         seen = json.loads(path.read_text(encoding="utf-8"))
+        planted = seen["argv"][seen["argv"].index("--plant") + 1] if "--plant" in seen["argv"] else ""
+        if "refused" in seen:
+            print(path.stem, "refused, as it has to be:", seen["refused"][:200])
+            continue
         load = seen["load"]
+        timed[path.stem] = seen
+        alike = all(x["traces_as_alone"] == x["copies"] for x in load.values())
+        if planted == "fusions" or (planted and seen["mode"] == "stock" and alike):
+            wrong.append(f"{path.stem}: the planted fault was not found")
         traces = {
             n: f"{x['traces_as_alone']} of {x['copies']}, {x['distinct_traces']} distinct" for n, x in load.items()
         }
         mine = {name: one["digest"] for name, one in seen["solo"].items()}
         speed = {n: one["tokens_per_s"] for n, one in seen.get("speed", {}).items()}
         print(path.stem, traces, mine, speed, seen.get("long", ""))
-        if seen["mode"] == "nondet" and any(x["traces_as_alone"] < x["copies"] for x in load.values()):
+        for what, layers in standings(folder, path.stem).items():
+            print(f"  {layers} {what}")
+        if seen["mode"] == "nondet" and not alike:
             wrong.append(path.stem)
         log = path.with_suffix(".log")
         if log.exists():
             print(f"  start {seen['start_s']} s:", stages(log.read_text(encoding="utf-8", errors="replace")))
         argv = seen["argv"]
         asked = " ".join(word for i, word in enumerate(argv) if "--out" not in argv[max(0, i - 1) : i + 1])
+        asked += seen.get("disabled_kernels", "")
         digests[asked][path.stem] = json.dumps(mine, sort_keys=True)
+    for name, seen in timed.items():
+        stock = timed.get(f"{name.removesuffix('-nondet')}-stock")
+        cells = ratios(stock, seen) if name.endswith("-nondet") and stock else {}
+        said = [f"{cell} {middle:.3f} ({low:.3f} to {high:.3f})" for cell, (middle, low, high) in cells.items()]
+        loads = [middle for cell, (middle, *_) in cells.items() if "x" not in cell]
+        if loads:
+            mean, worst = statistics.geometric_mean(loads), min(middle for middle, *_ in cells.values())
+            figures = f"geometric mean of {len(loads)} {mean:.3f}, worst cell {worst:.3f}"
+            print(f"{name} over stock: {'; '.join([*said, figures])}")
     for same, names in digests.items():
         if len(names) > 1:
             alike = len(set(names.values())) == 1

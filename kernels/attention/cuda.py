@@ -607,7 +607,7 @@ def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
 
 def as_dense(x: torch.Tensor) -> torch.Tensor:
     """Packed [T, H, D] as a view [1, H, T, D]."""
-    return _unit_last_stride(x)[None].transpose(1, 2)
+    return _unit_last_stride(x).unsqueeze(0).transpose(1, 2)
 
 
 def attention(

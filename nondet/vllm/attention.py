@@ -52,6 +52,7 @@ from nondet.vllm import log
 from nondet.vllm.ahead import Ahead
 from nondet.vllm.operators import float32_default
 
+_ELSE = "Unset NONDET_BATCH_INVARIANT for this model."
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
 # Queries times keys times heads from which it is: below, gathering and a launch of its own cost more than the quicker
@@ -141,6 +142,7 @@ class SegmentsMetadata(FlashAttentionMetadata):
     cu_k: torch.Tensor | None = None
     key_index: torch.Tensor | None = None
     pieces: list[Piece] = field(default_factory=list)
+    bounds: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of a piece: cu_q and cu_k
     places: dict[int, torch.Tensor] = field(default_factory=dict)  # of a chunk that is computed alone, by its request
 
 
@@ -175,7 +177,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         """The step's metadata, and on the device where its keys lie."""
         common = common_attn_metadata
         if common.causal is not True:
-            raise UserError("nondet's attention under vLLM is causal", "Unset NONDET_BATCH_INVARIANT for this model.")
+            raise UserError("nondet's attention under vLLM is causal", _ELSE)
         base = super().build(0, common, fast_build)
         meta = SegmentsMetadata(**{f.name: getattr(base, f.name) for f in fields(FlashAttentionMetadata)})
         n = common.num_reqs
@@ -202,6 +204,8 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
                 if piece.dense is not None:
                     pages = table[piece.first, : -(-piece.keys // page), None] * step
                     meta.places[piece.first] = (pages + token).flatten()[: piece.keys]
+        ranges = [slice(piece.first, piece.last + 1) for piece in meta.pieces]
+        meta.bounds = [(meta.query_start_loc[one], meta.cu_k[one]) for one in ranges]
         return meta
 
 
@@ -308,6 +312,18 @@ def flat_of(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
     return page, flat[:-page], flat[page:]
 
 
+def dense_views(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """(tokens of a page, K, V) as `flat_of` has them, both [1, heads, tokens, dim], in fewer calls, at each step."""
+    if IN_ROWS or not cache.is_contiguous():
+        page, k, v = flat_of(cache)
+        return page, as_dense(k), as_dense(v)
+    page, heads, dim = cache.shape[2:]
+    row, begin = heads * dim, cache.storage_offset()
+    size = (1, heads, cache.numel() // row - page, dim)
+    stride = (size[2] * row, dim, row, 1)
+    return page, cache.as_strided(size, stride, begin), cache.as_strided(size, stride, begin + page * row)
+
+
 class SegmentsImpl(FlashAttentionImpl):
     """Attention of one layer; the cache is written as FlashAttention's is."""
 
@@ -334,22 +350,10 @@ class SegmentsImpl(FlashAttentionImpl):
             f"heads of {head_size}": head_size > MAX_HEAD_DIM or head_size % 8 != 0,
         }
         for what in (name for name, given in faults.items() if given):
-            raise UserError(
-                f"nondet's attention under vLLM has no {what}", "Unset NONDET_BATCH_INVARIANT for this model."
-            )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            sinks,
-        )
+            raise UserError(f"nondet's attention under vLLM has no {what}", _ELSE)
+        more = (logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks)
+        given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, *more)
+        super().__init__(*given)
 
     def call(
         self,
@@ -391,21 +395,20 @@ class SegmentsImpl(FlashAttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         meta = attn_metadata
-        page, k, v = flat_of(kv_cache)
+        page, k, v = dense_views(kv_cache)
         dim = k.shape[-1]
         query, out = query.view(-1, self.num_heads, dim), output.view(-1, self.num_heads, dim)
-        for piece in meta.pieces:
+        for piece, (cu_q, cu_k) in zip(meta.pieces, meta.bounds, strict=True):
             first, last = piece.first, piece.last
             if piece.dense is not None:
                 begin, end = piece.dense
                 places = meta.places[first]
-                q, dense_k, dense_v = query[begin:end], k.index_select(0, places), v.index_select(0, places)
-                done = attention(as_dense(q), as_dense(dense_k), as_dense(dense_v), scale=self.scale)
+                gathered = (as_dense(x.index_select(0, places)) for x in flat_of(kv_cache)[1:])
+                done = attention(as_dense(query[begin:end]), *gathered, scale=self.scale)
                 out[begin:end].copy_(done[0].transpose(0, 1))
                 continue
             upto = last if piece.queries == 1 and first == 0 else meta.num_actual_tokens
-            operands = (as_dense(query[:upto]), as_dense(k), as_dense(v), as_dense(out[:upto]))
-            cu_q, cu_k = meta.query_start_loc[first : last + 1], meta.cu_k[first : last + 1]
+            operands = (as_dense(query[:upto]), k, v, as_dense(out[:upto]))
             call = self.call(*operands, last - first, piece.queries, piece.keys, cu_q, cu_k, meta.key_index, page)
             compute(call, way_for(call))
         return output
@@ -415,6 +418,9 @@ class SegmentsBackend(FlashAttentionBackend):
     """Registered as vLLM's CUSTOM attention backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    # what FlashAttention's says yes to: the last is a window that ends at the prompt, of later versions
+    supports_non_causal = supports_mm_prefix = supports_sink = classmethod(lambda cls: False)
+    supports_per_head_quant_scales = supports_rswa = supports_non_causal
 
     @staticmethod
     def get_name() -> str:
@@ -449,11 +455,6 @@ class SegmentsBackend(FlashAttentionBackend):
         return True
 
     @classmethod
-    def supports_non_causal(cls) -> bool:
-        """No."""
-        return False
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Decoders alone."""
         return attn_type == AttentionType.DECODER
@@ -467,18 +468,3 @@ class SegmentsBackend(FlashAttentionBackend):
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
         """Half precision alone."""
         return kv_cache_dtype in _CACHES
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """No."""
-        return False
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """No."""
-        return False
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        """No: nothing is quantized here."""
-        return False

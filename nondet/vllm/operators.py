@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nondet.core import inputs
 from nondet.core.certificates import Certificates
@@ -129,22 +130,12 @@ def _first(key: tuple[Any, ...], rows: torch.Tensor, weight: torch.Tensor, bias:
     return out
 
 
-def product_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What `product` gives, for a tracer."""
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """x [..., H] normalized and weighted, class "lanes": `nondet.kernels.rows.cuda.rms_norm`."""
     from nondet.kernels.rows.cuda import rms_norm as compute
 
     note(weight)
     return compute(x, weight, epsilon)
-
-
-def rms_norm_shape(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """What `rms_norm` gives, for a tracer."""
-    return x.new_empty(x.shape)
 
 
 def add_rms_norm(
@@ -157,24 +148,12 @@ def add_rms_norm(
     return rms_norm_residual(x, residual, weight, epsilon)
 
 
-def add_rms_norm_shape(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `add_rms_norm` gives, for a tracer."""
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[..., :H]) * x[..., H:] of x [..., 2 H]: `nondet.kernels.pointwise.cuda.silu_mul`, or torch's operators."""
     from nondet.kernels.pointwise.cuda import silu_mul as compute
 
     out = compute(x)
     return torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1] if out is None else out
-
-
-def silu_mul_shape(x: torch.Tensor) -> torch.Tensor:
-    """What `silu_mul` gives, for a tracer."""
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
 def scaled_product(
@@ -194,30 +173,23 @@ def scaled_product(
         limit: Largest number that a row's scale is made for.
     """
     note(weight)
-    return padded(lambda rows: _scaled_rows(rows, weight, scales, static, limit, bias), x)
 
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        blocks = _in_blocks(weight)
+        if rows.is_cuda:
+            q, left = _quantized_by_vllm(rows, static, limit, blocks=blocks)
+        elif static is not None:
+            q, left = quantize_by(static, rows)
+        else:
+            q, left = quantize_block(rows) if blocks else quantize_row(rows, limit=limit)
+        if left.numel() == 1:
+            left = left.reshape(1, 1).expand(len(rows), 1).contiguous()
+        # the Triton form is not imported where vLLM runs on a CPU
+        kernels = import_module(f"nondet.kernels.scaled.{'cuda' if rows.is_cuda else 'cpu'}")
+        made: torch.Tensor = kernels.scaled_matmul(q, weight.t() if blocks else weight, left, scales, rows.dtype, bias)
+        return made
 
-def _scaled_rows(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    static: torch.Tensor | None,
-    limit: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    blocks = _in_blocks(weight)
-    if rows.is_cuda:
-        q, left = _quantized_by_vllm(rows, static, limit, blocks=blocks)
-    elif static is not None:
-        q, left = quantize_by(static, rows)
-    else:
-        q, left = quantize_block(rows) if blocks else quantize_row(rows, limit=limit)
-    if left.numel() == 1:
-        left = left.reshape(1, 1).expand(len(rows), 1).contiguous()
-    # the Triton form is not imported where vLLM runs on a CPU
-    kernels = import_module(f"nondet.kernels.scaled.{'cuda' if rows.is_cuda else 'cpu'}")
-    out: torch.Tensor = kernels.scaled_matmul(q, weight.t() if blocks else weight, left, scales, rows.dtype, bias)
-    return out
+    return padded(compute, x)
 
 
 def _in_blocks(weight: torch.Tensor) -> bool:
@@ -240,25 +212,16 @@ def _quantized_by_vllm(
     return q, left
 
 
-def scaled_product_shape(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    static: torch.Tensor | None = None,
-    limit: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What `scaled_product` gives, for a tracer."""
-    return x.new_empty((*x.shape[:-1], weight.shape[0 if _in_blocks(weight) else 1]))
-
-
 # name under torch.ops.vllm -> what computes it, what a tracer is told
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "nondet_product": (product, product_shape),
-    "nondet_scaled_product": (scaled_product, scaled_product_shape),
-    "nondet_rms_norm": (rms_norm, rms_norm_shape),
-    "nondet_add_rms_norm": (add_rms_norm, add_rms_norm_shape),
-    "nondet_silu_mul": (silu_mul, silu_mul_shape),
+    "nondet_product": (product, lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0]))),
+    "nondet_scaled_product": (
+        scaled_product,
+        lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0 if _in_blocks(weight) else 1])),
+    ),
+    "nondet_rms_norm": (rms_norm, lambda x, *_: x.new_empty(x.shape)),
+    "nondet_add_rms_norm": (add_rms_norm, lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape))),
+    "nondet_silu_mul": (silu_mul, lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2))),
 }
 
 
@@ -343,6 +306,23 @@ def certify_product(weight: torch.Tensor, bias: torch.Tensor | None, counts: Seq
                 product(weight.data.new_zeros((rows, weight.shape[1])), weight, bias)
             ran[rows] = next((name for name, _ in noted.most_common(1)), "?")
     return Certified(time.perf_counter() - began, uses.proofs, uses.compiled, ran)
+
+
+class Traced(TorchDispatchMode):
+    """Which of torch's products are called under it, none of them in an opaque operator: a compiler may take others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes the call, and makes it."""
+        if func.namespace == "aten" and func.overloadpacket.__name__ in _PRODUCTS:
+            self.products.add(f"aten::{func.overloadpacket.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "matmul", "linear"))
 
 
 # A quantized layer keeps its own kernel, which is asked whether it is invariant: at each number of rows against itself

@@ -124,27 +124,36 @@ def register() -> None:
         UserError: no Linux, no NVIDIA GPU, a vLLM whose seams do not fit, or another plugin in the way. Nothing was
             changed then.
     """
-    if not asked() or _done:
-        return
+    before = os.environ.get(OWN)
+    try:
+        if asked() and not _done:
+            _register()
+    except BaseException:
+        os.environ.pop(OWN, None)
+        os.environ.update({} if before is None else {OWN: before})
+        # vLLM asks each plugin once a process: who tried again after a refusal would get vLLM as it is, in silence
+        loader = sys.modules.get("vllm.plugins")
+        if loader is not None:
+            loader.plugins_loaded = False  # type: ignore[attr-defined] # vLLM's own
+        raise
+
+
+def _register() -> None:
     if sys.platform != "linux":
         raise UserError(f"{ASKED}=1 needs Linux and an NVIDIA GPU, this is {sys.platform}", _STOCK)
+    import vllm
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
         raise UserError(f"{ASKED}=1 needs an NVIDIA GPU, vLLM runs on {current_platform.device_type} here", _STOCK)
     if os.environ.get(OWN, "1") not in ("", "1"):
         raise UserError(f"{ASKED}=1 and {OWN}={os.environ[OWN]} exclude each other", f"Unset {OWN}.")
-    before = os.environ.get(OWN)
     os.environ[OWN] = "1"  # before modules are loaded that read it once
-    try:
-        found = check_seams()
-    except UserError:
-        if before is None:
-            del os.environ[OWN]
-        raise
-    _install(found)
+    _install(check_seams())
     _done.append(os.getpid())
     log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
+    if vllm.__version__ not in TRIED:
+        log(f"vLLM {vllm.__version__} has every seam, and was never run under nondet: {', '.join(TRIED)} was.")
 
 
 def seam_at(place: str) -> Any:
@@ -163,6 +172,17 @@ def parameters(found: Any) -> str:
         found = implementations["native"].impl_fn
     found = getattr(found, "__func__", found)  # of a class's method the class as well, as the sources have it
     return " ".join(inspect.signature(found).parameters)
+
+
+def owner_of(found: Any) -> str:
+    """The module that a seam is of; of a wrapper, which goes by the name of what it wraps, that of its own code."""
+    found = getattr(found, "__func__", found)
+    while inspect.isfunction(found) and hasattr(found, "__wrapped__"):
+        written = found.__globals__["__name__"]
+        if written.partition(".")[0] not in ("vllm", "torch", "contextlib"):
+            return str(written)
+        found = found.__wrapped__
+    return str(found.__module__ if inspect.isfunction(found) else type(found).__module__)
 
 
 def check_seams(seams: Iterable[Seam] = SEAMS) -> dict[str, Any]:
@@ -188,7 +208,7 @@ def check_seams(seams: Iterable[Seam] = SEAMS) -> dict[str, Any]:
             raise _misfit(vllm.__version__, f"{place} is not there ({type(error).__name__})") from error
         if taken != takes:
             raise _misfit(vllm.__version__, f"{place} takes ({taken}), not ({takes})")
-        owner = found[place].__module__ if inspect.isfunction(found[place]) else "vllm"
+        owner = owner_of(found[place])
         if owner.partition(".")[0] != "vllm":
             raise UserError(f"{place} was replaced by {owner} before nondet could", "Run one of the two plugins.")
     if _SHAPE in found and not _known_layout(found[_SHAPE]):
@@ -426,17 +446,20 @@ def _get(config: Any, path: str, default: Any = None) -> Any:
 def refuse(config: Any) -> None:
     """Refuse, as a `UserError`, whatever of a configuration the plugin does not do, by its name."""
     cache = str(_get(config, "cache_config.cache_dtype", "auto"))
+    worker = str(_get(config, "parallel_config.worker_cls", "auto"))
     passes = _get(config, "compilation_config.pass_config")
     fused = [name for name in (_fusions(passes) if passes is not None else ()) if getattr(passes, name)]
     faults = {
         f"pass_config.{' and '.join(fused)}": bool(fused),
         "LoRA adapters": _get(config, "lora_config") is not None,
         "speculative decoding": _get(config, "speculative_config") is not None,
+        f"workers by {worker}": not worker.startswith(("auto", "vllm.")),
         f"a KV cache of {cache}": cache not in ("auto", "float16", "bfloat16"),
         "decode context parallelism": _get(config, "parallel_config.decode_context_parallel_size", 1) > 1,
         "prefill context parallelism": _get(config, "parallel_config.prefill_context_parallel_size", 1) > 1,
         "two batches at a time (DBO)": bool(_get(config, "parallel_config.enable_dbo", False))
         or _get(config, "parallel_config.ubatch_size", 0) > 1,
+        "a window that ends at the prompt (R-SWA)": _get(config, "model_config.rswa_window") is not None,
         "MLA": bool(_get(config, "model_config.use_mla", False)),
         "sleep mode": bool(_get(config, "model_config.enable_sleep_mode", False)),
         "a transfer of KV caches": _get(config, "kv_transfer_config") is not None,
@@ -473,7 +496,7 @@ _BY_METHOD = frozenset(
 )
 _EXPERTS = "experts in class grouped, certified at start"
 _PRODUCTS = "products in class chain, certified at start"
-_SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel does not stand"
+_SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel is not proven"
 _METHODS = {__name__: _PRODUCTS, f"{__package__}.operators": _SCALED}  # whose module a method's `apply` is of
 
 
@@ -518,9 +541,10 @@ def standing_of(
         if ours is not None:
             return said(REPLACED, ours)
         return own(name, module)
-    if "Attention" in ancestors and hasattr(module, "impl"):
-        if not installed or type(module.impl).__name__ != "SegmentsImpl":
-            return said(AT_RISK, f"attention by {type(module.impl).__name__}, which is not proven")
+    if "AttentionLayerBase" in ancestors:  # whatever has a cache: state spaces and linear attention as well
+        by = type(getattr(module, "impl", module)).__name__
+        if not installed or by != "SegmentsImpl":
+            return said(AT_RISK, f"attention by {by}, which is not proven")
         if kind != "Attention":  # sinks that are keys, chunks that are requests, whole prompts: by a step's metadata
             return said(AT_RISK, f"attention as a {kind} asks for it, which was not tried")
         return said(REPLACED, "attention in class segments")
@@ -636,9 +660,8 @@ def config_standings(config: Any) -> Iterator[Standing]:
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
         if ranks > 1:
-            yield Standing(
-                f"{name} parallelism", f"{ranks} ranks", AT_RISK, "what ranks exchange was not proven under vLLM"
-            )
+            why = "what ranks exchange was not proven under vLLM"
+            yield Standing(f"{name} parallelism", f"{ranks} ranks", AT_RISK, why)
 
 
 def limits_of(config: Any) -> tuple[list[int], int, int]:
@@ -674,20 +697,25 @@ _MOST_ASKED = 4096  # row counts that a layer's own kernel is asked for
 
 def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
     """Asks a layer's own kernel, a product's or a norm's; layers of one kind and shape once."""
-    from nondet.vllm.operators import stands_alone
+    import torch
+
+    from nondet.vllm.operators import Traced, stands_alone
 
     graphs, tokens, _ = limits_of(config)
-    top = max(graphs, default=0)
-    met = sorted({*(m for m in graphs if m <= tokens), *range(top + 1, tokens + 1)})
+    every = range(1, tokens + 1)
+    # where graphs are of decodes alone, other steps keep their number of rows, and logits always: a row a request
+    mixed = getattr(_get(config, "compilation_config.cudagraph_mode"), "mixed_mode", lambda: None)()
+    padded = graphs if getattr(mixed, "name", "") == "PIECEWISE" else ()
+    at_graphs = sorted({*(m for m in padded if m <= tokens), *every[max(padded, default=0) :]})
     known: dict[str, tuple[str, str]] = {}
 
     def judged(layer: Any) -> tuple[str, str]:
+        is_head = "VocabParallelEmbedding" in _ancestors(layer)  # outside of what vLLM compiles
+        met = every if is_head else at_graphs
         if len(met) > _MOST_ASKED:
-            return (
-                AT_RISK,
-                f"its kernel would have to be tested at {len(met):,} row counts: lower --max-num-batched-tokens",
-            )
-        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", 0)
+            few = "lower --max-num-batched-tokens"
+            return AT_RISK, f"its kernel would have to be tested at {len(met):,} row counts: {few}"
+        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or 0
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         method: Any = getattr(layer, "quant_method", None)
 
@@ -696,7 +724,12 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
 
         try:
             parameter = next(layer.parameters())
-            asked = [(compute, int(width or 0))] if method is not None else _forms_of_norm(layer, parameter, config)
+            asked = [(compute, int(width))] if method is not None else [*_forms_of_norm(layer, parameter, config)]
+            if method is not None and not is_head and _get(config, "compilation_config.mode", 0):
+                with Traced() as seen, torch.inference_mode():
+                    compute(torch.zeros(1, asked[0][1], dtype=config.model_config.dtype, device=parameter.device))
+                if seen.products:
+                    return AT_RISK, f"its product is {min(seen.products)}, which vLLM compiles: not what is tested here"
             failed = None
             for form, size in asked:
                 failed = failed or stands_alone(form, size, config.model_config.dtype, parameter.device, met)
@@ -802,6 +835,7 @@ def check_met(model: Any, found: Sequence[Standing]) -> None:
         if one.standing == REPLACED and weight is not None and not skipped:
             weights[one.layer] = weight.data
     missed = operators.not_met(weights)
+    log(f"{len(weights) - len(missed)} of {len(weights)} layers that were looked for ran by nondet's operators.")
     if missed:
         what = f"{len(missed)} layers said to be replaced did not run by nondet's operators, the first {missed[0]}"
         log(f"{what}.")
@@ -837,19 +871,16 @@ def _or_scaled(
 def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int) -> None:
     kinds = Counter(one.standing for one in found)
     log(", ".join(f"{kinds[name]} {name}" for name in (REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK)) + ".")
-    risky = {(one.kind, one.why): one for one in found if one.standing == AT_RISK}
-    for one in list(risky.values())[:20]:
-        log(f"at risk: {one.layer} ({one.kind}): {one.why}.")
+    risky = [one for one in grouped(found) if one.standing == AT_RISK]
+    for one in risky[:20]:
+        log(f"at risk: {one.first} ({one.kind}): {one.why}.")
     allowed = os.environ.get(ALLOWED) == "1"
     path = write_coverage(found, config, seen, rank)
     if path is not None:
         log(f"coverage: nondet report {path}")
     if risky and not allowed:
-        first = next(iter(risky.values()))
-        raise UserError(
-            f"{kinds[AT_RISK]} layers are at risk, the first {first.layer} ({first.kind}): {first.why}",
-            f"Set {ALLOWED}=1 to start all the same. {_STOCK}",
-        )
+        what = f"{kinds[AT_RISK]} layers are at risk, the first {risky[0].first} ({risky[0].kind}): {risky[0].why}"
+        raise UserError(what, f"Set {ALLOWED}=1 to start all the same. {_STOCK}")
 
 
 class Look:
@@ -889,18 +920,21 @@ def grouped(found: Sequence[Standing]) -> list[LayerStanding]:
 def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int = 0) -> Path | None:
     """The run file that `nondet report` reads; None where there is no place for one.
 
-    NONDET_COVERAGE names it; else it lies in nondet's cache folder, under the date and the process.
+    NONDET_COVERAGE names it; where that is there it keeps what it says, and this one's name has the date and the
+    process besides. Else it lies in nondet's cache folder, under both.
     """
     from nondet.core.certificates import cache_folder
     from nondet.core.environment import collect
     from nondet.core.runfile import open_run
 
     folder, named = cache_folder(), os.environ.get(WRITTEN)
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
     if named:
         path = Path(named)
         path = path if not rank else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+        path = path if not path.exists() else path.with_name(f"{path.stem}-{stamp}{path.suffix}")
     elif folder is not None:
-        path = folder.parent / "vllm" / f"coverage-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.jsonl"
+        path = folder.parent / "vllm" / f"coverage-{stamp}.jsonl"
     else:
         return None
     import vllm

@@ -279,8 +279,11 @@ def test_what_it_can_not_do_is_one_line(
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_the_real_one_names_its_attention(tmp_path: Path) -> None:
-    """vLLM 0.25.1 on a CPU in float32: attention splits a request's keys by how many requests its step has."""
+def test_the_real_one_names_its_attention_or_its_product(tmp_path: Path) -> None:
+    """vLLM 0.25.1 on a CPU in float32: attention splits a request's keys by how many requests its step has.
+
+    On a CPU without AVX-512 oneDNN's products depend on M as well, as `nondet certify --vllm` says there.
+    """
     out = tmp_path / "t.jsonl"
     asked = ["trace", "--engine", "vllm", "--dtype", "float32", "--device", "cpu", "--threads", "2", "--out", str(out)]
     assert main(asked) == 0
@@ -288,5 +291,5 @@ def test_the_real_one_names_its_attention(tmp_path: Path) -> None:
     [verdict] = run.trace_verdicts
     assert verdict.finding == "batch-dependent"
     [culprit] = run.culprits
-    assert culprit.call == "vllm::unified_attention_with_output"
+    assert culprit.call in ("vllm::unified_attention_with_output", "_C::onednn_mm")
     assert {control.name for control in run.controls} == {"run to run", "capture", "company", "step"}

@@ -36,6 +36,20 @@ def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     sys.modules.pop("nondet.vllm.attention", None)
 
 
+def test_views_of_a_cache_are_those_of_its_flat_form(backend: ModuleType) -> None:
+    """Where its storage begins anywhere, as one layer of an allocation: the same places, shapes, strides."""
+    shape = (5, KV_HEADS, PAGE, 2 * DIM) if backend.IN_ROWS else (5, 2, PAGE, KV_HEADS, DIM)
+    cache = torch.arange(3 * 5 * 2 * PAGE * KV_HEADS * DIM, dtype=torch.float64).view(3, *shape)[1]
+    cache = cache.view(5, PAGE, KV_HEADS, 2 * DIM).transpose(1, 2) if backend.IN_ROWS else cache
+    page, *flat = backend.flat_of(cache)
+    also, *views = backend.dense_views(cache)
+    assert page == also == PAGE
+    for one, view in zip(flat, views, strict=True):
+        dense = cuda.as_dense(one)
+        assert compare.identical(view, dense)
+        assert (view.stride(), view.data_ptr()) == (dense.stride(), dense.data_ptr())
+
+
 def step(
     backend: ModuleType, impl: Any, lengths: list[int], new: list[int], seed: int = 0, pages_seed: int = 1, pad: int = 0
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -179,6 +180,42 @@ def test_two_plugins_do_not_fight(toy: Toy) -> None:
     assert method(toy).apply is apply
 
 
+def test_a_plugin_that_wraps_a_seam_is_seen_behind_its_names(toy: Toy) -> None:
+    """functools.wraps gives a wrapper vLLM's module and parameters; ours would end it in silence. torch's may wrap."""
+    theirs = method(toy).apply
+    method(toy).apply = functools.wraps(theirs)(lambda *args, **more: theirs(*args, **more))
+    with pytest.raises(UserError, match=r"LinearMethod\.apply was replaced by .*test_plugin"):
+        plugin.register()
+    assert not toys.OVERRIDES
+    method(toy).apply = torch.inference_mode()(theirs)
+    plugin.register()
+    assert not untouched(toy)
+
+
+def test_a_refusal_is_one_again_where_somebody_tries_again(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls a plugin once a process, and says before that it has; a start after a refusal was vLLM's own."""
+    loader: Any = toy["vllm.plugins"]
+    for change in (lambda: monkeypatch.setenv(nondet.vllm.ASKED, "yes"), lambda: _takes_another(toy)):
+        change()
+        loader.plugins_loaded = True
+        with pytest.raises(UserError):
+            plugin.register()
+        assert not loader.plugins_loaded
+        monkeypatch.setenv(nondet.vllm.ASKED, "1")
+    monkeypatch.setattr(plugin, "check_seams", lambda: 1 / 0)  # whatever goes wrong, vLLM's own flag is as it was
+    with pytest.raises(ZeroDivisionError):
+        plugin.register()
+    assert nondet.vllm.OWN not in os.environ
+    assert not toys.OVERRIDES
+
+
+def test_a_version_that_fits_and_was_not_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, told in (("0.25.1", 0), ("0.33.0", 1)):
+        for _ in _with(monkeypatch, toys.modules(version=version)):
+            plugin.register()
+            assert sum("was never run under nondet: 0.25.1 was" in line for line in toys.LOG) == told
+
+
 def test_a_plugin_that_comes_after_ours_is_seen(toy: Toy) -> None:
     """What it computes products by is asked as any other kernel, and isn't called ours."""
     plugin.register()
@@ -283,10 +320,12 @@ def test_options_that_ask_for_something_else_are_refused(toy: Toy, given: dict[s
         ({"lora_config": object()}, "LoRA"),
         ({"compilation_config__pass_config": SimpleNamespace(fuse_norm_quant=True)}, "pass_config.fuse_norm_quant"),
         ({"speculative_config": object()}, "speculative decoding"),
+        ({"parallel_config__worker_cls": "mine.Worker"}, "workers by mine.Worker"),
         ({"cache_config__cache_dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"parallel_config__ubatch_size": 2}, "two batches at a time"),
         ({"model_config__use_mla": True}, "MLA"),
+        ({"model_config__rswa_window": 64}, r"a window that ends at the prompt"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"kv_transfer_config": object()}, "a transfer of KV caches"),
         ({"model_config__dtype": torch.float32}, "torch.float32 as the model's dtype"),
@@ -399,6 +438,7 @@ def test_a_covered_model_starts_and_writes_a_run_file(
         (toys.RMSNorm(8, variance_size_override=4), "a norm without weight, or of a part"),
         (nn.LayerNorm(8), "a layer that nondet does not know"),
         (OtherNorm(8), "a norm by OtherNorm's own forward"),
+        (toys.Mixer(), "attention by Mixer, which is not proven"),
         (StaticSinkAttention(toys.SegmentsImpl()), "attention as a StaticSinkAttention asks for it"),
     ],
 )
@@ -415,6 +455,7 @@ def test_what_did_not_run_at_start_by_ours_is_no_replaced_layer(toy: Toy, monkey
     it = model()
     worker = loaded(toy, it)
     assert worker.compile_or_warm_up_model() == 1.5
+    assert toys.LOG[-1] == "nondet: 4 of 4 layers that were looked for ran by nondet's operators."
     for fused, named in (([it[0].norm], "1 layers .* the first 0.norm"), ([it[1].qkv, it[0].norm], "2 .* 0.norm")):
         worker = loaded(toy, it)
         worker.fused = fused
@@ -448,8 +489,67 @@ def test_a_quantized_layer_is_asked_and_not_replaced(toy: Toy, monkeypatch: pyte
 
 def test_a_quantized_layer_whose_bits_depend_on_m_is_refused(toy: Toy) -> None:
     """It parts at 32 rows, which is one of the graphs' sizes; at 33 no step of this configuration asks it."""
-    with pytest.raises(UserError, match=r"2 layers are at risk.*by Fp8.*other bits at M=1 than at M=64"):
+    with pytest.raises(
+        UserError, match=r"2 layers are at risk, the first 0\.qkv .*by Fp8.*other bits at M=1 than at M=64"
+    ):
         loaded(toy, model(method=Fp8(parts=32)))
+
+
+class Dequantized(Fp8):
+    """As vLLM's for FP8 without CUTLASS in its batch-invariant mode: torch's product, in sight of a compiler."""
+
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        """Of each row alone: asked here, it stands."""
+        return torch.cat([nn.functional.linear(row, layer.weight.to(x.dtype), bias) for row in x.split(1)])
+
+
+def test_a_product_that_vllm_compiles_is_not_proven_by_asking_it(toy: Toy) -> None:
+    """A compiler puts another kernel there. What is opaque stays, and so does all where nothing is compiled."""
+    assert loaded(toy, model(method=Dequantized()), compilation_config__mode=0).loaded
+    with pytest.raises(UserError, match=r"2 layers are at risk.*its product is aten::\w+, which vLLM compiles"):
+        loaded(toy, model(method=Dequantized()), compilation_config__mode=3)
+    assert loaded(toy, model(method=Fp8()), compilation_config__mode=3).loaded
+    head = toys.VocabParallelEmbedding(8, 32)
+    head.quant_method = Dequantized()
+    assert loaded(toy, nn.Sequential(head), compilation_config__mode=3).loaded
+
+
+class OddAtThree(Fp8):
+    """At three rows its sums are taken in another order, and at no size of a graph."""
+
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        """By the number of rows."""
+        return super().apply(layer, x, bias) * (1.0625 if len(x) == 3 else 1.0)
+
+
+def test_what_no_graph_pads_is_asked_at_every_row_count(toy: Toy) -> None:
+    """Logits have a row a request, and where graphs are of decodes alone other steps have as many rows as tokens."""
+    odd = OddAtThree()
+    assert loaded(toy, model(method=odd)).loaded
+    with pytest.raises(UserError, match=r"2 layers are at risk.*other bits at M=3 than at M=64"):
+        loaded(toy, model(method=odd), compilation_config__cudagraph_mode=toys.CUDAGraphMode.FULL_DECODE_ONLY)
+    head = toys.VocabParallelEmbedding(8, 32)
+    head.quant_method = odd
+    with pytest.raises(UserError, match=r"1 layers are at risk.*other bits at M=3 than at M=64"):
+        loaded(toy, nn.Sequential(head))
+
+
+def test_a_coverage_file_that_is_there_keeps_what_it_says(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server that starts anew under the same name writes beside it, and says where; no folder, and it starts."""
+    path = tmp_path / "coverage.jsonl"
+    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
+    loaded(toy, model())
+    before = path.read_bytes()
+    loaded(toy, nn.Sequential(Block()))
+    assert path.read_bytes() == before
+    [beside] = tmp_path.glob("coverage-*.jsonl")
+    assert sum(s.layers for s in read_run(beside).layer_standings) == 4
+    assert f"nondet: coverage: nondet report {beside}" in toys.LOG
+    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path / "under" / "a-file.jsonl"))
+    assert loaded(toy, model()).loaded
+    assert any(line.startswith("nondet: no coverage file: ") for line in toys.LOG)
 
 
 class HeadNorm(toys.RMSNorm):
@@ -663,6 +763,12 @@ def test_seams_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"moved: {len(plugin.SEAMS) - 2} of {len(plugin.SEAMS)} seams fit" in said
     assert "Worker.sleep: takes (self level tags), not (self level)" in said
     assert "registry:register_backend: not there" in said
+    backend = "class FlashAttentionBackend:\n"
+    claims = f"{backend}    def supports_sink(cls): ...\n    def supports_time_travel(cls): ...\n"
+    assert vllm_seams.main([sources(tmp_path / "claims", lambda text: text.replace(backend, claims))]) == 1
+    said = capsys.readouterr().out
+    assert "FlashAttentionBackend.supports_time_travel: nobody has looked at it" in said
+    assert "supports_sink" not in said
     with pytest.raises(SystemExit, match="holds no sources of vLLM"):
         vllm_seams.main([str(tmp_path)])
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.vllm import plugin
 from scripts.vllm_load import made_folder
@@ -28,6 +31,99 @@ def test_every_seam_fits() -> None:
     from nondet.vllm.attention import SegmentsBackend
 
     assert SegmentsBackend.get_name() == "CUSTOM"
+
+
+def test_what_coverage_asks_of_its_layers_and_modes_is_there() -> None:
+    """By name: what has a cache is no layer without a sum; which graphs steps with prompts are padded to."""
+    from vllm.config import CUDAGraphMode
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    assert all("AttentionLayerBase" in {c.__name__ for c in cls.__mro__} for cls in (Attention, MambaMixer2))
+    padded = {name for name in CUDAGraphMode.__members__ if CUDAGraphMode[name].mixed_mode().name == "PIECEWISE"}
+    assert padded == {"PIECEWISE", "FULL_AND_PIECEWISE"}
+
+
+TWICE = """
+from vllm.engine.arg_utils import EngineArgs
+for _ in range(2):
+    try:
+        EngineArgs(model={folder!r}, skip_tokenizer_init=True, load_format="dummy")
+        print("vLLM as it is")
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(("value", "said"), [("1", "needs an NVIDIA GPU"), ("true", "makes no sense")])
+def test_a_start_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch, value: str, said: str) -> None:
+    """vLLM asks a plugin once a process: the second start was vLLM's own, in silence. Needs nondet's entry point."""
+    if not any(one.name == "nondet" for one in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        pytest.skip("nondet is not installed beside vLLM")
+    monkeypatch.setenv("NONDET_BATCH_INVARIANT", value)
+    code = TWICE.format(folder=made_folder("tiny"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("UserError", "vLLM as"))]
+    assert len(lines) == 2, (done.stdout[-2000:], done.stderr[-2000:])
+    assert all(said in line for line in lines)
+
+
+def test_an_fp8_product_without_cutlass_is_torch_s_own_in_its_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights as bfloat16, and a product that its compiler sees: asked by itself it isn't what runs in a step."""
+    import torch
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+    from nondet.vllm.operators import Traced
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    method = object.__new__(Fp8LinearMethod)
+    method.block_quant, method.fp8_linear = False, object()
+    layer = SimpleNamespace(weight=torch.randn(32, 16).to(torch.float8_e4m3fn), weight_scale=torch.tensor(0.5))
+    with Traced() as seen:
+        assert method.apply(layer, torch.randn(3, 32, dtype=torch.bfloat16)).shape == (3, 16)
+    assert seen.products
+
+
+STARTED = """
+import sys
+
+import vllm.plugins
+from vllm import LLM
+from vllm.platforms import current_platform
+
+from nondet.vllm import plugin
+from scripts.vllm_load import made_folder
+
+if __name__ == "__main__":
+    vllm.plugins.plugins_loaded = True
+    plugin.check_seams()  # loads vLLM's modules, as a CPU has them
+    current_platform.is_cuda = lambda: True
+    plugin.register()
+    del current_platform.is_cuda
+    try:
+        LLM(made_folder("tiny"), skip_tokenizer_init=True, dtype="bfloat16", load_format="dummy", max_model_len=64,
+            max_num_seqs=4, max_num_batched_tokens=63, enforce_eager=True)
+    except Exception as error:
+        sys.stdout.write(f"{type(error).__name__} {error}\\n")
+"""
+
+
+def test_a_start_from_configuration_to_coverage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Registered as on a GPU: its own worker asks, attention isn't ours on a CPU, and the start ends at that."""
+    path = tmp_path / "coverage.jsonl"
+    for name, value in {
+        "NONDET_BATCH_INVARIANT": "1", "NONDET_COVERAGE": str(path), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    done = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=False)
+    said = "UserError 2 layers are at risk, the first model.layers.0.self_attn.attn (Attention): attention by CPU"
+    assert said in done.stdout, (done.stdout[-2000:], done.stderr[-2000:])
+    found = {(s.kind, s.standing): s.layers for s in read_run(path).layer_standings}
+    assert found["Attention", "at risk"] == 2
+    assert found["RMSNorm", "replaced"] == 9
+    products = ("VocabParallelEmbedding", "ParallelLMHead", "QKVParallelLinear", "RowParallelLinear")
+    assert [found[kind, "replaced"] for kind in products] == [1, 1, 2, 4]
+    assert {standing for _, standing in found} == {"replaced", "elementwise", "at risk"}
 
 
 def test_the_operators_take_its_registration() -> None:

@@ -22,7 +22,14 @@ LOG = """INFO 11-23 23:59:58 [api_utils.py:273] non-default args: {}
 
 def seen(folder: Path, name: str, digest: str, alike: int = 3, mode: str = "nondet", **more: Any) -> None:
     load = {"short": {"copies": 3, "traces_as_alone": alike, "distinct_traces": 1}}
-    argv = ["vllm_load.py", "--mode", mode, "--out", f"{name}.part", *more]
+    argv = [
+        "vllm_load.py",
+        "--mode",
+        mode,
+        "--out",
+        f"{name}.part",
+        *(w for k, v in more.items() for w in (f"--{k}", v)),
+    ]
     made = {"mode": mode, "argv": argv, "start_s": 52.0, "load": load, "solo": {"short": {"digest": digest}}}
     (folder / f"{name}.json").write_text(json.dumps(made))
 
@@ -59,3 +66,30 @@ def test_the_plugin_alone_has_to_be_alike(
     assert said in out
     assert ("fresh processes" in out) == (len(digests) > 1)
     assert "start 52.0 s: {'arguments': 12" in out
+
+
+def test_a_planted_fault_has_to_be_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What starts with vLLM's fusions on, and a stock that a kernel by M does not move, are failures of the test."""
+    seen(tmp_path, "stock", "a", 0, "stock", plant="split")
+    (tmp_path / "fused.json").write_text(
+        json.dumps({"mode": "nondet", "argv": ["--plant", "fusions"], "refused": "UserError: 9 layers"})
+    )
+    assert vllm_summary.main(tmp_path) == 0
+    assert "fused refused, as it has to be: UserError: 9 layers" in capsys.readouterr().out
+    seen(tmp_path, "stock", "a", 3, "stock", plant="split")
+    seen(tmp_path, "fused", "a", 3, "nondet", plant="fusions")
+    assert vllm_summary.main(tmp_path) == 1
+    assert capsys.readouterr().out.count(": the planted fault was not found") == 2
+
+
+def test_speed_is_of_medians_with_the_least_and_the_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for mode, times in (("stock", [1.0, 1.2, 1.1]), ("nondet", [1.0, 1.1, 1.0])):
+        seen(tmp_path, f"pair-8b-{mode}", mode, 0 if mode == "stock" else 3, mode)
+        path = tmp_path / f"pair-8b-{mode}.json"
+        speed = {"256": {"s": times, "tokens_per_s": 1}, "1": {"s": [2.0], "tokens_per_s": 1}}
+        prefills = {"requests": 16, "keys": 4000, "prefill_s": 1.0, "ms_per_step": 2.0, "s": {"8": times, "136": times}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"speed": speed, "long": [prefills]}))
+    assert vllm_summary.main(tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "256 1.100 (0.909 to 1.200); 1 1.000 (1.000 to 1.000); 16x4000 prefill 1.100 (0.909 to 1.200)" in said
+    assert "16x4000 step 1.000 (1.000 to 1.000); geometric mean of 2 1.049, worst cell 1.000" in said

@@ -19,6 +19,8 @@ VERSION = "0.25.1"
 class Op:
     """As vllm.ir.op.IrOp: `impls` by provider, the native one first."""
 
+    __module__ = "vllm.ir.op"
+
     def __init__(self, native: Any) -> None:
         self.impls = {"native": SimpleNamespace(impl_fn=native)}
         self.fits: dict[str, Any] = {}
@@ -179,7 +181,19 @@ class MoERunner(nn.Module):
         return layer.quant_method.apply(layer, x, weights, chosen, None, None)
 
 
-class Attention(nn.Module):
+class AttentionLayerBase:
+    """Of all that has a cache."""
+
+
+class Mixer(nn.Module, AttentionLayerBase):
+    """As vLLM's state spaces: products as its parts, a scan of its own between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj = QKVParallelLinear(8, 8)
+
+
+class Attention(nn.Module, AttentionLayerBase):
     def __init__(self, impl: Any) -> None:
         super().__init__()
         self.impl = impl
@@ -267,6 +281,16 @@ class FlashAttentionImpl:
         page = k.shape[1]
         for i, slot in enumerate(slot_mapping.tolist()):
             k[slot // page, slot % page], v[slot // page, slot % page] = key[i], value[i]
+
+
+class CUDAGraphMode(Enum):
+    PIECEWISE = 1
+    NONE = 0
+    FULL_DECODE_ONLY = (2, 0)
+    FULL_AND_PIECEWISE = (2, 1)
+
+    def mixed_mode(self) -> CUDAGraphMode:
+        return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
 
 class KVCacheLayout(Enum):
@@ -373,6 +397,7 @@ def config(**changes: Any) -> Any:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64],
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
             static_forward_context={},
             pass_config=SimpleNamespace(fuse_norm_quant=False),
         ),
@@ -415,6 +440,7 @@ def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) ->
         *(FlashAttentionBackend.get_kv_cache_shape, FlashAttentionMetadataBuilder.__init__),
         *(FlashAttentionMetadataBuilder.build, FlashAttentionImpl.__init__, FlashAttentionImpl.forward),
         *(FlashAttentionImpl.do_kv_cache_update, Op.register_impl),
+        AttentionBackend.supported_kv_cache_layouts.__func__,  # type: ignore[attr-defined] # a class's method
     ):
         function.__module__ = "vllm.toys"
     OVERRIDES.clear()
@@ -423,6 +449,7 @@ def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) ->
     module("vllm", __version__=version)
     module("vllm.logger", init_logger=lambda name: logger)
     module("vllm.platforms", current_platform=platform)
+    module("vllm.plugins", plugins_loaded=True)  # as vLLM sets it before it calls any
     module("vllm.model_executor.layers.linear", UnquantizedLinearMethod=UnquantizedLinearMethod)
     module("vllm.model_executor.layers.vocab_parallel_embedding", UnquantizedEmbeddingMethod=UnquantizedEmbeddingMethod)
     module("vllm.model_executor.layers.activation", SiluAndMul=SiluAndMul)
