@@ -1071,8 +1071,8 @@ class ReductionOrder(Probe):
         operator = self._operators[case.operator]
         given = [_asked(case, operator, inputs, M) for M in case.data["values"]]
         firsts = [next((i for i, got in enumerate(given) if identical(got, result)), None) for result in results]
-        sizes = [case.data["values"][i] for i in firsts if i is not None][:_CLASSES]
-        return trees_of([_sum_of(case, operator, inputs, M) for M in sizes], sizes)
+        sizes = [case.data["values"][i] for i in firsts if i is not None]
+        return trees_of([_sum_of(case, operator, inputs, M) for M in sizes[:_CLASSES]], sizes)
 
 
 def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
@@ -1172,7 +1172,11 @@ def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch
 
 
 def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
-    """For a row's extra: the tree at each of these M, each of another class, and how neighbours differ."""
+    """For a row's extra: the tree at each of these M, each of another class, and how neighbours differ.
+
+    Classes beyond those asked are counted.
+    """
+    left, sizes = len(sizes) - len(asked), sizes[: len(asked)]
     kept: list[dict[str, Any]] = []
     trees: list[Found | None] = []
     for M, one in zip(sizes, asked, strict=True):
@@ -1184,6 +1188,7 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
         for (m, a), (n, b) in pairwise(zip(sizes, trees, strict=True))
         if a is not None and b is not None
     ]
+    between += [f"{left} more of the classes: not asked for their trees"] if left else []
     return {"reduction_trees": {"classes": kept, "between": between}}
 
 
@@ -1230,7 +1235,7 @@ def trees_of_product(
     if len(sizes) < 2:
         return {}
     (K, N), device = (w.shape[1], w.shape[0]), str(x.device.type)
-    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:_CLASSES]], sizes[:_CLASSES])
+    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:_CLASSES]], sizes)
 
 
 def _between(a: Found, b: Found) -> str:

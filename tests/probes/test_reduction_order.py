@@ -632,6 +632,22 @@ def test_a_difference_beyond_the_columns_that_were_asked_is_not_put_down_to_arit
     assert "something else" not in trees["between"][0]
 
 
+def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Another order at each M."""
+    return fused_chain_of([*range(len(x), 24), *range(len(x))])(x, w)
+
+
+def test_classes_whose_trees_were_not_asked_for_are_counted() -> None:
+    options = Options(dtypes=("float32",), k=24, n=8, m=8, inputs=("order",))
+    jobs = plan_jobs(["matmul"], [f"linear={__name__}:linear_of_many"], options)
+    (row,) = run_jobs(
+        [job for job in jobs if job.case.varied == "batch_size" and not job.case.data["layout"]], 0, set()
+    )
+    trees = row.extra["reduction_trees"]
+    assert (len(trees["classes"]), len(row.class_sizes)) == (4, 8)
+    assert trees["between"][-1] == "4 more of the classes: not asked for their trees"
+
+
 def test_a_sound_attention_has_one_tree() -> None:
     row, *_ = [r for r in run(f"attention={__name__}:attention_sound", k=64, n=32) if r.operator == "attention"]
     (tree,) = row.extra["reduction_trees"]["classes"]
