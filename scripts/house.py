@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1320,
     "kernels": 21541,
     "nondet": 1832,
-    "probes": 5540,
+    "probes": 5545,
     "ranks": 596,
     "reports": 6185,
     "sampling": 6325,
