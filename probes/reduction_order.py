@@ -155,9 +155,11 @@ class Found(NamedTuple):
         return f"{said}: unproven, {self.failed_on}"
 
     def record(self) -> dict[str, Any]:
-        """As it is kept in a row."""
+        """As it is kept in a row. What lines leave out a digest tells, as in words."""
+        said, ((depth, line), *lines) = words(self.tree), folded(self.tree)
+        drawn = [(depth, line + said[said.rfind(" (digest ") :] * said.endswith(")")), *lines]
         return {
-            "words": words(self.tree),
+            "words": said,
             "digest": self.tree.digest,
             "proven": self.proven is not None,
             "arithmetic": (self.proven or self.best).words,
@@ -166,7 +168,7 @@ class Found(NamedTuple):
             "failed_on": self.failed_on,
             "refuted": self.refuted,
             "masks": self.masks,
-            "drawn": [[depth, line] for depth, line in folded(self.tree)],
+            "drawn": [[depth, line] for depth, line in drawn],
         }
 
 

@@ -985,6 +985,15 @@ def test_no_two_trees_share_their_words() -> None:
             assert seen.setdefault((leaves, words(made)), made.digest) == made.digest, words(made)
 
 
+def test_what_is_drawn_of_two_trees_differs_too() -> None:
+    """A page draws lines: they leave out which numbers stand in the middle."""
+    orders = [*range(0, 40, 2), *range(1, 40, 2)], [0, 2, 4, 6, 12, 10, 8, *range(14, 40, 2), *range(1, 40, 2)]
+    one, other = (found(chain(40, order)).record() for order in orders)
+    assert one["drawn"][0][1].endswith(f"(digest {one['digest'][:8]})")
+    assert one["drawn"] != other["drawn"]
+    assert found(chain(40)).record()["drawn"] == [[0, "one chain of 40: 0, 1, 2, 3, ... 39"]]
+
+
 def test_words_tell_neighbours_from_halves_and_splits_that_are_added_otherwise() -> None:
     def said(root: Node, leaves: int) -> str:
         tree = as_tree(root, leaves)
