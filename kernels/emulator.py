@@ -163,14 +163,38 @@ def round_to(x: Array, dtype: str) -> Array:
     return np.where(np.isfinite(x), np.where(np.abs(near) > most, np.copysign(np.inf, x), near), x)
 
 
-def _odd_sum(a: Array, b: Array) -> Array:
-    """a + b in float64, rounded to odd: rounded again, to half as many digits, it is a + b rounded once."""
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """a + b in float64, and what rounding took of it, exactly (Knuth)."""
     total = a + b
     back = total - a
-    rest = (a - (total - back)) + (b - back)  # what rounding took, exactly (Knuth)
+    return total, (a - (total - back)) + (b - back)
+
+
+def _odd_sum(a: Array, b: Array) -> Array:
+    """a + b in float64, rounded to odd: rounded again, to half as many digits, it is a + b rounded once."""
+    total, rest = _two_sum(a, b)
     even = (total.view(np.int64) & 1) == 0
     toward = np.where(rest > 0, np.inf, -np.inf)
     return np.where(np.isfinite(total) & (rest != 0) & even, np.nextafter(total, toward), total)
+
+
+def _sum_of_three(a: Array, b: Array, c: Array) -> Array:
+    """a + b + c in float64, rounded once (Boldo and Melquiond 2008)."""
+    some, rest = _two_sum(b, c)
+    total, more = _two_sum(a, some)
+    return np.where(np.isfinite(total), total + _odd_sum(more, rest), total)
+
+
+def _rest_of_product(x: Array, y: Array) -> Array:
+    """x * y less its rounding in float64, exactly (Dekker): what a fused multiply-add keeps."""
+
+    def halves(a: Array) -> tuple[Array, Array]:
+        big = a * (2.0**27 + 1)
+        high = big - (big - a)
+        return high, a - high
+
+    (a, b), (c, d), rounded = halves(x), halves(y), x * y
+    return ((a * c - rounded) + a * d + b * c) + b * d
 
 
 # ---- reduction trees
@@ -269,6 +293,7 @@ class Arithmetic(NamedTuple):
         dtype: Of the operands, for `unit`.
         finish: "", "divided by K", "times 1/K" or `VECTOR_WEIGHTS`, of the root; rounded to the accumulator. Where
             several give the bits that were checked: "divided by K or times 1/K", which only `words` knows.
+        twice: The root is rounded to float32 before it is to a shorter dtype, as torch converts float64.
     """
 
     accumulator: str = "float32"
@@ -277,6 +302,7 @@ class Arithmetic(NamedTuple):
     unit: Unit | None = None
     dtype: str = ""
     finish: str = ""
+    twice: bool = False
 
     @property
     def words(self) -> str:
@@ -286,7 +312,8 @@ class Arithmetic(NamedTuple):
         fused = f", {self.unit.terms} products a fused step" if self.unit is not None else ""
         if self.unit is not None and self.dtype == "tf32":
             fused += " of 3xTF32" if self.unit.split else " of TF32"
-        return f"in {self.accumulator}{how}{fused}{self.finish and ', ' + self.finish}"
+        end = ", the sum rounded to float32 first" if self.twice else ""
+        return f"in {self.accumulator}{how}{fused}{self.finish and ', ' + self.finish}{end}"
 
 
 def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic | None = None) -> Array:
@@ -305,6 +332,10 @@ def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic
     K = tree.leaves
     values = np.empty((K + len(tree.nodes), len(terms)))
     values[:K] = terms.T if how.fused else round_to(terms.T, how.accumulator)
+    rests = None
+    if how.fused and how.accumulator == "float64" and y is not None:  # all other products are exact in float64
+        rests = np.zeros_like(values)
+        rests[:K] = _rest_of_product(x, y).T
     with np.errstate(over="ignore", invalid="ignore"):
         for wide, (to, left, right), both, low in _levels(tree):
             for i in wide:
@@ -315,18 +346,23 @@ def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic
             if not how.fused:
                 values[to] = round_to(one + other, how.accumulator)
                 continue
-            if np.any(both):  # of two products one becomes the accumulator, and is rounded as it goes in
-                goes = both & (low == (how.first == "low"))
+            # of two products one becomes the accumulator, and is rounded as it goes in
+            goes = both & (low == (how.first == "low"))
+            if np.any(both):
                 one = np.where(goes[..., None], round_to(one, how.accumulator), one)
                 other = np.where((both & ~goes)[..., None], round_to(other, how.accumulator), other)
-            values[to] = round_to(_odd_sum(one, other), how.accumulator)
+            if rests is None:
+                values[to] = round_to(_odd_sum(one, other), how.accumulator)
+                continue
+            rest = np.where(goes[..., None], 0, rests[left]) + np.where((both & ~goes)[..., None], 0, rests[right])
+            values[to] = _sum_of_three(one, other, rest)
     root = values[-1]
     if how.finish == "divided by K":
         root = round_to(root / K, how.accumulator)
     elif how.finish:
         by = K - _OFF_IN_VECTORS * (K - K % _LANES) if how.finish == VECTOR_WEIGHTS else K
         root = round_to(root * round_to(np.array([1.0 / by]), how.accumulator), how.accumulator)
-    return root
+    return round_to(root, "float32") if how.twice else root
 
 
 class _Level(NamedTuple):

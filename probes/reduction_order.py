@@ -50,6 +50,7 @@ _VECTOR = 32  # elements of a short dtype
 _WHOLE = "whole rows"
 _NO_SCORE = -1e4  # whose exponential is 0
 _TOLD = 16  # exponentials at least
+_DRAWS = 16  # of numbers whose exponential and ones are to add up to a sum, 4 each
 _PRODUCTS = ("linear", "split_k", "grouped_matmul")
 _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
 # Inputs whose bits a proven tree predicts. The last are this probe's own, see `_zeros`.
@@ -99,7 +100,8 @@ class Sum(NamedTuple):
 
     Attributes:
         ask: (terms [at_once, K] of the dtype, n) -> [n]: the element, for each of the first n lists of terms.
-        draw: draw(kind, seed) -> (x [n, K], y [n, K] or None, got [n]): real operands, and what it gave for them.
+        draw: draw(kind, seed, *dropped) -> (x [n, K], y [n, K] or None, got [n]): real operands, and what it gave for
+            them; the places of terms that are not added are told where sums are to be small.
         at_once: Lists of terms that one call takes.
         K, dtype, device: Of the terms.
         finishes: What may be done to the root, of `Arithmetic.finish`.
@@ -111,7 +113,7 @@ class Sum(NamedTuple):
     """
 
     ask: Callable[[torch.Tensor, int], torch.Tensor]
-    draw: Callable[[str, int], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+    draw: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
     at_once: int
     K: int
     dtype: torch.dtype
@@ -153,9 +155,11 @@ class Found(NamedTuple):
         return f"{said}: unproven, {self.failed_on}"
 
     def record(self) -> dict[str, Any]:
-        """As it is kept in a row."""
+        """As it is kept in a row. What lines leave out a digest tells, as in words."""
+        said, ((depth, line), *lines) = words(self.tree), folded(self.tree)
+        drawn = [(depth, line + said[said.rfind(" (digest ") :] * said.endswith(")")), *lines]
         return {
-            "words": words(self.tree),
+            "words": said,
             "digest": self.tree.digest,
             "proven": self.proven is not None,
             "arithmetic": (self.proven or self.best).words,
@@ -164,7 +168,7 @@ class Found(NamedTuple):
             "failed_on": self.failed_on,
             "refuted": self.refuted,
             "masks": self.masks,
-            "drawn": [[depth, line] for depth, line in folded(self.tree)],
+            "drawn": [[depth, line] for depth, line in drawn],
         }
 
 
@@ -350,22 +354,23 @@ def _arithmetics(asked: Sum, tree: Tree, products: bool) -> list[Arithmetic]:
         split = [(dtype, unit._replace(split=True))] if unit is not None and dtype == "tf32" else []
         units = [(dtype, unit), *split]
     ways: list[Mapping[str, Any]] = [{}]
-    if products and name != "float64":
+    if products:
         ways += [{"fused": True, "first": first} for first in ("low", "high")]
     return [
-        Arithmetic(accumulator=accumulator, finish=finish, unit=unit, dtype=dtype, **way)
+        Arithmetic(accumulator=accumulator, finish=finish, unit=unit, dtype=dtype, twice=twice, **way)
         for accumulator in accumulators
+        for twice in ((False, True) if accumulator == "float64" and name in ("bfloat16", "float16") else (False,))
         for way in ways
         for finish in asked.finishes
         for dtype, unit in units
-        if not (way and accumulator == "float64")
+        if not (way and accumulator == "float64" != name)
     ]
 
 
 def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
     """Predict what the sum gives for real operands, under one arithmetic after the other until one misses no bit."""
     kinds = _KINDS if asked.positive is None else asked.positive.kinds
-    drawn = [_drawn(asked, kind, seed + _SEEDS) for kind in kinds]
+    drawn = [_drawn(asked, tree, kind, seed + _SEEDS) for kind in kinds]
     of = np.repeat(kinds, [len(got) for *_, got in drawn])  # all at once: a chain's links cost alike
     x, y, got = np.concatenate([x for x, *_ in drawn]), None, torch.cat([got for *_, got in drawn])
     if drawn[0][1] is not None:
@@ -398,14 +403,13 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         new = said != sums
         return int(_wrong(asked, x[new], said[new], got[torch.from_numpy(new)]).sum()) if new.any() else 0
 
-    need = _TELLING if asked.single is None else 1
+    need = _TELLING if asked.single is None or y is not None else 1
     left = [(t, n) for t in others if (n := need - telling(t, x, y, got, sums)) > 0]
-    slow = asked.single is not None and y is not None
-    for more in range(_MORE // 4 if slow else _MORE):  # sums that have to tell these from the tree
+    for more in range(_MORE):  # sums that have to tell these from the tree
         if not left:
             break
         kind = kinds[-1] if asked.positive is None else kinds[more % len(kinds)]
-        x, y, got = _drawn(asked, kind, seed + (more + 2) * _SEEDS)
+        x, y, got = _drawn(asked, tree, kind, seed + (more + 2) * _SEEDS)
         checked += len(got)
         added = [(how, emulator.predict(tree, x, y, how)) for how in fits]
         missed = [int(_wrong(asked, x, said, got).sum()) for _, said in added]
@@ -422,9 +426,9 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
     return Found(tree, 0, proven, best, checked, sum(failed.values()), reason, refuted)
 
 
-def _drawn(asked: Sum, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
+def _drawn(asked: Sum, tree: Tree, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
     """Real operands in float64, and the sums that were given for them."""
-    x, y, got = asked.draw(kind, seed)
+    x, y, got = asked.draw(kind, seed, *(tree.dropped if kind == "zeros" else ()))
     return x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy(), got
 
 
@@ -453,32 +457,57 @@ def _exchanged(tree: Tree, seed: int) -> list[Tree]:
     return made
 
 
-def _zeros(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
-    """[rows, K]: numbers and their negatives at random places, on all terms or on few of them.
+def _rows(
+    kind: str, K: int, dtype: torch.dtype, device: str, seed: int, dropped: Sequence[int], many: int = 1
+) -> torch.Tensor:
+    """Rows [n, K] of the kind, n a multiple of `many`."""
+    count = many * -(-_SUMS * (6 if kind == "zeros" else 1) // many)
+    if kind == "zeros":
+        return _zeros(count, K, dtype, device, seed, dropped)
+    return _lengthened(make(kind, (count, K), dtype, device, generator(seed, device)), seed)
+
+
+def _lengthened(made: torch.Tensor, seed: int) -> torch.Tensor:
+    """float64 numbers of all digits: `make` draws them in float32, and such sums and products float64 holds exactly."""
+    if made.dtype != torch.float64:
+        return made
+    more = torch.rand(made.shape, generator=generator(seed, made.device), dtype=made.dtype, device=made.device)
+    return made * (1 + 2.0**-24 * more)
+
+
+def _zeros(rows: int, K: int, dtype: torch.dtype, device: str, seed: int, dropped: Sequence[int] = ()) -> torch.Tensor:
+    """[rows, K]: numbers and their negatives at random places, on all terms that are added or on few of them.
 
     Half of the numbers are so much larger than the others that adding one of each rounds, however short the dtype: in
     float32, and in float64 in every third three rows. Each sum is 0 but for these roundings: a short result shows them.
     In half of the rows the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry.
     Of an odd number one is of their last digits instead. Rows are of many sizes, where the dtype has room.
+    Half of the rows have two more numbers, whose sum lies midway between two of the dtype: so a result shows the
+    roundings that is not small.
     """
-    rng = np.random.default_rng(seed)
-    spread = 8 + int(np.log2(K)) // 2
-    made = np.zeros((rows, K))
-    for i, row in zip(rng.integers(0, 18, rows).tolist(), made, strict=True):  # of one row, too, any form
+    rng, own = np.random.default_rng(seed), _DIGITS[dtype]
+    made, named = np.zeros((rows, K)), np.delete(np.arange(K), dropped)
+    K, spread = len(named), 8 + int(np.log2(K)) // 2
+    for i, row in zip(rng.integers(0, 36, rows).tolist(), made, strict=True):  # of one row, too, any form
         half = min(max(4, K // (1, 1, 4)[i % 3]), K) // 2
         high, digits = (12, 24) if dtype == torch.float16 else ((17, 24), (17, 24), (46, 53))[i // 3 % 3]
-        places = rng.permutation(K)
+        places = rng.permutation(named)
         exponents = np.where(
             rng.random(half) < 0.5, rng.integers(high, high + 3, half), rng.integers(0, spread, half) + high - digits
         )
         numbers = rng.uniform(1, 2, half) * 2.0**exponents
         row[places[:half]] = numbers
         row[places[half : 2 * half]] = -numbers
-        if K - 2 * half == 1:
+        if i >= 18 and (half > 1 or K == 2):
+            at = rng.integers(high - 10, high + 3)
+            row[places[0]] = np.rint(rng.uniform(1, 2) * 2.0 ** (own - 1)) * 2.0 ** (at - own + 1)
+            row[places[half]] = rng.choice([-1, 1]) * 2.0 ** (at - own)
+            row *= rng.choice([-1, 1])
+        elif K - 2 * half == 1:
             row[places[-1]] = rng.uniform(1, 2) * 2.0 ** (high - digits + rng.integers(4))
         elif half and i % 2:
             row[places[half + np.abs(numbers).argmin()]] = 0.0
-        row *= 2.0 ** (rng.integers(-40, 1) if dtype != torch.float16 else 0)
+        row *= 2.0 ** rng.integers(-40 if dtype != torch.float16 else -12, 1)
     return torch.from_numpy(made).to(dtype).to(device)
 
 
@@ -493,11 +522,8 @@ def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str,
     def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
         return in_turn(terms[:n])
 
-    def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
-        if kind == "zeros":
-            rows = _zeros(6 * _SUMS, K, dtype, device, seed)
-        else:
-            rows = make(kind, (_SUMS, K), dtype, device, generator(seed, device))
+    def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        rows = _rows(kind, K, dtype, device, seed, dropped)
         return rows, None, in_turn(rows, real=True)
 
     return Sum(ask, draw, max(1, min(K, _CELLS // K)), K, dtype, device, finishes)
@@ -574,12 +600,8 @@ def of_attention(
         v[0, 0, :, columns] = terms.T
         return operator(q, k, v)[0, 0, -1, columns[:n]]
 
-    def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        count = len(columns) * -(-_SUMS * (6 if kind == "zeros" else 1) // len(columns))
-        if kind == "zeros":
-            rows = _zeros(count, K, dtype, device, seed)
-        else:
-            rows = make(kind, (count, K), dtype, device, generator(seed, device))
+    def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        rows = _rows(kind, K, dtype, device, seed, dropped, len(columns))
         got = torch.cat([ask(part, len(part)) for part in rows.split(len(columns))])
         return (torch.ones_like(rows), rows, got) if device == "cuda" else (rows, None, got)  # a matrix unit's products
 
@@ -608,12 +630,8 @@ def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dty
     def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = _spread(kind, 3 * _SUMS, K, seed)
         if dtype != torch.float32:
-            made = torch.from_numpy(_spread(kind, _rows_of(K), K, seed) / 16).to(dtype)
-            own = np.random.default_rng(seed)
-            for _ in range(8):
-                odd = np.frexp(made.double().square().sum(1).numpy())[1] % 2 == 1
-                made[odd] *= torch.from_numpy(own.integers(1, 3, (odd.sum(), K))).to(dtype)
-            return made[~odd], made[~odd], whole(made[~odd].to(device))
+            made = _midway(rows * (64.0 if dtype == torch.bfloat16 else 2.0), dtype, seed)
+            return made, made, whole(made.to(device))
         at = np.random.default_rng(seed).integers(0, K, len(rows))
         each, one = np.arange(len(rows)), np.ldexp(1.0, np.frexp(np.abs(rows).max(1))[1] - 6)
         for _ in range(4):
@@ -651,11 +669,14 @@ def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dty
     def divided(elements: Array, totals: Array) -> Array:
         """What becomes of elements so small that their own squares are nothing, beside five that are the sum."""
         (made, units), given = fives(totals), np.full(elements.shape, np.nan)
-        for at in (slice(0, 5), slice(K - 5, K)):
+        if K == 5:
+            raise NotASumError("five squares in a short dtype leave no element to see their sum through")
+        for at in ((start + np.arange(5)) % K for start in range(0, K, K - 5)):
             rows = (elements * 2.0**-60).astype(np.float32)
             rows[:, at], others = made, np.delete(np.arange(K), at)
             given[:, others] = in_turn(torch.from_numpy(rows).to(device)).double().cpu().numpy()[:, others] * 2.0**60
-        return given + 0.0 * units[:, None]
+        given[np.isnan(units)] = np.nan
+        return given
 
     bigs = [((2048 + t) * 2.0**13) ** 2 for t in range(848)]  # of 12 digits' squares: no product of them is rounded
     short = torch.ones_like(weight, dtype=dtype)
@@ -754,18 +775,27 @@ def _at(given: torch.Tensor, places: Sequence[Sequence[int]]) -> Array:
     return shown
 
 
-def _two(shares: Shares, K: int, device: str, numbers: Array) -> Array:
-    """[n, 2]: the shares of 0, a row's first, and of each number, the only other, soon after: so in the same block."""
-    places = [[0, j] for j in np.random.default_rng(1).integers(1, min(K, 16), len(numbers)).tolist()]
+def _beside(shares: Shares, K: int, device: str, numbers: Array, tops: int = 1) -> tuple[Array, Array, Array]:
+    """Shares [n, 1] of 0, a row's first, and of each number, soon after, so in the same block; and for numbers near its
+    exponential, [n, 81], whether one may have been taken for it: their product is the share that it was given.
+
+    Args:
+        tops: So many zeros are in the row, and nothing else.
+    """
+    near = min(K, 16) - 1
+    places = [[0, j] for j in np.random.default_rng(1).integers(1, near + 1, len(numbers)).tolist()]
     rows = np.full((len(numbers), K), _NO_SCORE, np.float32)
     for row, (one, other), number in zip(rows, places, numbers, strict=True):
-        row[one], row[other] = 0.0, number
-    return shares(torch.from_numpy(rows).to(device), places)
+        row[[one, *((other + n) % near + 1 for n in range(tops - 1))]] = 0.0
+        row[other] = number
+    given = shares(torch.from_numpy(rows).to(device), places)
+    return given[:, :1], given[:, 1:], _near(numbers) * given[:, :1] == given[:, 1:]
 
 
-def _near(number: float) -> Array:
-    """[81] float32: what may have been taken for its exponential."""
-    made: Array = (np.float32(math.exp(number)).view(np.int32) + np.arange(-40, 41, dtype=np.int32)).view(np.float32)
+def _near(numbers: Array) -> Array:
+    """[n, 81] float32: what may have been taken for their exponentials."""
+    powers = np.exp(numbers.astype(np.float64)).astype(np.float32)
+    made: Array = (powers[:, None].view(np.int32) + np.arange(-40, 41, dtype=np.int32)).view(np.float32)
     return made
 
 
@@ -781,11 +811,8 @@ def _measured(shares: Shares, K: int, device: str, dtype: torch.dtype) -> tuple[
     if dtype != torch.float32:  # most of its numbers
         few = torch.from_numpy(-np.exp2(rng.uniform(-6.0, 4.0, 2000))).to(dtype)
         drawn = np.unique(few.float().numpy())
-    pairs = _two(shares, K, device, drawn)
-    could = np.array([_near(float(number)) for number in drawn])
-    one, (least, share) = np.float32(1.0), (pairs[:, :1], pairs[:, 1:])
-    right = one / (one + could) == least
-    quotient, product_ = could / (one + could) == share, could * least == share
+    one, could, (least, share, product_) = np.float32(1.0), _near(drawn), _beside(shares, K, device, drawn)
+    right, quotient = one / (one + could) == least, could / (one + could) == share
     exact = bool((right & (quotient | product_)).any(1).all())
     fits = right & (quotient | product_) if exact else product_
     told = fits.sum(1) == 1
@@ -796,24 +823,29 @@ def _measured(shares: Shares, K: int, device: str, dtype: torch.dtype) -> tuple[
 
 
 def _reciprocals(shares: Shares, K: int, device: str, totals: Array, known: dict[float, float]) -> Array:
-    """What is taken for 1 / each of the sums; NaN where no number was found whose exponential and 1 add up to it.
+    """What is taken for 1 / each of the sums; NaN where no number was found whose exponential and ones add up to it.
 
+    Of few ones no order rounds but where the exponential is added, and several exponentials are rounded to each sum.
     `known` keeps what was found for each of their digits, in [1, 2).
     """
     digits, exponents = np.frexp(totals)
     normal = np.where(totals > 0, 2.0 * digits, 1.0)
-    wanted = np.array(sorted(set(normal.tolist()) - set(known)))
-    near = np.arange(-4, 5, dtype=np.int32)
-    starts = np.log(np.maximum(wanted - 1.0, 2.0**-40)).astype(np.float32)
-    numbers = (starts[:, None].view(np.int32) + near).view(np.float32)
-    pairs = _two(shares, K, device, numbers.ravel()).reshape(*numbers.shape, 2) if len(wanted) else numbers
-    for n, want in enumerate(wanted.tolist()):
-        known[want] = math.nan
-        for number, (least, share) in zip(numbers[n], pairs[n], strict=True):
-            could = _near(float(number))
-            sums = np.float32(1.0) + could[could * least == share]
-            if len(sums) and (sums == np.float32(want)).all():
-                known[want] = float(least)
+    rng, left = np.random.default_rng(2), np.array(sorted(set(normal.tolist()) - set(known)))
+    known |= dict.fromkeys(left.tolist(), math.nan)
+    for _ in range(_DRAWS):  # an exponential may be some of its digits off, or two may fit: further numbers are tried
+        for ones in (2, 3) if K > 3 else (1,):
+            scale = min(ones, 2)
+            some = np.repeat(left[np.floor(2 * left) == ones] if K > 3 else left, 4)
+            if not len(some):
+                continue
+            near = scale * (some + rng.normal(0.0, 1.0, len(some)) * 2.0**-23) - ones
+            numbers = np.minimum(np.log(np.maximum(near, 2.0**-40)), 0.0).astype(np.float32)
+            least, _, fits = _beside(shares, K, device, numbers, ones)
+            could, want = _near(numbers), (scale * some[:, None]).astype(np.float32)
+            sums = [np.float32(ones - n) + (np.float32(n) + could) == want for n in range(ones)]
+            told = fits.any(1) & ~(fits & ~np.all(sums, 0)).any(1)
+            known |= dict(zip(some[told].tolist(), (scale * least[told, 0].astype(np.float64)).tolist(), strict=True))
+        left = np.array([want for want in left.tolist() if math.isnan(known[want])])
     return np.ldexp(np.array([known[want] for want in normal.tolist()]), 1 - exponents)
 
 
@@ -873,6 +905,34 @@ def _spread(kind: str, count: int, K: int, seed: int) -> Array:
     return made.astype(np.float32)
 
 
+def _midway(rows: Array, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Rows [n, K] of a short dtype, two numbers of each drawn anew among many, so that some other over the root of
+    the mean square lies midway between two of the dtype: there the last digit of the squares' sum shows.
+
+    The sum's exponent is even, as `of_squares` needs it; rows of which none is are left out.
+    """
+    rng, digits = np.random.default_rng(seed), _DIGITS[dtype]
+    made, kept = torch.from_numpy(rows).to(dtype), []
+    for n, row in enumerate(made.double().numpy()):
+        for _ in range(8):
+            if np.frexp((row**2).sum())[1] % 2:
+                row *= rng.integers(1, 3, len(row))
+        made[n] = torch.from_numpy(row)
+        at, top = rng.choice(len(row), 2, replace=False), np.frexp(np.abs(row).max())[1]
+        others = np.unique(np.frexp(np.delete(np.abs(row), at))[0])
+        count = 2**16 // len(others)
+        could = rng.integers(2 ** (digits - 1), 2**digits, (count, 2)) * 2.0 ** (
+            top - digits - rng.integers(0, 3, (count, 2))
+        )
+        totals = (row**2).sum() - (row[at] ** 2).sum() + (could**2).sum(1)
+        places = np.ldexp(np.frexp(others / np.sqrt(totals / len(row))[:, None])[0], digits)
+        apart = np.abs(places - np.floor(places) - 0.5).min(1) + (np.frexp(totals)[1] % 2)
+        if apart.min() < 1 and 2.0**top < torch.finfo(dtype).max / 2:
+            made[n, at] = torch.from_numpy(could[apart.argmin()]).to(dtype)
+            kept.append(n)
+    return made[kept]
+
+
 def of_ranks(operator: Operator, message: Message) -> Sum:
     """The first element of a message of so many rows: the sum of what each rank has there.
 
@@ -884,11 +944,8 @@ def of_ranks(operator: Operator, message: Message) -> Sum:
     def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
         return operator(replace(message, first=tuple(terms[0].tolist())))[:1]
 
-    def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
-        if kind == "zeros":
-            rows = _zeros(2 * _SUMS, message.world, dtype, "cpu", seed)
-        else:
-            rows = make(kind, (_SUMS, message.world), dtype, "cpu", generator(seed, "cpu"))
+    def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        rows = _rows(kind, message.world, dtype, "cpu", seed, dropped)
         return rows, None, torch.cat([ask(row[None], 1) for row in rows])
 
     return Sum(ask, draw, 1, message.world, dtype, "cpu", which="the row's first element")
@@ -912,10 +969,13 @@ def as_linear(name: str, operator: Operator) -> Operator:
 def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, device: str, every: int = 1) -> Sum:
     """Row 0 of `operator(x [M, K], w [N, K]) -> [M, N]`, of every column or of some: a sum of its own in each."""
     ones = torch.ones((M, K), dtype=dtype, device=device)
-    if dtype == torch.float16:
-        ones *= 16.0  # so that what survives is no subnormal number
     columns = torch.arange(0, N, every, device=device)
     weight = torch.zeros((N, K), dtype=dtype, device=device)
+    if dtype == torch.float16:
+        ones *= 16.0  # so that what survives is no subnormal number, unless partial sums have no room for that
+        weight[:, 0], weight[:, 1:2] = _BIG[dtype][0], -_BIG[dtype][0]
+        ones /= 1.0 if operator(ones, weight).isfinite().all() else 16.0
+        weight.zero_()
     in_turn = _InTurn(weight[0], lambda: operator(ones, weight)[0, 0])
 
     def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
@@ -925,7 +985,7 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
             weight[columns] = terms
         return operator(ones, weight if every > 1 else terms)[0, columns[:n]] / ones[0, 0]
 
-    def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         drawn = []
         few = columns[torch.linspace(0, len(columns) - 1, min(len(columns), _COLUMNS)).round().long()]
         for i in range(-(-_SUMS * (6 if kind == "zeros" else 1) // len(few))):
@@ -933,16 +993,17 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
                 powers = torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=dtype, device=device)  # so products are as exact
                 a = powers[torch.randint(4, (M, K), generator=generator(seed + i, device), device=device)]
                 w = torch.zeros_like(weight)
-                w[few] = _zeros(len(few), K, dtype, device, seed + i) / a[0]
+                w[few] = _zeros(len(few), K, dtype, device, seed + i, dropped) / a[0]
             else:
                 a, w = product_operands(kind, (M, K), (N, K), dtype, device, seed + i, weight_kind="bell")
-                w = w * weight_scale(K)
+                a, w = _lengthened(a, seed + i), _lengthened(w, seed + i + 1) * weight_scale(K)
             drawn.append((a[:1].expand(len(few), K), w[few], operator(a, w)[0, few]))
         x, y, got = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         return x, y, got
 
-    fewer = partial(of_product, operator, M, K, N, dtype, device, _APART) if every == 1 and N > _APART else None
-    which, lists = f"every {every}th column" if every > 1 else "", len(columns) if N > 1 else max(1, _CELLS // K)
+    fewer = partial(of_product, operator, M, K, N, dtype, device, min(_APART, N)) if every == 1 < N else None
+    which = "column 0" if 1 < every == N else f"every {every}th column" if every > 1 else ""
+    lists = len(columns) if N > 1 else max(1, _CELLS // K)
     return Sum(ask, draw, lists, K, dtype, device, which=which, fewer=fewer)
 
 
@@ -1012,8 +1073,8 @@ class ReductionOrder(Probe):
         operator = self._operators[case.operator]
         given = [_asked(case, operator, inputs, M) for M in case.data["values"]]
         firsts = [next((i for i, got in enumerate(given) if identical(got, result)), None) for result in results]
-        sizes = [case.data["values"][i] for i in firsts if i is not None][:_CLASSES]
-        return trees_of([_sum_of(case, operator, inputs, M) for M in sizes], sizes)
+        sizes = [case.data["values"][i] for i in firsts if i is not None]
+        return trees_of([_sum_of(case, operator, inputs, M) for M in sizes[:_CLASSES]], sizes)
 
 
 def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
@@ -1113,7 +1174,11 @@ def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch
 
 
 def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
-    """For a row's extra: the tree at each of these M, each of another class, and how neighbours differ."""
+    """For a row's extra: the tree at each of these M, each of another class, and how neighbours differ.
+
+    Classes beyond those asked are counted.
+    """
+    left, sizes = len(sizes) - len(asked), sizes[: len(asked)]
     kept: list[dict[str, Any]] = []
     trees: list[Found | None] = []
     for M, one in zip(sizes, asked, strict=True):
@@ -1125,6 +1190,7 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
         for (m, a), (n, b) in pairwise(zip(sizes, trees, strict=True))
         if a is not None and b is not None
     ]
+    between += [f"{left} more of the classes: not asked for their trees"] if left else []
     return {"reduction_trees": {"classes": kept, "between": between}}
 
 
@@ -1171,7 +1237,7 @@ def trees_of_product(
     if len(sizes) < 2:
         return {}
     (K, N), device = (w.shape[1], w.shape[0]), str(x.device.type)
-    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:_CLASSES]], sizes[:_CLASSES])
+    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:_CLASSES]], sizes)
 
 
 def _between(a: Found, b: Found) -> str:
