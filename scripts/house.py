@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1334,
     "kernels": 21541,
     "nondet": 1832,
-    "probes": 5545,
+    "probes": 5550,
     "ranks": 596,
     "reports": 6185,
     "sampling": 6325,
