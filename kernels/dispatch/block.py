@@ -69,7 +69,7 @@ _has = torch._C._dispatch_has_kernel_for_dispatch_key
 _KEPT = 12_000  # of what was taken away, a few hundred bytes each; some 1,300 at once
 _FEW = 4  # operators that stock may call between two blocks before all functions are taken away
 
-# Whose frames may be all that a thread has: what never calls torch, and what runs functions it is given, where it waits.
+# Whose frames may be all that a thread has: what never calls torch, and what runs functions, where it waits for one.
 _APART = frozenset({"tqdm", "ipykernel", "IPython", "zmq"})
 _RUNNERS = frozenset({"threading", "concurrent", "selectors", "asyncio", "tornado"})
 _WAITING = frozenset(
