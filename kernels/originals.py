@@ -127,16 +127,15 @@ class _Quiet(threading.local):
 
     def __init__(self) -> None:
         self.run = contextvars.copy_context().run
-        self.run(functools.partial(np.seterr, all="ignore"))
+        if np.__version__ >= "2":  # before, what seterr sets is the thread's
+            self.run(functools.partial(np.seterr, all="ignore"))
 
 
-_quiet = _Quiet() if int(np.__version__.partition(".")[0]) > 1 else None  # before, what seterr sets is the thread's
+_quiet = _Quiet()
 
 
 def quietly(function: Callable[..., Any]) -> Callable[..., Any]:
     """As np.errstate(all="ignore"), in less time, and not nested: of infinities torch tells nobody either."""
-    if _quiet is None:
-        decorated: Callable[..., Any] = np.errstate(all="ignore")(function)
-        return decorated
-    quiet = _quiet
-    return functools.wraps(function)(lambda *args, **kwargs: quiet.run(function, *args, **kwargs))
+    if np.__version__ < "2":
+        return np.errstate(all="ignore")(function)
+    return functools.wraps(function)(lambda *args, **kwargs: _quiet.run(function, *args, **kwargs))
