@@ -70,7 +70,7 @@ _KEPT = 12_000  # of what was taken away, a few hundred bytes each; some 1,300 a
 _FEW = 4  # operators that stock may call between two blocks before all functions are taken away
 
 # Whose frames may be all that a thread has: what never calls torch, and what runs functions, where it waits for one.
-_APART = frozenset({"tqdm", "ipykernel", "IPython", "zmq"})
+_APART = frozenset({"nondet.core.progress", "tqdm", "ipykernel", "IPython", "zmq"})
 _RUNNERS = frozenset({"threading", "concurrent", "selectors", "asyncio", "tornado"})
 _WAITING = frozenset(
     f.__code__ for f in (threading.Condition.wait, selectors.DefaultSelector.select, concurrent.futures.thread._worker)
@@ -88,8 +88,11 @@ def others_wait() -> bool:
 def _waits(top: FrameType) -> bool:
     frame: FrameType | None = top
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _APART and (package not in _RUNNERS or (frame is top and frame.f_code not in _WAITING)):
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if not {module, package} & _APART and (
+            package not in _RUNNERS or (frame is top and frame.f_code not in _WAITING)
+        ):
             return False
         frame = frame.f_back
     return True
