@@ -7,13 +7,9 @@ called here is that original; outside of a block it is torch's public function, 
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 # Operators that are called here, of aten where no namespace is named.
@@ -120,22 +116,3 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     kernel = _used.get("amax")
     out: torch.Tensor = x.amax(-1) if kernel is None else kernel(_CPU, x, [-1], False)
     return out
-
-
-class _Quiet(threading.local):
-    """A thread's context in which NumPy warns of nothing."""
-
-    def __init__(self) -> None:
-        self.run = contextvars.copy_context().run
-        if np.__version__ >= "2":  # before, what seterr sets is the thread's
-            self.run(functools.partial(np.seterr, all="ignore"))
-
-
-_quiet = _Quiet()
-
-
-def quietly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As np.errstate(all="ignore"), in less time, and not nested: of infinities torch tells nobody either."""
-    if np.__version__ < "2":
-        return np.errstate(all="ignore")(function)
-    return functools.wraps(function)(lambda *args, **kwargs: _quiet.run(function, *args, **kwargs))

@@ -770,7 +770,7 @@ def _gather(x: torch.Tensor, index: _Index, into: torch.Tensor, array: _Numbers 
         (x.detach() if x.requires_grad else x).numpy().reshape(-1, dim).take(index, 0, out=array, mode="clip")
 
 
-@originals.quietly
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _merge_blocks(
     q: torch.Tensor,
     k: torch.Tensor,

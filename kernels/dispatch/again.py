@@ -25,7 +25,6 @@ from nondet.kernels.attention.cpu import attention_again
 from nondet.kernels.dispatch.replacements import note_hidden
 from nondet.kernels.dispatch.state import DTYPES
 from nondet.kernels.matmul import cpu as matmul_cpu
-from nondet.kernels.originals import quietly
 from nondet.kernels.pointwise.cpu import in_vectors, vectors_only
 from nondet.kernels.rows import cpu as rows_cpu
 
@@ -89,7 +88,7 @@ def _numbers(x: torch.Tensor, width: int) -> tuple[torch.Tensor, np.ndarray[Any,
     return wide, wide.numpy().reshape(-1, width)
 
 
-@quietly
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _reduced(
     mean: bool, x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor | None:
@@ -110,12 +109,11 @@ def _reduced(
 
 def _factor(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """A norm's weight or bias in float32."""
-    known = x.detach() if x.requires_grad else x
-    numbers: np.ndarray[Any, Any] = (known if known.dtype is torch.float32 else known.float()).numpy()
+    numbers: np.ndarray[Any, Any] = (x.detach() if x.requires_grad else x).float().numpy()
     return numbers
 
 
-@quietly
+@np.errstate(all="ignore")  # as above
 def _rms_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor | None:
@@ -134,20 +132,18 @@ def _rms_norm(
     return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
-@quietly
+@np.errstate(all="ignore")  # as above
 def _layer_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     if not x.dim() or len(shape) != 1:
         return None
     ends, dtype = x.shape[-1:], x.dtype
-    width, factors = ends[0], weight if weight is not None else bias if bias is not None else x
-    if shape[0] != width or (factors.dtype is not dtype and factors.dtype is not torch.float32):
+    width = ends[0]
+    if shape[0] != width or not (weight is None or weight.shape == ends) or not (bias is None or bias.shape == ends):
         return None
-    for factor in (weight, bias):
-        if factor is not None and (factor.shape != ends or factor.dtype is not factors.dtype):
-            return None
-    found = _numbers(x, width)
+    dtypes = {p.dtype for p in (weight, bias) if p is not None}
+    found = _numbers(x, width) if len(dtypes) < 2 and dtypes <= {dtype, torch.float32} else None
     if found is None:
         return None
     wide, rows = found

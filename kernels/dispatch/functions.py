@@ -30,6 +30,7 @@ from nondet.kernels.dispatch.state import (
     current,
     emit,
     floating,
+    guarded,
     in_parts,
     inside,
     is_off,
@@ -487,11 +488,18 @@ def replacing(
     told_by_parts = name == "linear"  # made of products, which say themselves what became of them
     qualified = f"aten::{name}"
     stock = original.call_boxed
+    short = guarded(again or stock)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if inside.active:
             return stock(keyset, *args, **kwargs)
         now = current()
+        if again is not None and family in now.unseen and _plainly(args):
+            out = short(*args, **kwargs)
+            if out is not None:
+                for coverage in now.coverages:
+                    coverage.add("replaced", name)
+                return out
         if not composed and is_off(now, qualified):
             return stock(keyset, *args, **kwargs)
         how, reason, ours = "", "", None
@@ -541,31 +549,7 @@ def replacing(
             emit(qualified, args, kwargs, out, how)
         return out
 
-    whole = _in_memory(name, run, stock) if composed else run
-    return whole if again is None else _shortly(name, family, again, whole, _UNUSUAL if composed else 0)
-
-
-def _shortly(
-    name: str, family: str, again: Callable[..., Any], whole: Callable[..., Any], unusual: int
-) -> Callable[..., Any]:
-    """`again` where it has an answer, in as few steps as there can be; else `whole`."""
-
-    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not inside.active:
-            now = current()
-            if family in now.unseen and not (unusual and keyset.raw_repr() & unusual) and _plainly(args):
-                inside.active = True
-                try:
-                    out = again(*args, **kwargs)
-                finally:
-                    inside.active = False
-                if out is not None:
-                    for coverage in now.coverages:
-                        coverage.add("replaced", name)
-                    return out
-        return whole(keyset, *args, **kwargs)
-
-    return run
+    return _in_memory(name, run, stock) if composed else run
 
 
 def _in_memory(name: str, run: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ class Coverage:
 
     def add(self, kind: str, what: str, times: int = 1) -> None:
         """Count one call, or several; from any thread, and none is lost."""
-        counter: Counter[str] = self.__dict__[kind]
+        counter: Counter[str] = getattr(self, kind)
         with _lock:
             counter[what] += times
 

@@ -183,7 +183,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).to(accumulator).contiguous()
 
 
-@np.errstate(all="ignore")  # also within what is called quietly
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _add_up(rows: torch.Tensor, out: torch.Tensor) -> None:
     """NumPy's pairwise sum, which takes rows one by one: no thread count, no dispatcher and no vector rest in it."""
     np.add.reduce(rows.detach().numpy(), axis=-1, out=out.numpy())
@@ -275,7 +275,7 @@ def module_norm(
     return originals.mul(normed, factor.add(1.0) if plus_one else factor).to(dtype)
 
 
-@originals.quietly
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _normalize(rows: _Rows, out: _Rows, eps: float) -> None:
     """rows [M, K] / sqrt(mean(rows^2) + eps) into out, all in float32."""
     np.multiply(rows, rows, out=out)
