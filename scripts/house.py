@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1320,
-    "kernels": 21505,
+    "kernels": 21600,
     "nondet": 1832,
     "probes": 5490,
     "ranks": 596,
