@@ -123,9 +123,9 @@ class Registration:
         signs = None if self._users else _signs()
         if self._functions is not None and signs in (None, self._signs):
             return
+        self.take_away()  # an operator of a library that has gone would stay with its function
         operators = len(torch._C._dispatch_get_all_op_names())
         if operators != self._operators:  # at first; a library that was loaded since has brought some
-            self.take_away()
             functions: dict[str, dict[str, Callable[..., Any]]] = {}
             for (qualified, key), function in self._make().items():
                 functions.setdefault(qualified, {})[key] = function

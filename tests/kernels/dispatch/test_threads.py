@@ -230,6 +230,24 @@ def test_functions_stay_until_stock_calls_them() -> None:
     assert {"mm", "_softmax", "silu"} <= set(replaced.coverage().replaced)
 
 
+def test_what_came_between_two_blocks_is_watched() -> None:
+    """A library's operator is at risk in the next block, though functions stayed; and no call is counted twice."""
+    with batch_invariant():
+        pass
+    assert block._registration._there
+    library = torch.library.Library("nondet_came_between", "DEF")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x.clone(), "CPU")
+        with torch.no_grad(), batch_invariant() as entered:
+            torch.ops.nondet_came_between.twice(X)
+            torch.softmax(X, -1)
+    finally:
+        library._destroy()
+    assert entered.coverage().at_risk == {"nondet_came_between::twice float32": 1}
+    assert entered.coverage().replaced == {"_softmax": 1}
+
+
 def test_stock_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that stayed does what torch does, and no proof."""
     with batch_invariant():
