@@ -10,7 +10,9 @@ Which invariance holds is for the kernels to say: `nondet.kernels.matmul`, `atte
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import functools
+import selectors
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -45,22 +47,55 @@ from nondet.kernels.dispatch.operators import (
     variants,
 )
 from nondet.kernels.dispatch.replacements import VECTORS_ALONE
-from nondet.kernels.dispatch.state import Active, Call, Coverage, Kernels, kernels_for, replace_now
+from nondet.kernels.dispatch.state import Active, Call, Coverage, Kernels, kernels_for, replace_now, told_of_stock
 
 # Putting functions under torch's operators, and taking them away, while other threads compute.
 #
 # torch's dispatcher keeps a table of kernels for each operator and does not lock it for callers. So nothing is
 # registered or taken away while a block is entered, whatever else changes: the functions look up what is on. They are
-# put there when the first block (or hook) comes, and taken away when the last one goes, so that stock costs nothing
-# again. What was taken away is kept alive for a number of such turns, since a thread may still be inside.
+# put there when the first block (or hook) comes. When the last one goes they may stay, since the next may come soon
+# and putting a thousand takes milliseconds; stock's first call of one has it taken away before it goes on, and a few
+# such calls all of them, so that stock costs nothing again. What has no kernel of torch's own beside it never stays,
+# since compilers ask which operators have one. What was taken away is kept alive for a while: a thread may be inside.
 #
-# That leaves one narrow place, which is torch's own: its table is written without a lock, a few nanoseconds an
-# operator, when the first block is entered and when the last one is left. Hold a block around threads that enter and
+# Nothing stays where another thread may be in torch, and nothing is taken away by stock's call then. That leaves one
+# narrow place, which is torch's own: its table is written without a lock, a few nanoseconds an operator, when the first
+# block is entered, and when the last one is left while others compute. Hold a block around threads that enter and
 # leave others. What a thread is in the midst of when functions are put there ends as it began, in torch's kernels:
 # nothing is on yet (`nondet.kernels.dispatch.block._GRACE`).
 
 _parsed = functools.cache(torch._C._dispatch_key_parse)  # a few keys, at 1,000 operators
-_TURNS_KEPT = 8  # of some 1,000 handles, a few hundred bytes each
+_has = torch._C._dispatch_has_kernel_for_dispatch_key
+_KEPT = 12_000  # of what was taken away, a few hundred bytes each; some 1,300 at once
+_FEW = 4  # operators that stock may call between two blocks before all functions are taken away
+
+# Whose frames may be all that a thread has: what never calls torch, and what runs functions, where it waits for one.
+_APART = frozenset({"nondet.core.progress", "tqdm", "ipykernel", "IPython", "zmq"})
+_RUNNERS = frozenset({"threading", "concurrent", "selectors", "asyncio", "tornado"})
+_WAITING = frozenset(
+    f.__code__ for f in (threading.Condition.wait, selectors.DefaultSelector.select, concurrent.futures.thread._worker)
+)
+
+
+def others_wait() -> bool:
+    """Whether no other thread of Python's can be in torch while this one holds Python's lock, and no gradient runs."""
+    here = threading.get_ident()
+    return torch._C._current_graph_task_id() == -1 and all(
+        ident == here or _waits(frame) for ident, frame in sys._current_frames().items()
+    )
+
+
+def _waits(top: FrameType) -> bool:
+    frame: FrameType | None = top
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if not {module, package} & _APART and (
+            package not in _RUNNERS or (frame is top and frame.f_code not in _WAITING)
+        ):
+            return False
+        frame = frame.f_back
+    return True
 
 
 class Registration:
@@ -69,67 +104,99 @@ class Registration:
     Args:
         make: Gives the functions, (operator with namespace and overload, dispatch key) -> function; called once, at
             the first use, with nothing registered.
+        stays: Functions may stay when the last user leaves, and say so when stock calls them (`stock_calls`).
     """
 
-    def __init__(self, make: Callable[[], Mapping[tuple[str, str], Callable[..., Any]]]) -> None:
-        self._make = make
-        self._functions: Mapping[tuple[str, str], Callable[..., Any]] | None = None
-        self._libraries: dict[str, Any] = {}  # torch.library.Library by namespace
+    def __init__(self, make: Callable[[], Mapping[tuple[str, str], Callable[..., Any]]], stays: bool = False) -> None:
+        self._make, self._stays = make, stays
+        self._functions: dict[str, dict[str, Callable[..., Any]]] | None = None  # operator -> dispatch key -> function
+        self._alone: set[str] = set()  # operators with a key at which torch has no kernel
+        self._between: set[str] = set()  # operators that stock called between blocks: each is taken away by itself
+        # what is taken away at once -> torch's library, kept since each leaks a name; and operators registered now
+        self._libraries, self._there = dict[tuple[str, str], Any](), set[str]()
         self._users = self._operators = 0
-        self._kept: deque[list[Any]] = deque(maxlen=_TURNS_KEPT)
+        self._signs: object = None
+        self._kept: deque[Any] = deque(maxlen=_KEPT)
 
     def prepare(self) -> None:
         """Make the functions, while the kernels that are registered are still torch's own."""
-        if self._functions is None:
-            self._operators = len(torch._C._dispatch_get_all_op_names())
-            self._functions = self._make()
+        signs = None if self._users else _signs()
+        if self._functions is not None and signs in (None, self._signs):
+            return
+        self.take_away()  # an operator of a library that has gone would stay with its function
+        operators = len(torch._C._dispatch_get_all_op_names())
+        if operators != self._operators:  # at first; a library that was loaded since has brought some
+            functions: dict[str, dict[str, Callable[..., Any]]] = {}
+            for (qualified, key), function in self._make().items():
+                functions.setdefault(qualified, {})[key] = function
+            self._alone = {name for name, keys in functions.items() if not all(_has(name, key) for key in keys)}
+            self._functions, self._operators = functions, operators
+        self._signs = signs
 
     def enter(self) -> None:
         """One more user; the first puts the functions there. Not for two threads at once."""
         if not self._users:
             self.prepare()
-            operators = len(torch._C._dispatch_get_all_op_names())
-            if operators != self._operators:  # a library that was loaded since has brought some
-                self._functions, self._operators = self._make(), operators
             try:
                 self._put()
             except BaseException:
-                self._take_away()
+                self.take_away()
                 raise
         self._users += 1
 
     def leave(self) -> None:
-        """One user less; the last takes the functions away."""
+        """One user less; the last takes the functions away, or those that may not stay."""
         self._users -= 1
         if not self._users:
-            self._take_away()
+            self.take_away(self._alone & self._there if self._stays and others_wait() else None)
+
+    def stock_calls(self, qualified: str) -> None:
+        """Nothing is on, and a function that stayed was called. Its caller is still inside."""
+        if not self._users and qualified in self._there and others_wait():
+            few = len(self._functions or ()) - len(self._alone) - len(self._there) < _FEW
+            self.take_away([qualified] if few and qualified in self._between else None, inside=qualified)
+            self._between.add(qualified)
 
     def _put(self) -> None:
         functions = self._functions or {}
         with warnings.catch_warnings():
             # torch says, once, that an operator is overridden: that is what this is for
             warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-            for (qualified, key), function in functions.items():
-                namespace, _, name = qualified.partition("::")
-                if namespace not in self._libraries:
-                    self._libraries[namespace] = torch.library.Library(namespace, "IMPL")
-                # not through `Library.impl`: its checks, and a key that torch reads anew, are half of an enter
-                self._libraries[namespace].m.impl(name, _parsed(key), function, True)
+            for qualified in functions.keys() - self._there:
+                group, name = self._group(qualified), qualified.partition("::")[2]
+                if group not in self._libraries:
+                    self._libraries[group] = torch._C._dispatch_library("IMPL", group[0], "", __file__, 0)
+                self._there.add(qualified)
+                for key, function in functions[qualified].items():
+                    # not by `torch.library`: its checks, and a key that torch reads anew, are half of an enter
+                    self._libraries[group].impl(name, _parsed(key), function, True)
 
-    def _take_away(self) -> None:
-        if not self._libraries:
-            return
-        if threading.active_count() > 1:
-            kept = []  # what a thread may be inside of, or on its way into
-            for qualified, key in self._functions or {}:
-                try:
-                    kept.append(torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, _parsed(key)))
-                except RuntimeError:
-                    continue
-            self._kept.append(kept)
-        for library in self._libraries.values():
-            library._destroy()
-        self._libraries.clear()
+    def take_away(self, operators: Iterable[str] | None = None, *, inside: str = "") -> None:
+        """Have torch's own kernels be called again, of all operators by default; `inside`: of one that is under way."""
+        chosen = list(self._there if operators is None else operators)
+        # what a thread may be inside of, or on its way into, is kept
+        for qualified in [inside] if inside else [] if others_wait() else chosen:
+            for key in (self._functions or {})[qualified]:
+                with suppress(RuntimeError):
+                    kernel = torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, _parsed(key))
+                    self._kept.append(kernel)
+        for group in {self._group(qualified) for qualified in chosen}:
+            self._libraries[group].reset()
+        self._there.difference_update(chosen)
+
+    def _group(self, qualified: str) -> tuple[str, str]:
+        namespace = qualified.partition("::")[0]
+        return namespace, qualified if qualified in self._between else "alone" if qualified in self._alone else ""
+
+
+def _signs() -> object:
+    """Changes where a library may have brought operators: its code is mapped, or Python has registered them."""
+    said = len(torch.library._defs), len(torch.library._impls)
+    try:
+        with open("/proc/self/status", "rb", buffering=0) as status:
+            return said, status.read(4096).partition(b"VmLib:")[2].partition(b"\n")[0]
+    except OSError:  # not Linux
+        return object()
 
 
 _Functions = dict[tuple[str, str], Callable[..., Any]]
@@ -225,13 +292,12 @@ def _replaced_and_certified() -> _Functions:
 
 def _kernels_there() -> Iterator[tuple[str, str]]:
     """Operators that compute by themselves at a device's key. Those composed of others are seen as the others."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
     for qualified in torch._C._dispatch_get_all_op_names():
         for device in devices():
             for key in _FORMS[device]:
-                if has(qualified, key):
+                if _has(qualified, key):
                     yield qualified, key
-            if not has(qualified, device) and _computes(qualified):
+            if not _has(qualified, device) and _computes(qualified):
                 yield qualified, device
 
 
@@ -240,7 +306,7 @@ def _computes(qualified: str) -> bool:
     namespace, _, name = qualified.partition("::")
     if namespace == "aten":
         return name in COMPUTES
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeExplicitAutograd"))
+    return bool(_has(qualified, "CompositeExplicitAutograd"))
 
 
 def _again(name: str, base: str, family: str, device: str, original: Any) -> Callable[..., Any] | None:
@@ -492,7 +558,19 @@ _modules: dict[str, Any] = {}  # what was imported when the stand-ins were last 
 # Seconds between putting functions under torch and having them compute, where other threads run: what they are in the
 # midst of (rms_norm's mean is done, its root is not) ends in torch's kernels, as it began.
 _GRACE = 0.01
-_registration, _exact = Registration(keep_originals), Registration(exact_ones)
+_registration, _exact = Registration(keep_originals, stays=True), Registration(exact_ones)
+
+
+def _stock_calls(qualified: str) -> None:
+    """Not waited for: who holds the lock is putting functions there, or taking them away."""
+    if _lock.acquire(blocking=False):
+        try:
+            _registration.stock_calls(qualified)
+        finally:
+            _lock.release()
+
+
+told_of_stock.append(_stock_calls)
 
 
 def _publish() -> None:
@@ -508,7 +586,7 @@ def _enter_first() -> None:
         functions.install_compile(_note_compiled)
         originals.stand_under(True)
         sys.meta_path.insert(0, _imports)
-        if threading.active_count() > 1:
+        if not others_wait():
             time.sleep(_GRACE)
     except BaseException:
         _leave_last()

@@ -33,6 +33,7 @@ from nondet.kernels.dispatch.state import (
     guarded,
     in_parts,
     inside,
+    is_off,
     label,
     over_batch,
     padded_in_front,
@@ -499,8 +500,9 @@ def replacing(
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
                 return out
-        how = reason = ""
-        ours: Exception | None = None
+        if not composed and is_off(now, qualified):
+            return stock(keyset, *args, **kwargs)
+        how, reason, ours = "", "", None
         empty, stands_for_others = _kinds(args)
         if empty or (exempt is not None and exempt(*args, **kwargs)):
             how = "original"
@@ -649,9 +651,9 @@ def watching(qualified: str, original: Any, matters: Callable[..., bool | str] |
     stock = accepting_numbers(qualified, original)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if inside.active or is_off(current(), qualified):
+            return stock(keyset, *args, **kwargs)
         out = stock(keyset, *args, **kwargs)
-        if inside.active:
-            return out
         how = "original"
         why = matters is None or matters(*args, **kwargs)
         if why and floating(args, kwargs, out):
@@ -670,7 +672,7 @@ def certifying(name: str, original: Any) -> Callable[..., Any]:
     stock = original.call_boxed
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if inside.active:
+        if inside.active or is_off(current(), qualified):
             return stock(keyset, *args, **kwargs)
         how = "original"
         if floating(args, kwargs, None):

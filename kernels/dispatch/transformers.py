@@ -57,15 +57,18 @@ _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # (owner, attribute) -> 
 
 def install(replacements: Iterable[Replacement]) -> None:
     """Stand in wherever it is known what stands there, in what is imported by now; what stands in already stays."""
-    imported = [(name, module) for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    imported = tuple(name for name in list(sys.modules) if name.startswith("transformers."))
     for replacement in replacements:
-        for name, module in imported:
-            if _matches(replacement.modules, name):
+        for name in _matching(replacement.modules, imported):
+            if (module := sys.modules.get(name)) is not None:
                 for owner in _owners(replacement, name, module):
                     _stand_in(owner, replacement)
 
 
-_matches = functools.cache(re.match)  # every block asks for every module that is imported
+@functools.lru_cache(maxsize=64)
+def _matching(pattern: str, names: tuple[str, ...]) -> list[str]:
+    """Of names, those that match: every block asks for all that is imported."""
+    return [name for name in names if re.match(pattern, name)]
 
 
 def _owners(replacement: Replacement, name: str, module: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -147,28 +148,154 @@ def test_a_nested_enter_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     (Registering anew took 4 ms and raced with threads that compute. How long an enter takes is for `nondet bench`.)
     """
     with batch_invariant():
-        for changes in ("_put", "_take_away"):
-            monkeypatch.setattr(Registration, changes, lambda self: pytest.fail("a nested block changed torch's table"))
+        for changes in ("_put", "take_away"):
+            monkeypatch.setattr(
+                Registration, changes, lambda *args, **kwargs: pytest.fail("a nested block changed torch's table")
+            )
         with batch_invariant(["matmul"]), batch_invariant(["softmax"]):
             pass
         monkeypatch.undo()
 
 
+STOCK: dict[str, Callable[[], torch.Tensor]] = {
+    "mm": lambda: X @ X.T,
+    "_softmax": lambda: torch.softmax(X, -1),
+    "sum.dim_IntList": lambda: X.sum(-1),
+    "linear": lambda: F.linear(X, W),
+    "cumsum": lambda: X.cumsum(0),
+    "scatter_add": lambda: X.scatter_add(0, torch.zeros_like(X, dtype=torch.int64), X),
+    "silu": lambda: F.silu(X),
+    "add.Tensor": lambda: X + X,
+}
+
+
+def kernels() -> list[str]:
+    """torch's table for each of these operators."""
+    return [torch._C._dispatch_dump_table(f"aten::{name}") for name in STOCK]
+
+
+def stock() -> list[torch.Tensor]:
+    """A call of each, which has what stayed of a block taken away."""
+    with torch.no_grad():
+        return [call() for call in STOCK.values()]
+
+
 def test_nothing_stays_behind() -> None:
-    """After the last leave every operator's kernel is torch's own again, whatever nested and whatever was raised."""
+    """After the last leave and a first call every operator's kernel is torch's own again, whatever nested or raised.
 
-    def kernels() -> list[str]:
-        names = ("mm", "_softmax", "sum.dim_IntList", "linear", "cumsum", "scatter_add", "silu", "add.Tensor")
-        return [torch._C._dispatch_dump_table(f"aten::{name}") for name in names]
-
+    What has no kernel of torch's beside it, as linear, is so at once.
+    """
+    bits = stock()
     before = kernels()
+    assert not any(block.__file__ in table for table in before)
     with batch_invariant(), batch_invariant(["matmul"]):
-        assert kernels() != before
+        assert all(block.__file__ in table for table in kernels())
     left = batch_invariant()
     with pytest.raises(ZeroDivisionError), left:
         raise ZeroDivisionError
+    assert block.__file__ not in kernels()[list(STOCK).index("linear")]
+    assert all(identical(got, was) for got, was in zip(stock(), bits, strict=True))
     assert kernels() == before
     assert state.current() == state.Active()
+    assert not left.coverage().counts()
+
+
+def test_functions_stay_until_stock_calls_them() -> None:
+    """Between two blocks nothing is registered but what stock called, of which a few leave one by one, then all."""
+    registration = block._registration
+    put: list[set[str]] = []
+
+    def again(*names: str) -> set[str]:
+        """What a block puts there, after these were called outside."""
+        for name in names:
+            STOCK[name]()
+        before = set(registration._there)
+        with batch_invariant():
+            put.append(registration._there - before)
+        return {name.removeprefix("aten::") for name in put[-1]} - alone
+
+    with torch.no_grad(), batch_invariant():
+        alone = {name.removeprefix("aten::") for name in registration._alone}
+    assert "linear" in alone
+    names = ["mm", "_softmax", "sum.dim_IntList", "silu", "add.Tensor"]
+    with torch.no_grad():
+        for name in names:
+            again(name)  # met for the first time: whoever stood beside it goes, too
+        assert again() == set()
+        assert again("mm") == {"mm"}
+        assert again("mm", "silu", "mm") == {"mm", "silu"}
+        assert len(again(*names)) > 500
+        with batch_invariant() as replaced:
+            stock()
+    assert {"mm", "_softmax", "silu"} <= set(replaced.coverage().replaced)
+
+
+def test_what_came_between_two_blocks_is_watched() -> None:
+    """A library's operator is at risk in the next block, though functions stayed; and no call is counted twice."""
+    with batch_invariant():
+        pass
+    assert block._registration._there
+    library = torch.library.Library("nondet_came_between", "DEF")
+    try:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x.clone(), "CPU")
+        with torch.no_grad(), batch_invariant() as entered:
+            torch.ops.nondet_came_between.twice(X)
+            torch.softmax(X, -1)
+    finally:
+        library._destroy()
+    assert entered.coverage().at_risk == {"nondet_came_between::twice float32": 1}
+    assert entered.coverage().replaced == {"_softmax": 1}
+
+
+def test_stock_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that stayed does what torch does, and no proof."""
+    with batch_invariant():
+        pass
+    assert "aten::cumsum" in block._registration._there
+    monkeypatch.setattr(dispatch_compile, "proven", lambda *args: pytest.fail("proven outside of a block"))
+    X.cumsum(0)
+
+
+def test_nothing_stays_where_others_compute() -> None:
+    """At the last leave a thread that may be in torch has functions taken away; one that waits for work does not."""
+    there = block._registration._there
+    pool = ThreadPoolExecutor(1)
+    pool.submit(stock).result()
+    time.sleep(0.05)  # it waits for more by now
+    with batch_invariant():
+        assert there
+    assert there
+    began, go = threading.Event(), threading.Event()
+    busy = pool.submit(lambda: (began.set(), go.wait(30)))  # somebody's function, which may be one inside an operator
+    assert began.wait(30)
+    with batch_invariant():
+        assert there
+    assert not there
+    with batch_invariant():
+        pass
+    go.set()
+    busy.result()
+    pool.shutdown()
+
+
+def test_stock_takes_nothing_away_while_others_compute() -> None:
+    """A call outside of blocks leaves torch's table alone while another thread may be in torch."""
+    with torch.no_grad():
+        right = torch.softmax(X, -1)
+        with batch_invariant():
+            pass
+        there, began, go = block._registration._there, threading.Event(), threading.Event()
+        left = len(there)
+        thread = threading.Thread(target=lambda: (began.set(), go.wait(30)))
+        thread.start()
+        assert began.wait(30)
+        assert identical(torch.softmax(X, -1), right)
+        assert len(there) == left
+        go.set()
+        thread.join(30)
+        assert identical(torch.softmax(X, -1), right)
+        assert len(there) < left
 
 
 def test_a_kernel_that_raises_leaves_its_thread_as_it_was() -> None:
@@ -221,6 +348,7 @@ def test_a_norm_under_way_is_not_finished_by_an_outermost_block(monkeypatch: pyt
     """Nor where functions are put under torch's while a thread is between a norm's square and its mean."""
     with batch_invariant():
         pass  # torch's own kernels are kept by now, not this test's
+    block._registration.take_away()
     stock, got = norm(), []
     half, there = threading.Event(), threading.Event()
     power, put = torch.library.get_kernel("aten::pow.Tensor_Scalar", "CPU"), Registration._put
@@ -297,9 +425,11 @@ def test_an_entry_that_fails_half_way_leaves_nothing(
     """Whichever step of entering raises, kernels and snapshot are what they were, and a later block is whole."""
 
     def tables() -> list[str]:
-        return [torch._C._dispatch_dump_table(f"aten::{name}") for name in ("mm", "_softmax", "linear", "silu")]
+        if not outer:
+            stock()  # what stayed of an earlier block, or of the one that failed, is no part of the question
+        return kernels()
 
-    stock = norm()
+    own = norm()
     with batch_invariant(outer) if outer else nullcontext():
         monkeypatch.setattr(block, "_modules", {})  # stand-ins are looked after
         before, active = tables(), state.current()
@@ -310,11 +440,11 @@ def test_an_entry_that_fails_half_way_leaves_nothing(
         assert tables() == before
         assert state.current() == active
         assert len(block._entered) == bool(outer)
-    assert identical(norm(), stock)
+    assert identical(norm(), own)
     with batch_invariant() as again:
         norm()
     assert again.coverage().replaced == {"rms_norm": 1}
-    assert identical(norm(), stock)
+    assert identical(norm(), own)
 
 
 def test_stand_ins_look_at_modules_not_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
