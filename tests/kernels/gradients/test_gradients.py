@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -28,9 +29,9 @@ SIZES = {"W": 300, "T": 70, "Hq": 4, "Hkv": 2, "D": 32}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def operands(name: str, dtype: str, device: str, rows: int = 9) -> list[torch.Tensor]:
+def operands(name: str, dtype: str, device: str, rows: int = 9, seed: int = 5) -> list[torch.Tensor]:
     """Of the declaration's axes."""
-    rng = generator(5, device)
+    rng = generator(seed, device)
     sizes = [tuple(({"M": rows} | SIZES)[a] for a in operand.axes) for operand in operators()[name].operands]
     return [make("bell", size, getattr(torch, dtype), device, rng) for size in sizes]
 
@@ -58,15 +59,15 @@ def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", FORWARD)
 def test_it_is_as_near_to_float64_as_torch_s(name: str, dtype: str) -> None:
-    """1.1 times stock's error is allowed by issue 22; in float32 sums are added in other orders, of which either is
-    the nearer one by chance, so twice that of stock."""
-    inputs = operands(name, dtype, "cpu", 64)
-    oracle = load_object(operators()[name].reference or "")(*inputs)
-    errors = {
-        impl: float((load_implementation(name, impl, "cpu").call(*inputs).double() - oracle).norm())
-        for impl in ("stock", "invariant")
-    }
-    assert errors["invariant"] <= {"bfloat16": 1.1, "float32": 2.0}[dtype] * errors["stock"]
+    """1.1 times stock's error at most, over several draws: of one either order is the nearer by chance."""
+    squares = Counter[str]()
+    for seed in range(3):
+        inputs = operands(name, dtype, "cpu", 64, seed)
+        oracle = load_object(operators()[name].reference or "")(*inputs)
+        for impl in ("stock", "invariant"):
+            off = load_implementation(name, impl, "cpu").call(*inputs).double() - oracle
+            squares[impl] += float(off.square().sum())
+    assert squares["invariant"] <= 1.1**2 * squares["stock"]
 
 
 @pytest.mark.parametrize("name", FORWARD)
