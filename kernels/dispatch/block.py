@@ -114,17 +114,17 @@ class Registration:
         self._between: set[str] = set()  # operators that stock called between blocks: each is taken away by itself
         # what is taken away at once -> torch's library, kept since each leaks a name; and operators registered now
         self._libraries, self._there = dict[tuple[str, str], Any](), set[str]()
-        self._users = self._operators = 0
-        self._signs: object = None
+        self._users = 0
+        self._signs = self._operators = tuple[object, ...]()
         self._kept: deque[Any] = deque(maxlen=_KEPT)
 
     def prepare(self) -> None:
         """Make the functions, while the kernels that are registered are still torch's own."""
-        signs = None if self._users else _signs()
-        if self._functions is not None and signs in (None, self._signs):
+        signs = self._signs if self._users else _signs()
+        if self._functions is not None and signs == self._signs:
             return
         self.take_away()  # an operator of a library that has gone would stay with its function
-        operators = len(torch._C._dispatch_get_all_op_names())
+        operators = len(torch._C._dispatch_get_all_op_names()), *signs[:1]
         if operators != self._operators:  # at first; a library that was loaded since has brought some
             functions: dict[str, dict[str, Callable[..., Any]]] = {}
             for (qualified, key), function in self._make().items():
@@ -137,12 +137,13 @@ class Registration:
         """One more user; the first puts the functions there. Not for two threads at once."""
         if not self._users:
             self.prepare()
-            try:
-                self._put()
-            except BaseException:
-                self.take_away()
-                raise
-        self._users += 1
+        self._users += 1  # from here on stock's calls (a signal's handler, a finalizer) take nothing away
+        try:
+            self._put()
+        except BaseException:
+            self._users -= 1
+            self.take_away(() if self._users else None)
+            raise
 
     def leave(self) -> None:
         """One user less; the last takes the functions away, or those that may not stay."""
@@ -155,7 +156,7 @@ class Registration:
         if not self._users and qualified in self._there and others_wait():
             few = len(self._functions or ()) - len(self._alone) - len(self._there) < _FEW
             self.take_away([qualified] if few and qualified in self._between else None, inside=qualified)
-            self._between.add(qualified)
+            self._between.update({qualified} - self._there)  # one that is still there keeps its library
 
     def _put(self) -> None:
         functions = self._functions or {}
@@ -174,29 +175,30 @@ class Registration:
     def take_away(self, operators: Iterable[str] | None = None, *, inside: str = "") -> None:
         """Have torch's own kernels be called again, of all operators by default; `inside`: of one that is under way."""
         chosen = list(self._there if operators is None else operators)
-        # what a thread may be inside of, or on its way into, is kept
-        for qualified in [inside] if inside else [] if others_wait() else chosen:
-            for key in (self._functions or {})[qualified]:
-                with suppress(RuntimeError):
-                    kernel = torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, _parsed(key))
-                    self._kept.append(kernel)
-        for group in {self._group(qualified) for qualified in chosen}:
+        groups = {self._group(qualified) for qualified in chosen}
+        # what a thread may be inside of, or on its way into, is kept: one that waits may wake up at any step below
+        for qualified in chosen if len(sys._current_frames()) > 1 else [inside] if inside else []:
+            self._kept.extend(_original(qualified, key) for key in (self._functions or {})[qualified])
+        if inside and not others_wait():
+            return
+        self._there.difference_update(chosen)  # first: after an interrupt the next block puts what it doesn't see there
+        for group in groups:
             self._libraries[group].reset()
-        self._there.difference_update(chosen)
 
     def _group(self, qualified: str) -> tuple[str, str]:
         namespace = qualified.partition("::")[0]
         return namespace, qualified if qualified in self._between else "alone" if qualified in self._alone else ""
 
 
-def _signs() -> object:
+def _signs() -> tuple[object, ...]:
     """Changes where a library may have brought operators: its code is mapped, or Python has registered them."""
-    said = len(torch.library._defs), len(torch.library._impls)
+    # a name is kept and told by its place: an operator that went and was defined anew is another
+    said = {id(name): name for name in torch.library._defs}, len(torch.library._impls)
     try:
         with open("/proc/self/status", "rb", buffering=0) as status:
-            return said, status.read(4096).partition(b"VmLib:")[2].partition(b"\n")[0]
+            return *said, status.read(4096).partition(b"VmLib:")[2].partition(b"\n")[0]
     except OSError:  # not Linux
-        return object()
+        return *said, object()
 
 
 _Functions = dict[tuple[str, str], Callable[..., Any]]

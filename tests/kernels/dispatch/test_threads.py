@@ -248,6 +248,103 @@ def test_what_came_between_two_blocks_is_watched() -> None:
     assert entered.coverage().replaced == {"_softmax": 1}
 
 
+def test_an_operator_in_place_of_another_is_watched() -> None:
+    """One operator went and one came between two blocks, of another name or the same: as many as there were."""
+    seen = []
+    for name, factor in (("a", 2), ("b", 3), ("b", 5)):
+        library = torch.library.Library("nondet_in_its_place", "DEF")
+        try:
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x, factor=factor: x * factor, "CPU")
+            with torch.no_grad(), batch_invariant() as entered:
+                assert identical(getattr(torch.ops.nondet_in_its_place, name)(X), X * factor)
+            seen.append(entered.coverage().at_risk[f"nondet_in_its_place::{name} float32"])
+        finally:
+            library._destroy()
+    assert seen == [1, 1, 1]
+
+
+def whole() -> bool:
+    """Whether a block computes by its kernels."""
+    with torch.no_grad(), batch_invariant() as entered:
+        stock()
+    return {"mm", "_softmax", "sum.dim_IntList", "linear", "silu"} <= entered.coverage().replaced.keys()
+
+
+def test_an_interrupt_at_any_step_of_stock_leaves_the_next_block_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while stock's call takes functions away: the next block computes by its own (1 in 30 was torch's)."""
+    codes = {f.__code__ for f in (Registration.stock_calls, Registration.take_away, block._stock_calls)}
+    steps = step = 0
+
+    def trace(frame: types.FrameType, event: str, arg: object) -> Any:
+        nonlocal steps
+        steps += event == "line" and frame.f_code in codes
+        if step and steps == step:
+            raise KeyboardInterrupt
+        return trace if frame.f_code in codes else None
+
+    def interrupted(at: int) -> int:
+        """A block, and stock's first call, of all functions; how many steps it took."""
+        nonlocal steps, step
+        block._registration.take_away()
+        monkeypatch.setattr(block._registration, "_between", set())
+        with batch_invariant():
+            pass
+        steps, step, tracing = 0, at, sys.gettrace()
+        try:
+            sys.settrace(trace)
+            torch.softmax(X, -1)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracing)
+        return steps
+
+    most = interrupted(0)
+    assert most > 10
+    for at in range(1, most + 1):
+        interrupted(at)
+        assert whole(), at
+
+
+def test_stock_takes_nothing_away_of_what_is_being_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer or a signal's handler calls torch while functions are put there."""
+    block._registration.take_away()
+    key_of, calls = block._parsed, iter(range(10**6))
+
+    def some(name: str) -> Any:
+        if next(calls) == 700:
+            stock()
+        return key_of(name)
+
+    monkeypatch.setattr(block, "_parsed", some)
+    assert whole()
+
+
+def test_what_is_taken_away_is_kept_for_a_thread_that_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits may be in torch an instant later: functions are kept for it, or stay where it woke up.
+
+    (They were not, and a thread came to a function that was no more: torch's assertion, or a crash.)
+    """
+    registration = block._registration
+    registration.take_away()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stock).result()
+        with batch_invariant():
+            pass
+        monkeypatch.setattr(registration, "_between", set())
+        answers = iter([True, False])
+        monkeypatch.setattr(block, "others_wait", lambda: next(answers, True))
+        there = len(registration._there)
+        registration._kept.clear()
+        torch.softmax(X, -1)
+        assert len(registration._there) == there
+        registration._kept.clear()
+        torch.softmax(X, -1)
+        assert not registration._there
+        assert len(registration._kept) >= there
+
+
 def test_stock_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that stayed does what torch does, and no proof."""
     with batch_invariant():
