@@ -22,6 +22,7 @@ from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import FORMULAS, Fault, Spec, rounded_to_fp8, score, weights_changed, widened, widths
 
 _TOKENS, _ROLLOUTS = 1024, 24  # that hypotheses are computed for, at least one rollout
+_LIKE = 1.5  # times their K3: what K3 of all rollouts may be for them to stand for all
 _LOGITS = 2**26  # numbers of logits that are kept for fits
 _COLUMNS = 2048  # of the largest logits that top-k and top-p are fitted in
 _RANK, _LOW = 64, 0.7  # of a difference of weights: the share of its energy that so few directions hold
@@ -60,7 +61,7 @@ def _same(one: Logprobs, other: Logprobs) -> Floats:
 
 
 def share_of(rollouts: Sequence[Rollout]) -> list[int]:
-    """Which rollouts hypotheses are computed for: evenly spread, about a thousand tokens of them."""
+    """Which rollouts hypotheses are computed for, unless these hide what is wrong: evenly, about a thousand tokens."""
     mean = sum(len(r.drawn) for r in rollouts) / len(rollouts)
     count = max(1, min(len(rollouts), _ROLLOUTS, round(_TOKENS / mean)))
     return sorted({int(i) for i in np.linspace(0, len(rollouts) - 1, count).round()})
@@ -119,8 +120,11 @@ def _plain(spec: Spec) -> Spec:
 
 def _seen(model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs) -> _Seen:
     chosen = share_of(rollouts)
-    ends = np.cumsum([0, *(len(r.drawn) for r in rollouts)])
-    places = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in chosen])
+    whole = np.split(np.arange(len(sampler)), np.cumsum([len(r.drawn) for r in rollouts])[:-1])
+    distance = trainer.astype(np.float64) - sampler
+    if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):  # the one that adds most, too
+        chosen = sorted({*chosen, int(np.argmax([_k3(distance[mine]) * len(mine) for mine in whole]))})
+    places = np.concatenate([whole[i] for i in chosen])
     lengths, part = widths(rollouts, spec.micro), [rollouts[i] for i in chosen]
     padded = [lengths[i] for i in chosen]
     stride = max(1, -(-len(places) * model.config.get_text_config().vocab_size // _LOGITS))
@@ -237,13 +241,8 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec) -> It
     for name in ("gap", "restart", "double"):
         yield "semantic", "positions", name, faulty(positions=name)
     if plain.padding != "packed":
-        unmasked = replace(plain, padding="left")
-        yield (
-            "semantic",
-            "padding mask",
-            "padding on the left is attended to",
-            lambda: run(model, unmasked, Fault(mask=False)),
-        )
+        unmasked, what = replace(plain, padding="left"), "padding on the left is attended to"
+        yield "semantic", "padding mask", what, lambda: run(model, unmasked, Fault(mask=False))
     for name, changes in {
         "its first token is missing": {"front": 1}, "its first 2 tokens are missing": {"front": 2},
         "its first token is there twice": {"front": -1}, "its last token is missing": {"back": 1},
