@@ -617,6 +617,8 @@ def _changed(section: RunSection, verdict: Verdict) -> Pill:
     vectors = [n for n in section.run.neighbours if n.impl == verdict.impl]
     if vectors:
         return Pill.NEIGHBOURS if any(n.top1_changed or n.topk_changed for n in vectors) else Pill.VECTORS
+    if Finding.MISMATCH in verdict.findings:
+        return Pill.SIDES
     if verdict.prompt is None:
         return Pill.KERNELS
     if section.axes:

@@ -70,6 +70,15 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     assert "The logprobs of the sampled tokens were compared, not the whole vocabulary." in verdict.notes
 
 
+def test_beside_a_run_of_training_no_kernel_is_blamed(tmp_path: Path) -> None:
+    """None was probed."""
+    path, out, told = written(tmp_path / "r.jsonl", lines()), tmp_path / "m.jsonl", tmp_path / "both.md"
+    assert main(["mismatch", "--rollouts", str(path), "--out", str(out), "--quiet"]) == 0
+    trained = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "trl-invariant.jsonl.gz"
+    assert main(["report", str(out), str(trained), "--out", str(told)]) == 0
+    assert told.read_text(encoding="utf-8").startswith("## Sampler and trainer differ\n")
+
+
 def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
     """Tokens in between that a tool wrote are in the text, and in no figure."""
     mask = [False, True, True, False, True]
