@@ -6,6 +6,7 @@ Each takes the dispatcher's key set and the operator's own arguments, and ends i
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import warnings
@@ -703,3 +704,12 @@ def passing(qualified: str, original: Any) -> Callable[..., Any]:
         return out
 
     return run
+
+
+# What is registered runs as it is, and so does what it calls: in the midst of a frame that torch.compile leaves to
+# Python (a graph break within `try` or `with`) its tracer looks at each function that is called, these among them.
+_eval_frame = torch._C._dynamo.eval_frame
+_AS_IT_IS = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+for _maker in (replacing, _in_memory, accepting_numbers, watching, certifying, passing):
+    for _code in filter(inspect.iscode, _maker.__code__.co_consts):
+        _eval_frame.set_code_exec_strategy(_code, _AS_IT_IS)

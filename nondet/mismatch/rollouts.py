@@ -91,6 +91,8 @@ def read_rollouts(path: Path) -> list[Rollout]:
             found.append(replace(rollout, name=name))
     if not found:
         raise UserError(f"{path} holds no rollouts", _FORM)
+    if not any(rollout.sampler.any() for rollout in found):
+        raise UserError(f"{path}: all of the sampler's logprobs are 0, as of padding", _FORM)
     return found
 
 

@@ -181,6 +181,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no JSON": ("prompt,completion\n", r"line 1: "),
     "NaN": (json.dumps(lines(1)[0]).replace('"sampler_logprobs": [', '"sampler_logprobs": [NaN, '), r"NaN or infinite"),
     "empty": ("", r"holds no rollouts"),
+    "padding": (lines(2, sampler_logprobs=[0.0] * 8, trainer_logprobs=[0.0] * 8), r"of the sampler's logprobs are 0"),
     "a mask of another length": ([{"token_ids": [1, 2], "loss_mask": [True]}], r"loss_mask has 1 entries for 2"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -118,6 +119,30 @@ def test_attention_that_is_not_shaped_as_its_queries(backend: str) -> None:
             call = torch.compile(F.scaled_dot_product_attention, backend=backend)
             assert torch.allclose(call(*operands), F.scaled_dot_product_attention(*operands), atol=1e-5)
     assert "scaled_dot_product_attention: taken apart by torch.compile, for its shapes" in block.coverage().at_risk
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_runs_in_a_frame_that_torch_does_not_compile(backend: str) -> None:
+    """A graph break within `try`: the tracer saw each Python function below as the model's, ours too, and ended."""
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = torch.softmax(x * 0.3, -1)
+        try:
+            with contextlib.suppress(ValueError):
+                torch._dynamo.graph_break()
+                y = torch.cumsum(y, -1) * 0.1
+        finally:
+            y.sum()  # something that is left to Python
+        return torch.log_softmax(y @ HEAD[:, :9].t(), -1)
+
+    x = rand(8, 9)
+    with torch.no_grad(), batch_invariant() as block:
+        plain = broken(x)
+        before = block.coverage().counts()
+        compiled = torch.compile(broken, backend=backend)
+        got = [compiled(x) for _ in range(3)]
+    assert all(identical(one, plain) for one in got)
+    assert block.coverage().counts() == {what: 4 * count for what, count in before.items()}
 
 
 @pytest.mark.parametrize("training", [True, False])
