@@ -28,6 +28,12 @@ X = torch.rand((8, 64), generator=torch.Generator().manual_seed(1)) * 2 - 1
 W = torch.rand((24, 64), generator=torch.Generator().manual_seed(2)) * 2 - 1
 
 
+@pytest.fixture(autouse=True)
+def _xdist_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist's worker has a thread of execnet's, which reads a pipe and could be anybody's to a block."""
+    monkeypatch.setattr(block, "_APART", block._APART | {"execnet"})
+
+
 def until_stopped(work: Callable[[], None], errors: list[Exception], counts: list[int]) -> Callable[[], None]:
     """A thread's body: `work` again and again, its errors kept."""
     place = len(counts)
