@@ -29,9 +29,12 @@ W = torch.rand((24, 64), generator=torch.Generator().manual_seed(2)) * 2 - 1
 
 
 @pytest.fixture(autouse=True)
-def _xdist_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest-xdist's worker has a thread of execnet's, which reads a pipe and could be anybody's to a block."""
-    monkeypatch.setattr(block, "_APART", block._APART | {"execnet"})
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block sees threads of the test, and not that of pytest-xdist, which reads a pipe and could be anybody's."""
+    before = sys._current_frames().keys() - {threading.get_ident()}
+    frames = sys._current_frames
+    seen = {"_current_frames": lambda: {i: f for i, f in frames().items() if i not in before}}
+    monkeypatch.setattr(block, "sys", types.SimpleNamespace(**vars(sys) | seen))
 
 
 def until_stopped(work: Callable[[], None], errors: list[Exception], counts: list[int]) -> Callable[[], None]:
