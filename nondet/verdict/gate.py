@@ -291,7 +291,7 @@ def decide(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
-    if limits is not None and limits != Thresholds():
+    if limits is not None and limits.asked:
         return _by_thresholds(run, verdicts, limits)
     drawn = unseeded(run)
     outcome, reasons = answer(run, verdicts, drawn=drawn)

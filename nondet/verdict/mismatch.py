@@ -253,19 +253,22 @@ class Thresholds(NamedTuple):
     k3: float | None = None
     mult_prob_error: float | None = None
 
+    @property
+    def asked(self) -> list[tuple[str, str, float]]:
+        """Those that are: what the figure is called, its field, and the threshold."""
+        names = ("other bits", "differ"), ("K3", "k3"), ("mean of exp |d|", "mult_prob_error")
+        return [(*name, limit) for name, limit in zip(names, self, strict=True) if limit is not None]
 
-# An arm, what of it is held against a threshold, its value, where that was seen, and the threshold.
+
+# An arm, what of it is compared with a threshold, its value, where that was seen, and the threshold.
 Held = tuple[str, str, float, str, float]
 
 
 def held(run: Run, limits: Thresholds) -> Iterator[Held]:
-    """What a run of `nondet mismatch` holds against the thresholds that are asked."""
+    """What a run of `nondet mismatch` holds beside the thresholds that are asked."""
     for pair in pairs(run):
         if (figures := pair.figures) is None:
             continue
-        told = (
-            ("other bits", figures.differ, limits.bits), ("K3", figures.k3, limits.k3),
-            ("mean of exp |d|", figures.mult_prob_error, limits.mult_prob_error),
-            ("rows of other logits", pair.rows_differ, 0 if limits.bits == 0 and pair.whole else None),
-        )  # fmt: skip
-        yield from ((pair.impl, name, value, "", limit) for name, value, limit in told if limit is not None)
+        yield from ((pair.impl, name, getattr(figures, field), "", limit) for name, field, limit in limits.asked)
+        if limits.bits == 0 and pair.whole:
+            yield pair.impl, "rows of other logits", pair.rows_differ, "", 0

@@ -147,16 +147,13 @@ def held(run: Run, limits: Thresholds) -> Iterator[Held]:
     Raises:
         UserError: the steps have no such mean: an older nondet made them.
     """
-    asked = [("other bits", "differ", limits.bits), ("K3", "k3", limits.k3)]
-    asked.append(("mean of exp |d|", "mult_prob_error", limits.mult_prob_error))
     for impl in dict.fromkeys(s.impl for s in run.training_steps):
         steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
-        for name, field, limit in asked if steps else ():
+        for name, field, limit in limits.asked if steps else ():
             values = [getattr(s, field) for s in steps]
-            if limit is not None and None in values:
+            if None in values:
                 what = f"{run.source or 'the run'} holds no {name}: an older nondet made it"
                 raise UserError(what, "Gate it by --k3, or train again.")
-            if limit is not None:
-                worst, count = steps[values.index(max(values))], isinstance(values[0], int)
-                where = f" ({'most in ' * count}step {worst.step}, seed {worst.seed})" * bool(max(values))
-                yield impl, name, sum(values) if count else max(values), where, limit
+            worst, count = steps[values.index(max(values))], field == "differ"
+            where = f" ({'most in ' * count}step {worst.step}, seed {worst.seed})" * bool(max(values))
+            yield impl, name, sum(values) if count else max(values), where, limit
