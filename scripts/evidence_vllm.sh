@@ -154,11 +154,15 @@ for model in $MODELS; do # stock and ours in one memory, timed in turns; then wh
         wait
     done
 done
-for model in $MODELS; do # ranks are at risk until this was run
+for model in $MODELS; do # more ranks than two are at risk; SIDE modes at a time
     part ranks && [ "${RANKS:-1}" -gt 1 ] || break
     for mode in nondet stock; do
-        NONDET_ALLOW_AT_RISK=1 one "ranks$RANKS-$model-$mode" --mode $mode --model "$model" --ranks "$RANKS" --cache-gib "$GIB" --copies "${COPIES:-500}" ${MORE:-}
+        while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done
+        NONDET_ALLOW_AT_RISK=$((RANKS > 2)) caches "$OUT.caches/ranks$RANKS-$model-$mode" one "ranks$RANKS-$model-$mode" --mode $mode \
+            --model "$model" --ranks "$RANKS" --cache-gib "$GIB" --copies "${COPIES:-500}" ${MORE:-} &
     done
+    wait
+    for mode in nondet stock; do [ -f "$OUT/ranks$RANKS-$model-$mode.json" ] || failed=1; done
 done
 if part thousand; then # 1,000 copies of two prompts among others, prompts in chunks, prefixes cold and warm; SIDE at a time
     for mode in nondet stock; do

@@ -361,6 +361,44 @@ def stands_alone(
     return None
 
 
+def sum_of_two_stands(
+    group: Any,
+    capture: Callable[[Any], Any],
+    width: int,
+    dtype: torch.dtype,
+    counts: Sequence[int],
+    graphs: Sequence[int],
+) -> int | None:
+    """`stands_alone` of vLLM's sum over two ranks: two numbers have one sum, if nothing but their sum is taken.
+
+    Args:
+        group: vLLM's GroupCoordinator. Both ranks call this, with the same arguments.
+        capture: vLLM's graph_capture(device).
+        counts: Every M that is asked without a graph, ascending.
+        graphs: Those that are captured and replayed as well; without effect off CUDA.
+    """
+    device = group.device
+    captured: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+
+    def replayed(x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in captured:
+            graph, given = torch.cuda.CUDAGraph(), x.clone()
+            with capture(device) as context, torch.cuda.graph(graph, stream=context.stream):
+                captured[len(x)] = graph, given, group.all_reduce(given)
+        graph, given, out = captured[len(x)]
+        given.copy_(x)
+        graph.replay()
+        return out
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        mine = x.roll(group.rank_in_group, -1)
+        again = replayed if device.type == "cuda" and len(x) in graphs else group.all_reduce
+        # both ranks see the bits of both, so that they judge alike, and none waits for the other
+        return group.all_gather(torch.cat((group.all_reduce(mine), again(mine)), -1), -1)
+
+    return stands_alone(summed, width, dtype, device, counts)
+
+
 def _from(
     compute: Callable[[torch.Tensor], torch.Tensor], rows: int, x: torch.Tensor, large: torch.Tensor, start: int
 ) -> torch.Tensor:

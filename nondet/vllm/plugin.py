@@ -655,13 +655,33 @@ def _products(noted: Counter[str]) -> str:
     return ", ".join(sorted(name for name in noted if name.startswith("grouped"))) or "?"
 
 
-def config_standings(config: Any) -> Iterator[Standing]:
-    """What of a configuration, beside its layers, is not proven."""
+def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standing]:
+    """What of a configuration, beside its layers, has to be proven: what ranks exchange.
+
+    Args:
+        counts: Numbers of rows that the sum over two ranks is asked for; none: it is not asked.
+    """
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
         if ranks > 1:
+            said = _of_two_ranks(config, counts) if (name, ranks) == ("tensor", 2) and counts else None
             why = "what ranks exchange was not proven under vLLM"
-            yield Standing(f"{name} parallelism", f"{ranks} ranks", AT_RISK, why)
+            yield Standing(f"{name} parallelism", f"{ranks} ranks", *(said or (AT_RISK, why)))
+
+
+def _of_two_ranks(config: Any, counts: Sequence[int]) -> tuple[str, str]:
+    """(standing, why) of vLLM's sum over two ranks; whatever else they exchange is copied."""
+    from nondet.vllm.operators import sum_of_two_stands
+
+    graphs, model = limits_of(config)[0], config.model_config
+    try:
+        group, capture = (seam_at(f"vllm.distributed.parallel_state:{n}") for n in ("get_tp_group", "graph_capture"))
+        failed = sum_of_two_stands(group(), capture, model.get_hidden_size(), model.dtype, counts, graphs)
+    except Exception as error:  # noqa: BLE001 - whatever vLLM's sum raises, it is not proven
+        return AT_RISK, f"the sum over ranks could not be tested: {one_line(str(error), 120) or type(error).__name__}"
+    if failed is not None:
+        return AT_RISK, f"the sum over ranks gives a row other bits at M={failed} than at M={counts[-1]}"
+    return CERTIFIED, f"two ranks have one sum: equal bits at {len(counts)} row counts, graphs' sizes in graphs as well"
 
 
 def limits_of(config: Any) -> tuple[list[int], int, int]:
@@ -779,7 +799,7 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
         except Exception as error:  # noqa: BLE001 - a start without it is slower, and nothing else
             log(f"attention's kernels are not compiled ahead: {one_line(str(error), 120) or type(error).__name__}")
     seen: dict[tuple[Any, ...], operators.Certified] = {}
-    found = list(config_standings(config))
+    found = list(config_standings(config, counts))
     own = _or_scaled(own_kernel(config), counts, config, seen)
     for name, module in model.named_modules():
         standing = standing_of(name, module, own)

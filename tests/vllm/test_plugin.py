@@ -470,9 +470,44 @@ def test_what_did_not_run_at_start_by_ours_is_no_replaced_layer(toy: Toy, monkey
     assert operators.not_met({"qkv": it[1].qkv.weight}) == []
 
 
-def test_ranks_are_at_risk(toy: Toy) -> None:
-    with pytest.raises(UserError, match="the first tensor parallelism"):
-        loaded(toy, model(), parallel_config__tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tensor": 4}, "the first tensor parallelism .*: what ranks exchange was not proven"),
+        ({"pipeline": 2}, "the first pipeline parallelism .*: what ranks exchange was not proven"),
+        ({"tensor": 2}, "the first tensor parallelism .*: the sum over ranks could not be tested: No module"),
+    ],
+)
+def test_ranks_are_at_risk(toy: Toy, changes: dict[str, int], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        loaded(toy, model(), **{f"parallel_config__{name}_parallel_size": n for name, n in changes.items()})
+
+
+def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either rank's view; a sum that travels in fewer bits from 16 rows on is no sum of the two."""
+    asked: list[int] = []
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        asked.append(len(x))
+        other = x.roll(-1 if group.rank_in_group else 1, -1)
+        return x + (other.to(torch.float8_e5m2).to(x.dtype) if faulty and len(x) >= 16 else other)
+
+    group = SimpleNamespace(
+        device=torch.device("cpu"), all_reduce=all_reduce, all_gather=lambda x, dim: torch.cat((x, x), dim)
+    )
+    ranks = SimpleNamespace(get_tp_group=lambda: group, graph_capture=None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", ranks)
+    for rank, faulty in ((0, False), (1, False), (0, True), (1, True)):
+        group.rank_in_group = rank
+        asked.clear()
+        if faulty:
+            with pytest.raises(UserError, match="the sum over ranks gives a row other bits at M=1 than at M=64"):
+                loaded(toy, model(), parallel_config__tensor_parallel_size=2)
+        else:
+            standing = loaded(toy, model(), parallel_config__tensor_parallel_size=2).of_nondet[0]
+            assert standing.standing == plugin.CERTIFIED
+            assert "two ranks have one sum: equal bits at 7 row counts" in standing.why
+            assert {*asked} == {1, 2, 4, 8, 16, 32, 64}
 
 
 def test_a_quantized_layer_is_asked_and_not_replaced(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
