@@ -4,11 +4,12 @@
 # PYTHON's environment. One file a mode and model under OUT; what is there is kept, so a call that was cut off is made
 # again as it was. PACK names one archive (some 100 kB) of all that is there, written anew after each result.
 # usage: OUT=FOLDER [PACK=FILE.tgz] [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
-# What is owed to docs/evidence/vllm, in the order of its worth, each a call of under 9 minutes on one H200:
-#   SIDE=7 ONLY=fp8 OUT=/tmp/ev PACK=$OUT/fp8.tgz scripts/evidence_vllm.sh            # static scales, layers replaced: 4 min
-#   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/8b.tgz scripts/evidence_vllm.sh      # both in memory, in turns: 6 min
-#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/0.6b.tgz scripts/evidence_vllm.sh  # and profiles of both: 7 min
-#   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=$OUT/starts.tgz scripts/evidence_vllm.sh  # 4 starts, 2 at a time: 5 min
+# Calls of under 9 minutes on one H200, made for docs/evidence/vllm at 12748eb:
+#   SIDE=7 ONLY=fp8 OUT=/tmp/ev PACK=$OUT/fp8.tgz scripts/evidence_vllm.sh            # static scales, layers replaced: 2 min
+#   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/8b.tgz scripts/evidence_vllm.sh      # both in memory, in turns: 4 min
+#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/0.6b.tgz scripts/evidence_vllm.sh  # and profiles of both: 5 min
+#   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=$OUT/starts.tgz scripts/evidence_vllm.sh  # 4 starts, 2 at a time: 3 min
+# and the one that is owed to it:
 #   RANKS=2 MODELS=8b ONLY=ranks OUT=/tmp/ev PACK=$OUT/ranks.tgz scripts/evidence_vllm.sh   # two or four GPUs: 5 min
 # In such a call $OUT is the folder that comes back. Other parts: server, sample, trace, thousand, load.
 set -euo pipefail

@@ -59,11 +59,13 @@ def ratios(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, tuple[float
 
     found = {n: over(one["s"], ours["speed"][n]["s"]) for n, one in stock.get("speed", {}).items()}
     for a, b in zip(stock.get("long", ()), ours.get("long", ()), strict=False):
-        cell = f"{a['requests']}x{a['keys']}"
-        prefill, step = a["prefill_s"] / b["prefill_s"], a["ms_per_step"] / b["ms_per_step"]
-        # a step's is of least times: the difference of two of these has no repeats of its own
-        found[f"{cell} prefill"] = over(a["s"]["8"], b["s"]["8"]) if "s" in a and "s" in b else (prefill,) * 3
-        found[f"{cell} step"] = (step,) * 3
+        cell, (left, right) = f"{a['requests']}x{a['keys']}", (one.get("s") for one in (a, b))
+        if left and right:  # runs of 8 and of 136 tokens were timed in turns: each two neighbours give a step's time
+            steps = ([y - x for x, y in zip(s["8"], s["136"], strict=True)] for s in (left, right))
+            found |= {f"{cell} prefill": over(left["8"], right["8"]), f"{cell} step": over(*steps)}
+        else:
+            found[f"{cell} prefill"] = (a["prefill_s"] / b["prefill_s"],) * 3
+            found[f"{cell} step"] = (a["ms_per_step"] / b["ms_per_step"],) * 3
     return found
 
 
