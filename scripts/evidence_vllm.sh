@@ -9,8 +9,8 @@
 #   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/8b.tgz scripts/evidence_vllm.sh      # both in memory, in turns: 4 min
 #   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/0.6b.tgz scripts/evidence_vllm.sh  # and profiles of both: 5 min
 #   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=$OUT/starts.tgz scripts/evidence_vllm.sh  # 4 starts, 2 at a time: 3 min
-# and the one that is owed to it:
-#   RANKS=2 MODELS=8b ONLY=ranks OUT=/tmp/ev PACK=$OUT/ranks.tgz scripts/evidence_vllm.sh   # two or four GPUs: 5 min
+# and on two H100s at 444df9a (four were never had):
+#   RANKS=2 SIDE=2 MODELS=8b GIB=16 ONLY=ranks OUT=/tmp/ev PACK=$OUT/ranks.tgz scripts/evidence_vllm.sh   # 4 min
 # In such a call $OUT is the folder that comes back. Other parts: server, sample, trace, thousand, load.
 set -euo pipefail
 cd "$(dirname "$0")/.."
