@@ -17,10 +17,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import nondet
 from nondet.core.compare import identical
 from nondet.errors import UserError
+from nondet.kernels.attention_backward import cpu as attention_cpu
 from nondet.sampling.engine import pinned, run_session
 from nondet.sampling.plan import Load, Request, Sampling
 
@@ -290,27 +294,95 @@ def test_nothing_of_a_dense_pass_is_left_stock_or_at_risk(name: str) -> None:
     assert not coverage.at_risk, coverage.at_risk
 
 
+class Wide(TorchDispatchMode):
+    """float64 wherever a model asks for float32: in norms, rotations, a router's softmax, the loss. None is left."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        out = function(*args, **kwargs)
+        floats = [x.dtype for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        assert set(floats) <= {torch.float64}, function
+        return out
+
+
+def gradients(
+    model: Any, rollouts: Rollouts, choices: list[torch.Tensor], block: AbstractContextManager[Any], ours: bool = False
+) -> list[torch.Tensor]:
+    """Of each parameter, in float64. Experts are those of `choices`, router call by router call; if empty, kept there.
+
+    For a choice that flips beside float64's outweighs all roundings: in bfloat16 1 in 100 does, which trebles the
+    error, and in 32 rollouts ours was 0.65 to 2.17 of stock's.
+    """
+    given = iter(choices.copy()) if choices else None
+
+    def route(_router: Any, _args: Any, out: Any) -> Any:
+        logits, _, chosen = out
+        if given is None:
+            choices.append(chosen)
+            return None
+        chosen = next(given)
+        shares = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+        return logits, (shares / shares.sum(-1, keepdim=True)).to(logits.dtype), chosen
+
+    for module in model.modules():
+        if isinstance(module, Qwen3MoeTopKRouter):
+            module.register_forward_hook(route)
+    with pinned(1):
+        train(model, rollouts, "left", 8, block, stock_formula=not ours, rows=False)
+    return [p.grad.double() for p in model.parameters()]
+
+
+def errors_of_stock_s(name: str, dtype: str) -> tuple[float, float]:
+    """Our gradient's distance from float64's, in stock's: (of all weights together, of the worst tensor)."""
+    rollouts = sampled(name, dtype, "cpu")
+    exact, choices = make(name, dtype, "cpu").double(), []
+    exact.set_experts_implementation("eager")  # torch's grouped product has no float64
+    oracle = gradients(exact, rollouts, choices, Wide())
+    block = nondet.batch_invariant(training=True)
+    ours = gradients(make(name, dtype, "cpu"), rollouts, choices, block, ours=True)
+    stock = gradients(make(name, dtype, "cpu"), rollouts, choices, nullcontext())
+    mine, theirs = (
+        torch.stack([(x - of).norm() for x, of in zip(found, oracle, strict=True)]) for found in (ours, stock)
+    )
+    return float(mine.norm() / theirs.norm()), float((mine / theirs).max())
+
+
+# Most of stock's error, of all weights together; of one tensor twice that. Seen on an AMD EPYC without AVX-512, in 10
+# rollouts of each model, and 3 each with MKL's and oneDNN's AVX and oldest kernels (MKL_CBWR, ONEDNN_MAX_CPU_ISA) and
+# with torch 2.11: 0.77 to 1.07 in bfloat16 (a tensor 1.43), 0.68 to 1.28 in float32 (1.91). Why other machines should
+# not differ: torch's formulas with every operator in float64 and rounded once are a stock that adds without error.
+# (3 rollouts of each) In bfloat16 stock is as far from float64 as that, 0.99 to 1.02; in float32 ours is 1.5 to 2.4
+# times as far, a tensor 3.3.
+MOST = {"bfloat16": 1.5, "float32": 3.0}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_gradient_is_no_further_from_float64_than_stock_s(name: str, dtype: str) -> None:
-    """All weights' gradients together, on rollouts laid out to the left; the oracle is torch's in float64.
+def test_the_gradient_is_about_as_far_from_float64_as_stock_s(name: str, dtype: str) -> None:
+    """On rollouts laid out to the left.
 
-    In bfloat16 0.81 to 1.01 of stock's error was seen; in float32, where products are chains here and blocks there, up
-    to 1.15.
+    A term that is lost, or one rounding to bfloat16 in a float32 model, is far beyond the bounds (the next test). One
+    rounding more in a bfloat16 model is within them: those are for each operator's own tests.
     """
-    rollouts = sampled(name, dtype, "cpu")
+    together, worst = errors_of_stock_s(name, dtype)
+    assert together <= MOST[dtype]
+    assert worst <= 2 * MOST[dtype]
 
-    def gradient(model: Any, block: AbstractContextManager[Any] | None, formula: bool) -> torch.Tensor:
-        with pinned(1):
-            train(model, rollouts, "left", 8, block, stock_formula=formula)
-        return torch.cat([p.grad.double().reshape(-1) for p in model.parameters()])
 
-    exact = make(name, dtype, "cpu").double()
-    exact.set_experts_implementation("eager")  # torch's grouped product has no float64
-    oracle = gradient(exact, None, True)
-    stock = (gradient(make(name, dtype, "cpu"), None, True) - oracle).norm()
-    ours = (gradient(make(name, dtype, "cpu"), nondet.batch_invariant(training=True), False) - oracle).norm()
-    assert ours <= {"bfloat16": 1.1, "float32": 1.2}[dtype] * stock
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_worse_gradient_is_seen(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row's exponentials take off is not there; in float32, sums over keys are rounded to bfloat16."""
+    sums = attention_cpu._sums
+
+    def planted(x: torch.Tensor) -> torch.Tensor:
+        return sums(x).bfloat16().float() if dtype == "float32" else sums(x) * bool((x >= 0).all())
+
+    monkeypatch.setattr(attention_cpu, "_sums", planted)
+    together, worst = errors_of_stock_s("qwen3", dtype)
+    assert together > 5 * MOST[dtype]
+    assert worst > 10 * MOST[dtype]
 
 
 def test_packed_weights_are_refused() -> None:
