@@ -213,8 +213,7 @@ def library(
     Raises:
         NotImplementedError: torch has no such product.
     """
-    rows = len(a)
-    blocks = _form(scale_a, scale_b, rows, b.shape[1]) == "block"
+    rows, blocks = len(a), _form(scale_a, scale_b, len(a), b.shape[1]) == "block"
     if blocks and (more := -rows % step):
         padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
         padded[:rows] = a.view(torch.uint8)
@@ -228,6 +227,7 @@ def padded(a, b, scale_a, scale_b, dtype) -> torch.Tensor:
     """What torch has at any M with scales in blocks: rows in multiples of four, which it refuses otherwise."""
     if scale_a.dim() < 2 or scale_a.shape[1] == 1:
         raise NotImplementedError("with one scale or scales of rows nothing is padded: see stock")
+    note(f"{LIBRARY}, rows in fours")
     return library(a, b, scale_a, scale_b, dtype)
 
 

@@ -241,7 +241,9 @@ def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
     given = operands("bell", "block", (rows, 512, 256), (E4M3, E4M3), "cpu", 0)
     stock_padded = load_object(operators()["scaled_matmul"].implementation("stock-padded").target("cuda"))
     for library in (cuda.library, stock_padded):  # the latter is asked about beside stock, which refuses a single row
-        assert identical(library(*given, torch.float32), cpu.scaled_matmul(*given, torch.float32))
+        with listen() as ran:
+            assert identical(library(*given, torch.float32), cpu.scaled_matmul(*given, torch.float32))
+    assert "torch._scaled_mm, rows in fours" in ran
     assert "stock-padded" in implementations_of("scaled_matmul", ["stock"], "cuda", [])
     by_row = operands("bell", "row", (rows, 512, 256), (E4M3, E4M3), "cpu", 0)
     apart = (
