@@ -50,7 +50,7 @@ _VECTOR = 32  # elements of a short dtype
 _WHOLE = "whole rows"
 _NO_SCORE = -1e4  # whose exponential is 0
 _TOLD = 16  # exponentials at least
-_DRAWS = 16  # of numbers whose exponential and ones are to add up to a sum, 4 each
+_DRAWS = 64  # of numbers whose exponential and ones are to add up to a sum, 4 each; after 16 of few sums: most are told
 _PRODUCTS = ("linear", "split_k", "grouped_matmul")
 _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
 # Inputs whose bits a proven tree predicts. The last are this probe's own, see `_zeros`.
@@ -832,10 +832,10 @@ def _reciprocals(shares: Shares, K: int, device: str, totals: Array, known: dict
     normal = np.where(totals > 0, 2.0 * digits, 1.0)
     rng, left = np.random.default_rng(2), np.array(sorted(set(normal.tolist()) - set(known)))
     known |= dict.fromkeys(left.tolist(), math.nan)
-    for _ in range(_DRAWS):  # an exponential may be some of its digits off, or two may fit: further numbers are tried
-        for ones in (2, 3) if K > 3 else (1,):
+    for turn in range(_DRAWS):  # an exponential may be some of its digits off, or two may fit: more numbers are tried
+        for ones in (2, 3) if K > 3 and turn % 2 == 0 else (1,):  # beside few ones, and beside one: two may always fit
             scale = min(ones, 2)
-            some = np.repeat(left[np.floor(2 * left) == ones] if K > 3 else left, 4)
+            some = np.repeat(left if ones == 1 else left[np.floor(2 * left) == ones], 4)
             if not len(some):
                 continue
             near = scale * (some + rng.normal(0.0, 1.0, len(some)) * 2.0**-23) - ones
@@ -845,7 +845,7 @@ def _reciprocals(shares: Shares, K: int, device: str, totals: Array, known: dict
             sums = [np.float32(ones - n) + (np.float32(n) + could) == want for n in range(ones)]
             told = fits.any(1) & ~(fits & ~np.all(sums, 0)).any(1)
             known |= dict(zip(some[told].tolist(), (scale * least[told, 0].astype(np.float64)).tolist(), strict=True))
-        left = np.array([want for want in left.tolist() if math.isnan(known[want])])
+        left = np.array([want for want in left.tolist() if math.isnan(known[want])])[: _SUMS if turn > 15 else None]
     return np.ldexp(np.array([known[want] for want in normal.tolist()]), 1 - exponents)
 
 

@@ -213,14 +213,13 @@ def library(
     Raises:
         NotImplementedError: torch has no such product.
     """
-    rows = len(a)
-    left, right = scale_a.contiguous(), scale_b.contiguous()  # as torch takes them
-    if _form(scale_a, scale_b, rows, b.shape[1]) == "block":
-        if more := -rows % step:
-            padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
-            padded[:rows] = a.view(torch.uint8)
-            a, scale_a = padded.view(a.dtype), torch.nn.functional.pad(scale_a, (0, 0, 0, more))
-        left, right = block_scales(scale_a, scale_b)
+    rows, blocks = len(a), _form(scale_a, scale_b, len(a), b.shape[1]) == "block"
+    if blocks and (more := -rows % step):
+        padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
+        padded[:rows] = a.view(torch.uint8)
+        a, scale_a = padded.view(a.dtype), torch.nn.functional.pad(scale_a, (0, 0, 0, more))
+    # as torch takes them; a copy only where they lie otherwise, for each is a launch
+    left, right = block_scales(scale_a, scale_b) if blocks else (scale_a.contiguous(), scale_b.contiguous())
     return or_refused(lambda: torch._scaled_mm(a, b, left, right, bias, out_dtype=dtype), LIBRARY, a)[:rows]
 
 
@@ -228,6 +227,7 @@ def padded(a, b, scale_a, scale_b, dtype) -> torch.Tensor:
     """What torch has at any M with scales in blocks: rows in multiples of four, which it refuses otherwise."""
     if scale_a.dim() < 2 or scale_a.shape[1] == 1:
         raise NotImplementedError("with one scale or scales of rows nothing is padded: see stock")
+    note(f"{LIBRARY}, rows in fours")
     return library(a, b, scale_a, scale_b, dtype)
 
 
