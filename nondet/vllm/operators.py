@@ -342,8 +342,11 @@ def stands_alone(
     Args:
         counts: Every M that is asked; the largest is what the others are compared with.
 
-    A kernel that fails to run at some M, or gives another shape, does not stand there either. Nothing is kept for the
-    next start: which kernel a quantized layer has follows from settings that no key of ours would name.
+    Nothing is kept for the next start: which kernel a quantized layer has follows from settings that no key of ours
+    would name.
+
+    Raises:
+        RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
     """
     most, kept = max(counts), Certificates({"device": str(device)}, None)
     whole: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -356,6 +359,8 @@ def stands_alone(
             places = [(kind, start) for kind in _KINDS for start in sorted({0, most - rows})]
             asked = ((f"{kind} from row {start}", (*whole[kind], start)) for kind, start in places)
             known = prove([claim], lambda x, large, start, n=rows: large[start : start + n], asked, kept)[0]
+            if known is None:
+                raise RuntimeError(f"M={rows}: {kept.aside().get(claim[:2], 'out of memory')}")
             if not known:
                 return rows
     return None
@@ -376,6 +381,9 @@ def sum_of_two_stands(
         capture: vLLM's graph_capture(device).
         counts: Every M that is asked without a graph, ascending.
         graphs: Those that are captured and replayed as well; without effect off CUDA.
+
+    Raises:
+        Exception: it failed, on this rank alone perhaps: then the other one waits in a sum until this process ends.
     """
     device = group.device
     captured: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
@@ -392,6 +400,7 @@ def sum_of_two_stands(
 
     def summed(x: torch.Tensor) -> torch.Tensor:
         mine = x.roll(group.rank_in_group, -1)
+        mine[:, 0] = -0.0  # on both: who adds to a zero of his own, or keeps -0.0 for "not there yet", loses the sign
         again = replayed if device.type == "cuda" and len(x) in graphs else group.all_reduce
         # both ranks see the bits of both, so that they judge alike, and none waits for the other
         return group.all_gather(torch.cat((group.all_reduce(mine), again(mine)), -1), -1)

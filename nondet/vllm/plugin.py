@@ -670,15 +670,24 @@ def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standi
 
 
 def _of_two_ranks(config: Any, counts: Sequence[int]) -> tuple[str, str]:
-    """(standing, why) of vLLM's sum over two ranks; whatever else they exchange is copied."""
+    """(standing, why) of vLLM's sum over two ranks; whatever else they exchange is copied.
+
+    Raises:
+        UserError: the sum failed, on this rank alone perhaps. NONDET_ALLOW_AT_RISK=1 is no help: two ranks that went
+            on would wait for each other, or add what does not belong together.
+    """
     from nondet.vllm.operators import sum_of_two_stands
 
     graphs, model = limits_of(config)[0], config.model_config
+    what = "the sum over ranks could not be tested"
     try:
         group, capture = (seam_at(f"vllm.distributed.parallel_state:{n}") for n in ("get_tp_group", "graph_capture"))
+    except (ImportError, AttributeError) as error:  # on both ranks
+        return AT_RISK, f"{what}: {one_line(str(error), 120)}"
+    try:
         failed = sum_of_two_stands(group(), capture, model.get_hidden_size(), model.dtype, counts, graphs)
-    except Exception as error:  # noqa: BLE001 - whatever vLLM's sum raises, it is not proven
-        return AT_RISK, f"the sum over ranks could not be tested: {one_line(str(error), 120) or type(error).__name__}"
+    except Exception as error:
+        raise UserError(f"{what}: {one_line(str(error), 120) or type(error).__name__}", _STOCK) from error
     if failed is not None:
         return AT_RISK, f"the sum over ranks gives a row other bits at M={failed} than at M={counts[-1]}"
     return CERTIFIED, f"two ranks have one sum: equal bits at {len(counts)} row counts, graphs' sizes in graphs as well"

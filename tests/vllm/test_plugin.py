@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -484,20 +488,22 @@ def test_ranks_are_at_risk(toy: Toy, changes: dict[str, int], why: str) -> None:
 
 
 def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either rank's view; a sum that travels in fewer bits from 16 rows on is no sum of the two."""
+    """Either rank's view; from 16 rows on a sum that travels in fewer bits, or begins with a zero, is another one."""
     asked: list[int] = []
+    faults: dict[str, Any] = {"bits": lambda x: x.to(torch.float8_e5m2).to(x.dtype), "sign": lambda x: x + 0.0}
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
         asked.append(len(x))
         other = x.roll(-1 if group.rank_in_group else 1, -1)
-        return x + (other.to(torch.float8_e5m2).to(x.dtype) if faulty and len(x) >= 16 else other)
+        other[:, 0] = -0.0  # as the other rank has it
+        return x + (faults[faulty](other) if faulty and len(x) >= 16 else other)
 
     group = SimpleNamespace(
         device=torch.device("cpu"), all_reduce=all_reduce, all_gather=lambda x, dim: torch.cat((x, x), dim)
     )
     ranks = SimpleNamespace(get_tp_group=lambda: group, graph_capture=None)
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", ranks)
-    for rank, faulty in ((0, False), (1, False), (0, True), (1, True)):
+    for rank, faulty in itertools.product((0, 1), ("", "bits", "sign")):
         group.rank_in_group = rank
         asked.clear()
         if faulty:
@@ -508,6 +514,75 @@ def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy, monkeypatch: pytest.Mo
             assert standing.standing == plugin.CERTIFIED
             assert "two ranks have one sum: equal bits at 7 row counts" in standing.why
             assert {*asked} == {1, 2, 4, 8, 16, 32, 64}
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_two_ranks_judge_alike_after_as_many_calls(faulty: bool) -> None:
+    """A fault that one of them alone sees: both name the row count where it is, and none waits for the other."""
+    meet, given, calls = threading.Barrier(2, timeout=60), [torch.empty(0)] * 2, [0, 0]
+
+    class Rank:
+        device = torch.device("cpu")
+
+        def __init__(self, number: int) -> None:
+            self.rank_in_group = number
+
+        def both(self, x: torch.Tensor) -> list[torch.Tensor]:
+            calls[self.rank_in_group] += 1
+            given[self.rank_in_group] = x
+            meet.wait()
+            found = [*given]
+            meet.wait()
+            return found
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            mine, other = self.both(x)
+            assert not compare.identical(mine, other)
+            return mine + (
+                other.to(torch.float8_e5m2).to(x.dtype) if faulty and len(x) == self.rank_in_group else other
+            )
+
+        def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+            return torch.cat(self.both(x), dim)
+
+    def judged(number: int) -> int | None:
+        return operators.sum_of_two_stands(Rank(number), nullcontext, 32, torch.bfloat16, [1, 2, 8], [1, 2])
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert [*ranks.map(judged, (0, 1))] == ([1, 1] if faulty else [None, None])
+    assert calls[0] == calls[1] > 0
+
+
+@pytest.mark.parametrize(("where", "why"), [("first", "lost"), ("later", "M=4: bell from row 0: RuntimeError: lost")])
+def test_a_sum_that_fails_on_one_rank_ends_it(toy: Toy, monkeypatch: pytest.MonkeyPatch, where: str, why: str) -> None:
+    """Whatever is allowed: the other rank waits in a sum, and adds to this one's next sum what is of another."""
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        if where == "first" or len(x) == 4:
+            raise RuntimeError("lost")
+        return x + x
+
+    group = SimpleNamespace(
+        device=torch.device("cpu"), rank_in_group=0, all_reduce=all_reduce, all_gather=lambda x, dim: x
+    )
+    ranks = SimpleNamespace(get_tp_group=lambda: group, graph_capture=None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", ranks)
+    monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
+    with pytest.raises(UserError, match=f"^the sum over ranks could not be tested: {why}"):
+        loaded(toy, model(), parallel_config__tensor_parallel_size=2)
+
+
+def test_a_kernel_that_fails_is_not_said_to_give_other_bits(toy: Toy) -> None:
+    class Failing(Fp8):
+        def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            if len(x) == 4:
+                raise RuntimeError("no kernel for it")
+            return super().apply(layer, x, bias)
+
+    with pytest.raises(
+        UserError, match="its kernel could not be tested: M=4: bell from row 0: RuntimeError: no kernel"
+    ):
+        loaded(toy, model(method=Failing()))
 
 
 def test_a_quantized_layer_is_asked_and_not_replaced(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
