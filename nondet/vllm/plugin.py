@@ -690,7 +690,8 @@ def _of_two_ranks(config: Any, counts: Sequence[int]) -> tuple[str, str]:
         raise UserError(f"{what}: {one_line(str(error), 120) or type(error).__name__}", _STOCK) from error
     if failed is not None:
         return AT_RISK, f"the sum over ranks gives a row other bits at M={failed} than at M={counts[-1]}"
-    return CERTIFIED, f"two ranks have one sum: equal bits at {len(counts)} row counts, graphs' sizes in graphs as well"
+    in_graphs = ", graphs' sizes in graphs as well" if graphs else ""
+    return CERTIFIED, f"two ranks have one sum: equal bits at {len(counts)} row counts{in_graphs}"
 
 
 def limits_of(config: Any) -> tuple[list[int], int, int]:
