@@ -437,9 +437,9 @@ def test_a_prepared_model_proves_nothing_when_it_meets_the_sizes(
         return uses.proofs
 
     with batch_invariant(families=["matmul"]) as invariance:
-        monkeypatch.setattr(cpu_tiles, "_known", {})
+        cpu_tiles.forget()
         unprepared = proofs_of_a_pass()
-        monkeypatch.setattr(cpu_tiles, "_known", {})
+        cpu_tiles.forget()
         uses = invariance.prepare(tiny.model, [1, 5], [1], lambda done, total, _: far.append((done, total)))
         assert uses.proofs >= 4
         assert proofs_of_a_pass() <= unprepared - uses.proofs, "what is no layer, at most"
