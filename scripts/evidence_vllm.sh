@@ -46,6 +46,8 @@ caches() { # FOLDER COMMAND...: everything that a start keeps for the next one l
     VLLM_CACHE_ROOT=$at/vllm TORCHINDUCTOR_CACHE_DIR=$at/inductor TRITON_CACHE_DIR=$at/triton NONDET_CACHE=$at/nondet "$@"
 }
 part() { [ "${ONLY:-$1}" = "$1" ]; }
+slot() { while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done; } # for one more of SIDE at a time
+there() { for name in "$@"; do [ -f "$OUT/$name" ] || failed=1; done; } # what others made, in processes of their own
 if part server && ! [ -f "$OUT/server.ok" ]; then # as a user: vllm serve, sample and gate; on a CPU ASKED=0, and SERVE="--enforce-eager"
     port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     # shellcheck disable=SC2086 # arguments are words of their own
@@ -80,11 +82,11 @@ if part sample; then # traces of N requests by nondet's own count: prompts in ch
             *b) model=(--model "random:qwen3-$form") ;;
             *) model=(--model "$OUT.models/$form"); [ -d "$OUT.models/$form" ] || "$PYTHON" scripts/vllm_forms.py $form "$OUT.models/$form" ;;
         esac
-        while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done
+        slot
         sampled "$form" --impl "${IMPL:-both}" --n "$N" --load "$load" ${model[@]+"${model[@]}"} ${MORE:-} &
     done
     wait
-    for form in ${FORMS:-embedded moe window gemma2 gemma3 0.6b 8b}; do [ -f "$OUT/sample-$form.ok" ] || failed=1; done
+    for form in ${FORMS:-embedded moe window gemma2 gemma3 0.6b 8b}; do there "sample-$form.ok"; done
 fi
 for model in $MODELS; do # fresh processes: a machine's first start, its second, and a first one once more; SIDE modes at a time
     part starts || break
@@ -96,7 +98,7 @@ for model in $MODELS; do # fresh processes: a machine's first start, its second,
             [ "${SIDE:-1}" -gt 1 ] || wait
         done
         wait
-        for mode in stock nondet; do [ -f "$OUT/start-$model-$mode-$start.json" ] || failed=1; done
+        there "start-$model-"{stock,nondet}"-$start.json"
     done
 done
 if part trace; then # the first call that differs, of a prompt of 880 tokens that is read in chunks; on a CPU MORE="--device cpu"
@@ -123,7 +125,7 @@ folder_of() { # a model of `thousand`: a shape of vllm_load.py, the embedded one
 if part fp8; then # static scales, norms not fused; layers whose own kernel can't stand; faults that have to be found
     wide=$(folder_of fp8-tensor-wide) row=$(folder_of fp8-row)
     fp8() { # NAME OPTIONS...
-        while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done
+        slot
         caches "$OUT.caches/$1" one "$@" --prefix-cache --copies "${COPIES:-500}" ${MORE:-} &
     }
     fp8 fp8-wide-nondet --mode nondet --model "$wide"
@@ -134,7 +136,7 @@ if part fp8; then # static scales, norms not fused; layers whose own kernel can'
     for mode in nondet stock; do fp8 "fp8-row-split-$mode" --mode $mode --model "$row" --plant split; done
     fp8 fp8-wide-fusions --mode nondet --model "$wide" --plant fusions
     wait
-    for name in wide-nondet wide-torch-nondet row-split-nondet row-split-stock wide-fusions; do [ -f "$OUT/fp8-$name.json" ] || failed=1; done
+    there fp8-{wide-nondet,wide-torch-nondet,row-split-nondet,row-split-stock,wide-fusions}.json
 fi
 for model in $MODELS; do # stock and ours in one memory, timed in turns; then where the time of a small model's steps goes
     part pair || break
@@ -158,17 +160,17 @@ done
 for model in $MODELS; do # more ranks than two are at risk; SIDE modes at a time
     part ranks && [ "${RANKS:-1}" -gt 1 ] || break
     for mode in nondet stock; do
-        while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done
+        slot
         NONDET_ALLOW_AT_RISK=$((RANKS > 2)) caches "$OUT.caches/ranks$RANKS-$model-$mode" one "ranks$RANKS-$model-$mode" --mode $mode \
             --model "$model" --ranks "$RANKS" --cache-gib "$GIB" --copies "${COPIES:-500}" ${MORE:-} &
     done
     wait
-    for mode in nondet stock; do [ -f "$OUT/ranks$RANKS-$model-$mode.json" ] || failed=1; done
+    there "ranks$RANKS-$model-"{nondet,stock}.json
 done
 if part thousand; then # 1,000 copies of two prompts among others, prompts in chunks, prefixes cold and warm; SIDE at a time
     for mode in nondet stock; do
         for form in ${FORMS:-8b 0.6b embedded moe fp8-tensor fp8-row fp8-block window gemma2 gemma3}; do
-            while [ "$(jobs -rp | wc -l)" -ge "${SIDE:-1}" ]; do wait -n || true; done
+            slot
             at=$(folder_of "$form")
             # shellcheck disable=SC2086 # options are words of their own
             caches "$OUT.caches/thousand-$form-$mode" one "thousand-$form-$mode" --mode $mode --model "$at" \
@@ -176,7 +178,7 @@ if part thousand; then # 1,000 copies of two prompts among others, prompts in ch
         done
     done
     wait
-    for form in ${FORMS:-8b}; do [ -f "$OUT/thousand-$form-nondet.json" ] || failed=1; done
+    for form in ${FORMS:-8b}; do there "thousand-$form-nondet.json"; done
 fi
 for mode in stock own nondet; do
     part load || break
