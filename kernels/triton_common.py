@@ -162,9 +162,12 @@ class Step(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a call like one before needs: room of these shapes and dtypes, and its launches."""
+    """What a call like one before needs: room of these shapes and dtypes, and its launches.
 
-    rooms: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    A room has, before those, the place of the call's tensor that it is laid out as, which is quicker to say; or None.
+    """
+
+    rooms: tuple[tuple[int | None, tuple[int, ...], torch.dtype], ...]
     steps: tuple[Any, ...]
     label: str
 
@@ -219,7 +222,12 @@ def remember(
     if kind is not None:
         if len(_kept) >= _FOUND_MOST:
             _kept.clear()
-        _kept[kind[0]] = _Kept(tuple(((*x.shape,), x.dtype) for x in rooms), steps, label)
+        _kept[kind[0]] = _Kept(tuple((_like(x, tensors), (*x.shape,), x.dtype) for x in rooms), steps, label)
+
+
+def _like(room: torch.Tensor, tensors: tuple[torch.Tensor | None, ...]) -> int | None:
+    alike = (i for i, x in enumerate(tensors) if x is not None and (x.shape, x.dtype) == (room.shape, room.dtype))
+    return next(alike, None)
 
 
 def forget() -> None:
@@ -229,18 +237,21 @@ def forget() -> None:
 
 def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
     """The rooms of a call like one that is remembered, filled by its launches; None where there was none."""
-    if torch.compiler.is_compiling():
+    first, kind = tensors[0], None if torch.compiler.is_compiling() else _kind(what, tensors)
+    if kind is None or first is None:
         return None
-    first, kind = tensors[0], _kind(what, tensors)
-    kept = None if kind is None else _kept.get(kind[0])
-    if kind is None or kept is None or first is None:
+    kept = _kept.get(kind[0])
+    if kept is None:
         return None
     device = first.get_device()
     if device >= 0 and torch._C._cuda_getDevice() != device:
         return None
     places, made = kind[1], []
-    for shape, dtype in kept.rooms:
-        room = torch.empty(shape, dtype=dtype, device=first.device)
+    for like, shape, dtype in kept.rooms:
+        if like is not None and (x := tensors[like]) is not None:
+            room = torch.empty_like(x, memory_format=torch.contiguous_format)
+        else:
+            room = torch.empty(shape, dtype=dtype, device=first.device)
         made.append(room)
         places.append(room if INTERPRETED else room.data_ptr())  # at 16 bytes by all of torch's allocators
     places.append(None)

@@ -235,16 +235,16 @@ def _addmm_on_cuda(
     return _on_cuda(True, a, b.mT, bias)
 
 
+def _all_launched(what: object, *tensors: torch.Tensor | None) -> Any:
+    """The results of a call like one that is remembered, a list; None where there was none."""
+    common = sys.modules.get("nondet.kernels.triton_common")  # as above
+    return None if common is None else common.again(what, *tensors)
+
+
 def _launched(what: object, *tensors: torch.Tensor | None) -> Any:
-    """The first result of a call like one that is remembered; None where there was none."""
+    """The first of them."""
     made = _all_launched(what, *tensors)
     return None if made is None else made[0]
-
-
-def _all_launched(what: object, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-    common = sys.modules.get("nondet.kernels.triton_common")  # as above
-    made = None if common is None else common.again(what, *tensors)
-    return None if made is None else (*made,)
 
 
 def _normalized_on_cuda(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | None:
@@ -279,7 +279,8 @@ def _rms_norm_on_cuda(
 def _layer_norm_on_cuda(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, ...] | None:
-    return _all_launched(("layer_norm", eps), x, weight, bias) if x.shape[-1:] == (*shape,) else None
+    made = _all_launched(("layer_norm", eps), x, weight, bias) if x.shape[-1:] == (*shape,) else None
+    return None if made is None else (*made,)
 
 
 def _attention_on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: Any) -> Any:

@@ -612,10 +612,12 @@ def _kinds(args: tuple[Any, ...]) -> tuple[bool, bool]:
 
 def _plainly(args: tuple[Any, ...]) -> bool:
     """Is nothing asked for but numbers: no gradient, no tensor that stands for others?"""
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:
         return False
-    for x in args:  # noqa: SIM110 - a generator costs more than all the rest, at every call
-        if type(x) not in _ASKED:
+    recorded = torch.is_grad_enabled()
+    for x in args:  # a generator costs more than all the rest, at every call
+        kind = type(x)
+        if kind not in _ASKED or (recorded and kind in _PLAIN and x.requires_grad):
             return False
     return True
 

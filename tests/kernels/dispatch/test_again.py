@@ -17,6 +17,7 @@ from nondet.core.launch import listen
 from nondet.kernels.attention.cuda import attention
 from nondet.kernels.dispatch.again import short_way
 from nondet.kernels.dispatch.block import batch_invariant, on_call
+from nondet.kernels.dispatch.functions import _plainly
 from nondet.kernels.rows import cuda
 from nondet.kernels.triton_common import forget
 from tests.build import DEVICE
@@ -69,11 +70,13 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[torch
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", list(calls(torch.float32)))
-def test_a_second_call_is_the_first_one_again(name: str, dtype: torch.dtype, device: str) -> None:
-    """A hook sees the replacement run; without one the first call may, and later ones take the short way."""
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_second_call_is_the_first_one_again(name: str, dtype: torch.dtype, device: str, recorded: bool) -> None:
+    """A hook sees the replacement run; without one the first call may, and later ones take the short way, also
+    while torch would record a gradient that nobody asks for."""
     call, operands = calls(dtype)[name]
     operands = tuple(x.to(device) for x in operands)
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.set_grad_enabled(recorded), warnings.catch_warnings():
         warnings.simplefilter("error", Warning if device == "cpu" else RuntimeWarning)  # Triton's compiler has others
         seen, noted, counted = [], [], []
         for hooked in (True, True, False, False, False):  # the first proves, and notes that too
@@ -119,6 +122,17 @@ def test_what_a_plan_was_not_made_for_is_no_second_call(name: str, device: str) 
                 for _ in range(3):
                     call(*operands)
                     assert identical(call(*others), right)
+
+
+def test_a_gradient_that_is_asked_for_has_no_short_way() -> None:
+    """And one that is not, has: whatever torch would record."""
+    x, weight = drawn(2, 8), torch.nn.Parameter(drawn(8))
+    with torch.no_grad():
+        assert _plainly((x, weight, 0.1))
+    with torch.enable_grad():
+        assert _plainly((x, weight.detach(), [8], None))
+        assert not _plainly((x, weight))
+        assert not _plainly((x.clone().requires_grad_(),))
 
 
 def test_a_plan_is_of_its_settings() -> None:
