@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nondet.bench.work import work_of
 from nondet.core import compare, inputs
@@ -52,6 +54,19 @@ def bell(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Numbers in [-1, 1), always the same for one shape, on the CPU."""
     return (torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0 - 1.0).to(dtype)
+
+
+class Wide(TorchDispatchMode):
+    """float64 wherever a model asks for float32: in norms, rotations, a router's softmax, the loss. None is left."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        out = function(*args, **kwargs)
+        floats = [x.dtype for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        assert set(floats) <= {torch.float64}, function
+        return out
 
 
 def error(out: torch.Tensor, ref: torch.Tensor) -> float:

@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import nondet
@@ -27,6 +25,7 @@ from nondet.errors import UserError
 from nondet.kernels.attention_backward import cpu as attention_cpu
 from nondet.sampling.engine import pinned, run_session
 from nondet.sampling.plan import Load, Request, Sampling
+from tests.build import Wide
 
 VOCABULARY, TOKENS = 257, 12
 SIZES: dict[str, Any] = {
@@ -292,19 +291,6 @@ def test_nothing_of_a_dense_pass_is_left_stock_or_at_risk(name: str) -> None:
     assert coverage.replaced["attention_backward"] >= 2
     assert {what.partition(":")[0] for what in coverage.left} == {"sum.dim_IntList float32"}, coverage.left
     assert not coverage.at_risk, coverage.at_risk
-
-
-class Wide(TorchDispatchMode):
-    """float64 wherever a model asks for float32: in norms, rotations, a router's softmax, the loss. None is left."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        out = function(*args, **kwargs)
-        floats = [x.dtype for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        assert set(floats) <= {torch.float64}, function
-        return out
 
 
 def gradients(
