@@ -141,6 +141,13 @@ def test_members_have_the_bits_of_the_order(four):
     assert four.ask(f"{TASKS}:members_agree") == [["ordered_gather", "exchange"]] * 4
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter: ranks of CPUs share a file")
+@pytest.mark.parametrize("world", [2, 4])
+def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
+    """Shares of several pieces, sizes up and down through one mailbox, ranks out of step: the plain sums' bits."""
+    assert four.ask(f"{TASKS}:pushes", str(tmp_path), world, limit_s=100) == [[]] * 4
+
+
 def test_the_prover_sees_one_bit_on_one_rank(four):
     """A member that holds is proven on every rank; one that is a bit off on rank 1 is refused on all, alike."""
     answers = four.ask(f"{TASKS}:proofs")
