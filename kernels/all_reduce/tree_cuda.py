@@ -134,12 +134,23 @@ def chunk_products(
         out: Contiguous, float32 (the sum as it is) or x's dtype (rounded once).
         tile: None chooses one; the bits are the same.
     """
-    (m, k), n = x.shape, weight.shape[0]
+    m, n = x.shape[0], weight.shape[0]
     if out.numel() == 0:
         return out
     tile = tile or tile_for(m, n, chunks, x.device)
+    if tile.splits == 1:
+        _launch(x, weight, chunks, out, tile)
+    else:
+        parts = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
+        _launch(x, weight, chunks, parts, tile)
+        reduce_peers(list(parts.view(tile.splits, -1).unbind(0)), out.view(-1), "tree")
+    return out
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, chunks: int, target: torch.Tensor, tile: ChunkTile) -> None:
+    """The products alone, into target [splits, M, N]."""
+    (m, k), n = x.shape, weight.shape[0]
     size = k // chunks
-    target = out if tile.splits == 1 else torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), tile.splits)
     with on_device(x):
         _chunk_products_kernel[grid](
@@ -161,9 +172,6 @@ def chunk_products(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if tile.splits > 1:
-            reduce_peers(list(target.view(tile.splits, -1).unbind(0)), out.view(-1), "tree")
-    return out
 
 
 # Proof at first use of what class "ranks-tree" is computed by on CUDA: the chunks' sums here, and the tree over ranks.
@@ -174,11 +182,12 @@ def chunk_products(
 # cut one. Each rank proves for itself; one whose tile is excluded takes the anchor, and the product keeps the bits of
 # the class.
 #
-# The tree over ranks: the anchor gathers everybody's sums and adds them in plain torch; `peers_one_shot` and
+# The tree over ranks: the anchor gathers everybody's sums and adds them in plain torch; `push`, `peers_one_shot` and
 # `peers_two_shot` are proven and agreed on by all ranks (`nondet.kernels.all_reduce.chain`).
 
 ANCHOR_TILE = ChunkTile(16, 32, 64, 4, 3, 1)
-REDUCES = ("peers_one_shot", "peers_two_shot")
+REDUCES = ("push", "peers_one_shot", "peers_two_shot")
+_SPLITS = (1, 2, 4)  # what a rank of several has of its own, for `push` to add first
 _KINDS = ("order", "order-wide", "wide", "bell")
 
 
@@ -192,6 +201,17 @@ def chunk_sum(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Ten
     if tile_stands(x, weight, chunks, out.dtype, tile):
         return chunk_products(x, weight, chunks, out, tile)
     return chunk_by_chunk(x, weight, chunks, out)
+
+
+def chunk_parts(x: torch.Tensor, weight: torch.Tensor, chunks: int) -> torch.Tensor:
+    """float32 [splits, M, N], whose sum along a tree is that of `chunk_sum`: for whoever adds further."""
+    tile = tile_for(x.shape[0], weight.shape[0], chunks, x.device)
+    parts = torch.empty(tile.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    if tile_stands(x, weight, chunks, torch.float32, tile):
+        _launch(x, weight, chunks, parts, tile)
+        return parts
+    chunk_by_chunk(x, weight, chunks, parts[0])
+    return parts[:1]
 
 
 def chunk_by_chunk(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor) -> torch.Tensor:
@@ -258,6 +278,18 @@ def reduce_stands(name: str, out: torch.dtype, device: torch.device, group: dist
 def _prove_reduce(name: str, out: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
     from nondet.kernels.all_reduce import symmetric
 
+    def pushed(mine: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        box = symmetric.mailbox(group, device, size, 4)
+        if box is None:
+            raise NotImplementedError("no symmetric memory of this size")
+        expected, got = (torch.empty(len(_SPLITS), size, dtype=out, device=device) for _ in range(2))
+        for i, splits in enumerate(_SPLITS):
+            parts = mine.view(-1, size)[:splits]
+            gathered_tree(tree(parts.unbind(0)), expected[i], group)
+            with box.turn():
+                symmetric.push(parts, got[i], "tree", box)
+        return expected, got
+
     def both(mine: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         space = symmetric.workspace(group, device, (size + 4096) * 4)
         if space is None:
@@ -269,4 +301,7 @@ def _prove_reduce(name: str, out: torch.dtype, device: torch.device, group: dist
             getattr(symmetric, name)(size, torch.float32, got, "tree", space)
         return expected, got
 
+    if name == "push":
+        what = f"{{}} sums of {', '.join(map(str, _SPLITS))} parts"
+        return prove_on_messages(pushed, what, torch.float32, device, group, max(_SPLITS))
     return prove_on_messages(both, "{} sums", torch.float32, device, group)
