@@ -77,13 +77,13 @@ def test_splits_and_ranks_do_not_change_a_chunked_product(splits, chained_dot):
 @pytest.mark.parametrize("chunks", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [32, 24])
 def test_a_walk_over_several_chunks_is_chunk_by_chunk(chunks, size, chained_dot):
-    """In one program and in several, also where a step is cut at a chunk's end, and by the accelerator's descriptors."""
+    """In one program and in several, where a step is cut at a chunk's end, and by descriptors."""
     x = make("wide", (21, size * chunks), torch.float16, DEVICE, generator(1, DEVICE))
     weight = make("bell", (40, size * chunks), torch.float16, DEVICE, generator(2, DEVICE))
     want = tree_cuda.chunk_by_chunk(x, weight, chunks, torch.empty(21, 40, device=DEVICE))
     for splits in {1, chunks}:
         for tma in (False, True)[: 1 + (size == 32)]:
-            tile = ChunkTile(16, 16, 16, 4, 2, splits, tma)
+            tile = ChunkTile(64, 32, 16, 4, 2, splits, tma)
             assert identical(chunk_products(x, weight, chunks, torch.empty(21, 40, device=DEVICE), tile), want)
 
 
