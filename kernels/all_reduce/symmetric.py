@@ -157,16 +157,31 @@ def _mine(x, start, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _raise(flags, ticket, channel, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr):
+    tl.debug_barrier()  # one thread raises the flag, for what all of them have written
+    for to in tl.static_range(W):
+        if to != RANK:
+            tl.atomic_max(flags[to] + RANK * CHANNELS + channel, ticket, sem="release", scope="sys")
+
+
+@triton.jit
+def _await(flags, ticket, channel, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr):
+    for sender in tl.static_range(W):
+        if sender != RANK:
+            flag = flags[RANK] + sender * CHANNELS + channel
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < ticket:
+                pass
+    tl.debug_barrier()  # one thread has seen the flags, for all that read now
+
+
+@triton.jit
 def _give(piece, slots, flags, use, ticket, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
     lanes = tl.arange(0, BLOCK)
     for to in tl.static_range(W):
         if to != RANK:
             place = slots[to] + _place(use, RANK, to, channel, REGION, W, CHANNELS) + at
             tl.store(place + lanes, piece, mask=lanes < rest)
-    tl.debug_barrier()  # one thread raises the flag, for what all of them have written
-    for to in tl.static_range(W):
-        if to != RANK:
-            tl.atomic_max(flags[to] + RANK * CHANNELS + channel, ticket, sem="release", scope="sys")
+    _raise(flags, ticket, channel, W, RANK, CHANNELS)
 
 
 @triton.jit
@@ -181,12 +196,7 @@ def _from(rank: tl.constexpr, piece, slots, use, channel, at, rest, REGION, W: t
 
 @triton.jit
 def _take(piece, slots, flags, out, use, ticket, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
-    for sender in tl.static_range(W):
-        if sender != RANK:
-            flag = flags[RANK] + sender * CHANNELS + channel
-            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < ticket:
-                pass
-    tl.debug_barrier()  # one thread has seen the flags, for all that read now
+    _await(flags, ticket, channel, W, RANK, CHANNELS)
     x0 = _from(0, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
     x1 = _from(1, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
     x2 = _from(2, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
@@ -234,6 +244,64 @@ def _push_kernel(
         ticket += 1
     at = share - BLOCK
     _take(piece, slots, flags, out + start + at, use, ticket, channel, at, n - start - at, REGION, W, RANK, CHANNELS, TREE, BLOCK)  # fmt: skip  # noqa: E501
+    tl.store(uses + channel, use + 1)
+
+
+# Of two ranks and float32 sums that are rounded to half the width: 3 bytes an element over NVLink instead of 4. A share
+# has two halves, one a rank's own. A rank writes its numbers of the other's half (as above), adds what arrives of its
+# own, and writes the rounded sums, which the other only copies. Tickets, in the order in which a program raises them:
+# those of pieces 0, 1, 2, ... to be added are 0, 1, 3, 5, ..., those of their sums 2, 4, 6, ...
+
+
+@triton.jit
+def _push_halves_kernel(
+    x,
+    out,
+    slots,
+    slots_out,
+    flags,
+    uses,
+    n,
+    half,
+    behind,
+    REGION,
+    REGION_OUT,
+    RANK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TICKETS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum float32 x over two ranks into out. Rounded sums lie `behind` the half's numbers, in their own unit."""
+    channel = tl.program_id(0)
+    use = tl.load(uses + channel)
+    mine = (2 * channel.to(tl.int64) + RANK) * half
+    other = (2 * channel.to(tl.int64) + 1 - RANK) * half
+    ticket = use * TICKETS + 1
+    piece = _mine(x, other, n, SPLITS, BLOCK)
+    _give(piece, slots, flags, use, ticket, channel, 0, n - other, REGION, 2, RANK, CHANNELS, BLOCK)
+    for at in range(0, half, BLOCK):
+        if at + BLOCK < half:
+            piece = _mine(x, other + at + BLOCK, n, SPLITS, BLOCK)
+            rest = n - other - at - BLOCK
+            _give(piece, slots, flags, use, ticket + 1, channel, at + BLOCK, rest, REGION, 2, RANK, CHANNELS, BLOCK)
+        piece = _mine(x, mine + at, n, SPLITS, BLOCK)
+        _await(flags, tl.where(at == 0, ticket, ticket - 1), channel, 2, RANK, CHANNELS)
+        rest = n - mine - at
+        x0 = _from(0, piece, slots, use, channel, at, rest, REGION, 2, RANK, CHANNELS, BLOCK)
+        x1 = _from(1, piece, slots, use, channel, at, rest, REGION, 2, RANK, CHANNELS, BLOCK)
+        total = (x0 + x1).to(out.dtype.element_ty)
+        lanes = tl.arange(0, BLOCK)
+        tl.store(out + mine + at + lanes, total, mask=lanes < rest)
+        _give(total, slots_out, flags, use, ticket + 2, channel, behind + at, rest, REGION_OUT, 2, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
+        ticket += 2
+    for at in range(0, half, BLOCK):
+        ticket = use * TICKETS + 3 + 2 * (at // BLOCK)
+        _await(flags, ticket, channel, 2, RANK, CHANNELS)
+        lanes = tl.arange(0, BLOCK)
+        place = slots_out[RANK] + _place(use, 1 - RANK, RANK, channel, REGION_OUT, 2, CHANNELS) + behind + at
+        mask = lanes < n - other - at
+        tl.store(out + other + at + lanes, tl.load(place + lanes, mask=mask, cache_modifier=".cg"), mask=mask)
     tl.store(uses + channel, use + 1)
 
 
@@ -297,6 +365,7 @@ def gather_slices(parts: Sequence[torch.Tensor], out: torch.Tensor, share: int) 
 
 CHANNELS = 256  # of a mailbox: no call has more programs
 _TICKETS = 2**20  # of one use of a channel, and more than a share has pieces
+_WHOLE_BYTES = 4 * 2**20  # of float32 sums: above, halves
 
 
 class Plan(NamedTuple):
@@ -314,9 +383,14 @@ def plan_push(count: int, itemsize: int) -> Plan:
     return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), block) * block, 4 if small else 8)
 
 
+def _even(plan: Plan) -> int:
+    """A share of two halves of whole pieces."""
+    return triton.cdiv(plan.share, 2 * plan.block) * 2 * plan.block
+
+
 def mail_bytes(count: int, itemsize: int, world: int) -> int:
     """What a mailbox needs for messages of so many elements: a slot a sender in each half, of all channels."""
-    return 2 * (world - 1) * CHANNELS * plan_push(count, itemsize).share * itemsize
+    return 2 * (world - 1) * CHANNELS * _even(plan_push(count, itemsize)) * itemsize
 
 
 def region_bytes(size_bytes: int, world: int) -> int:
@@ -333,26 +407,23 @@ def push(x: torch.Tensor, out: torch.Tensor, order: str, box: Mailbox) -> None:
         box: With room for the message, by `mail_bytes`.
     """
     splits, count = x.numel() // out.numel(), out.numel()
-    plan = plan_push(count, x.element_size())
+    plan, region = plan_push(count, x.element_size()), region_bytes(box.bytes, box.world)
+    slots = tuple(slot.view(x.dtype) for slot in box.slots)
+    regions: tuple[int, ...] = (region // x.element_size(),)
+    # a load that is made ahead of its flag would read what was there before: no stages
+    options = {"RANK": box.rank, "CHANNELS": CHANNELS, "TICKETS": _TICKETS, "SPLITS": splits, "BLOCK": plan.block}
+    options |= {"num_warps": plan.warps, "num_stages": 1}
     with on_device(out):
+        if order == "tree" and box.world == 2 and count * 4 > _WHOLE_BYTES and out.element_size() == 2:
+            share, rounded = _even(plan), tuple(slot.view(out.dtype) for slot in box.slots)
+            regions += (region // 2,)
+            _push_halves_kernel[(triton.cdiv(count, share),)](
+                x, out, slots, rounded, tuple(box.flags), box.uses, count, share // 2, share, *regions, **options
+            )
+            return
+        options |= {"W": box.world, "TREE": order == "tree"}
         _push_kernel[(triton.cdiv(count, plan.share),)](
-            x,
-            out,
-            tuple(slot.view(x.dtype) for slot in box.slots),
-            tuple(box.flags),
-            box.uses,
-            count,
-            plan.share,
-            region_bytes(box.bytes, box.world) // x.element_size(),
-            W=box.world,
-            RANK=box.rank,
-            CHANNELS=CHANNELS,
-            TICKETS=_TICKETS,
-            SPLITS=splits,
-            TREE=order == "tree",
-            BLOCK=plan.block,
-            num_warps=plan.warps,
-            num_stages=1,  # a load that is made ahead of its flag would read what was there before
+            x, out, slots, tuple(box.flags), box.uses, count, plan.share, *regions, **options
         )
 
 

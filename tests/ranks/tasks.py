@@ -405,7 +405,7 @@ def pushes(folder: str, world: int) -> list[str]:
     rank = dist.get_rank()
     if rank >= world:
         return []
-    small = {"CHANNELS": 3, "plan_push": lambda count, size: symmetric.Plan(8, -(-count // 24) * 8, 4)}
+    small = {"CHANNELS": 3, "plan_push": lambda count, _: symmetric.Plan(8, -(-count // 24) * 8, 4), "_WHOLE_BYTES": 99}
     before = {name: getattr(symmetric, name) for name in small}
     vars(symmetric).update(small)
     try:
@@ -576,7 +576,7 @@ def products_on_gpus() -> list[str]:
     bias = make("bell", (512,), torch.bfloat16, device, generator(5, device))
     mine = weight.chunk(world, 1)[rank].contiguous()
     unlike = []
-    for m in (1, 17, 300, 1500):
+    for m in (1, 17, 300, 1500, 4500):
         x = make("wide", (m, 4096), torch.bfloat16, device, generator(4, device))
         part = x.chunk(world, 1)[rank].contiguous()
         for added in (None, bias):
