@@ -132,9 +132,9 @@ def row_parallel(_: Any) -> None:
                 for member in ("one_shot", "two_shot") if world > 1 else ():
                     us[f"chain+{member}"] = graph_us(one(table[member], chain.linear))
                 us["chunks"] = graph_us(lambda: rp.local_sum(part, mine, 8 // world))
-                for limit in (0, 2**40) if world > 1 else (0,):
+                for limit in (0, 2**40) if world > 2 else (0,):  # of two ranks and of one there is one way
                     rp._ONE_SHOT_BYTES = limit
-                    us[f"tree {'one' if limit else 'two'}-shot"] = graph_us(
+                    us[f"tree {'one' if limit else 'two'}-shot" if world > 2 else "tree"] = graph_us(
                         lambda: rp.row_parallel(part, mine, None, group)
                     )
                 facts["us"] = {k: round(v, 2) for k, v in us.items()}
@@ -228,8 +228,10 @@ def overlapping(_: Any) -> None:
     group, world = dist.group.WORLD, dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device())
     space = symmetric.Workspace(group, device, 64 * 2**20)
+    box = symmetric.Mailbox(group, device, 64 * 2**20)
+    names = "one_shot two_shot peers_one_shot peers_two_shot tree_one_shot tree_two_shot push tree_push"
     for dtype in (torch.bfloat16, torch.float32):
-        for name in ("one_shot", "two_shot", "peers_one_shot", "peers_two_shot", "tree_one_shot", "tree_two_shot"):
+        for name in names.split():
             facts: dict[str, Any] = {"section": "overlapping", "member": name, "dtype": str(dtype), "world": world}
             try:
                 unlike, bits = {}, []
@@ -241,6 +243,11 @@ def overlapping(_: Any) -> None:
                     want = orders.tree(gathered) if name.startswith("tree") else orders.chain(gathered)
                     if name in ("one_shot", "two_shot"):
                         getattr(symmetric, name)(x.view(-1), group, space)
+                    elif name == "push":
+                        symmetric.push(x.view(-1), x.view(-1), "chain", box)
+                    elif name == "tree_push":
+                        want = orders.tree([g.float() for g in gathered]).to(dtype)
+                        symmetric.push(x.float().view(-1), x.view(-1), "tree", box)
                     else:
                         space.flat(x.numel(), dtype).copy_(x.view(-1))
                         if name.startswith("tree") and dtype == torch.bfloat16:

@@ -87,9 +87,19 @@ def _symmetric(name: str, dtypes: tuple[torch.dtype, ...], x: torch.Tensor, grou
         getattr(symmetric, name)(x, group, space)
 
 
+def push(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank writes its message to the others, and adds what arrives: `nondet.kernels.all_reduce.symmetric`."""
+    from nondet.kernels.all_reduce import symmetric
+
+    with _space(x, group, _PEER_DTYPES, x.numel(), mail=True) as box:
+        symmetric.push(x, x, "chain", box)
+
+
 @contextmanager
-def _space(x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], count: int) -> Iterator[Any]:
-    """The ranks' turn in a workspace of `count` elements of x's dtype."""
+def _space(
+    x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], count: int, *, mail: bool = False
+) -> Iterator[Any]:
+    """The ranks' turn in a workspace of `count` elements of x's dtype, or in a mailbox for messages of so many."""
     if x.device.type != "cuda":
         raise NotImplementedError("symmetric memory is for CUDA devices")
     from nondet.kernels.all_reduce import symmetric
@@ -98,7 +108,11 @@ def _space(x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype,
         raise NotImplementedError(f"no such symmetric-memory collective of {x.dtype}")
     if not symmetric.available(group, x.device):
         raise NotImplementedError("the ranks of this group can't read each other's memory")
-    space = symmetric.workspace(group, x.device, count * x.element_size())
+    space: Any
+    if mail:
+        space = symmetric.mailbox(group, x.device, count, x.element_size())
+    else:
+        space = symmetric.workspace(group, x.device, count * x.element_size())
     if space is None:
         raise NotImplementedError("no workspace of this size: it can't grow while a CUDA graph is captured")
     with space.turn():
@@ -117,6 +131,8 @@ MEMBERS: dict[str, Member] = {
     # our own over the ranks' buffers, likewise, between barriers
     "peers_one_shot": partial(_symmetric, "chain_one_shot", _PEER_DTYPES),
     "peers_two_shot": partial(_symmetric, "chain_two_shot", _PEER_DTYPES),
+    # and without a barrier
+    "push": push,
 }
 
 
@@ -212,12 +228,13 @@ PROOF_SIZES = {"cpu": (1, 7, 4096, 20483), "cuda": (1, 7, 4096, 20483, 262152, 2
 PROOF_KINDS = ("order", "wide", "bell")
 
 _KIB = 2**10
-# By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: as measured
-# on two H200s (docs/evidence/h200-x2). Up to four: as measured on four (docs/evidence/h200-x4/sums.jsonl.gz), where
-# PyTorch's two-shot is 1.0 to 1.36 times as fast as ours from 2 MiB on. Up to eight: the same, not measured.
+# By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: `push` is a
+# guess, to be measured; what follows it as on two H200s (docs/evidence/h200-x2). Up to four: as measured on four
+# (docs/evidence/h200-x4/sums.jsonl.gz), where PyTorch's two-shot is 1.0 to 1.36 times as fast as ours from 2 MiB on. Up
+# to eight: the same, not measured.
 _CUDA: tuple[tuple[int, int, tuple[str, ...]], ...] = (
-    (2, 512 * _KIB, ("one_shot", "peers_one_shot", "library")),
-    (2, 2**62, ("peers_one_shot", "two_shot", "library")),
+    (2, 512 * _KIB, ("push", "one_shot", "library")),
+    (2, 2**62, ("push", "peers_one_shot", "library")),
     (8, 256 * _KIB, ("one_shot", "peers_one_shot")),
     (8, 2 * _KIB * _KIB - 1, ("peers_two_shot", "two_shot", "exchange")),
     (8, 2**62, ("two_shot", "peers_two_shot", "exchange")),

@@ -1,12 +1,12 @@
 """Memory that every rank of a process group can read: workspaces, and the Triton kernel that sums over them.
 
 Members of the class "ranks-chain": `one_shot` and `two_shot` are PyTorch's own kernels (torch.ops.symm_mem), which load
-all ranks' numbers and add them in the order of ranks. `peers` is ours, for both classes: a barrier, then
-`nondet.kernels.all_reduce.symmetric` on the ranks' buffers. NVLink multicast is not used by any of them: a multimem
-reduction adds inside the switch, in an order of its own.
+all ranks' numbers and add them in the order of ranks. `peers` is ours, for both classes: a barrier, then a kernel on
+the ranks' buffers; and `push`, without a barrier. NVLink multicast is not used by any of them: a multimem reduction
+adds inside the switch, in an order of its own.
 
-A workspace belongs to a group. It is used by one stream at a time: eager calls see to that, and graphs that use the
-same group must not be replayed at once on several streams. It grows by doubling; what it
+A workspace (and a mailbox, that of `push`) belongs to a group. It is used by one stream at a time: eager calls see to
+that, and graphs that use the same group must not be replayed at once on several streams. It grows by doubling; what it
 has outgrown stays allocated, since a CUDA graph may have captured it. Growing is a collective call and needs the host,
 so it can't happen while a graph is captured.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,27 +53,9 @@ def _add(x, y, like, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _reduce_peers_kernel(
-    p0, p1, p2, p3, p4, p5, p6, p7, out_ptr, start, stop, W: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    offs = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < stop
-    x0 = tl.load(p0 + offs, mask=mask, other=0.0).to(tl.float32)
+def _total(x0, x1, x2, x3, x4, x5, x6, x7, like, W: tl.constexpr, TREE: tl.constexpr):
+    """The first W of them, float32, in their order."""
     total = x0
-    if W > 1:
-        x1 = tl.load(p1 + offs, mask=mask, other=0.0).to(tl.float32)
-    if W > 2:
-        x2 = tl.load(p2 + offs, mask=mask, other=0.0).to(tl.float32)
-    if W > 3:
-        x3 = tl.load(p3 + offs, mask=mask, other=0.0).to(tl.float32)
-    if W > 4:
-        x4 = tl.load(p4 + offs, mask=mask, other=0.0).to(tl.float32)
-    if W > 5:
-        x5 = tl.load(p5 + offs, mask=mask, other=0.0).to(tl.float32)
-    if W > 6:
-        x6 = tl.load(p6 + offs, mask=mask, other=0.0).to(tl.float32)
-    if W > 7:
-        x7 = tl.load(p7 + offs, mask=mask, other=0.0).to(tl.float32)
     if TREE:  # W is 1, 2, 4 or 8
         if W == 2:
             total = x0 + x1
@@ -83,20 +65,244 @@ def _reduce_peers_kernel(
             total = ((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7))
     else:
         if W > 1:
-            total = _add(total, x1, p0, True)
+            total = _add(total, x1, like, True)
         if W > 2:
-            total = _add(total, x2, p0, True)
+            total = _add(total, x2, like, True)
         if W > 3:
-            total = _add(total, x3, p0, True)
+            total = _add(total, x3, like, True)
         if W > 4:
-            total = _add(total, x4, p0, True)
+            total = _add(total, x4, like, True)
         if W > 5:
-            total = _add(total, x5, p0, True)
+            total = _add(total, x5, like, True)
         if W > 6:
-            total = _add(total, x6, p0, True)
+            total = _add(total, x6, like, True)
         if W > 7:
-            total = _add(total, x7, p0, True)
+            total = _add(total, x7, like, True)
+    return total
+
+
+@triton.jit
+def _loaded(ptr, offs, mask, x0, USED: tl.constexpr):
+    """float32; nothing is loaded where it is not used."""
+    x = x0
+    if USED:
+        x = tl.load(ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _reduce_peers_kernel(
+    p0, p1, p2, p3, p4, p5, p6, p7, out_ptr, start, stop, W: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    offs = start + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < stop
+    x0 = tl.load(p0 + offs, mask=mask, other=0.0).to(tl.float32)
+    x1 = _loaded(p1, offs, mask, x0, W > 1)
+    x2 = _loaded(p2, offs, mask, x0, W > 2)
+    x3 = _loaded(p3, offs, mask, x0, W > 3)
+    x4 = _loaded(p4, offs, mask, x0, W > 4)
+    x5 = _loaded(p5, offs, mask, x0, W > 5)
+    x6 = _loaded(p6, offs, mask, x0, W > 6)
+    x7 = _loaded(p7, offs, mask, x0, W > 7)
+    total = _total(x0, x1, x2, x3, x4, x5, x6, x7, p0, W, TREE)
     tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# The same sums without a barrier: every rank writes its numbers into the others' slots ("push"), and adds what arrives.
+#
+# A message is cut into shares, one a program, and a program's share into pieces. Program b writes a piece into its slot
+# on every other rank, raises its flag there, and adds the piece before, whose numbers of all ranks lie in its own
+# memory by then: writing, which NVLink bounds, and adding, which memory bounds, go on at once. Nothing is copied in.
+#
+# Program b of every call uses channel b: places in the slots, flags and a counter of its uses that no other program
+# touches, whatever the message's size. So sizes may change from call to call, and one channel is all there is to think
+# of. All ranks make the same calls, so a channel's uses have the same numbers on all of them. The counter lies in the
+# rank's own memory and is counted up by the program itself: a replayed graph counts like an eager call. Two facts:
+#
+# - What is waited for is there. A flag holds the largest ticket, (use, piece), and tickets grow; the sender raises it
+#   after the piece's numbers, at the scope of the system. A ticket beyond the one awaited says that this one is past.
+# - Nothing is overwritten that is still read. Uses take turns in two halves of the slots. A sender writes use e + 2
+#   after its use e + 1 ended (order of the stream), which saw this rank's flag of e + 1, which was raised in a launch
+#   after the one in which this rank read use e.
+#
+# A program waits for the same program of other ranks alone, and grids are the same. The lowest program that has not
+# ended anywhere therefore waits for one that runs or is the next to start, so the ranks come to their end even where
+# not all programs fit at once, as long as programs start in their order, as GPUs start them. A rank that dies leaves
+# the others waiting, as with every barrier here and in PyTorch.
+
+
+@triton.jit
+def _place(use, rank, to, channel, REGION, W: tl.constexpr, CHANNELS: tl.constexpr):
+    """Where rank's numbers of this use of the channel begin in the slots of rank `to`, in elements."""
+    sender = rank - (rank > to)  # nobody has a slot at home
+    return (((use % 2) * (W - 1) + sender) * CHANNELS + channel) * REGION
+
+
+@triton.jit
+def _mine(x, start, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece of this rank's numbers: of x [n], or of the sum of x [SPLITS, n] along its tree."""
+    offs = start + tl.arange(0, BLOCK)
+    mask = offs < n
+    x0 = tl.load(x + offs, mask=mask, other=0.0)
+    if SPLITS > 1:
+        x1 = _loaded(x + n, offs, mask, x0, SPLITS > 1)
+        x2 = _loaded(x + 2 * n, offs, mask, x0, SPLITS > 2)
+        x3 = _loaded(x + 3 * n, offs, mask, x0, SPLITS > 3)
+        x4 = _loaded(x + 4 * n, offs, mask, x0, SPLITS > 4)
+        x5 = _loaded(x + 5 * n, offs, mask, x0, SPLITS > 5)
+        x6 = _loaded(x + 6 * n, offs, mask, x0, SPLITS > 6)
+        x7 = _loaded(x + 7 * n, offs, mask, x0, SPLITS > 7)
+        x0 = _total(x0, x1, x2, x3, x4, x5, x6, x7, x, SPLITS, True)
+    return x0
+
+
+@triton.jit
+def _raise(flags, ticket, channel, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr):
+    tl.debug_barrier()  # one thread raises the flag, for what all of them have written
+    for to in tl.static_range(W):
+        if to != RANK:
+            tl.atomic_max(flags[to] + RANK * CHANNELS + channel, ticket, sem="release", scope="sys")
+
+
+@triton.jit
+def _await(flags, ticket, channel, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr):
+    for sender in tl.static_range(W):
+        if sender != RANK:
+            flag = flags[RANK] + sender * CHANNELS + channel
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < ticket:
+                pass
+    tl.debug_barrier()  # one thread has seen the flags, for all that read now
+
+
+@triton.jit
+def _give(piece, slots, flags, use, ticket, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
+    lanes = tl.arange(0, BLOCK)
+    for to in tl.static_range(W):
+        if to != RANK:
+            place = slots[to] + _place(use, RANK, to, channel, REGION, W, CHANNELS) + at
+            tl.store(place + lanes, piece, mask=lanes < rest)
+    _raise(flags, ticket, channel, W, RANK, CHANNELS)
+
+
+@triton.jit
+def _from(rank: tl.constexpr, piece, slots, use, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
+    x = piece.to(tl.float32)
+    if rank < W and rank != RANK:  # past the first cache, which knows nothing of what others wrote
+        lanes = tl.arange(0, BLOCK)
+        place = slots[RANK] + _place(use, rank, RANK, channel, REGION, W, CHANNELS) + at
+        x = tl.load(place + lanes, mask=lanes < rest, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return x
+
+
+@triton.jit
+def _take(piece, slots, flags, out, use, ticket, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
+    _await(flags, ticket, channel, W, RANK, CHANNELS)
+    x0 = _from(0, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+    x1 = _from(1, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+    x2 = _from(2, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+    x3 = _from(3, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+    x4 = _from(4, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+    x5 = _from(5, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+    x6 = _from(6, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+    x7 = _from(7, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+    total = _total(x0, x1, x2, x3, x4, x5, x6, x7, slots[RANK], W, TREE)
+    lanes = tl.arange(0, BLOCK)
+    tl.store(out + lanes, total.to(out.dtype.element_ty), mask=lanes < rest)
+
+
+@triton.jit
+def _push_kernel(
+    x,
+    out,
+    slots,
+    flags,
+    uses,
+    n,
+    share,
+    REGION,
+    W: tl.constexpr,
+    RANK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TICKETS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TREE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum x over the ranks into out; slots and flags are every rank's, REGION elements are a channel's place."""
+    channel = tl.program_id(0)
+    use = tl.load(uses + channel)
+    start = channel.to(tl.int64) * share
+    ticket = use * TICKETS + 1
+    piece = _mine(x, start, n, SPLITS, BLOCK)
+    _give(piece, slots, flags, use, ticket, channel, 0, n - start, REGION, W, RANK, CHANNELS, BLOCK)
+    for at in range(BLOCK, share, BLOCK):
+        ahead = _mine(x, start + at, n, SPLITS, BLOCK)
+        rest = n - start - at
+        _give(ahead, slots, flags, use, ticket + 1, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
+        _take(piece, slots, flags, out + start + at - BLOCK, use, ticket, channel, at - BLOCK, rest + BLOCK, REGION, W, RANK, CHANNELS, TREE, BLOCK)  # fmt: skip  # noqa: E501
+        piece = ahead
+        ticket += 1
+    at = share - BLOCK
+    _take(piece, slots, flags, out + start + at, use, ticket, channel, at, n - start - at, REGION, W, RANK, CHANNELS, TREE, BLOCK)  # fmt: skip  # noqa: E501
+    tl.store(uses + channel, use + 1)
+
+
+# Of two ranks and float32 sums that are rounded to half the width: 3 bytes an element over NVLink instead of 4. A share
+# has two halves, one a rank's own. A rank writes its numbers of the other's half (as above), adds what arrives of its
+# own, and writes the rounded sums, which the other only copies. Tickets, in the order in which a program raises them:
+# those of pieces 0, 1, 2, ... to be added are 0, 1, 3, 5, ..., those of their sums 2, 4, 6, ...
+
+
+@triton.jit
+def _push_halves_kernel(
+    x,
+    out,
+    slots,
+    slots_out,
+    flags,
+    uses,
+    n,
+    half,
+    behind,
+    REGION,
+    REGION_OUT,
+    RANK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TICKETS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum float32 x over two ranks into out. Rounded sums lie `behind` the half's numbers, in their own unit."""
+    channel = tl.program_id(0)
+    use = tl.load(uses + channel)
+    mine = (2 * channel.to(tl.int64) + RANK) * half
+    other = (2 * channel.to(tl.int64) + 1 - RANK) * half
+    ticket = use * TICKETS + 1
+    piece = _mine(x, other, n, SPLITS, BLOCK)
+    _give(piece, slots, flags, use, ticket, channel, 0, n - other, REGION, 2, RANK, CHANNELS, BLOCK)
+    for at in range(0, half, BLOCK):
+        if at + BLOCK < half:
+            piece = _mine(x, other + at + BLOCK, n, SPLITS, BLOCK)
+            rest = n - other - at - BLOCK
+            _give(piece, slots, flags, use, ticket + 1, channel, at + BLOCK, rest, REGION, 2, RANK, CHANNELS, BLOCK)
+        piece = _mine(x, mine + at, n, SPLITS, BLOCK)
+        _await(flags, tl.where(at == 0, ticket, ticket - 1), channel, 2, RANK, CHANNELS)
+        rest = n - mine - at
+        x0 = _from(0, piece, slots, use, channel, at, rest, REGION, 2, RANK, CHANNELS, BLOCK)
+        x1 = _from(1, piece, slots, use, channel, at, rest, REGION, 2, RANK, CHANNELS, BLOCK)
+        total = (x0 + x1).to(out.dtype.element_ty)
+        lanes = tl.arange(0, BLOCK)
+        tl.store(out + mine + at + lanes, total, mask=lanes < rest)
+        _give(total, slots_out, flags, use, ticket + 2, channel, behind + at, rest, REGION_OUT, 2, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
+        ticket += 2
+    for at in range(0, half, BLOCK):
+        ticket = use * TICKETS + 3 + 2 * (at // BLOCK)
+        _await(flags, ticket, channel, 2, RANK, CHANNELS)
+        lanes = tl.arange(0, BLOCK)
+        place = slots_out[RANK] + _place(use, 1 - RANK, RANK, channel, REGION_OUT, 2, CHANNELS) + behind + at
+        mask = lanes < n - other - at
+        tl.store(out + other + at + lanes, tl.load(place + lanes, mask=mask, cache_modifier=".cg"), mask=mask)
+    tl.store(uses + channel, use + 1)
 
 
 @triton.jit
@@ -157,36 +363,108 @@ def gather_slices(parts: Sequence[torch.Tensor], out: torch.Tensor, share: int) 
             _gather_slices_kernel[grid](*_pointers(parts), out, out.numel(), share, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
+CHANNELS = 256  # of a mailbox: no call has more programs
+_TICKETS = 2**20  # of one use of a channel, and more than a share has pieces
+_WHOLE_BYTES = 4 * 2**20  # of float32 sums: above, halves
+
+
+class Plan(NamedTuple):
+    """How `push` cuts a message: `share` elements a program, in pieces of `block`. The same on all ranks."""
+
+    block: int
+    share: int
+    warps: int
+
+
+def plan_push(count: int, itemsize: int) -> Plan:
+    """By the size alone: small pieces, many programs; then pieces that a program has time to add while others fly."""
+    small = count * itemsize <= 512 * 2**10
+    block = (2048 if small else 8192) // itemsize
+    return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), block) * block, 4 if small else 8)
+
+
+def _even(plan: Plan) -> int:
+    """A share of two halves of whole pieces."""
+    return triton.cdiv(plan.share, 2 * plan.block) * 2 * plan.block
+
+
+def mail_bytes(count: int, itemsize: int, world: int) -> int:
+    """What a mailbox needs for messages of so many elements: a slot a sender in each half, of all channels."""
+    return 2 * (world - 1) * CHANNELS * _even(plan_push(count, itemsize)) * itemsize
+
+
+def region_bytes(size_bytes: int, world: int) -> int:
+    """A channel's place for one sender in one half of a mailbox of that size: the same for all messages."""
+    return size_bytes // (2 * (world - 1) * CHANNELS) // 256 * 256
+
+
+def push(x: torch.Tensor, out: torch.Tensor, order: str, box: Mailbox) -> None:
+    """Sum flat x over the ranks into flat `out` (which may be x), as `reduce_peers` would, without a barrier.
+
+    Args:
+        x: [n], contiguous: float16, bfloat16 or float32; or float32 [splits, n], added along their tree first.
+        order: "chain" or "tree".
+        box: With room for the message, by `mail_bytes`.
+    """
+    splits, count = x.numel() // out.numel(), out.numel()
+    plan, region = plan_push(count, x.element_size()), region_bytes(box.bytes, box.world)
+    slots = tuple(slot.view(x.dtype) for slot in box.slots)
+    regions: tuple[int, ...] = (region // x.element_size(),)
+    # a load that is made ahead of its flag would read what was there before: no stages
+    options = {"RANK": box.rank, "CHANNELS": CHANNELS, "TICKETS": _TICKETS, "SPLITS": splits, "BLOCK": plan.block}
+    options |= {"num_warps": plan.warps, "num_stages": 1}
+    with on_device(out):
+        if order == "tree" and box.world == 2 and count * 4 > _WHOLE_BYTES and out.element_size() == 2:
+            share, rounded = _even(plan), tuple(slot.view(out.dtype) for slot in box.slots)
+            regions += (region // 2,)
+            _push_halves_kernel[(triton.cdiv(count, share),)](
+                x, out, slots, rounded, tuple(box.flags), box.uses, count, share // 2, share, *regions, **options
+            )
+            return
+        options |= {"W": box.world, "TREE": order == "tree"}
+        _push_kernel[(triton.cdiv(count, plan.share),)](
+            x, out, slots, tuple(box.flags), box.uses, count, plan.share, *regions, **options
+        )
+
+
 _LEAST_BYTES = 64 * 2**20
 _MOST_BYTES = 2**30
 _ALIGNMENT_BYTES = 256
 
 
-class Workspace:
-    """Symmetric memory of one group: `buffer` for contributions, `result` for what a rank has reduced for all."""
+class _Shared:
+    """Symmetric memory of one group, `bytes` of it on each rank."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
-        from torch.distributed import _symmetric_memory as symmetric
-
         self.group_name = group.group_name
         self.world = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.bytes = size_bytes
-        self.buffer = symmetric.empty((size_bytes,), dtype=torch.uint8, device=device)
-        self.result = symmetric.empty((size_bytes,), dtype=torch.uint8, device=device)
-        self.handle: Any = symmetric.rendezvous(self.buffer, group)
-        self.result_handle: Any = symmetric.rendezvous(self.result, group)
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._peers: dict[tuple[bool, int, torch.dtype], list[torch.Tensor]] = {}
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Use the workspace inside this: what another stream does with it comes first."""
-        stream = torch.cuda.current_stream(self.buffer.device)
+        """Use the memory inside this: what another stream does with it comes first."""
+        stream = torch.cuda.current_stream(self._device)
         if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._stream)
         yield
         self._stream = stream
+
+
+class Workspace(_Shared):
+    """`buffer` for contributions, `result` for what a rank has reduced for all."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        super().__init__(group, device, size_bytes)
+        self.buffer = symmetric.empty((size_bytes,), dtype=torch.uint8, device=device)
+        self.result = symmetric.empty((size_bytes,), dtype=torch.uint8, device=device)
+        self.handle: Any = symmetric.rendezvous(self.buffer, group)
+        self.result_handle: Any = symmetric.rendezvous(self.result, group)
+        self._peers: dict[tuple[bool, int, torch.dtype], list[torch.Tensor]] = {}
 
     def flat(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The first `count` elements of this rank's buffer."""
@@ -201,8 +479,25 @@ class Workspace:
         return self._peers[at]
 
 
+class Mailbox(_Shared):
+    """What `push` works with: slots and flags of every rank, as this one sees them, and its own counters."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        super().__init__(group, device, size_bytes)
+        flags, ranks = CHANNELS * self.world, range(self.world)
+        memory = symmetric.empty((size_bytes + 8 * flags,), dtype=torch.uint8, device=device)
+        memory[size_bytes:].zero_()
+        self.uses = torch.zeros(CHANNELS, dtype=torch.int64, device=device)
+        torch.cuda.synchronize(device)  # before the ranks meet: from then on the others may raise flags
+        self._handle: Any = symmetric.rendezvous(memory, group)
+        self.slots = [self._handle.get_buffer(r, (size_bytes,), torch.uint8) for r in ranks]
+        self.flags = [self._handle.get_buffer(r, (flags,), torch.int64, size_bytes // 8) for r in ranks]
+
+
 class _Spaces:
-    """A group's workspaces, by device.
+    """A group's workspaces and mailboxes, by what they are and the device.
 
     Attributes:
         before: Those of earlier groups of the name, which stay: a CUDA graph may have captured them.
@@ -210,10 +505,10 @@ class _Spaces:
     """
 
     def __init__(self, last: _Spaces | None) -> None:
-        self.before: list[Workspace] = []
+        self.before: list[_Shared] = []
         if last is not None:
             self.before = [*last.before, *chain.from_iterable(last.kept.values())]
-        self.kept: dict[int, list[Workspace]] = {}
+        self.kept: dict[tuple[str, int], list[Any]] = {}
         self.usable: bool | None = None
 
     def ask(self, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -245,8 +540,20 @@ def workspace(group: dist.ProcessGroup, device: torch.device, size_bytes: int) -
 
     Collective: every rank of the group calls it with the same size.
     """
+    space: Workspace | None = _shared("Workspace", group, device, size_bytes)
+    return space
+
+
+def mailbox(group: dist.ProcessGroup, device: torch.device, count: int, itemsize: int) -> Mailbox | None:
+    """As `workspace`, for a `push` of so many elements."""
+    size_bytes = mail_bytes(count, itemsize, dist.get_world_size(group))
+    box: Mailbox | None = _shared("Mailbox", group, device, size_bytes)
+    return box
+
+
+def _shared(kind: str, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> Any:
     spaces = _spaces.of(group)
-    kept = spaces.kept.setdefault(device.index or 0, [])
+    kept = spaces.kept.setdefault((kind, device.index or 0), [])
     if kept and kept[-1].bytes >= size_bytes:
         return kept[-1]
     if size_bytes > _MOST_BYTES or torch.cuda.is_current_stream_capturing():
@@ -256,7 +563,7 @@ def workspace(group: dist.ProcessGroup, device: torch.device, size_bytes: int) -
     size = _LEAST_BYTES
     while size < size_bytes:
         size *= 2
-    kept.append(Workspace(group, device, size))
+    kept.append({"Workspace": Workspace, "Mailbox": Mailbox}[kind](group, device, size))
     return kept[-1]
 
 

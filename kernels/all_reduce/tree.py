@@ -99,25 +99,32 @@ def tree_reduce(
     x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor, group: dist.ProcessGroup
 ) -> None:
     """This rank's chunks and everybody else's, along the tree, into `out` [M, N] (float32 or x's dtype)."""
-    count = out.numel()
+    count, world = out.numel(), dist.get_world_size(group)
     if count == 0:
         return
-    if x.device.type == "cuda":
-        from nondet.kernels.all_reduce import symmetric
-        from nondet.kernels.all_reduce.tree_cuda import gathered_tree, reduce_stands
+    if x.device.type != "cuda":
+        gathered = torch.empty(world * count, dtype=torch.float32, device=x.device)
+        gather_into(gathered, local_sum(x, weight, chunks).view(-1), group)
+        out.view(-1).copy_(tree(gathered.view(world, count).unbind(0)))
+        return
+    from nondet.kernels.all_reduce import symmetric
+    from nondet.kernels.all_reduce.tree_cuda import chunk_parts, gathered_tree, reduce_stands
 
-        space = None
+    if symmetric.available(group, x.device):
+        box = space = None
+        if world == 2 and reduce_stands("push", out.dtype, x.device, group):
+            box = symmetric.mailbox(group, x.device, count, 4)
+        if box is not None:
+            parts = chunk_parts(x, weight, chunks)
+            with box.turn():
+                symmetric.push(parts, out.view(-1), "tree", box)
+            return
         name = "peers_one_shot" if count * 4 <= _ONE_SHOT_BYTES else "peers_two_shot"
-        if symmetric.available(group, x.device) and reduce_stands(name, out.dtype, x.device, group):
+        if reduce_stands(name, out.dtype, x.device, group):
             space = symmetric.workspace(group, x.device, (count + 4096) * 4)
         if space is not None:
             with space.turn():
                 local_sum(x, weight, chunks, space.flat(count, torch.float32).view_as(out))
                 getattr(symmetric, name)(count, torch.float32, out.view(-1), "tree", space)
             return
-        gathered_tree(local_sum(x, weight, chunks).view(-1), out.view(-1), group)
-        return
-    world = dist.get_world_size(group)
-    gathered = torch.empty(world * count, dtype=torch.float32, device=x.device)
-    gather_into(gathered, local_sum(x, weight, chunks).view(-1), group)
-    out.view(-1).copy_(tree(gathered.view(world, count).unbind(0)))
+    gathered_tree(local_sum(x, weight, chunks).view(-1), out.view(-1), group)

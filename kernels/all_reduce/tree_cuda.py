@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nondet.core.certificates import certificates
 from nondet.core.proof import Claim, product_inputs, prove
 from nondet.kernels.all_reduce.chain import agreed, gather_into, prove_on_messages
 from nondet.kernels.all_reduce.orders import tree
 from nondet.kernels.all_reduce.symmetric import reduce_peers
-from nondet.kernels.matmul.triton_kernels import chain, tile_offsets
+from nondet.kernels.matmul.triton_kernels import rows_fit, tile_at, tma_takes
 from nondet.kernels.triton_common import multiprocessors, on_device
 
 # Products whose bits do not follow the number of ranks, on CUDA: K in chunks, each a chain, added along a tree.
@@ -35,6 +36,7 @@ class ChunkTile(NamedTuple):
 
     Attributes:
         splits: Programs along K, each with a subtree of chunks; their sums meet in a second launch.
+        tma: Operands come by the tensor memory accelerator.
     """
 
     block_m: int
@@ -43,31 +45,7 @@ class ChunkTile(NamedTuple):
     warps: int
     stages: int
     splits: int
-
-
-@triton.jit
-def _one(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
-    return chain(
-        a, b, rows, cols, at * SIZE, at * SIZE + SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN, tl.float32, "ieee"
-    )  # fmt: skip
-
-
-@triton.jit
-def _two(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
-    left = _one(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
-    return left + _one(a, b, rows, cols, at + 1, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
-
-
-@triton.jit
-def _four(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
-    left = _two(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
-    return left + _two(a, b, rows, cols, at + 2, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
-
-
-@triton.jit
-def _eight(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip  # noqa: E501
-    left = _four(a, b, rows, cols, at, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
-    return left + _four(a, b, rows, cols, at + 4, SIZE, M, N, sam, sak, sbk, sbn, BM, BN, BK, EVEN)
+    tma: bool = False
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -87,28 +65,67 @@ def _chunk_products_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    rows, cols = tile_offsets(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    """CHUNKS chains in one walk over K, so that loads run ahead from one into the next.
+
+    A sum of 1, 2 or 4 chunks waits in registers for its neighbour. That is written with selects within one branch: so
+    the compiler keeps a matrix instruction in flight (it waits for each where a sum goes through nested branches).
+    """
+    row, col = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    at = split * CHUNKS
+    in_m = rows[:, None] < M
+    in_n = cols[None, :] < N
+    if not TMA:
+        offs_k = tl.arange(0, BLOCK_K)
+        a_rows = a_ptr + rows.to(tl.int64)[:, None] * stride_am + offs_k.to(tl.int64)[None, :] * stride_ak
+        b_cols = b_ptr + offs_k.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    one, two, four = acc, acc, acc
+    chunk, at = 0, 0
+    for _ in range(CHUNKS * ((SIZE + BLOCK_K - 1) // BLOCK_K)):
+        k = (split * CHUNKS + chunk) * SIZE + at
+        if TMA:
+            a = a_ptr.load([row, k])
+            b = b_ptr.load([col, k]).T
+        elif EVEN:
+            a = tl.load(a_rows + k.to(tl.int64) * stride_ak, mask=in_m, other=0.0)
+            b = tl.load(b_cols + k.to(tl.int64) * stride_bk, mask=in_n, other=0.0)
+        else:
+            # Zeros beyond the end add nothing: the sum is exact where one side is zero.
+            a = tl.load(a_rows + k.to(tl.int64) * stride_ak, mask=in_m & (offs_k[None, :] < SIZE - at), other=0.0)
+            b = tl.load(b_cols + k.to(tl.int64) * stride_bk, mask=in_n & (offs_k[:, None] < SIZE - at), other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=tl.float32)
+        at += BLOCK_K
+        if CHUNKS > 1:  # noqa: SIM102 - no branch where there is one chunk
+            if at >= SIZE:
+                pair = one + acc
+                quad = two + pair
+                one = tl.where(chunk % 2 == 0, acc, pair)
+                if CHUNKS > 2:
+                    two = tl.where(chunk % 4 == 1, pair, tl.where(chunk % 4 == 3, quad, two))
+                if CHUNKS > 4:
+                    four = tl.where(chunk % 8 == 3, quad, tl.where(chunk % 8 == 7, four + quad, four))
+                at = 0
+                chunk += 1
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    total = acc
+    if CHUNKS == 2:
+        total = one
+    if CHUNKS == 4:
+        total = two
     if CHUNKS == 8:
-        total = _eight(a_ptr, b_ptr, rows, cols, at, SIZE, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)  # fmt: skip  # noqa: E501
-    elif CHUNKS == 4:
-        total = _four(a_ptr, b_ptr, rows, cols, at, SIZE, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)  # fmt: skip  # noqa: E501
-    elif CHUNKS == 2:
-        total = _two(a_ptr, b_ptr, rows, cols, at, SIZE, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)  # fmt: skip  # noqa: E501
-    else:
-        total = _one(a_ptr, b_ptr, rows, cols, at, SIZE, M, N, stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN)  # fmt: skip  # noqa: E501
+        total = four
     out = out_ptr + (split.to(tl.int64) * M + rows[:, None]) * N + cols[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
 
 
 def tile_for(m: int, n: int, chunks: int, device: torch.device) -> ChunkTile:
     """A tile by the shape: wide ones where there are rows, splits of K where there are too few tiles for the GPU.
 
-    A program of many rows takes two chunks at most: with the sums of four or eight in its registers, on an H200, it was
-    1.5 to 3 times slower than several that meet in memory.
+    A program of many rows takes four chunks at most: the sums that wait for eight don't fit into its registers.
     """
     if m <= 16:
         shape = (16, 64, 128, 4, 4)
@@ -117,10 +134,17 @@ def tile_for(m: int, n: int, chunks: int, device: torch.device) -> ChunkTile:
     else:
         shape = (128, 128, 64, 8, 4)
     tiles = triton.cdiv(m, shape[0]) * triton.cdiv(n, shape[1])
-    splits = max(1, chunks // 2) if m > 64 else 1
+    splits = max(1, chunks // 4) if m > 64 else 1
     while splits < chunks and 2 * splits * tiles <= 3 * multiprocessors(device):
         splits *= 2
     return ChunkTile(*shape, splits)
+
+
+def _tile(x: torch.Tensor, weight: torch.Tensor, chunks: int) -> ChunkTile:
+    """`tile_for` these operands, by the accelerator where it can read them and there are rows enough."""
+    tile = tile_for(x.shape[0], weight.shape[0], chunks, x.device)
+    even = tile.block_m > 64 and x.shape[1] // chunks % tile.block_k == 0
+    return tile._replace(tma=even and rows_fit(weight) and tma_takes(x[None], weight.T[None]))
 
 
 def chunk_products(
@@ -134,17 +158,34 @@ def chunk_products(
         out: Contiguous, float32 (the sum as it is) or x's dtype (rounded once).
         tile: None chooses one; the bits are the same.
     """
-    (m, k), n = x.shape, weight.shape[0]
+    m, n = x.shape[0], weight.shape[0]
     if out.numel() == 0:
         return out
-    tile = tile or tile_for(m, n, chunks, x.device)
+    tile = tile or _tile(x, weight, chunks)
+    if tile.splits == 1:
+        _launch(x, weight, chunks, out, tile)
+    else:
+        parts = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
+        _launch(x, weight, chunks, parts, tile)
+        reduce_peers(list(parts.view(tile.splits, -1).unbind(0)), out.view(-1), "tree")
+    return out
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, chunks: int, target: torch.Tensor, tile: ChunkTile) -> None:
+    """The products alone, into target [splits, M, N]."""
+    (m, k), n = x.shape, weight.shape[0]
     size = k // chunks
-    target = out if tile.splits == 1 else torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), tile.splits)
+    operands: tuple[Any, Any] = x, weight
+    if tile.tma:
+        blocks = (tile.block_m, tile.block_k), (tile.block_n, tile.block_k)
+        operands = tuple(
+            TensorDescriptor(t, [*t.shape], [t.stride(0), 1], [*block])
+            for t, block in zip((x, weight), blocks, strict=True)
+        )
     with on_device(x):
         _chunk_products_kernel[grid](
-            x,
-            weight,
+            *operands,
             target,
             m,
             n,
@@ -157,13 +198,11 @@ def chunk_products(
             tile.block_k,
             8,
             size % tile.block_k == 0,
+            tile.tma,
             chunks // tile.splits,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if tile.splits > 1:
-            reduce_peers(list(target.view(tile.splits, -1).unbind(0)), out.view(-1), "tree")
-    return out
 
 
 # Proof at first use of what class "ranks-tree" is computed by on CUDA: the chunks' sums here, and the tree over ranks.
@@ -174,11 +213,12 @@ def chunk_products(
 # cut one. Each rank proves for itself; one whose tile is excluded takes the anchor, and the product keeps the bits of
 # the class.
 #
-# The tree over ranks: the anchor gathers everybody's sums and adds them in plain torch; `peers_one_shot` and
+# The tree over ranks: the anchor gathers everybody's sums and adds them in plain torch; `push`, `peers_one_shot` and
 # `peers_two_shot` are proven and agreed on by all ranks (`nondet.kernels.all_reduce.chain`).
 
 ANCHOR_TILE = ChunkTile(16, 32, 64, 4, 3, 1)
-REDUCES = ("peers_one_shot", "peers_two_shot")
+REDUCES = ("push", "peers_one_shot", "peers_two_shot")
+_SPLITS = (1, 2, 4)  # what a rank of several has of its own, for `push` to add first
 _KINDS = ("order", "order-wide", "wide", "bell")
 
 
@@ -188,10 +228,21 @@ def chunk_sum(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Ten
     Args:
         out: Contiguous, float32 or x's dtype.
     """
-    tile = tile_for(x.shape[0], weight.shape[0], chunks, x.device)
+    tile = _tile(x, weight, chunks)
     if tile_stands(x, weight, chunks, out.dtype, tile):
         return chunk_products(x, weight, chunks, out, tile)
     return chunk_by_chunk(x, weight, chunks, out)
+
+
+def chunk_parts(x: torch.Tensor, weight: torch.Tensor, chunks: int) -> torch.Tensor:
+    """float32 [splits, M, N], whose sum along a tree is that of `chunk_sum`: for whoever adds further."""
+    tile = _tile(x, weight, chunks)
+    parts = torch.empty(tile.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    if tile_stands(x, weight, chunks, torch.float32, tile):
+        _launch(x, weight, chunks, parts, tile)
+        return parts
+    chunk_by_chunk(x, weight, chunks, parts[0])
+    return parts[:1]
 
 
 def chunk_by_chunk(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor) -> torch.Tensor:
@@ -213,7 +264,7 @@ def _names(tile: ChunkTile, dtype: torch.dtype, out: torch.dtype, k: int, n: int
     """The member and the key of a certificate."""
     given, gives = (str(d).removeprefix("torch.") for d in (dtype, out))
     member = f"chunks/{tile.block_m}x{tile.block_n}x{tile.block_k}/{tile.warps}.{tile.stages}/{tile.splits}"
-    return member, f"ranks-tree | {given}[*,{k}] {given}[{n},{k}] | {chunks} chunks | {gives}"
+    return member + "/tma" * tile.tma, f"ranks-tree | {given}[*,{k}] {given}[{n},{k}] | {chunks} chunks | {gives}"
 
 
 def tile_stands(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.dtype, tile: ChunkTile) -> bool:
@@ -258,6 +309,18 @@ def reduce_stands(name: str, out: torch.dtype, device: torch.device, group: dist
 def _prove_reduce(name: str, out: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
     from nondet.kernels.all_reduce import symmetric
 
+    def pushed(mine: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        box = symmetric.mailbox(group, device, size, 4)
+        if box is None:
+            raise NotImplementedError("no symmetric memory of this size")
+        expected, got = (torch.empty(len(_SPLITS), size, dtype=out, device=device) for _ in range(2))
+        for i, splits in enumerate(_SPLITS):
+            parts = mine.view(-1, size)[:splits]
+            gathered_tree(tree(parts.unbind(0)), expected[i], group)
+            with box.turn():
+                symmetric.push(parts, got[i], "tree", box)
+        return expected, got
+
     def both(mine: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         space = symmetric.workspace(group, device, (size + 4096) * 4)
         if space is None:
@@ -269,4 +332,7 @@ def _prove_reduce(name: str, out: torch.dtype, device: torch.device, group: dist
             getattr(symmetric, name)(size, torch.float32, got, "tree", space)
         return expected, got
 
+    if name == "push":
+        what = f"{{}} sums of {', '.join(map(str, _SPLITS))} parts"
+        return prove_on_messages(pushed, what, torch.float32, device, group, max(_SPLITS))
     return prove_on_messages(both, "{} sums", torch.float32, device, group)

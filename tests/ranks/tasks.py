@@ -379,6 +379,67 @@ def agreements_of_another_group(path: str) -> list[str]:
     return ran
 
 
+# `push` in Triton's interpreter, by ranks that share files instead of GPUs' memory.
+
+
+def _odd_parts(count: int, dtype: torch.dtype, seed: int, world: int, device: str | torch.device) -> list[torch.Tensor]:
+    """What each rank contributes, the same on all of them; some of it -0.0, infinite or no number."""
+    from nondet.core.inputs import generator, make
+
+    parts = [make("wide", (count,), dtype, device, generator(seed + r, device)) for r in range(world)]
+    for i, odd in enumerate((-0.0, float("inf"), float("nan"), 0.0)):
+        parts[(seed + i) % world][i::7] = odd
+    for part in parts:
+        part[5::7] = -0.0
+    return parts
+
+
+def pushes(folder: str, world: int) -> list[str]:
+    """Many sums by `push` over the first `world` ranks, sizes up and down, ranks out of step: what differs."""
+    import random
+
+    from nondet.core.compare import identical
+    from nondet.kernels.all_reduce import symmetric
+    from nondet.kernels.all_reduce.orders import ORDERS, tree
+
+    rank = dist.get_rank()
+    if rank >= world:
+        return []
+    small = {"CHANNELS": 3, "plan_push": lambda count, _: symmetric.Plan(8, -(-count // 24) * 8, 4), "_WHOLE_BYTES": 99}
+    before = {name: getattr(symmetric, name) for name in small}
+    vars(symmetric).update(small)
+    try:
+        size = symmetric.mail_bytes(200, 4, world)
+        size = -(-size // (2 * (world - 1) * 3 * 256)) * 2 * (world - 1) * 3 * 256
+        memory = [
+            torch.from_file(f"{folder}/{world}-{r}", shared=True, size=size + 8 * 3 * world, dtype=torch.uint8)
+            for r in range(world)
+        ]
+        box: Any = SimpleNamespace(
+            world=world,
+            rank=rank,
+            bytes=size,
+            slots=[m[:size] for m in memory],
+            flags=[m[size:].view(torch.int64) for m in memory],
+            uses=torch.zeros(3, dtype=torch.int64),
+        )
+        drawn, late, unlike = random.Random(world), random.Random(rank), []  # noqa: S311
+        for turn in range(40):
+            count, order = drawn.choice((1, 7, 8, 9, 24, 25, 64, 130, 200)), drawn.choice(("chain", "tree"))
+            dtype = torch.float32 if order == "tree" else drawn.choice((torch.float32, torch.float16))
+            splits = drawn.choice((1, 2)) if order == "tree" else 1
+            parts = [_odd_parts(splits * count, dtype, 10 * turn, world, "cpu")[r] for r in range(world)]
+            out = torch.empty(count, dtype=drawn.choice((dtype, torch.float16)) if order == "tree" else dtype)
+            time.sleep(late.choice((0.0, 0.0, 0.01)))
+            symmetric.push(parts[rank], out, order, box)
+            want = ORDERS[order]([tree(part.view(splits, count).unbind(0)) for part in parts]).to(out.dtype)
+            if not identical(out, want):
+                unlike.append(f"call {turn}: {count} of {dtype}, {order}, {splits} splits")
+        return unlike
+    finally:
+        vars(symmetric).update(before)
+
+
 # What the tests on two GPUs ask ranks to do.
 
 
@@ -427,6 +488,48 @@ def members_on_gpus() -> dict[str, list[str]]:
     return {what: sorted(set(names)) for what, names in agreed.items()}
 
 
+def pushes_on_gpus() -> list[str]:
+    """Many sums by `push`, sizes up and down, eager and by two graphs in turn, other members between: what differs."""
+    import random
+
+    from nondet.core.compare import identical
+    from nondet.kernels.all_reduce.chain import MEMBERS
+    from nondet.kernels.all_reduce.orders import chain
+
+    rank, world, device = dist.get_rank(), dist.get_world_size(), _device()
+    drawn, unlike, graphs = random.Random(1), [], []  # noqa: S311
+
+    def check(name: str, count: int, dtype: torch.dtype, turn: int) -> None:
+        parts = _odd_parts(count, dtype, 10 * turn, world, device)
+        x = parts[rank].clone()
+        MEMBERS[name](x, _world())
+        if not identical(x, chain(parts)):
+            unlike.append(f"{name}, call {turn}: {count} of {dtype}")
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for turn in range(40):
+            count = drawn.choice((1, 7, 4096, 16384, 262152, 2**20, 2**21 + 16, 3 * 2**22))
+            check(drawn.choice(("push", "push", "push", "peers_one_shot", "library")), count, dtype, turn)
+    for count in (64 * 4096, 1024 * 4096):
+        check("push", count, torch.bfloat16, 0)
+        x, graph = torch.zeros(count, dtype=torch.bfloat16, device=device), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):  # of integers, and the second and third of sums
+                MEMBERS["push"](x, _world())
+        graphs.append((x, graph))
+    check("push", 2**26, torch.bfloat16, 1)  # another mailbox; the graphs keep theirs
+    for turn in range(60):
+        x, graph = graphs[drawn.randrange(2)]
+        seeds = [torch.Generator(device).manual_seed(100 * turn + r) for r in range(world)]
+        parts = [torch.randint(-9, 9, x.shape, generator=seed, device=device) for seed in seeds]
+        x.copy_(parts[rank])
+        graph.replay()
+        if not identical(x, (sum(parts) * world**2).to(x.dtype)):
+            unlike.append(f"graph, call {turn}: {x.numel()}")
+        check("push", 7 * 4096, torch.float16, turn)
+    return unlike
+
+
 def captured_under_a_block() -> dict[str, object]:
     """torch.distributed's own calls under batch_invariant(), eager and from a CUDA graph, new numbers each time."""
     from nondet.core.compare import identical
@@ -473,7 +576,7 @@ def products_on_gpus() -> list[str]:
     bias = make("bell", (512,), torch.bfloat16, device, generator(5, device))
     mine = weight.chunk(world, 1)[rank].contiguous()
     unlike = []
-    for m in (1, 17, 300, 1500):
+    for m in (1, 17, 300, 1500, 4500):
         x = make("wide", (m, 4096), torch.bfloat16, device, generator(4, device))
         part = x.chunk(world, 1)[rank].contiguous()
         for added in (None, bias):

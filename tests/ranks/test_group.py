@@ -244,8 +244,17 @@ def test_members_have_the_bits_of_the_order_on_gpus(pair):
     answers = pair.ask(f"{GPU_TASKS}:members_on_gpus")
     assert len(answers) == 2
     for agreed in answers:
-        assert {"library", "ordered_gather", "one_shot", "two_shot", "peers_one_shot"} <= set(agreed["all_reduce"])
+        assert {"library", "ordered_gather", "one_shot", "two_shot", "peers_one_shot", "push"} <= set(
+            agreed["all_reduce"]
+        )
         assert {"exchange", "library", "peers"} == set(agreed["reduce_scatter"])
+
+
+@pytest.mark.gpu
+@MARK_TWO_GPUS_2
+def test_pushed_sums_on_gpus(pair):
+    """Sizes up and down, three dtypes, two graphs in turn, other members between: the bits of the order each time."""
+    assert pair.ask(f"{GPU_TASKS}:pushes_on_gpus") == [[], []]
 
 
 @pytest.mark.gpu

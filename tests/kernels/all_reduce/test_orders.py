@@ -74,6 +74,19 @@ def test_splits_and_ranks_do_not_change_a_chunked_product(splits, chained_dot):
     assert identical(tree(sums), want)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [32, 24])
+def test_a_walk_over_several_chunks_is_chunk_by_chunk(chunks, size, chained_dot):
+    """In one program and in several, where a step is cut at a chunk's end, and by descriptors."""
+    x = make("wide", (21, size * chunks), torch.float16, DEVICE, generator(1, DEVICE))
+    weight = make("bell", (40, size * chunks), torch.float16, DEVICE, generator(2, DEVICE))
+    want = tree_cuda.chunk_by_chunk(x, weight, chunks, torch.empty(21, 40, device=DEVICE))
+    for splits in {1, chunks}:
+        for tma in (False, True)[: 1 + (size == 32)]:
+            tile = ChunkTile(64, 32, 16, 4, 2, splits, tma)
+            assert identical(chunk_products(x, weight, chunks, torch.empty(21, 40, device=DEVICE), tile), want)
+
+
 def test_a_tile_is_proven_before_it_is_taken(chained_dot, monkeypatch, tmp_path):
     """A tile with the anchor's bits is proven and taken; one whose chunks lie another way is excluded, and the anchor
     runs: the product keeps the bits of the class. A proof is looked up the next time.
@@ -139,6 +152,13 @@ def four():
 def test_members_have_the_bits_of_the_order(four):
     """On four ranks the two members for any device apply, with the plain sum's bits; the library's own does not."""
     assert four.ask(f"{TASKS}:members_agree") == [["ordered_gather", "exchange"]] * 4
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter: ranks of CPUs share a file")
+@pytest.mark.parametrize("world", [2, 4])
+def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
+    """Shares of several pieces, sizes up and down through one mailbox, ranks out of step: the plain sums' bits."""
+    assert four.ask(f"{TASKS}:pushes", str(tmp_path), world, limit_s=100) == [[]] * 4
 
 
 def test_the_prover_sees_one_bit_on_one_rank(four):
