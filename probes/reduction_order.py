@@ -45,7 +45,6 @@ _KEYS = {"cpu": 512, "cuda": 2048}
 _PARTS = 4  # of K, where the operator is told how many
 _RANKS, _WIDTH = 4, {"cpu": 64, "cuda": 4096}
 _LISTS = 1024  # of what ranks contribute, in turn over a message; its numbers that are checked of one order
-_PIECES = 16  # of a message, each added in an order of its own
 _ROOTS = ("softmax", "rms_norm")  # their sums are seen through one number of a row, so several rows are compared
 _SEEN = 16
 _VECTOR = 32  # elements of a short dtype
@@ -64,7 +63,7 @@ _MORE = 48  # further draws at most, where those did not refute each of:
 _WRONG = 4  # trees with two elements exchanged that the proof has to refute, each by as many sums as:
 _TELLING = 4
 _COLUMNS = 64  # of each kind, where it gives many
-_CLASSES = 4  # of one row, each with a tree of its own
+_CLASSES = 12  # of one row, each with a tree of its own, and orders of one message
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
 _GRAPH = 64  # calls of a CUDA graph
 _CELLS = 2**20  # elements of rows that are made and copied at once
@@ -184,18 +183,22 @@ def find(asked: Sum, seed: int = 0) -> Found:
         tried: list[Found] = []  # a vector of a short dtype holds more elements: what is left of a row may come after
         for width in dict.fromkeys((asked.K, asked.K - asked.K % _VECTOR)):
             if width and not (tried and tried[0].proven):
-                found = find(asked.single(width), seed)
-                again = prove(asked, emulator.with_rest(found.tree, asked.K), seed)
-                tried.insert(0 if again.proven else 1, again._replace(masks=found.masks))
+                tree, count = _claimed(asked.single(width), seed)
+                again = prove(asked, emulator.with_rest(tree, asked.K), seed)
+                tried.insert(0 if again.proven else 1, again._replace(masks=count))
         return tried[0]
+    tree, count = _claimed(asked, seed)
+    return prove(asked, tree, seed)._replace(masks=count)
+
+
+def _claimed(asked: Sum, seed: int) -> tuple[Tree, int]:
+    """The tree that masks show, and how many there were."""
     if asked.positive is not None:
         swamps = _Swamps(asked, asked.positive, seed)
-        tree = emulator.find_tree_of_positive(swamps.held, swamps.places(), asked.K, seed)
-        return prove(asked, tree, seed)._replace(masks=swamps.count)
+        return emulator.find_tree_of_positive(swamps.held, swamps.places(), asked.K, seed), swamps.count
     masks = _Masks(asked)
     places = masks.places()
-    tree = emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed)
-    return prove(asked, tree, seed)._replace(masks=masks.count)
+    return emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed), masks.count
 
 
 class _Masks:
@@ -323,16 +326,16 @@ class _Swamps:
         for start in range(0, len(asked), self._at_once):
             several = asked[start : start + self._at_once]
             rows = torch.full((len(several), self._K), self._none, device=self._device)
-            sets: list[tuple[Array, float]] = []
-            for i, j, beyond, some in several:
-                sets += [(np.array([i]), self._code(self._big)), (np.array([j]), self._code(self._half + beyond))]
-                sets.append((some if some is not None else np.array([], int), self._code(self._SMALL)))
-            lengths = [len(places) for places, _ in sets]
-            which = np.repeat(np.arange(len(sets)) // 3, lengths), np.concatenate([places for places, _ in sets])
-            values = np.repeat([value for _, value in sets], lengths).astype(np.float32)
+            big, half, more, some = zip(*several, strict=True)
+            each, small = np.arange(len(several)), [few for few in some if few is not None]
+            of = np.repeat(each, [0 if few is None else len(few) for few in some])
+            which = np.concatenate([each, each, of]), np.concatenate([big, half, *small])
+            values = np.full(len(which[0]), self._code(self._SMALL), np.float32)
+            values[: len(each)] = self._code(self._big)
+            values[len(each) : 2 * len(each)] = [self._code(self._half + beyond) for beyond in more]
             at, own = torch.from_numpy(np.stack(which)).to(self._device), torch.from_numpy(values).to(self._device)
             rows[at[0], at[1]] = own
-            told.append(self._of.show(rows, [i for i, *_ in several]))
+            told.append(self._of.show(rows, big))
         return np.concatenate(told)
 
     def _code(self, weight: float) -> float:
@@ -451,9 +454,8 @@ def _exchanged(tree: Tree, seed: int) -> list[Tree]:
     for _ in range(_WRONG * 4 if len(named) > 2 else 0):
         one, other = (int(leaf) for leaf in rng.choice(named, 2, replace=False))
         new = {one: other, other: one}
-        wrong = Tree(tree.leaves, tuple(tuple(new.get(c, c) for c in node) for node in tree.nodes))
-        if wrong.digest != tree.digest:
-            made.append(wrong)
+        if not any(one in node and other in node for node in tree.nodes):  # else the same partial sums would meet
+            made.append(Tree(tree.leaves, tuple(tuple(new.get(c, c) for c in node) for node in tree.nodes)))
         if len(made) == _WRONG:
             break
     return made
@@ -927,8 +929,9 @@ def _midway(rows: Array, dtype: torch.dtype, seed: int) -> torch.Tensor:
             top - digits - rng.integers(0, 3, (count, 2))
         )
         totals = (row**2).sum() - (row[at] ** 2).sum() + (could**2).sum(1)
-        places = np.ldexp(np.frexp(others / np.sqrt(totals / len(row))[:, None])[0], digits)
-        apart = np.abs(places - np.floor(places) - 0.5).min(1) + (np.frexp(totals)[1] % 2)
+        places = np.ldexp(np.frexp(1.0 / np.sqrt(totals / len(row)))[0], digits)[:, None] * others
+        places *= 1.0 + (places < 2.0 ** (digits - 1))  # in one binade
+        apart = 0.5 - np.abs(places - np.rint(places)).max(1) + (np.frexp(totals)[1] % 2)
         if apart.min() < 1 and 2.0**top < torch.finfo(dtype).max / 2:
             made[n, at] = torch.from_numpy(could[apart.argmin()]).to(dtype)
             kept.append(n)
@@ -955,7 +958,10 @@ def of_ranks(operator: Operator, message: Message) -> list[Sum]:
         some = of[torch.linspace(0, len(of) - 1, min(len(of), _LISTS)).round().long()]
 
         def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
-            return given(tuple(terms[0].tolist()))[of[:1]]
+            row = terms[0].tolist()
+            if min(row) < 0 and row.index(min(row)) < row.index(max(row)):  # as much survives: asked once
+                row = [-term if abs(term) == big else term for term in row]
+            return given(tuple(row))[of[:1]]
 
         def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
             seeds = range(seed, seed + min(-(-_SUMS * (6 if kind == "zeros" else 1) // least), _SUMS))
@@ -963,10 +969,10 @@ def of_ranks(operator: Operator, message: Message) -> list[Sum]:
             got = [given(*map(tuple, rows.tolist()))[some] for rows in drawn]
             return torch.cat([rows[some % lists] for rows in drawn]), None, torch.cat(got)
 
-        left = f"; {len(pieces) - _PIECES} more orders are not told" if len(pieces) > _PIECES else ""
+        left = f"; {len(pieces) - _CLASSES} more orders are not told" if len(pieces) > _CLASSES else ""
         return Sum(ask, draw, 1, K, dtype, "cpu", which=_numbers(of, len(orders)) + left)
 
-    return [piece(of) for of in pieces[:_PIECES]]
+    return [piece(of) for of in pieces[:_CLASSES]]
 
 
 def _numbers(of: torch.Tensor, every: int) -> str:

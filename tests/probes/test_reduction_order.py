@@ -645,7 +645,8 @@ def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return fused_chain_of([*range(len(x), 24), *range(len(x))])(x, w)
 
 
-def test_classes_whose_trees_were_not_asked_for_are_counted() -> None:
+def test_classes_whose_trees_were_not_asked_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction_order, "_CLASSES", 4)
     options = Options(dtypes=("float32",), k=24, n=8, m=8, inputs=("order",))
     jobs = plan_jobs(["matmul"], [f"linear={__name__}:linear_of_many"], options)
     (row,) = run_jobs(
