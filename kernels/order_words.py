@@ -115,9 +115,15 @@ class _Reader:
             return " by halves" if firsts == [sorted(firsts)[at] for at in halves] else f", of {_listed(firsts)}"
         if sorted(firsts, reverse=True) in (firsts, [*firsts[1::-1], *firsts[2:]]):  # the first two commute
             return ", the last first"
+        for ring in (firsts, [*firsts[1::-1], *firsts[2:]]) if len(firsts) > _NUMBERS else ():
+            for way, turn in (("on", ring), ("down", ring[::-1])):
+                at = turn.index(min(turn))
+                if turn[at:] + turn[:at] == sorted(firsts):
+                    return f", from {ring[0]:,} {way} and round"
         swapped = [firsts[i ^ 1] if i ^ 1 < len(firsts) else firsts[i] for i in range(len(firsts))]
         near = [sorted(firsts[i : i + 2]) for i in range(0, len(firsts), 2)]
-        if swapped == sorted(firsts) or [n for two in near for n in two] == sorted(firsts):
+        paired = swapped == sorted(firsts) or [n for two in near for n in two] == sorted(firsts)
+        if paired and len(firsts) > _NUMBERS:
             return ", of each two the second first"
         return f", in the order {_listed(firsts)}"
 

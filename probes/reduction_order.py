@@ -33,8 +33,8 @@ from nondet.kernels.emulator import Arithmetic, Array, Mask, Question, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
+from nondet.ranks.group import shared_gpus
 from nondet.ranks.operators import Message
-from nondet.ranks.operators import reference as summed_over_ranks
 
 _WIDTHS = {"sum": (1000, 4096), "mean": (1000,), "softmax": (1000, 4096), "rms_norm": (1000, 4096)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 1), (4096, 4096), (12288, 4096))}  # K, N
@@ -43,7 +43,8 @@ _HEAD = 64  # of the attention that is asked; heads where masks are asked togeth
 _HEADS = 64
 _KEYS = {"cpu": 512, "cuda": 2048}
 _PARTS = 4  # of K, where the operator is told how many
-_RANKS, _WIDTH = 4, 64
+_RANKS, _WIDTH = 4, {"cpu": 64, "cuda": 4096}
+_LISTS = 1024  # of what ranks contribute, in turn over a message; its numbers that are checked of one order
 _ROOTS = ("softmax", "rms_norm")  # their sums are seen through one number of a row, so several rows are compared
 _SEEN = 16
 _VECTOR = 32  # elements of a short dtype
@@ -62,7 +63,7 @@ _MORE = 48  # further draws at most, where those did not refute each of:
 _WRONG = 4  # trees with two elements exchanged that the proof has to refute, each by as many sums as:
 _TELLING = 4
 _COLUMNS = 64  # of each kind, where it gives many
-_CLASSES = 4  # of one row, each with a tree of its own
+_CLASSES = 12  # of one row, each with a tree of its own, and orders of one message
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
 _GRAPH = 64  # calls of a CUDA graph
 _CELLS = 2**20  # elements of rows that are made and copied at once
@@ -182,18 +183,22 @@ def find(asked: Sum, seed: int = 0) -> Found:
         tried: list[Found] = []  # a vector of a short dtype holds more elements: what is left of a row may come after
         for width in dict.fromkeys((asked.K, asked.K - asked.K % _VECTOR)):
             if width and not (tried and tried[0].proven):
-                found = find(asked.single(width), seed)
-                again = prove(asked, emulator.with_rest(found.tree, asked.K), seed)
-                tried.insert(0 if again.proven else 1, again._replace(masks=found.masks))
+                tree, count = _claimed(asked.single(width), seed)
+                again = prove(asked, emulator.with_rest(tree, asked.K), seed)
+                tried.insert(0 if again.proven else 1, again._replace(masks=count))
         return tried[0]
+    tree, count = _claimed(asked, seed)
+    return prove(asked, tree, seed)._replace(masks=count)
+
+
+def _claimed(asked: Sum, seed: int) -> tuple[Tree, int]:
+    """The tree that masks show, and how many there were."""
     if asked.positive is not None:
         swamps = _Swamps(asked, asked.positive, seed)
-        tree = emulator.find_tree_of_positive(swamps.held, swamps.places(), asked.K, seed)
-        return prove(asked, tree, seed)._replace(masks=swamps.count)
+        return emulator.find_tree_of_positive(swamps.held, swamps.places(), asked.K, seed), swamps.count
     masks = _Masks(asked)
     places = masks.places()
-    tree = emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed)
-    return prove(asked, tree, seed)._replace(masks=masks.count)
+    return emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed), masks.count
 
 
 class _Masks:
@@ -321,16 +326,16 @@ class _Swamps:
         for start in range(0, len(asked), self._at_once):
             several = asked[start : start + self._at_once]
             rows = torch.full((len(several), self._K), self._none, device=self._device)
-            sets: list[tuple[Array, float]] = []
-            for i, j, beyond, some in several:
-                sets += [(np.array([i]), self._code(self._big)), (np.array([j]), self._code(self._half + beyond))]
-                sets.append((some if some is not None else np.array([], int), self._code(self._SMALL)))
-            lengths = [len(places) for places, _ in sets]
-            which = np.repeat(np.arange(len(sets)) // 3, lengths), np.concatenate([places for places, _ in sets])
-            values = np.repeat([value for _, value in sets], lengths).astype(np.float32)
+            big, half, more, some = zip(*several, strict=True)
+            each, small = np.arange(len(several)), [few for few in some if few is not None]
+            of = np.repeat(each, [0 if few is None else len(few) for few in some])
+            which = np.concatenate([each, each, of]), np.concatenate([big, half, *small])
+            values = np.full(len(which[0]), self._code(self._SMALL), np.float32)
+            values[: len(each)] = self._code(self._big)
+            values[len(each) : 2 * len(each)] = [self._code(self._half + beyond) for beyond in more]
             at, own = torch.from_numpy(np.stack(which)).to(self._device), torch.from_numpy(values).to(self._device)
             rows[at[0], at[1]] = own
-            told.append(self._of.show(rows, [i for i, *_ in several]))
+            told.append(self._of.show(rows, big))
         return np.concatenate(told)
 
     def _code(self, weight: float) -> float:
@@ -449,9 +454,8 @@ def _exchanged(tree: Tree, seed: int) -> list[Tree]:
     for _ in range(_WRONG * 4 if len(named) > 2 else 0):
         one, other = (int(leaf) for leaf in rng.choice(named, 2, replace=False))
         new = {one: other, other: one}
-        wrong = Tree(tree.leaves, tuple(tuple(new.get(c, c) for c in node) for node in tree.nodes))
-        if wrong.digest != tree.digest:
-            made.append(wrong)
+        if not any(one in node and other in node for node in tree.nodes):  # else the same partial sums would meet
+            made.append(Tree(tree.leaves, tuple(tuple(new.get(c, c) for c in node) for node in tree.nodes)))
         if len(made) == _WRONG:
             break
     return made
@@ -925,30 +929,58 @@ def _midway(rows: Array, dtype: torch.dtype, seed: int) -> torch.Tensor:
             top - digits - rng.integers(0, 3, (count, 2))
         )
         totals = (row**2).sum() - (row[at] ** 2).sum() + (could**2).sum(1)
-        places = np.ldexp(np.frexp(others / np.sqrt(totals / len(row))[:, None])[0], digits)
-        apart = np.abs(places - np.floor(places) - 0.5).min(1) + (np.frexp(totals)[1] % 2)
+        places = np.ldexp(np.frexp(1.0 / np.sqrt(totals / len(row)))[0], digits)[:, None] * others
+        places *= 1.0 + (places < 2.0 ** (digits - 1))  # in one binade
+        apart = 0.5 - np.abs(places - np.rint(places)).max(1) + (np.frexp(totals)[1] % 2)
         if apart.min() < 1 and 2.0**top < torch.finfo(dtype).max / 2:
             made[n, at] = torch.from_numpy(could[apart.argmin()]).to(dtype)
             kept.append(n)
     return made[kept]
 
 
-def of_ranks(operator: Operator, message: Message) -> Sum:
-    """The first element of a message of so many rows: the sum of what each rank has there.
+def of_ranks(operator: Operator, message: Message) -> list[Sum]:
+    """For each order in which a message's numbers are added over the ranks, the numbers that are added so.
+
+    A ring cuts a message into pieces that begin at different ranks: each number of it is asked about by masks.
 
     Args:
-        operator: message -> its row [width].
+        operator: message with `terms` -> all of its sums [rows * width].
     """
-    dtype: torch.dtype = getattr(torch, message.dtype)
+    K, dtype = message.world, getattr(torch, message.dtype)
+    big, one = _BIG.get(dtype, (2.0**100, 1.0))
+    given = functools.cache(lambda *terms: operator(replace(message, terms=terms)).flatten())
+    pairs = [tuple({i: big, j: -big}.get(rank, one) for rank in range(K)) for j in range(K) for i in range(j)]
+    orders = torch.stack([given(pair) for pair in pairs]).nan_to_num().unique(dim=1, return_inverse=True)[1]
+    pieces = sorted((torch.nonzero(orders == order)[:, 0] for order in orders.unique()), key=lambda of: int(of[0]))
+    least, lists = min(map(len, pieces)), min(len(orders), _LISTS)
 
-    def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
-        return operator(replace(message, first=tuple(terms[0].tolist())))[:1]
+    def piece(of: torch.Tensor) -> Sum:
+        some = of[torch.linspace(0, len(of) - 1, min(len(of), _LISTS)).round().long()]
 
-    def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
-        rows = _rows(kind, message.world, dtype, "cpu", seed, dropped)
-        return rows, None, torch.cat([ask(row[None], 1) for row in rows])
+        def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
+            row = terms[0].tolist()
+            if min(row) < 0 and row.index(min(row)) < row.index(max(row)):  # as much survives: asked once
+                row = [-term if abs(term) == big else term for term in row]
+            return given(tuple(row))[of[:1]]
 
-    return Sum(ask, draw, 1, message.world, dtype, "cpu", which="the row's first element")
+        def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+            seeds = range(seed, seed + min(-(-_SUMS * (6 if kind == "zeros" else 1) // least), _SUMS))
+            drawn = [_rows(kind, K, dtype, "cpu", one, dropped, lists)[:lists] for one in seeds]
+            got = [given(*map(tuple, rows.tolist()))[some] for rows in drawn]
+            return torch.cat([rows[some % lists] for rows in drawn]), None, torch.cat(got)
+
+        left = f"; {len(pieces) - _CLASSES} more orders are not told" if len(pieces) > _CLASSES else ""
+        return Sum(ask, draw, 1, K, dtype, "cpu", which=_numbers(of, len(orders)) + left)
+
+    return [piece(of) for of in pieces[:_CLASSES]]
+
+
+def _numbers(of: torch.Tensor, every: int) -> str:
+    """As "numbers 16 to 31 of 64"."""
+    runs = 1 + int((of.diff() != 1).sum())
+    if runs == 1:
+        return f"numbers {int(of[0]):,} to {int(of[-1]):,} of {every:,}"
+    return f"{len(of):,} of {every:,} numbers, in {runs:,} runs from {int(of[0]):,} on"
 
 
 def as_linear(name: str, operator: Operator) -> Operator:
@@ -1027,15 +1059,14 @@ class ReductionOrder(Probe):
                         yield _case(operator, K, N, dtype, options)
                     if operator == "attention" and dtype == "float32":
                         yield _case(operator, K, N, dtype, options, weights=True)
-                    if operator == "all_reduce" and K > 2:  # where a ring begins, and so ends, with another rank
-                        yield _case(operator, K, N, dtype, options, last=True)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], and for products w [N, K]; q [1, 1, M, D] and k, v [1, 1, K, D]; the ranks' message."""
         M, K, dtype = case.shape["M"], case.shape["K"], case.torch_dtype
         if case.operator == "all_reduce":
-            place = case.data["place"]
-            return {"message": Message(K, device, "all_reduce", "stock", case.dtype, M, _WIDTH, place, seed=seed)}
+            rows = make("wide", (_WIDTH[device], K), dtype, "cpu", generator(seed, "cpu"))
+            terms = tuple(map(tuple, rows.tolist()))
+            return {"message": Message(K, device, "all_reduce", "stock", case.dtype, M, len(rows), terms=terms)}
         if case.operator == "attention":
             v = make("order", (_HEAD, K), dtype, device, generator(seed, device)).T.contiguous()
             q, k = (torch.zeros((1, 1, n, _HEAD), dtype=dtype, device=device) for n in (M, K))
@@ -1060,7 +1091,7 @@ class ReductionOrder(Probe):
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The row in float64."""
         if case.operator == "all_reduce":
-            return torch.stack([summed_over_ranks(message)[:1] for message in _messages(inputs)], 1)
+            return torch.tensor(inputs["message"].terms, dtype=torch.float64).sum(1).repeat(2)[None]
         if case.operator == "attention":
             return reference.attention(inputs["q"][:, :, -1:], inputs["k"], inputs["v"])[0, 0]
         if case.operator in _ROOTS:
@@ -1074,7 +1105,8 @@ class ReductionOrder(Probe):
         given = [_asked(case, operator, inputs, M) for M in case.data["values"]]
         firsts = [next((i for i, got in enumerate(given) if identical(got, result)), None) for result in results]
         sizes = [case.data["values"][i] for i in firsts if i is not None]
-        return trees_of([_sum_of(case, operator, inputs, M) for M in sizes[:_CLASSES]], sizes)
+        asked = [(M, one) for M in sizes[:_CLASSES] for one in _sums_of(case, operator, inputs, M)]
+        return trees_of([one for _, one in asked], [M for M, _ in asked] + sizes[_CLASSES:])
 
 
 def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
@@ -1082,7 +1114,7 @@ def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
     device, given = options.device, base.given_layer(options)
     if operator == "all_reduce":
         worlds = options.ranks or (_RANKS,)
-        yield from ((n, 1) for n in worlds if device == "cpu" or n <= torch.cuda.device_count())
+        yield from ((n, 1) for n in worlds if device == "cpu" or options.ranks or n <= torch.cuda.device_count())
     elif given is not None:
         yield given if operator in _PRODUCTS else (given[0], 1)
     elif operator == "linear" and options.layers:
@@ -1095,9 +1127,7 @@ def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
         yield _LONGEST, 64 if operator in _PRODUCTS else 1
 
 
-def _case(
-    operator: str, K: int, N: int, dtype: str, options: Options, *, weights: bool = False, last: bool = False
-) -> Case:
+def _case(operator: str, K: int, N: int, dtype: str, options: Options, *, weights: bool = False) -> Case:
     device = options.device
     largest = None if options.m is None else base.size("--m", options.m, 1)
     batches = [m for m in _BATCHES[device] if largest is None or m < largest] + ([largest] if largest else [])
@@ -1115,20 +1145,25 @@ def _case(
     elif operator == "attention":
         what = f"{operator}: the order in which values are added for the last query of M, K={K}"
     elif operator == "all_reduce":
-        what = f"{operator}: the order in which ranks are added in the {'last' if last else 'first'} of M rows, K={K}"
+        what = f"{operator}: the order in which ranks are added in the first and the last of M rows, K={K}"
+        what += shared_gpus(K) if device == "cuda" else ""
     elif operator == "split_k":
         what = f"{operator}: the order in which row 0 of M is added, K={K} in {_PARTS} parts"
     shape = {"M": M, "K": K} | ({"N": N} if operator in _PRODUCTS else {})
     title = what + (f" N={N}" if operator in _PRODUCTS else "")
-    data = {"values": batches if len(batches) > 1 else [1, *batches], "weights": weights, "place": -last}
+    data = {"values": batches if len(batches) > 1 else [1, *batches], "weights": weights}
     return Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
 
 
-def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
-    """What is asked for its tree."""
-    K, dtype = case.shape["K"], case.torch_dtype
+def _sums_of(case: Case, operator: Operator, inputs: Any, M: int) -> list[Sum]:
+    """What is asked for its tree: of a sum over ranks several."""
     if case.operator == "all_reduce":
         return of_ranks(operator, replace(inputs["message"], rows=M))
+    return [_sum_of(case, operator, inputs, M)]
+
+
+def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
+    K, dtype = case.shape["K"], case.torch_dtype
     device = str(next(iter(inputs.values())).device.type)
     if case.data["weights"]:
         heads, alone = (shares_of_attention(operator, M, K, device, heads=heads) for heads in (_HEADS, 1))
@@ -1150,9 +1185,10 @@ def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
 
 
 def _asked(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
-    """What is compared: row 0 of M, the last query of M, or the first element of some messages."""
+    """What is compared: row 0 of M, the last query of M, or a message's first row and its last."""
     if case.operator == "all_reduce":
-        return torch.stack([operator(replace(message, rows=M))[:1] for message in _messages(inputs)], 1)
+        message = replace(inputs["message"], rows=M)
+        return operator(message).view(M, message.width)[[0, -1]].view(1, -1)
     if case.operator == "attention":
         return operator(inputs["q"][:, :, -M:].contiguous(), inputs["k"], inputs["v"])[0, 0, -1:]
     if case.operator in _ROOTS:
@@ -1163,10 +1199,6 @@ def _asked(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
 
 def _weight(case: Case, inputs: Any) -> tuple[torch.Tensor, ...]:
     return (torch.ones_like(inputs["x"][0]),) if case.operator == "rms_norm" else ()
-
-
-def _messages(inputs: Any) -> list[Message]:
-    return [replace(inputs["message"], seed=inputs["message"].seed + i) for i in range(_SUMS)]
 
 
 def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
@@ -1180,16 +1212,13 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
     """
     left, sizes = len(sizes) - len(asked), sizes[: len(asked)]
     kept: list[dict[str, Any]] = []
-    trees: list[Found | None] = []
+    trees: list[tuple[str, Found]] = []
     for M, one in zip(sizes, asked, strict=True):
+        name = f"M = {M}" + f", {one.which}" * (sizes.count(M) > 1)
         one, found, said = _tree_of(one)
-        trees.append(found)
+        trees += [(name, found)] if found is not None else []
         kept.append({"M": M, "K": one.K, **said})
-    between = [
-        f"M = {m} and M = {n}: {_between(a, b)}"
-        for (m, a), (n, b) in pairwise(zip(sizes, trees, strict=True))
-        if a is not None and b is not None
-    ]
+    between = [f"{m} and {n}: {_between(a, b)}" for (m, a), (n, b) in pairwise(trees)]
     between += [f"{left} more of the classes: not asked for their trees"] if left else []
     return {"reduction_trees": {"classes": kept, "between": between}}
 

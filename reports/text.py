@@ -175,7 +175,8 @@ def sizes(row: Row) -> list[tuple[str, int]]:
     """Options of `nondet probe` that give this row's sizes: (name, value); attention's come from a model."""
     if row.operator == "attention":
         return []
-    sizes = [("k", row.shape.get("K")), ("n", row.shape.get("N")), ("m", row.shape.get("M"))]
+    first = "ranks" if row.operator == "all_reduce" else "k"
+    sizes = [(first, row.shape.get("K", row.shape.get("ranks"))), ("n", row.shape.get("N")), ("m", row.shape.get("M"))]
     if "K" not in row.shape and len(row.shape) == 2:  # an operator over rows, whose axis has a name of its own
         sizes[0] = ("k", next(size for name, size in row.shape.items() if name != "M"))
     return [(flag, size) for flag, size in sizes if size]

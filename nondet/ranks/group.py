@@ -149,12 +149,33 @@ def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None
     if device == "cuda":
         if "NCCL_DEBUG" not in os.environ:  # NCCL says which algorithm and protocol it takes; `library_choice` reads it
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": _log_path()}
-        torch.cuda.set_device(rank)
-        place = torch.device("cuda", rank)
+        gpus = torch.cuda.device_count()
+        if world > gpus:  # see `shared_gpus`
+            os.environ |= {"NCCL_HOSTID": f"nondet-{rank}"} | _AS_HOSTS
+        place = torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(place)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=place)
         return
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+
+
+# NCCL takes no two ranks of one host on one GPU. Each by a host of its own it does, over sockets of this machine.
+_AS_HOSTS = {f"NCCL_{name}_DISABLE": "1" for name in ("IB", "P2P", "SHM")}
+_AS_HOSTS |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def shared_gpus(world: int) -> str:
+    """How ranks that outnumber the GPUs run, to be said with what they gave; "" where they do not.
+
+    An order of additions is that of NCCL's algorithm. Which algorithm, and in how many pieces, NCCL may choose by what
+    connects ranks; and what reads another rank's memory does not run.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    on = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    return f", {world} ranks on {on}, each posing as a host, over sockets" if world > gpus else ""
 
 
 def _log_path() -> str:
@@ -197,7 +218,7 @@ class RankGroup:
 
     Args:
         world: Ranks.
-        device: "cpu" (gloo) or "cuda" (NCCL, rank i on GPU i).
+        device: "cpu" (gloo) or "cuda" (NCCL, rank i on GPU i; more ranks than GPUs share them, see `shared_gpus`).
         environment: Variables that the ranks have beside their parent's, NCCL_ALGO for instance.
         limit_s: For each question.
 

@@ -18,7 +18,7 @@ from nondet.core.inputs import generator, make
 from nondet.core.launch import listen, note
 from nondet.core.measure import launched_elsewhere
 from nondet.core.registry import load_object
-from nondet.ranks.group import library_choice, shared_group
+from nondet.ranks.group import library_choice, shared_gpus, shared_group
 
 # Messages that ranks reduce, made by each rank for itself from a seed, and what comes of them.
 #
@@ -40,7 +40,8 @@ class Message:
         registered: The message lies in memory that NCCL has registered.
         answers: Rank whose row is given, 0 for a reduce_scatter.
         names: Have device kernels and the library's own choice named.
-        first: What each rank contributes to the row's first element; empty: what is drawn.
+        terms: Lists of what each rank contributes, in turn over all numbers of the message, whose sums are given then;
+            empty: what is drawn.
     """
 
     world: int
@@ -57,7 +58,7 @@ class Message:
     registered: bool = False
     answers: int = 0
     names: bool = False
-    first: tuple[float, ...] = ()
+    terms: tuple[tuple[float, ...], ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -77,10 +78,7 @@ class Outcome(NamedTuple):
 def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Tensor:
     """[width]: what a rank contributes to the row."""
     dtype: torch.dtype = getattr(torch, message.dtype)
-    row = make(message.kind, (message.width,), dtype, device, generator(message.seed * 1000 + rank + 1, device))
-    if message.first:
-        row[0] = message.first[rank]
-    return row
+    return make(message.kind, (message.width,), dtype, device, generator(message.seed * 1000 + rank + 1, device))
 
 
 def reference(message: Message) -> torch.Tensor:
@@ -95,13 +93,16 @@ def reference(message: Message) -> torch.Tensor:
 def collect(message: Message) -> Outcome:
     """In a rank: make the message, call the collective, and give the row that is asked about."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device(message.device, rank) if message.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if message.device == "cuda" else torch.device("cpu")
     dtype: torch.dtype = getattr(torch, message.dtype)
     share = message.operator == "reduce_scatter"
     rows = message.rows * world if share else message.rows
     x = make("bell", (rows, message.width), dtype, device, generator(7919 * (rank + 1) + message.rows, device))
     at = message.place % message.rows  # of the first rank's share, where the rows are shared out
     x[at] = row_of(message, rank, device)
+    if message.terms:
+        lists = torch.tensor(message.terms, dtype=dtype, device=device)[:, rank]
+        x = lists[torch.arange(x.numel(), device=device) % len(lists)].view_as(x)
     if message.registered:
         x = _registered(x)
     call = _call(message, x)
@@ -113,7 +114,7 @@ def collect(message: Message) -> Outcome:
     if device.type == "cuda":
         torch.cuda.synchronize()
     holds = not share or rank == 0
-    row = out[at].contiguous().cpu().view(torch.uint8).numpy().tobytes() if holds else None
+    row = (out if message.terms else out[at]).contiguous().cpu().view(torch.uint8).numpy().tobytes() if holds else None
     return Outcome(row, sorted(noted), kernels)
 
 
@@ -129,6 +130,8 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         function = load_object(message.impl)
     elif message.impl not in ("stock", "invariant"):
         raise NotImplementedError(f"{message.operator} has no {message.impl!r} implementation")
+    elif message.impl == "invariant" and x.is_cuda and (shared := shared_gpus(world)):
+        raise NotImplementedError(f"it is not asked of{shared[1:]}")
 
     def all_reduce() -> torch.Tensor:
         y = x.clone() if not message.registered else x

@@ -118,8 +118,8 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
         if met is not None:
             options = met.options(options)
         _check(options)
-        if options.ranks is not None:  # before workers start
-            check_worlds(options.ranks, target)
+        if options.ranks is not None:  # before workers start; an order is found of ranks that share a GPU, too
+            check_worlds(options.ranks, target if probes != ["reduction-order"] else "cpu")
         order = Order.of(probes, impls, options, request.seed)
         crew.brief(order)
         jobs = plan_jobs(probes, impls, options)

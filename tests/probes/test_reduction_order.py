@@ -23,9 +23,11 @@ from nondet.core.records import Row
 from nondet.core.registry import load_object
 from nondet.kernels.emulator import UNITS, VECTOR_WEIGHTS, Tree, _canonical, chain, fused_step, round_to, with_rest
 from nondet.kernels.order_words import compared, folded, words
+from nondet.probes import reduction_order
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import (
     NotASumError,
+    ReductionOrder,
     Sum,
     _InTurn,
     _reciprocals,
@@ -33,6 +35,7 @@ from nondet.probes.reduction_order import (
     of_attention,
     of_exponentials,
     of_product,
+    of_ranks,
     of_rows,
     of_squares,
     prove,
@@ -42,6 +45,7 @@ from nondet.probes.reduction_order import (
 )
 from nondet.probes.runner import plan_jobs, run_jobs
 from nondet.ranks.operators import Message, collective
+from nondet.reports.text import sizes
 
 Node = int | tuple["Node", "Node"]
 
@@ -603,6 +607,10 @@ def ranks_by_size(x: torch.Tensor, group: Any) -> None:
         x += part
 
 
+def in_order_of_ranks(message: Message) -> torch.Tensor:
+    return collective(replace(message, impl="invariant"))
+
+
 def reduced_by_size(message: Message) -> torch.Tensor:
     """`ranks_by_size`, in the ranks."""
     return collective(replace(message, impl=f"{__name__}:ranks_by_size"))
@@ -638,7 +646,8 @@ def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return fused_chain_of([*range(len(x), 24), *range(len(x))])(x, w)
 
 
-def test_classes_whose_trees_were_not_asked_for_are_counted() -> None:
+def test_classes_whose_trees_were_not_asked_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction_order, "_CLASSES", 4)
     options = Options(dtypes=("float32",), k=24, n=8, m=8, inputs=("order",))
     jobs = plan_jobs(["matmul"], [f"linear={__name__}:linear_of_many"], options)
     (row,) = run_jobs(
@@ -705,25 +714,93 @@ def test_weights_that_a_fast_exponential_gave_are_seen_in_their_sum(off: int, fi
     assert (result.proven.finish if result.proven is not None else None) == finish, result.words
 
 
-@pytest.mark.parametrize("impl", [f"all_reduce={__name__}:reduced_by_size", "invariant"])
+@pytest.mark.parametrize("impl", [f"all_reduce={__name__}:reduced_by_size", f"all_reduce={__name__}:in_order_of_ranks"])
 def test_the_order_over_ranks_is_found(impl: str) -> None:
-    rows = [r for r in run(impl, ranks=(4,), k=32, n=8) if r.operator == "all_reduce"]
-    assert len(rows) == 2  # the first row of M, and the last
-    for row in rows:
-        found = row.extra["reduction_trees"]["classes"]
-        assert all(tree["proven"] for tree in found)
-        said = [(tree["M"], tree["words"]) for tree in found]
-        planted = [(1, "one chain of 4"), (16, "one chain of 4, the last first")]
-        assert said == (planted[:1] if impl == "invariant" else planted)
+    (row,) = run(impl, ranks=(4,))
+    found = row.extra["reduction_trees"]["classes"]
+    assert all(tree["proven"] for tree in found)
+    said = [(tree["M"], tree["which"], tree["words"]) for tree in found]
+    planted = [
+        (1, "numbers 0 to 63 of 64", "one chain of 4"),
+        (16, "numbers 0 to 1,023 of 1,024", "one chain of 4, the last first"),
+    ]
+    assert said == (planted if "by_size" in impl else planted[:1])
 
 
-def test_a_ring_adds_the_last_row_from_another_rank_on() -> None:
-    """gloo's: the parts of a message begin at different ranks, and the last row's part follows from M."""
-    first, last = [r for r in run("stock", ranks=(4,), k=32, n=8) if r.operator == "all_reduce"]
-    assert (first.status, last.status) == ("identical", "divergent")
-    found = last.extra["reduction_trees"]["classes"]
-    assert all(tree["proven"] and tree["words"].startswith("one chain of 4, ") for tree in found)
-    assert len({tree["digest"] for tree in found}) == len(found) > 1
+def test_a_ring_adds_each_piece_of_a_message_from_another_rank_on() -> None:
+    """gloo's: as many pieces as ranks, each proven; the message's last row is in another one as it grows."""
+    (row,) = run(f"all_reduce={Message.__module__}:stock", ranks=(3,), m=2)
+    assert (row.status, sizes(row)) == ("divergent", [("ranks", 3), ("m", 2)])  # what is said to ask it again
+    found = row.extra["reduction_trees"]["classes"]
+    assert all(tree["proven"] and tree["words"].startswith("one chain of 3") for tree in found)
+    assert [tree["M"] for tree in found] == [1] * 3 + [2] * 3
+    for pieces in (found[:3], found[3:]):
+        assert len({tree["digest"] for tree in pieces}) == 3
+        edges = [[int(word.replace(",", "")) for word in tree["which"].split()[1:4:2]] for tree in pieces]
+        assert [start for start, _ in edges] == [0, *(stop + 1 for _, stop in edges[:-1])]
+
+
+def test_ranks_share_a_gpu_where_they_are_asked_for_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each such row says how they ran; by default there are as many ranks as GPUs, or none."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(reduction_order, "require_memory", lambda *_: None)
+    options = Options(device="cuda", dtypes=("float32",), ranks=(3, 4))
+    said = [case.name for case in ReductionOrder().cases(options) if case.operator == "all_reduce"]
+    assert [
+        f"{n} ranks on 1 GPU, each posing as a host, over sockets" in title
+        for n, title in zip((3, 4), said, strict=True)
+    ] == [True] * 2
+    assert not [c for c in ReductionOrder().cases(replace(options, ranks=None)) if c.operator == "all_reduce"]
+
+
+def ranks_in(*orders: Tree, dtype: torch.dtype, edges: Sequence[int]) -> Callable[[Message], torch.Tensor]:
+    """All sums of a message whose pieces are added in these orders, rounded at each hop."""
+
+    def all_reduce(message: Message) -> torch.Tensor:
+        lists = torch.tensor(message.terms, dtype=dtype)
+        x = lists[torch.arange(message.rows * message.width) % len(lists)]
+        pieces = []
+        for order, part in zip(orders, x.tensor_split(edges), strict=True):
+            values = list(part.unbind(1))
+            for one, other in order.nodes:
+                values.append(values[one] + values[other])
+            pieces.append(values[-1])
+        return torch.cat(pieces)
+
+    return all_reduce
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("K", [3, 4, 8])
+def test_pieces_of_a_message_have_their_borders_and_orders(K: int, dtype: torch.dtype) -> None:
+    """A single number among them, and rings that begin at ranks drawn at random, and a tree."""
+    rng = random.Random(K)  # noqa: S311 - an order
+    start = rng.randrange(1, K)
+    ring = chain(K, [(start + i) % K for i in range(K)])
+    tree = as_tree(in_pairs(range(K)), K)
+    operator = ranks_in(chain(K), ring, tree, dtype=dtype, edges=(37, 38))
+    message = Message(K, "cpu", "all_reduce", "stock", str(dtype).removeprefix("torch."), 2, 64)
+    found = [(one.which, find(one)) for one in of_ranks(operator, message)]
+    planted = {chain(K).digest: "numbers 0 to 36 of 128", ring.digest: "numbers 37 to 37 of 128"}
+    planted[tree.digest] = "numbers 38 to 127 of 128"
+    if K == 3:  # where the tree is the chain
+        planted = {chain(K).digest: "127 of 128 numbers, in 2 runs from 0 on", ring.digest: planted[ring.digest]}
+    assert {result.tree.digest: which for which, result in found} == planted
+    assert all(result.proven is not None and result.checked >= 24 for _, result in found), found
+
+
+def test_a_piece_that_masks_do_not_show_is_no_proof() -> None:
+    """Numbers that are added in another order where a rank's term is small: masks are all large."""
+    ordinary = ranks_in(chain(4), dtype=torch.float32, edges=())
+    other = ranks_in(chain(4, [3, 2, 1, 0]), dtype=torch.float32, edges=())
+
+    def all_reduce(message: Message) -> torch.Tensor:
+        most = max(map(abs, map(float, np.ravel(message.terms))))
+        sums = ordinary(message)
+        return sums if most >= 2.0**90 else torch.cat([sums[:-1], other(message)[-1:]])
+
+    (piece,) = of_ranks(all_reduce, Message(4, "cpu", "all_reduce", "stock", "float32", 2, 64))
+    assert find(piece).proven is None
 
 
 def added(tree: Tree, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from nondet.core.compare import identical
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.rank_free import rank_free, row_parallel_layers
-from nondet.ranks.group import RankError, RankGroup, check_ranks, limit_or, parse_ranks
+from nondet.ranks.group import RankError, RankGroup, _join, check_ranks, limit_or, parse_ranks, shared_gpus
 from scripts.ranks_model import WAYS, traces, write_model
 from tests.ranks.tasks import Toy, _drawn
 
@@ -131,6 +131,25 @@ def test_a_time_limit_that_is_none_is_one_line(monkeypatch):
         monkeypatch.setenv("NONDET_RANKS_LIMIT_S", text)
         with pytest.raises(UserError, match="no number of seconds"):
             limit_or(7.0)
+
+
+@pytest.mark.parametrize(("gpus", "place"), [(1, 0), (2, 1), (4, 3)])
+def test_ranks_that_outnumber_gpus_pose_as_hosts_and_others_do_not(gpus, place, monkeypatch):
+    """NCCL would refuse two ranks of one host on one GPU; where each has its own it hears nothing of this."""
+    import torch.distributed as dist
+
+    joined, placed = {}, []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", placed.append)
+    monkeypatch.setattr(dist, "TCPStore", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **told: joined.update(told))
+    _join(3, 4, "cuda", 0, 1.0)
+    assert placed == [joined["device_id"]] == [torch.device("cuda", place)]
+    posing = {name for name in os.environ if name in ("NCCL_HOSTID", "NCCL_NET", "NCCL_P2P_DISABLE")}
+    assert len(posing) == (0 if gpus == 4 else 3)
+    assert os.environ.get("NCCL_HOSTID") == (None if gpus == 4 else "nondet-3")
+    assert bool(shared_gpus(4)) == (gpus < 4)
 
 
 # What several ranks need and is not there is one line and exit code 2, before anything is started or written.
