@@ -191,7 +191,8 @@ def test_what_no_cpu_can_be_asked_for_is_where_its_configuration_has_it() -> Non
     assert attrgetter("parallel_config.ubatch_size")(config) == 0
     for name in ("decode_context", "prefill_context", "tensor", "pipeline"):
         assert attrgetter(f"parallel_config.{name}_parallel_size")(config) == 1
-    assert attrgetter("parallel_config.world_size")(config) == 1
+    assert [attrgetter(f"parallel_config.{n}")(config) for n in ("world_size", "nnodes")] == [1, 1]
+    assert attrgetter("parallel_config.distributed_executor_backend")(config) in ("uni", "mp")
     assert attrgetter("cache_config.block_size")(config) > 0
 
 
