@@ -800,11 +800,10 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     graphs, tokens, requests = limits_of(config)
     counts = operators.row_counts(graphs, tokens)
     operators.use_counts(counts)
-    ranks, hosts, by = (
-        _get(config, f"parallel_config.{n}") for n in ("world_size", "nnodes", "distributed_executor_backend")
-    )
-    # a fork leaves what ranks of one host exchange alone; among hosts memory is known to network cards as well
-    if torch.cuda.is_available() and (ranks == 1 or (by, hosts) == ("mp", 1)):
+    names = ("world_size", "nnodes", "distributed_executor_backend")
+    ranks, *where = (_get(config, f"parallel_config.{name}") for name in names)
+    # ranks of one host share memory, which a fork leaves alone; among hosts it is known to network cards as well
+    if torch.cuda.is_available() and (ranks == 1 or where == [1, "mp"]):
         from nondet.vllm.ahead import Ahead
         from nondet.vllm.attention import launch_dry
 

@@ -15,6 +15,7 @@ import torch
 from nondet.core import compare
 from nondet.core.certificates import Certificates
 from nondet.errors import UserError
+from nondet.kernels import triton_common
 from nondet.kernels.attention import cuda, hopper
 from tests.vllm import toys
 
@@ -117,6 +118,30 @@ def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new
     assert compare.identical(out, step(backend, impl, lengths, new, pages_seed=9)[0])
     assert compare.identical(out, step(backend, impl, lengths, new, pad=2)[0])
     assert not compare.identical(out, step(backend, impl, lengths, new, seed=1)[0])
+
+
+def test_later_layers_are_launched_as_the_first(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers at other places have the bits of a first layer; one with another window is not taken for it."""
+    computed: list[object] = []
+    compute = backend.compute
+    monkeypatch.setattr(backend, "compute", lambda *call, **how: computed.append(how) or compute(*call, **how))
+    asked: tuple[list[int], list[int]] = ([5, 40, 33, 20], [1, 1, 9, 20])
+    for window in (None, 8):
+        impl = backend.SegmentsImpl(**(NEEDED | {"sliding_window": window}))
+        firsts = []
+        for seed in (0, 1):
+            triton_common.forget()
+            firsts.append(step(backend, impl, *asked, seed=seed)[0])
+        triton_common.forget()
+        computed.clear()
+        for seed in (1, 0, 1):
+            out, each = step(backend, impl, *asked, seed=seed, pages_seed=seed + 5)
+            torch.testing.assert_close(out.double(), exact(each, window), rtol=5e-3, atol=5e-3)
+            assert compare.identical(out, firsts[seed])
+        assert len(computed) == 2  # decodes, and what has more queries
+        step(backend, backend.SegmentsImpl(**(NEEDED | {"sliding_window": 16})), *asked)
+        step(backend, impl, [5, 41, 33, 20], asked[1])
+        assert len(computed) == 6
 
 
 def test_windows_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
@@ -256,5 +281,5 @@ def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.
 def test_the_copy_engine_brings_what_lies_together(backend: ModuleType, page: int, together: int) -> None:
     """Of a block of the cache a power of two, 128 tokens at most."""
     x, places = torch.zeros(1, HEADS, 1, DIM), torch.zeros(2, dtype=torch.int32)
-    call = backend.SegmentsImpl(**NEEDED).call(x, x, x, x, 1, 1, 1, places, places, places, page)
+    call = backend.SegmentsImpl(**NEEDED).call((x,) * 4, (1, 1, 1), (places,) * 3, page)
     assert call.page == together
