@@ -57,9 +57,9 @@ _ELSE = "Unset NONDET_BATCH_INVARIANT for this model."
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
 # Queries times keys times heads from which it is: below, gathering and a launch of its own cost more than the quicker
-# kernel saves. On an H200 a chunk costs the host 0.2 ms a layer more; small models wait for that. Twice this took 3%
-# off the prefill of 8B's shape: 2,048 queries of 32 heads are to be above it.
-_DENSE_WORK = 3 << 25
+# kernel saves. Four times this took 3% off the prefill of 8B's shape. Of 16 heads 2,048 queries over 1,536 keys are
+# above it, of 32 heads over 768. Speed alone: the dense prefill is proven at start to have the bits of the other way.
+_DENSE_WORK = 3 << 24
 IN_ROWS = not hasattr(FlashAttentionBackend, "get_kv_cache_shape")
 _LARGE_SPAN = 4  # segments of one program where a chunk's queries alone do not fill a GPU
 _FEW_PROGRAMS = 66

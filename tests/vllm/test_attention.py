@@ -175,6 +175,29 @@ def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
     torch.testing.assert_close(out.double(), exact(each), rtol=5e-3, atol=5e-3)
 
 
+def test_the_border_of_large_chunks_changes_no_bit(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk has one answer, gathered or through its block table: what is dense is a matter of speed."""
+    monkeypatch.setattr(backend, "_DENSE_ITEMS", 1)
+    impl = backend.SegmentsImpl(**NEEDED)
+    lengths, new = [20, 90, 140], [1, 70, 129]
+    works = [HEADS * n * t for t, n in zip(lengths, new, strict=True)]
+    outs, alone = [], []
+    pieces_of = backend.pieces_of
+
+    def told(*asked: Any) -> Any:
+        made = pieces_of(*asked)
+        alone.append(sum(piece.dense is not None for piece in made))
+        return made
+
+    monkeypatch.setattr(backend, "pieces_of", told)
+    for border in (works[2] + 1, works[2], works[1]):
+        monkeypatch.setattr(backend, "_DENSE_WORK", border)
+        outs.append(step(backend, impl, lengths, new)[0])
+    assert alone == [0, 1, 2]
+    assert compare.identical(outs[0], outs[1])
+    assert compare.identical(outs[0], outs[2])
+
+
 def test_launches_of_a_step(backend: ModuleType) -> None:
     piece = backend.Piece
     of = backend.pieces_of
@@ -186,11 +209,11 @@ def test_launches_of_a_step(backend: ModuleType) -> None:
         piece(2, 3, 5, 15000),
     ]
     whole = [piece(0, 2, 2048, 15000)]
-    assert of([0, 2048, 4096], [15000, 5000], 15000, 8, True) == [
+    assert of([0, 2048, 4096], [15000, 3000], 15000, 8, True) == [
         piece(0, 1, 2048, 15000, (0, 2048)),
         piece(1, 2, 2048, 15000),
     ]
-    assert of([0, 2048, 4096], [5000, 5000], 15000, 8, True) == whole
+    assert of([0, 2048, 4096], [3000, 3000], 15000, 8, True) == whole
     assert of([0, 2048, 4096], None, 15000, 8, True) == of([0, 2048, 4096], [15000, 15000], 15000, 8, False) == whole
     assert of([0, 1, 6, 6, 6], [9, 9, 0, 0], 50, 8, True) == [piece(0, 1, 1, 50), piece(1, 2, 5, 50)]
 
