@@ -196,6 +196,14 @@ def test_what_no_cpu_can_be_asked_for_is_where_its_configuration_has_it() -> Non
     assert attrgetter("cache_config.block_size")(config) > 0
 
 
+def test_where_vllms_own_mode_asks_for_its_products() -> None:
+    """Both names that `scripts/vllm_load.py --mode aten` gives torch's product."""
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    asked = {linear.linear_batch_invariant, vocab_parallel_embedding.linear_batch_invariant}
+    assert {one.__module__ for one in asked} == {"vllm.model_executor.layers.batch_invariant"}
+
+
 def _replaced(model: Any) -> dict[str, Any]:
     """In the worker's process: every FP8 layer gets nondet's product; what it is compared with."""
     import torch
