@@ -153,7 +153,7 @@ class Step(NamedTuple):
     Attributes:
         launch: None where it can't be had again.
         order: Its tensors, as places among the call's own and the results behind them; -1 for none.
-        boxes: (Place among its tensors, place among the call's, pattern of a descriptor) of what the copy engine reads.
+        boxes: (Place among its tensors, place as in order, pattern of a descriptor) of what the copy engine brings.
     """
 
     launch: Callable[[int, Sequence[Any]], None] | None
@@ -184,13 +184,9 @@ def box_at(pattern: Any, x: torch.Tensor) -> Any:
 
 
 def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """All that follows a call's launches, and the tensors' places; None where one starts nowhere, or not at 16 bytes.
-
-    Triton compiles other kernels for those, which `launch` finds.
-    """
+    """All that follows a call's launches, and the tensors' places; None where one has no memory."""
     key: list[object] = [what]
     places: list[Any] = []
-    low = 0
     for x in tensors:
         if x is None:
             key.append(None)
@@ -199,10 +195,9 @@ def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple
             place = x.data_ptr()
             if not place:  # no memory: empty, or a tensor that stands for others
                 return None
-            low |= place
-            key += (x.shape, x.stride(), x.dtype, x.get_device())
+            key += (x.shape, x.stride(), x.dtype, x.get_device(), place & 15)  # else a kernel of another alignment
             places.append(x if INTERPRETED else place)
-    return None if low & 15 else ((*key,), places)
+    return (*key,), places
 
 
 def remember(
@@ -259,7 +254,7 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
     for launch, order, boxes in kept.steps:
         operands = [places[i] for i in order]
         for at, i, pattern in boxes:
-            operands[at] = box_at(pattern, tensors[i])
+            operands[at] = box_at(pattern, tensors[i] if i < len(tensors) else made[i - len(tensors)])
         launch(device, operands)
     return made
 

@@ -7,11 +7,14 @@
 # Calls of under 9 minutes on one H200, made for docs/evidence/vllm at 12748eb:
 #   SIDE=7 ONLY=fp8 OUT=/tmp/ev PACK=$OUT/fp8.tgz scripts/evidence_vllm.sh            # static scales, layers replaced: 2 min
 #   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/8b.tgz scripts/evidence_vllm.sh      # both in memory, in turns: 4 min
-#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/0.6b.tgz scripts/evidence_vllm.sh  # and profiles of both: 5 min
+#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/0.6b.tgz scripts/evidence_vllm.sh  # 3 min
+#   MODELS=0.6b GIB=24 ONLY=profile OUT=/tmp/ev PACK=$OUT/prof.tgz scripts/evidence_vllm.sh   # of both, after it: 2 min
 #   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=$OUT/starts.tgz scripts/evidence_vllm.sh  # 4 starts, 2 at a time: 3 min
 # and on two H100s at 444df9a (four were never had):
 #   RANKS=2 SIDE=2 MODELS=8b GIB=16 ONLY=ranks OUT=/tmp/ev PACK=$OUT/ranks.tgz scripts/evidence_vllm.sh   # 4 min
-# In such a call $OUT is the folder that comes back. Other parts: server, sample, trace, thousand, load.
+# Not run yet: ONLY=pair TURNS="stock,nondet own,aten": also vLLM's own mode, and that with aten's products (5 min more; LONG="" leaves
+# long contexts out, REPEATS=3 is quicker). "aten" is `scripts/vllm_load.py --mode aten`.
+# MODES chooses among the modes of starts and profile. In such a call $OUT is the folder that comes back. Other parts: server, sample, trace, thousand, load.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?name a folder for the results: OUT=FOLDER}
@@ -57,7 +60,7 @@ if part server && ! [ -f "$OUT/server.ok" ]; then # as a user: vllm serve, sampl
     server=$!
     trap 'kill $server 2> /dev/null || true' EXIT
     for _ in $(seq 300); do curl -sf "http://127.0.0.1:$port/health" && break || kill -0 $server || break; sleep 1; done
-    for command in "sample --fail-on divergent" gate; do
+    for command in "sample --fail-on divergent ${N:+--n $N}" gate; do
         # shellcheck disable=SC2086 # the command and its option
         timeout 120 "$PYTHON" -m nondet $command --endpoint "http://127.0.0.1:$port" -o "$OUT/${command%% *}.jsonl" --force || failed=1
     done
@@ -91,14 +94,14 @@ fi
 for model in $MODELS; do # fresh processes: a machine's first start, its second, and a first one once more; SIDE modes at a time
     part starts || break
     for start in ${STARTS:-first second}; do
-        for mode in stock nondet; do
+        for mode in ${MODES:-stock nondet}; do
             at=$OUT.caches/$model-$mode$([ $start = anew ] && echo -anew || true)
             [ $start = second ] || [ -f "$OUT/start-$model-$mode-$start.json" ] || rm -rf "$at" # one that was cut off left some
-            caches "$at" one "start-$model-$mode-$start" --mode $mode --model "$model" --cache-gib "$GIB" --copies 20 --others 40 --tokens 64 &
+            caches "$at" one "start-$model-$mode-$start" --mode $mode --model "$model" --cache-gib "$GIB" --copies 20 --others 40 &
             [ "${SIDE:-1}" -gt 1 ] || wait
         done
         wait
-        there "start-$model-"{stock,nondet}"-$start.json"
+        for mode in ${MODES:-stock nondet}; do there "start-$model-$mode-$start.json"; done
     done
 done
 if part trace; then # the first call that differs, of a prompt of 880 tokens that is read in chunks; on a CPU MORE="--device cpu"
@@ -138,23 +141,32 @@ if part fp8; then # static scales, norms not fused; layers whose own kernel can'
     wait
     there fp8-{wide-nondet,wide-torch-nondet,row-split-nondet,row-split-stock,wide-fusions}.json
 fi
-for model in $MODELS; do # stock and ours in one memory, timed in turns; then where the time of a small model's steps goes
+for model in $MODELS; do # modes in one memory, timed in turns; TURNS: such groups, one after the other
     part pair || break
     turn=$OUT.turns/$model
     mkdir -p "$turn"
-    timed=(--model "$model" --cache-gib "$GIB" --copies 100 --others 100 --speed --long 1x12000 --long 16x4000 --repeats "${REPEATS:-5}")
+    # shellcheck disable=SC2206 # options are words of their own
+    timed=(--model "$model" --cache-gib "$GIB" --copies 100 --others 100 --speed ${LONG---long 1x12000 --long 16x4000} --repeats "${REPEATS:-5}" ${MORE:-})
     rm -f "$turn"/*
-    for mode in stock nondet; do [ ! -f "$OUT/pair-$model-$mode.json" ] || touch "$turn/$mode-up" "$turn/$mode-done"; done
-    { caches "$OUT.caches/pair-$model-stock" one "pair-$model-stock" --mode stock "${timed[@]}" ${MORE:-} --until "$turn/stock-up" --begin "$turn/nondet-up"
-        touch "$turn/stock-up" "$turn/stock-done"; } &
-    { caches "$OUT.caches/pair-$model-nondet" one "pair-$model-nondet" --mode nondet "${timed[@]}" ${MORE:-} --until "$turn/nondet-up" --begin "$turn/stock-done"
-        touch "$turn/nondet-up"; } &
-    wait
-    for mode in stock nondet; do
-        [ -f "$OUT/pair-$model-$mode.json" ] || failed=1
-        [ "$model" = 8b ] || caches "$OUT.caches/pair-$model-$mode" one "profile-$model-$mode" --mode $mode --model "$model" --cache-gib "$GIB" \
-            --copies 2 --others 2 --tokens 8 --profile --long 1x12000 --long 16x4000 ${MORE:-} &
+    for group in ${TURNS:-stock,nondet}; do
+        before='' names=()
+        for mode in ${group//,/ }; do
+            begin=() # the first as soon as all of them are up, any other after the one before it
+            [ -n "$before" ] || for other in $(tr , ' ' <<< "$group"); do [ "$other" = "$mode" ] || begin+=(--begin "$turn/$other-up"); done
+            [ -z "$before" ] || begin=(--begin "$turn/$before-done")
+            { caches "$OUT.caches/pair-$model-$mode" one "pair-$model-$mode" --mode "$mode" "${timed[@]}" --until "$turn/$mode-up" ${begin[@]+"${begin[@]}"}
+                touch "$turn/$mode-up" "$turn/$mode-done"; } &
+            before=$mode names+=("pair-$model-$mode.json")
+        done
         wait
+        there "${names[@]}"
+    done
+done
+for model in $MODELS; do # where the time of a small model's steps goes
+    part profile && [ "$model" != 8b ] || continue
+    for mode in ${MODES:-stock nondet}; do
+        caches "$OUT.caches/pair-$model-$mode" one "profile-$model-$mode" --mode $mode --model "$model" --cache-gib "$GIB" \
+            --copies 2 --others 2 --profile ${LONG---long 1x12000 --long 16x4000} ${MORE:-}
     done
 done
 for model in $MODELS; do # more ranks than two are at risk; SIDE modes at a time

@@ -1,12 +1,14 @@
 """One vLLM, alone and under load: traces as alone, and tokens a second. One mode and one model a process.
 
-    python scripts/vllm_load.py --mode stock|own|nondet --model DIR|0.6b|8b|moe [--eager] [--speed] --out FILE.json
+    python scripts/vllm_load.py --mode stock|own|aten|nondet --model DIR|0.6b|8b|moe [--eager] [--speed] --out FILE.json
 
 A DIR is loaded as it is; 0.6b, 8b and moe (64 experts, 8 a token) are Qwen3's shapes with random weights, drawn in
 place (vLLM's own dummy weights are so small that nothing can diverge). The load is 400 requests at once, prompts in
 chunks: copies of two targets among random ones. --until and --begin FILE make the timed part wait for its turn, where
-several processes share a GPU. --plant is a fault that has to be found: "split" adds the halves of K of vLLM's FP8
-products below 16 rows, "fusions" leaves vLLM's own fusions on under the plugin, which must refuse to start then.
+several processes share a GPU. Mode "aten" is vLLM's own batch-invariant one with torch's products, not Triton's:
+three lines, and nothing proves those products. --plant is a fault that has to be found: "split" adds the
+halves of K of vLLM's FP8 products below 16 rows, "fusions" leaves vLLM's own fusions on under the plugin, which must
+refuse to start then.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ SHAPES = {
     "tiny": (2, 256, 512, 4, 2), "tiny-moe": (2, 256, 512, 4, 2),
 }  # fmt: skip
 VOCABULARY = {"tiny": 4096, "tiny-moe": 4096}
+_ATEN = "NONDET_LOAD_ATEN"  # what the engine's process does as well, if it is no fork of this one
 EXPERTS = {"moe": (64, 8, 768), "tiny-moe": (8, 2, 128)}  # how many, how many a token, their width
 TEXT = "For example, the class method returns the value of the object, and the argument is called with the name. "
 
@@ -80,7 +83,7 @@ def made_folder(name: str) -> str:
 def options() -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=["stock", "own", "nondet"], default="stock")
+    parser.add_argument("--mode", choices=["stock", "own", "aten", "nondet"], default="stock")
     parser.add_argument("--model", default="0.6b")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--speed", action="store_true")
@@ -101,9 +104,17 @@ def options() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="where the time of a step, and of --long's, goes")
     parser.add_argument("--cache-gib", type=float, default=8.0)
     parser.add_argument("--until", type=Path)
-    parser.add_argument("--begin", type=Path)
+    parser.add_argument("--begin", type=Path, action="append", default=[], help="a file to wait for; repeatable")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
+
+
+def products_by_aten() -> None:
+    """vLLM's own mode forbids cuBLASLt to split K, and then its layers ask a kernel in Triton: let them ask torch."""
+    import torch
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    linear.linear_batch_invariant = vocab_parallel_embedding.linear_batch_invariant = torch.nn.functional.linear
 
 
 def plant(what: str) -> None:
@@ -314,10 +325,10 @@ class Test:
             self.asked.out.write_text(json.dumps(self.seen, indent=1))
 
     def profile(self) -> None:
-        """Of 17 steps of 16 and of one request, and of the prefills of --long; in this process."""
+        """Of 17 tokens of 256, of 16 and of one request, and of the prefills of --long; in this process."""
         rng = random.Random(13)  # noqa: S311 - a load, not a secret
         for requests, keys, new in (
-            *((16, 256, 17), (1, 256, 17)),
+            *((256, 256, 17), (16, 256, 17), (1, 256, 17)),
             *((*map(int, text.split("x")), 1) for text in self.asked.long),
         ):
             prompts = [[rng.randrange(1, self.vocabulary) for _ in range(keys)] for _ in range(requests)]
@@ -356,6 +367,9 @@ def main() -> None:
     if asked.plant or asked.profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.path.insert(0, str(Path(__file__).parent))
+    if asked.mode == "aten":
+        os.environ[_ATEN] = "1"
+        products_by_aten()
     try:
         if asked.plant:
             plant(asked.plant)
@@ -376,7 +390,7 @@ def main() -> None:
     if asked.until is not None:
         asked.until.touch()
     if asked.speed:
-        while asked.begin is not None and not asked.begin.exists():
+        while not all(path.exists() for path in asked.begin):
             time.sleep(0.2)
         test.speed()
     if asked.profile:
@@ -388,3 +402,5 @@ def main() -> None:
 
 if __name__ == "__main__":  # the engine is another process, which imports this file
     main()
+elif __name__ == "__mp_main__" and os.environ.get(_ATEN):
+    products_by_aten()

@@ -69,6 +69,21 @@ def ratios(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, tuple[float
     return found
 
 
+def rates(seen: dict[str, Any]) -> dict[str, float]:
+    """Of each cell tokens a second: new ones, or those of a prompt."""
+    found = {n: float(one["tokens_per_s"]) for n, one in seen.get("speed", {}).items()}
+    for one in (one for one in seen.get("long", ()) if one.get("s")):
+        cell, count = f"{one['requests']}x{one['keys']}", one["requests"]
+        found[f"{cell} prefill"] = count * one["keys"] / statistics.median(one["s"]["8"])
+        steps = [b - a for a, b in zip(one["s"]["8"], one["s"]["136"], strict=True)]
+        found[f"{cell} step"] = 128 * count / statistics.median(steps)
+    return found
+
+
+# What of a run's options can change the bits of a request alone: the rest is load and time.
+_OF_ONE = ("--mode", "--model", "--tokens", "--ranks", "--plant", "--eager", "--prefix-cache")
+
+
 def standings(folder: Path, name: str) -> dict[str, int]:
     """Layers by standing and reason, as the coverage file of that run has them."""
     count: dict[str, int] = defaultdict(int)
@@ -78,6 +93,31 @@ def standings(folder: Path, name: str) -> dict[str, int]:
             if one.get("type") == "layer-standing":
                 count[f"{one['standing']}: {one['why'][:60]}"] += one["layers"]
     return dict(count)
+
+
+def tell_speed(timed: dict[str, dict[str, Any]]) -> None:
+    """Tokens a second of the modes of each model side by side, and every other mode over stock."""
+    tables: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for name, seen in timed.items():
+        base, _, mode = name.rpartition("-")
+        if mode == seen["mode"] and seen.get("speed"):
+            tables[base][mode] = rates(seen)
+    for base, modes in tables.items():
+        print(f"{base}, tokens a second: {', '.join(modes)}")
+        for cell in dict.fromkeys(cell for rate in modes.values() for cell in rate):
+            row = (f"{rate[cell]:9,.0f}" if cell in rate else " " * 9 for rate in modes.values())
+            print(f"  {cell:>16} {' '.join(row)}")
+    for name, seen in timed.items():
+        base, _, mode = name.rpartition("-")
+        stock = timed.get(f"{base}-stock")
+        fit = stock is not None and mode == seen["mode"] != "stock" and seen.get("speed")
+        cells = ratios(stock, seen) if stock is not None and fit else {}
+        said = [f"{cell} {middle:.3f} ({low:.3f} to {high:.3f})" for cell, (middle, low, high) in cells.items()]
+        loads = [middle for cell, (middle, *_) in cells.items() if "x" not in cell]
+        if loads:
+            mean, worst = statistics.geometric_mean(loads), min(middle for middle, *_ in cells.values())
+            figures = f"geometric mean of {len(loads)} {mean:.3f}, worst cell {worst:.3f}"
+            print(f"{name} over stock: {'; '.join([*said, figures])}")
 
 
 def main(folder: Path) -> int:
@@ -110,18 +150,10 @@ def main(folder: Path) -> int:
         if log.exists():
             print(f"  start {seen['start_s']} s:", stages(log.read_text(encoding="utf-8", errors="replace")))
         argv = seen["argv"]
-        asked = " ".join(word for i, word in enumerate(argv) if "--out" not in argv[max(0, i - 1) : i + 1])
-        asked += seen.get("disabled_kernels", "")
+        words = [" ".join(argv[i : i + 2 - (word in _OF_ONE[-2:])]) for i, word in enumerate(argv) if word in _OF_ONE]
+        asked = " ".join([*sorted(words), seen.get("disabled_kernels", "")])
         digests[asked][path.stem] = json.dumps(mine, sort_keys=True)
-    for name, seen in timed.items():
-        stock = timed.get(f"{name.removesuffix('-nondet')}-stock")
-        cells = ratios(stock, seen) if name.endswith("-nondet") and stock else {}
-        said = [f"{cell} {middle:.3f} ({low:.3f} to {high:.3f})" for cell, (middle, low, high) in cells.items()]
-        loads = [middle for cell, (middle, *_) in cells.items() if "x" not in cell]
-        if loads:
-            mean, worst = statistics.geometric_mean(loads), min(middle for middle, *_ in cells.values())
-            figures = f"geometric mean of {len(loads)} {mean:.3f}, worst cell {worst:.3f}"
-            print(f"{name} over stock: {'; '.join([*said, figures])}")
+    tell_speed(timed)
     for same, names in digests.items():
         if len(names) > 1:
             alike = len(set(names.values())) == 1

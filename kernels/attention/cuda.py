@@ -139,7 +139,7 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
 
     Args:
         why: Said in the note, where another way would have been quicker.
-        what: Of a dense call: by which its launches are remembered.
+        what: By which its launches are remembered; of a packed call without positions all that its tensors don't say.
     """
     q, k, v, out = call.q, call.k, call.v, call.out
     plan, span = way.plan, way.span
@@ -247,18 +247,18 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
             )
     if what is None:
         return
-    none = (-1,) * 4
-    first = (0, 1, 2, 3, 4 if span else -1, *none)
+    given: tuple[Any, ...] = (q, k, v, out, call.cu_q, call.cu_k, call.key_index) if packed else (q, k, v)
+    ends = (4, 5, -1, 6) if packed else (-1,) * 4
+    rooms = [*(() if packed else (out.transpose(1, 2),)), *(() if part is None else (part,))]
+    at = -1 if part is None else len(given) + len(rooms) - 1
+    steps = [Step(launched, (0, 1, 2, 3, at, *ends))]
     if way.tiles:
-        boxes = ((1, 1, hopper.pattern(k, plan.block_n)), (2, 2, hopper.pattern(v, plan.block_n)))
-        steps = [Step(launched, first[:8], boxes)]
-    else:
-        steps = [Step(launched, first)]
-    rooms = [out.transpose(1, 2)]
+        rows = (packed and call.page) or plan.block_n
+        boxes = ((1, 1, hopper.pattern(k, rows)), (2, 2, hopper.pattern(v, rows)))
+        steps = [Step(launched, (0, 1, 2, 3, at, *ends[:2], ends[3]), boxes)]
     if part is not None:
-        steps.append(Step(merged, (4, 3, *none[:2]) if way.lanes else (4, 3, *none[:3])))
-        rooms.append(part)
-    remember(what, (q, k, v), (*rooms,), label, *steps)
+        steps.append(Step(merged, (at, 3, *ends[: 2 if way.lanes else 3])))
+    remember(what, given, (*rooms,), label, *steps)
 
 
 # The proof at first use that a way to launch attention has, on this machine, the bits of the one plan.
@@ -656,7 +656,7 @@ def attention(
         and hopper_attention.supports(q, k, v, causal, window, softcap) is None
         and hopper_stands(q, k, causal)
     ):
-        return hopper_attention.prefill(q, k, v, causal=causal, scale=scale)
+        return hopper_attention.prefill(q, k, v, causal=causal, scale=scale, what=what)
     # Laid out as [B, T, H, D], the order in which models want it back.
     out = torch.empty(batch, tq, heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     if out.numel() == 0:

@@ -22,6 +22,7 @@ import torch
 import triton
 
 from nondet.core.launch import note
+from nondet.kernels import triton_common as common
 from nondet.kernels.attention.triton_kernels import Way
 from nondet.kernels.triton_common import HALF, INTERPRETED, box_at, capability, launch, multiprocessors
 
@@ -131,7 +132,9 @@ def _boxes(x: torch.Tensor, rows: int) -> Any:
     return TensorDescriptor(x, shape, [*strides, 1], [1, 1, rows, shape[3]], _box_layout())
 
 
-def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> torch.Tensor:
+def prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None, what: object = None
+) -> torch.Tensor:
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D], a view of contiguous [B, Tq, Hq, D].
 
     float16 or bfloat16, D of 64 or 128, accumulated in float32 in the order of `triton_attention`; forward only. Causal
@@ -144,6 +147,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
     Args:
         causal: A query sees the keys up to its own position; otherwise all.
         scale: Of the scores, above 0; None for 1 / sqrt(D).
+        what: By which the launch is remembered.
 
     Raises:
         NotImplementedError: `supports` says no.
@@ -159,24 +163,25 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, 
     out = torch.empty(batch, tq, heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     blocks = triton.cdiv(tq, _BLOCK_M)
     items = blocks * batch * heads
-    note(f"attention_hopper[{_BLOCK_M}x{BLOCK_N}]")
-    with torch.cuda.device(q.device):
-        prefill_kernel[(min(items, multiprocessors(q.device)),)](
-            *(descriptor(q, _BLOCK_M // 2), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N)),
-            *(descriptor(out, _BLOCK_M // 2), tq, k.shape[2], batch * heads, heads, blocks, items),
-            scale * math.log2(math.e),
-            GROUP=heads // k.shape[1],
-            CAUSAL=causal,
-            BLOCK_M=_BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            HEAD_DIM=head_dim,
-            SEGMENT=SEGMENT,
-            STAGES=_STAGES[head_dim],
-            REGISTERS=_CONSUMER_REGISTERS,
+    label = f"attention_hopper[{_BLOCK_M}x{BLOCK_N}]"
+    note(label)
+    boxed = [(q, _BLOCK_M // 2), (k, BLOCK_N), (v, BLOCK_N), (out, _BLOCK_M // 2)]
+    how = {"GROUP": heads // k.shape[1], "CAUSAL": causal, "BLOCK_M": _BLOCK_M, "BLOCK_N": BLOCK_N}
+    how |= {"HEAD_DIM": head_dim, "SEGMENT": SEGMENT, "STAGES": _STAGES[head_dim], "REGISTERS": _CONSUMER_REGISTERS}
+    with common.on_device(q):
+        launched = launch(
+            prefill_kernel,
+            (min(items, multiprocessors(q.device)),),
+            (*(descriptor(x, rows) for x, rows in boxed),),
+            (tq, k.shape[2], batch * heads, heads, blocks, items, scale * math.log2(math.e)),
+            how,
             num_warps=4,
             maxnreg=_LAUNCH_REGISTERS,
             enable_fp_fusion=False,
         )
+    if what is not None:
+        boxes = (*((i, i, pattern(x, rows)) for i, (x, rows) in enumerate(boxed)),)
+        common.remember(what, (q, k, v), (out.transpose(1, 2),), label, common.Step(launched, (0, 1, 2, 3), boxes))
     return out
 
 

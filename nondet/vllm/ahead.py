@@ -30,20 +30,20 @@ class Ahead:
 
     Attributes:
         kernels: How many.
-        copies: How many processes compile them: one less than there are cores.
+        copies: How many processes compile them: one less than there are cores for this one of the ranks.
         begun: Those that nobody has joined yet.
     """
 
     begun: ClassVar[list[Ahead]] = []
 
-    def __init__(self, launch_all: Callable[[], object]) -> None:
+    def __init__(self, launch_all: Callable[[], object], ranks: int = 1) -> None:
         """Begin, and return while copies compile; of `launch_all`'s launches none runs."""
         self._jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._folder = triton.knobs.cache.dir  # vLLM chooses another one later
         self._mode = triton.AsyncCompileMode(self)
         contextvars.copy_context().run(self._listen, launch_all)  # the mode ends with the context
         self.kernels = len(self._jobs)
-        self.copies = min(len(os.sched_getaffinity(0)) - 1, self.kernels)
+        self.copies = min(max(1, len(os.sched_getaffinity(0)) // ranks - 1), self.kernels)
         self._running = [self._copy(self._jobs[first :: self.copies]) for first in range(self.copies)]
 
     def _listen(self, launch_all: Callable[[], object]) -> None:

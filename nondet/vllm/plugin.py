@@ -800,12 +800,15 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     graphs, tokens, requests = limits_of(config)
     counts = operators.row_counts(graphs, tokens)
     operators.use_counts(counts)
-    if torch.cuda.is_available() and _get(config, "parallel_config.world_size", 1) == 1:
+    names = ("world_size", "nnodes", "distributed_executor_backend")
+    ranks, *where = (_get(config, f"parallel_config.{name}") for name in names)
+    # ranks of one host share memory, which a fork leaves alone; among hosts it is known to network cards as well
+    if torch.cuda.is_available() and (ranks == 1 or where == [1, "mp"]):
         from nondet.vllm.ahead import Ahead
         from nondet.vllm.attention import launch_dry
 
         try:
-            Ahead.begun.append(Ahead(partial(launch_dry, model, config)))
+            Ahead.begun.append(Ahead(partial(launch_dry, model, config), ranks))
         except Exception as error:  # noqa: BLE001 - a start without it is slower, and nothing else
             log(f"attention's kernels are not compiled ahead: {one_line(str(error), 120) or type(error).__name__}")
     seen: dict[tuple[Any, ...], operators.Certified] = {}

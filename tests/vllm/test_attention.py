@@ -15,6 +15,7 @@ import torch
 from nondet.core import compare
 from nondet.core.certificates import Certificates
 from nondet.errors import UserError
+from nondet.kernels import triton_common
 from nondet.kernels.attention import cuda, hopper
 from tests.vllm import toys
 
@@ -119,6 +120,30 @@ def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new
     assert not compare.identical(out, step(backend, impl, lengths, new, seed=1)[0])
 
 
+def test_later_layers_are_launched_as_the_first(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers at other places have the bits of a first layer; one with another window is not taken for it."""
+    computed: list[object] = []
+    compute = backend.compute
+    monkeypatch.setattr(backend, "compute", lambda *call, **how: computed.append(how) or compute(*call, **how))
+    asked: tuple[list[int], list[int]] = ([5, 40, 33, 20], [1, 1, 9, 20])
+    for window in (None, 8):
+        impl = backend.SegmentsImpl(**(NEEDED | {"sliding_window": window}))
+        firsts = []
+        for seed in (0, 1):
+            triton_common.forget()
+            firsts.append(step(backend, impl, *asked, seed=seed)[0])
+        triton_common.forget()
+        computed.clear()
+        for seed in (1, 0, 1):
+            out, each = step(backend, impl, *asked, seed=seed, pages_seed=seed + 5)
+            torch.testing.assert_close(out.double(), exact(each, window), rtol=5e-3, atol=5e-3)
+            assert compare.identical(out, firsts[seed])
+        assert len(computed) == 2  # decodes, and what has more queries
+        step(backend, backend.SegmentsImpl(**(NEEDED | {"sliding_window": 16})), *asked)
+        step(backend, impl, [5, 41, 33, 20], asked[1])
+        assert len(computed) == 6
+
+
 def test_windows_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
     impl = backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8}))
     out, each = step(backend, impl, [40, 33], [1, 9])
@@ -150,6 +175,29 @@ def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
     torch.testing.assert_close(out.double(), exact(each), rtol=5e-3, atol=5e-3)
 
 
+def test_the_border_of_large_chunks_changes_no_bit(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk has one answer, gathered or through its block table: what is dense is a matter of speed."""
+    monkeypatch.setattr(backend, "_DENSE_ITEMS", 1)
+    impl = backend.SegmentsImpl(**NEEDED)
+    lengths, new = [20, 90, 140], [1, 70, 129]
+    works = [HEADS * n * t for t, n in zip(lengths, new, strict=True)]
+    outs, alone = [], []
+    pieces_of = backend.pieces_of
+
+    def told(*asked: Any) -> Any:
+        made = pieces_of(*asked)
+        alone.append(sum(piece.dense is not None for piece in made))
+        return made
+
+    monkeypatch.setattr(backend, "pieces_of", told)
+    for border in (works[2] + 1, works[2], works[1]):
+        monkeypatch.setattr(backend, "_DENSE_WORK", border)
+        outs.append(step(backend, impl, lengths, new)[0])
+    assert alone == [0, 1, 2]
+    assert compare.identical(outs[0], outs[1])
+    assert compare.identical(outs[0], outs[2])
+
+
 def test_launches_of_a_step(backend: ModuleType) -> None:
     piece = backend.Piece
     of = backend.pieces_of
@@ -161,11 +209,11 @@ def test_launches_of_a_step(backend: ModuleType) -> None:
         piece(2, 3, 5, 15000),
     ]
     whole = [piece(0, 2, 2048, 15000)]
-    assert of([0, 2048, 4096], [15000, 5000], 15000, 8, True) == [
+    assert of([0, 2048, 4096], [15000, 3000], 15000, 8, True) == [
         piece(0, 1, 2048, 15000, (0, 2048)),
         piece(1, 2, 2048, 15000),
     ]
-    assert of([0, 2048, 4096], [5000, 5000], 15000, 8, True) == whole
+    assert of([0, 2048, 4096], [3000, 3000], 15000, 8, True) == whole
     assert of([0, 2048, 4096], None, 15000, 8, True) == of([0, 2048, 4096], [15000, 15000], 15000, 8, False) == whole
     assert of([0, 1, 6, 6, 6], [9, 9, 0, 0], 50, 8, True) == [piece(0, 1, 1, 50), piece(1, 2, 5, 50)]
 
@@ -256,5 +304,5 @@ def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.
 def test_the_copy_engine_brings_what_lies_together(backend: ModuleType, page: int, together: int) -> None:
     """Of a block of the cache a power of two, 128 tokens at most."""
     x, places = torch.zeros(1, HEADS, 1, DIM), torch.zeros(2, dtype=torch.int32)
-    call = backend.SegmentsImpl(**NEEDED).call(x, x, x, x, 1, 1, 1, places, places, places, page)
+    call = backend.SegmentsImpl(**NEEDED).call((x,) * 4, (1, 1, 1), (places,) * 3, page)
     assert call.page == together

@@ -886,11 +886,13 @@ def test_seams_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixtu
 # Products.
 
 
-@pytest.mark.parametrize(("ranks", "asked"), [(1, 1), (2, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "by", "hosts", "asked"), [(1, "uni", 1, 1), (2, "mp", 1, 1), (2, "mp", 2, 0), (2, "ray", 1, 0)]
+)
 def test_a_start_that_cannot_compile_ahead_is_slower_and_no_more(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, ranks: int, asked: int
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, ranks: int, by: str, hosts: int, asked: int
 ) -> None:
-    """With several ranks it isn't tried: their memory is known to network cards as well."""
+    """With ranks on several hosts, or where Ray may put them, it isn't tried: network cards know their memory."""
 
     def refused(model: nn.Module, config: Any) -> None:
         raise OSError("no fork today")
@@ -899,7 +901,8 @@ def test_a_start_that_cannot_compile_ahead_is_slower_and_no_more(
     monkeypatch.setattr(plugin, "write_coverage", lambda *_: None)
     monkeypatch.setitem(sys.modules, "nondet.vllm.attention", SimpleNamespace(launch_dry=refused))
     before = len(toys.LOG)
-    assert loaded(toy, model(), parallel_config__world_size=ranks).loaded
+    given = {"world_size": ranks, "distributed_executor_backend": by, "nnodes": hosts}
+    assert loaded(toy, model(), **{f"parallel_config__{name}": value for name, value in given.items()}).loaded
     assert toys.LOG[before:].count("nondet: attention's kernels are not compiled ahead: no fork today") == asked
 
 

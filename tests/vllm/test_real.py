@@ -191,8 +191,17 @@ def test_what_no_cpu_can_be_asked_for_is_where_its_configuration_has_it() -> Non
     assert attrgetter("parallel_config.ubatch_size")(config) == 0
     for name in ("decode_context", "prefill_context", "tensor", "pipeline"):
         assert attrgetter(f"parallel_config.{name}_parallel_size")(config) == 1
-    assert attrgetter("parallel_config.world_size")(config) == 1
+    assert [attrgetter(f"parallel_config.{n}")(config) for n in ("world_size", "nnodes")] == [1, 1]
+    assert attrgetter("parallel_config.distributed_executor_backend")(config) in ("uni", "mp")
     assert attrgetter("cache_config.block_size")(config) > 0
+
+
+def test_where_vllms_own_mode_asks_for_its_products() -> None:
+    """Both names that `scripts/vllm_load.py --mode aten` gives torch's product."""
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    asked = {linear.linear_batch_invariant, vocab_parallel_embedding.linear_batch_invariant}
+    assert {one.__module__ for one in asked} == {"vllm.model_executor.layers.batch_invariant"}
 
 
 def _replaced(model: Any) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_a_planted_fault_has_to_be_found(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_speed_is_of_medians_with_the_least_and_the_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for mode, times in (("stock", [1.0, 1.2, 1.1]), ("nondet", [1.0, 1.1, 1.0])):
+    for mode, times in (("stock", [1.0, 1.2, 1.1]), ("nondet", [1.0, 1.1, 1.0]), ("own", [2.0, 2.2, 4.4])):
         seen(tmp_path, f"pair-8b-{mode}", mode, 0 if mode == "stock" else 3, mode)
         path = tmp_path / f"pair-8b-{mode}.json"
         speed = {"256": {"s": times, "tokens_per_s": 1}, "1": {"s": [2.0], "tokens_per_s": 1}}
@@ -94,3 +94,21 @@ def test_speed_is_of_medians_with_the_least_and_the_most(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "256 1.100 (0.909 to 1.200); 1 1.000 (1.000 to 1.000); 16x4000 prefill 1.100 (0.909 to 1.200)" in said
     assert "16x4000 step 1.000 (0.500 to 1.000); geometric mean of 2 1.049, worst cell 1.000" in said
+    assert "pair-8b-own over stock: 256 0.500 (0.227 to 0.600); 1 1.000" in said
+    table = said[said.index("pair-8b, tokens a second: nondet, own, stock") :].splitlines()
+    assert [row.split() for row in table[3:5]] == [
+        ["16x4000", "prefill", "64,000", "29,091", "58,182"],
+        ["16x4000", "step", "4,096", "4,096", "4,096"],
+    ]
+
+
+def test_processes_are_fresh_ones_of_what_gives_a_request_its_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another load, other repeats: one request alone is asked the same. Another model or number of tokens is not."""
+    seen(tmp_path, "pair", "a", copies="100", repeats="5")
+    seen(tmp_path, "start", "a", copies="20")
+    seen(tmp_path, "few", "b", tokens="8")
+    seen(tmp_path, "other", "c", model="0.6b")
+    assert vllm_summary.main(tmp_path) == 0
+    assert "2 fresh processes, the same bits: pair, start" in capsys.readouterr().out

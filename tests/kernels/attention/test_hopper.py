@@ -23,7 +23,7 @@ import triton.language as tl
 
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
-from nondet.kernels import reference
+from nondet.kernels import reference, triton_common
 from nondet.kernels.attention import cuda, hopper, triton_kernels
 from nondet.kernels.attention import cuda as triton_attention
 from nondet.kernels.attention import gluon_kernels as hopper_attention_parts
@@ -203,6 +203,87 @@ def test_it_compiles_for_hopper_without_spills_or_serial_products(tmp_path):
     most = 0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 1024
     assert len(spills) >= 2
     assert max(spills) <= most
+
+
+class _Launcher:
+    """In place of the compiled prefill: its parameters by name, as the driver's launcher gets them."""
+
+    function, packed_metadata = 77, ()
+
+    def __init__(self, kernel: Any) -> None:
+        self.fn, self.arg_names = kernel.fn, kernel.arg_names
+        self.seen: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            constants = {name: value for name, value in named.items() if name.isupper()}
+            self.seen.append({"grid": (*grid, 1, 1)[:3], **dict(zip(self.arg_names, given, strict=False)), **constants})
+            self.seen[-1]["bound"] = True
+            return self
+
+        return run
+
+    def run(self, *given: Any) -> None:
+        assert given[3:9] == (5, 77, (), None, None, None)
+        self.seen.append({"grid": given[:3], **dict(zip(self.arg_names, given[9:], strict=True)), "bound": False})
+
+
+def test_a_prefill_again_is_the_drivers_launch_with_boxes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton binds by name, by place; boxes have the call's memory, shapes and strides, and rows of their own."""
+    kernel = _Launcher(hopper.prefill_kernel)
+    monkeypatch.setattr(hopper, "prefill_kernel", kernel)
+    monkeypatch.setattr(hopper, "supports", lambda *asked: None)
+    monkeypatch.setattr(cuda, "hopper_stands", lambda *asked: True)
+    monkeypatch.setattr(cuda, "require", lambda *asked: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(triton_common, "INTERPRETED", False)
+    monkeypatch.setattr(triton_common, "_found", {})
+    triton_common.forget()
+
+    def boxes(seen: dict[str, Any]) -> list[tuple[Any, ...]]:
+        made = [seen[name] for name in ("q_desc", "k_desc", "v_desc", "out_desc")]
+        return [(x.base.data_ptr(), x.shape, x.strides, x.block_shape) for x in made]
+
+    for tq, tk in ((640, 640), (1024, 3000), (640, 640)):
+        for _ in range(2):
+            q, k, v = (torch.zeros(1, t, h, 128).half().transpose(1, 2) for t, h in ((tq, 16), (tk, 4), (tk, 4)))
+            out = attention(q, k, v, scale=0.25)
+            seen = kernel.seen[-1]
+            assert (seen["tq"], seen["tk"], seen["GROUP"], seen["CAUSAL"], seen["STAGES"]) == (tq, tk, 4, True, 2)
+            assert seen["grid"] == (min(-(-tq // 128) * 16, 132), 1, 1)
+            for x, rows, (place, shape, strides, box) in zip(
+                (q, k, v, out), (64, 128, 128, 64), boxes(seen), strict=True
+            ):
+                assert (place, *shape, *strides[1:]) == (x.data_ptr(), *x.shape, *x.stride()[1:])
+                assert box == [1, 1, rows, 128]
+    # one for each pair of lengths; the rest went to the driver
+    assert [seen["bound"] for seen in kernel.seen] == [True, False, True, False, False, False]
+    assert all(list(seen) == ["grid", *kernel.arg_names, "bound"] for seen in kernel.seen)
+    triton_common.forget()
+
+
+def test_a_box_is_compiled_for_its_dtype_and_size_alone() -> None:
+    """Neither shape nor strides nor place: what `launch` finds a compiled kernel by."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+
+    def kind(x: torch.Tensor, rows: int) -> Any:
+        return native_specialize_impl(backend, hopper.descriptor(x, rows), False, True, True)
+
+    room = torch.zeros(2**20, dtype=torch.bfloat16)
+    first = kind(room[:8192].view(1, 4, 16, 128), 64)
+    assert kind(room[8192:].view(-1, 4, 8, 128).transpose(1, 2), 64) == first
+    assert kind(room.view(2, 2, -1, 128)[:, :, 1:78], 64) == first
+    others = [
+        kind(room.view(1, 4, -1, 128), 128),
+        kind(room.view(1, 4, -1, 64), 64),
+        kind(room.half().view(1, 4, -1, 128), 64),
+    ]
+    assert len({first, *others}) == 4
 
 
 # The Hopper prefill kernel on a GPU: its bits are those of `triton_attention`'s order, written plainly.
