@@ -169,16 +169,30 @@ for model in $MODELS; do # where the time of a small model's steps goes
             --copies 2 --others 2 --profile ${LONG---long 1x12000 --long 16x4000} ${MORE:-}
     done
 done
-for model in $MODELS; do # more ranks than two are at risk; SIDE modes at a time
+for model in $MODELS; do # tensor-parallel ranks, a GPU each; SIDE modes at a time
     part ranks && [ "${RANKS:-1}" -gt 1 ] || break
     for mode in nondet stock; do
         slot
-        NONDET_ALLOW_AT_RISK=$((RANKS > 2)) caches "$OUT.caches/ranks$RANKS-$model-$mode" one "ranks$RANKS-$model-$mode" --mode $mode \
+        caches "$OUT.caches/ranks$RANKS-$model-$mode" one "ranks$RANKS-$model-$mode" --mode $mode \
             --model "$model" --ranks "$RANKS" --cache-gib "$GIB" --copies "${COPIES:-500}" ${MORE:-} &
     done
     wait
     there "ranks$RANKS-$model-"{nondet,stock}.json
 done
+if part shared; then # RANKS ranks on the GPUs that are there, each posing as a host of its own: NCCL's sums by sockets, slow, of a small model
+    ranks=${RANKS:-4} gpus=$(nvidia-smi -L | wc -l)
+    for mode in nondet stock; do
+        for rank in $(seq 0 $((ranks - 1))); do
+            RANK=$rank LOCAL_RANK=0 WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=${PORT:-29533} CUDA_VISIBLE_DEVICES=$((rank % gpus)) \
+                NCCL_HOSTID=$rank NCCL_SOCKET_IFNAME=lo NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 \
+                VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
+                caches "$OUT.caches/shared-$mode-$rank" one "shared$ranks-embedded-$mode-$rank" --mode $mode --model nondet/embedded \
+                --ranks "$ranks" --launched --step 256 --cache-gib 2 --copies "${COPIES:-20}" --others 20 --tokens 32 ${MORE:-} &
+        done
+        wait
+        there "shared$ranks-embedded-$mode-0.json"
+    done
+fi
 if part thousand; then # 1,000 copies of two prompts among others, prompts in chunks, prefixes cold and warm; SIDE at a time
     for mode in nondet stock; do
         for form in ${FORMS:-8b 0.6b embedded moe fp8-tensor fp8-row fp8-block window gemma2 gemma3}; do

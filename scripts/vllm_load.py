@@ -100,6 +100,8 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--launched", action="store_true", help="this process is one of the ranks, started by others")
+    parser.add_argument("--step", type=int, default=2048, help="most tokens of a step")
     parser.add_argument("--plant", choices=["split", "fusions"])
     parser.add_argument("--profile", action="store_true", help="where the time of a step, and of --long's, goes")
     parser.add_argument("--cache-gib", type=float, default=8.0)
@@ -209,7 +211,7 @@ class Test:
             seed=0,
             max_model_len=16384 if shaped else 1024,
             max_num_seqs=256,
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=asked.step,
             enable_prefix_caching=asked.prefix_cache,
             enforce_eager=asked.eager,
             load_format="dummy" if shaped else "auto",
@@ -217,6 +219,8 @@ class Test:
             gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=int(asked.cache_gib * 2**30),
             tensor_parallel_size=asked.ranks,
+            distributed_executor_backend="external_launcher" if asked.launched else None,
+            disable_custom_all_reduce=asked.launched,  # ranks that share a GPU are not each other's peers
         )
         self.seen["start_s"] = round(time.time() - self.began, 1)
         self.say("engine up")

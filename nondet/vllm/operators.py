@@ -366,7 +366,7 @@ def stands_alone(
     return None
 
 
-def sum_of_two_stands(
+def sum_over_ranks_stands(
     group: Any,
     capture: Callable[[Any], Any],
     width: int,
@@ -374,16 +374,16 @@ def sum_of_two_stands(
     counts: Sequence[int],
     graphs: Sequence[int],
 ) -> int | None:
-    """`stands_alone` of vLLM's sum over two ranks: two numbers have one sum, if nothing but their sum is taken.
+    """`stands_alone` of vLLM's sum over ranks, whose order may follow the message's size and a number's place in it.
 
     Args:
-        group: vLLM's GroupCoordinator. Both ranks call this, with the same arguments.
+        group: vLLM's GroupCoordinator. All ranks call this, with the same arguments.
         capture: vLLM's graph_capture(device).
         counts: Every M that is asked without a graph, ascending.
         graphs: Those that are captured and replayed as well; without effect off CUDA.
 
     Raises:
-        Exception: it failed, on this rank alone perhaps: then the other one waits in a sum until this process ends.
+        Exception: it failed, on this rank alone perhaps: then the others wait in a sum until this process ends.
     """
     device = group.device
     captured: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
@@ -400,9 +400,9 @@ def sum_of_two_stands(
 
     def summed(x: torch.Tensor) -> torch.Tensor:
         mine = x.roll(group.rank_in_group, -1)
-        mine[:, 0] = -0.0  # on both: who adds to a zero of his own, or keeps -0.0 for "not there yet", loses the sign
+        mine[:, 0] = -0.0  # on all: who adds to a zero of his own, or keeps -0.0 for "not there yet", loses the sign
         again = replayed if device.type == "cuda" and len(x) in graphs else group.all_reduce
-        # both ranks see the bits of both, so that they judge alike, and none waits for the other
+        # every rank sees the bits of all, so that they judge alike, and none waits for another
         return group.all_gather(torch.cat((group.all_reduce(mine), again(mine)), -1), -1)
 
     return stands_alone(summed, width, dtype, device, counts)

@@ -659,39 +659,46 @@ def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standi
     """What of a configuration, beside its layers, has to be proven: what ranks exchange.
 
     Args:
-        counts: Numbers of rows that the sum over two ranks is asked for; none: it is not asked.
+        counts: Numbers of rows that the sum over two ranks is asked for; none: no sum is asked for any.
     """
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
         if ranks > 1:
-            said = _of_two_ranks(config, counts) if (name, ranks) == ("tensor", 2) and counts else None
+            said = _of_ranks(config, ranks, counts) if name == "tensor" and counts else None
             why = "what ranks exchange was not proven under vLLM"
             yield Standing(f"{name} parallelism", f"{ranks} ranks", *(said or (AT_RISK, why)))
 
 
-def _of_two_ranks(config: Any, counts: Sequence[int]) -> tuple[str, str]:
-    """(standing, why) of vLLM's sum over two ranks; whatever else they exchange is copied.
+def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]:
+    """(standing, why) of vLLM's sum over ranks; whatever else they exchange is copied.
+
+    Two numbers have one sum, so of two ranks a few row counts are asked for what is not their sum. More have one for
+    each order, which may follow the message's size: of them every row count is that a step can have.
 
     Raises:
         UserError: the sum failed, on this rank alone perhaps. NONDET_ALLOW_AT_RISK=1 is no help: two ranks that went
             on would wait for each other, or add what does not belong together.
     """
-    from nondet.vllm.operators import sum_of_two_stands
+    from nondet.vllm.operators import sum_over_ranks_stands
 
     graphs, model = limits_of(config)[0], config.model_config
-    what = "the sum over ranks could not be tested"
+    what, claim = "the sum over ranks could not be tested", "two ranks have one sum: equal bits at"
+    if ranks > 2:
+        counts, claim = rows_met(config), f"the sum over {ranks} ranks has equal bits at all"
+        if len(counts) > _MOST_ASKED:
+            return AT_RISK, _TOO_MANY.format("the sum over ranks", len(counts))
     try:
         group, capture = (seam_at(f"vllm.distributed.parallel_state:{n}") for n in ("get_tp_group", "graph_capture"))
     except (ImportError, AttributeError) as error:  # on both ranks
         return AT_RISK, f"{what}: {one_line(str(error), 120)}"
     try:
-        failed = sum_of_two_stands(group(), capture, model.get_hidden_size(), model.dtype, counts, graphs)
+        failed = sum_over_ranks_stands(group(), capture, model.get_hidden_size(), model.dtype, counts, graphs)
     except Exception as error:
         raise UserError(f"{what}: {one_line(str(error), 120) or type(error).__name__}", _STOCK) from error
     if failed is not None:
         return AT_RISK, f"the sum over ranks gives a row other bits at M={failed} than at M={counts[-1]}"
     in_graphs = ", graphs' sizes in graphs as well" if graphs else ""
-    return CERTIFIED, f"two ranks have one sum: equal bits at {len(counts)} row counts{in_graphs}"
+    return CERTIFIED, f"{claim} {len(counts)} row counts{in_graphs}"
 
 
 def limits_of(config: Any) -> tuple[list[int], int, int]:
@@ -700,6 +707,17 @@ def limits_of(config: Any) -> tuple[list[int], int, int]:
     tokens = _get(config, "scheduler_config.max_num_batched_tokens")
     requests = _get(config, "scheduler_config.max_num_seqs")
     return graphs, int(tokens), int(requests)
+
+
+def rows_met(config: Any) -> list[int]:
+    """Every number of rows that a step can have.
+
+    Where graphs are of decodes alone, other steps keep theirs; else up to the largest graph they are filled up.
+    """
+    graphs, tokens, _ = limits_of(config)
+    mixed = getattr(_get(config, "compilation_config.cudagraph_mode"), "mixed_mode", lambda: None)()
+    padded = graphs if getattr(mixed, "name", "") == "PIECEWISE" else ()
+    return sorted({*(m for m in padded if m <= tokens), *range(max(padded, default=0) + 1, tokens + 1)})
 
 
 def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Callable[[Any], Any], int]]:
@@ -722,7 +740,8 @@ def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Calla
         yield partial(by_head, heads), heads * width
 
 
-_MOST_ASKED = 4096  # row counts that a layer's own kernel is asked for
+_MOST_ASKED = 4096  # row counts that a layer's own kernel is asked for, or a sum over ranks
+_TOO_MANY = "{} would have to be tested at {:,} row counts: lower --max-num-batched-tokens"
 
 
 def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
@@ -731,20 +750,14 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
 
     from nondet.vllm.operators import Traced, stands_alone
 
-    graphs, tokens, _ = limits_of(config)
-    every = range(1, tokens + 1)
-    # where graphs are of decodes alone, other steps keep their number of rows, and logits always: a row a request
-    mixed = getattr(_get(config, "compilation_config.cudagraph_mode"), "mixed_mode", lambda: None)()
-    padded = graphs if getattr(mixed, "name", "") == "PIECEWISE" else ()
-    at_graphs = sorted({*(m for m in padded if m <= tokens), *every[max(padded, default=0) :]})
+    at_graphs, every = rows_met(config), range(1, limits_of(config)[1] + 1)  # of logits always: a row a request
     known: dict[str, tuple[str, str]] = {}
 
     def judged(layer: Any) -> tuple[str, str]:
         is_head = "VocabParallelEmbedding" in _ancestors(layer)  # outside of what vLLM compiles
         met = every if is_head else at_graphs
         if len(met) > _MOST_ASKED:
-            few = "lower --max-num-batched-tokens"
-            return AT_RISK, f"its kernel would have to be tested at {len(met):,} row counts: {few}"
+            return AT_RISK, _TOO_MANY.format("its kernel", len(met))
         width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or 0
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         method: Any = getattr(layer, "quant_method", None)

@@ -477,7 +477,7 @@ def test_what_did_not_run_at_start_by_ours_is_no_replaced_layer(toy: Toy, monkey
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"tensor": 4}, "the first tensor parallelism .*: what ranks exchange was not proven"),
+        ({"tensor": 4}, "the first tensor parallelism .*: the sum over ranks could not be tested: No module"),
         ({"pipeline": 2}, "the first pipeline parallelism .*: what ranks exchange was not proven"),
         ({"tensor": 2}, "the first tensor parallelism .*: the sum over ranks could not be tested: No module"),
     ],
@@ -516,6 +516,46 @@ def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy, monkeypatch: pytest.Mo
             assert {*asked} == {1, 2, 4, 8, 16, 32, 64}
 
 
+@pytest.mark.parametrize("order", ["tree", "ring", "ring from 33 rows on"])
+def test_a_sum_over_four_ranks_is_asked_at_every_row_count(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """One order for all numbers stands; a ring's, which follows a number's place in the message, does not."""
+    asked: set[int] = set()
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        asked.add(len(x))
+        of = [x.roll(rank - 1, -1) for rank in range(4)]  # this is rank 1
+        for part in of:
+            part[:, 0] = -0.0
+        if order == "tree" or (order != "ring" and len(x) < 33):
+            return (of[0] + of[1]) + (of[2] + of[3])
+        rings = torch.stack([of[i] + of[(i + 1) % 4] + of[(i + 2) % 4] + of[(i + 3) % 4] for i in range(4)]).view(4, -1)
+        chunk = torch.arange(x.numel()) * 4 // x.numel()
+        return rings.gather(0, chunk[None])[0].view(x.shape)
+
+    group = SimpleNamespace(
+        device=torch.device("cpu"),
+        rank_in_group=1,
+        all_reduce=all_reduce,
+        all_gather=lambda x, dim: torch.cat((x,) * 4, dim),
+    )
+    ranks = SimpleNamespace(get_tp_group=lambda: group, graph_capture=None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", ranks)
+    four = {"parallel_config__tensor_parallel_size": 4}
+    if order != "tree":
+        with pytest.raises(UserError, match="the sum over ranks gives a row other bits at M="):
+            loaded(toy, model(), **four)
+        return
+    standing = loaded(toy, model(), **four).of_nondet[0]
+    assert standing.standing == plugin.CERTIFIED
+    assert standing.why.startswith(f"the sum over 4 ranks has equal bits at all {len(asked)} row counts")
+    assert asked == {1, 2, 4, 8, 16, 32, 64}
+    tokens = {"scheduler_config__max_num_batched_tokens": 8192}
+    with pytest.raises(UserError, match=r"the sum over ranks would have to be tested at 8,135 row counts: lower --max"):
+        loaded(toy, model(), **four, **tokens)
+
+
 @pytest.mark.parametrize("faulty", [False, True])
 def test_two_ranks_judge_alike_after_as_many_calls(faulty: bool) -> None:
     """A fault that one of them alone sees: both name the row count where it is, and none waits for the other."""
@@ -546,7 +586,7 @@ def test_two_ranks_judge_alike_after_as_many_calls(faulty: bool) -> None:
             return torch.cat(self.both(x), dim)
 
     def judged(number: int) -> int | None:
-        return operators.sum_of_two_stands(Rank(number), nullcontext, 32, torch.bfloat16, [1, 2, 8], [1, 2])
+        return operators.sum_over_ranks_stands(Rank(number), nullcontext, 32, torch.bfloat16, [1, 2, 8], [1, 2])
 
     with ThreadPoolExecutor(2) as ranks:
         assert [*ranks.map(judged, (0, 1))] == ([1, 1] if faulty else [None, None])
