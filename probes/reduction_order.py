@@ -977,7 +977,7 @@ def of_ranks(operator: Operator, message: Message) -> list[Sum]:
             got = [given(*map(tuple, rows.tolist()))[some] for rows in drawn]
             return torch.cat([rows[some % lists] for rows in drawn]), None, torch.cat(got)
 
-        left = f"; {len(pieces) - _CLASSES} more orders are not told" if len(pieces) > _CLASSES else ""
+        left = f"; {len(pieces) - _CLASSES} more orders left out" if len(pieces) > _CLASSES else ""
         return Sum(ask, draw, 1, K, dtype, "cpu", which=_numbers(of, len(orders)) + left)
 
     return [piece(of) for of in pieces[:_CLASSES]]
