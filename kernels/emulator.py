@@ -294,6 +294,7 @@ class Arithmetic(NamedTuple):
         finish: "", "divided by K", "times 1/K" or `VECTOR_WEIGHTS`, of the root; rounded to the accumulator. Where
             several give the bits that were checked: "divided by K or times 1/K", which only `words` knows.
         twice: The root is rounded to float32 before it is to a shorter dtype, as torch converts float64.
+        aside: What it does not hold for, in words.
     """
 
     accumulator: str = "float32"
@@ -303,6 +304,7 @@ class Arithmetic(NamedTuple):
     dtype: str = ""
     finish: str = ""
     twice: bool = False
+    aside: str = ""
 
     @property
     def words(self) -> str:
@@ -313,6 +315,7 @@ class Arithmetic(NamedTuple):
         if self.unit is not None and self.dtype == "tf32":
             fused += " of 3xTF32" if self.unit.split else " of TF32"
         end = ", the sum rounded to float32 first" if self.twice else ""
+        end += self.aside and f", {self.aside}"
         return f"in {self.accumulator}{how}{fused}{self.finish and ', ' + self.finish}{end}"
 
 

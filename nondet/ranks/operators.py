@@ -131,7 +131,7 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     elif message.impl not in ("stock", "invariant"):
         raise NotImplementedError(f"{message.operator} has no {message.impl!r} implementation")
     elif message.impl == "invariant" and x.is_cuda and (shared := shared_gpus(world)):
-        raise NotImplementedError(f"it is not asked of{shared[1:]}")
+        raise NotImplementedError(f"no kernel of ours runs with{shared[1:]}")
 
     def all_reduce() -> torch.Tensor:
         y = x.clone() if not message.registered else x

@@ -1238,3 +1238,21 @@ def test_a_function_that_adds_otherwise_in_a_cuda_graph_is_not_proven_by_one() -
     found, asked = (find(of_rows(f, 1, 200, torch.float32, "cuda", ("",))) for f in (faulty, sound))
     assert found.tree.digest == asked.tree.digest
     assert (found.proven is None) == (asked.proven is None)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_order_that_flushes_subnormal_numbers_is_proven_but_for_them(dtype: torch.dtype, flushed: bool) -> None:
+    """Before, nothing was said of them, and their sums' bits were others than predicted."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        least, sums = (2.0**-126 if flushed else 0.0), torch.zeros(len(x))
+        for term in x.float().unbind(1):
+            sums = sums + torch.where(term.abs() < least, 0.0, term)
+            sums = torch.where(sums.abs() < least, 0.0, sums)
+        return sums.to(x.dtype)
+
+    result = find(of_rows(total, 1, 24, dtype, "cpu", ("",)))
+    assert result.proven is not None
+    assert ("but for numbers that are not normal" in result.words) == flushed
+    assert ("such sums" in result.record()["arithmetic"]) == flushed
