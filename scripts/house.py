@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1334,
-    "kernels": 21646,
+    "kernels": 22043,
     "nondet": 1832,
     "probes": 5550,
     "ranks": 596,
