@@ -122,19 +122,26 @@ def _chunk_products_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
 
 
+_SUMS_MOST = 512 * 2**20  # bytes of a product's splits
+
+
 def tile_for(m: int, n: int, chunks: int, device: torch.device) -> ChunkTile:
     """A tile by the shape: wide ones where there are rows, splits of K where there are too few tiles for the GPU.
 
-    A program of many rows takes four chunks at most: the sums that wait for eight don't fit into its registers.
+    From 65 rows on a chunk has a program of its own, as long as there is memory for all of them: sums that wait for
+    others take registers, and a walk over four chunks twice the time (docs/evidence/h100-x2/tiles.jsonl).
     """
-    if m <= 16:
-        shape = (16, 64, 128, 4, 4)
-    elif m <= 64:
-        shape = (64, 64, 128, 4, 3)
-    else:
-        shape = (128, 128, 64, 8, 4)
-    tiles = triton.cdiv(m, shape[0]) * triton.cdiv(n, shape[1])
-    splits = max(1, chunks // 4) if m > 64 else 1
+    if m > 64:
+        splits, wide = chunks, triton.cdiv(m, 128) * triton.cdiv(n, 256) * chunks >= multiprocessors(device)
+        while splits > 1 and splits * m * n * 4 > _SUMS_MOST:
+            splits //= 2
+        return (
+            ChunkTile(128, 256, 64, 8, 3, splits)
+            if wide and splits == chunks
+            else ChunkTile(128, 128, 64, 8, 4, splits)
+        )
+    shape = (16, 64, 128, 4, 4) if m <= 16 else (64, 64, 128, 4, 3)
+    tiles, splits = triton.cdiv(m, shape[0]) * triton.cdiv(n, shape[1]), 1
     while splits < chunks and 2 * splits * tiles <= 3 * multiprocessors(device):
         splits *= 2
     return ChunkTile(*shape, splits)
