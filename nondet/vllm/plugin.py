@@ -712,11 +712,13 @@ def limits_of(config: Any) -> tuple[list[int], int, int]:
 def rows_met(config: Any) -> list[int]:
     """Every number of rows that a step can have.
 
-    Where graphs are of decodes alone, other steps keep theirs; else up to the largest graph they are filled up.
+    Where graphs are of decodes alone, other steps keep theirs; else up to the largest graph they are filled up. Not
+    under data parallelism: a step too large for graphs on one of its ranks takes them from the others' steps as well.
     """
     graphs, tokens, _ = limits_of(config)
     mixed = getattr(_get(config, "compilation_config.cudagraph_mode"), "mixed_mode", lambda: None)()
-    padded = graphs if getattr(mixed, "name", "") == "PIECEWISE" else ()
+    alone = _get(config, "parallel_config.data_parallel_size", 1) == 1
+    padded = graphs if alone and getattr(mixed, "name", "") == "PIECEWISE" else ()
     return sorted({*(m for m in padded if m <= tokens), *range(max(padded, default=0) + 1, tokens + 1)})
 
 
