@@ -59,13 +59,14 @@ def machines_page() -> str:
         except UserError:  # side files, and data of scripts
             continue
         known = header.environment
-        machine = str(known.get("gpu") or known.get("cpu") or "unknown")
+        gpu = None if header.plan.get("device") == "cpu" else known.get("gpu")  # asked for its host's cores alone
+        machine = str(gpu or known.get("cpu") or "unknown")
         versions = [
             f"{name} {known[name]}" for name in ("torch", "triton", "transformers", "driver") if known.get(name)
         ]
         python = [f"Python {known['python']}"] if known.get("python") else []
         folder = path.relative_to(EVIDENCE).parts[0]
-        count = f"{folder.partition('-x')[2] or 1} x " if known.get("gpu") else ""
+        count = f"{folder.partition('-x')[2] or 1} x " if gpu else ""
         runs.setdefault((f"{count}{machine}", ", ".join(versions + python)), {}).setdefault(folder, set()).add(
             header.command
         )

@@ -65,7 +65,8 @@ def test_the_machines_in_the_docs_are_those_of_the_evidence(made: Path) -> None:
     """What was run on what follows from run files, and from nothing else."""
     text = (made / "gpus.md").read_text(encoding="utf-8")
     assert text == (DOCS / "gpus.md").read_text(encoding="utf-8"), "stale: python scripts/pages.py"
-    assert "NVIDIA H200" in text
+    assert "| 1 x NVIDIA H200 |" in text
+    assert re.findall(r"^\| (?!\d+ x )(.* x .*?) \|", text, re.MULTILINE) == []  # how many of them is a number
 
 
 def _anchors(page: Path) -> set[str]:
