@@ -1281,7 +1281,7 @@ def _between(a: Found, b: Found) -> str:
     said = compared(a.tree, b.tree)
     if a.tree.digest != b.tree.digest:
         return said
-    if a.proven is not None and a.proven == b.proven:  # then no sum that was asked about can have other bits
+    if a.proven is not None and a.proven == b.proven and not a.proven.aside:  # so no sum that was asked has other bits
         return f"{said} and arithmetic, {a.proven.words}: what differs is not in the sums that were tested"
     if a.proven is not None and b.proven is not None:
         return f"{said}, and other bits: something else than the order ({a.proven.words}; and {b.proven.words})"

@@ -679,7 +679,7 @@ def test_what_no_graph_pads_is_asked_at_every_row_count(toy: Toy) -> None:
     with pytest.raises(UserError, match=r"2 layers are at risk.*other bits at M=3 than at M=64"):
         loaded(toy, model(method=odd), compilation_config__cudagraph_mode=toys.CUDAGraphMode.FULL_DECODE_ONLY)
     with pytest.raises(UserError, match=r"2 layers are at risk.*other bits at M=3 than at M=64"):
-        loaded(toy, model(method=odd), parallel_config__data_parallel_size=2)  # another's large step ends this one's graph
+        loaded(toy, model(method=odd), parallel_config__data_parallel_size=2)  # another's step has no graph
     head = toys.VocabParallelEmbedding(8, 32)
     head.quant_method = odd
     with pytest.raises(UserError, match=r"1 layers are at risk.*other bits at M=3 than at M=64"):
