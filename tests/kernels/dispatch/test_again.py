@@ -338,3 +338,16 @@ def test_short_ways_of_a_gpu_are_the_launches_remembered() -> None:
         with batch_invariant() as block:
             assert ways["_softmax"](x * spread, -1, False) is not None
             assert any("hidden" in line for line in block.coverage().lines()) == (spread > 1)
+
+
+class Tagged(torch.Tensor):
+    """A tensor with a type of its own, as users make them."""
+
+
+def test_a_launch_again_has_a_first_ones_type() -> None:
+    """Room is made like an operand, but not of its class, whose functions may be its own."""
+    if DEVICE != "cpu":
+        pytest.skip("in Triton's interpreter")
+    forget()
+    x = drawn(3, 84).as_subclass(Tagged)
+    assert [type(cuda.softmax(x)) for _ in range(2)] == [torch.Tensor] * 2
