@@ -135,6 +135,19 @@ def test_a_gradient_that_is_asked_for_has_no_short_way() -> None:
         assert not _plainly((x.clone().requires_grad_(),))
 
 
+@pytest.mark.parametrize("name", ["linear", "attention"])
+def test_what_is_trained_can_be_added_in_place(name: str) -> None:
+    """To the result of what is not, as torch allows: at the first call, and by the short way."""
+    x, weight = drawn(1, 2, 5, 16), drawn(16, 16, seed=2)
+    added = drawn(16, seed=3).requires_grad_()
+    with batch_invariant():
+        for _ in range(3):
+            out = F.linear(x, weight) if name == "linear" else F.scaled_dot_product_attention(x, x, x)
+            out += added
+            (gradient,) = torch.autograd.grad(out.sum(), added)
+            assert gradient.tolist() == [10.0] * 16
+
+
 def test_a_plan_is_of_its_settings() -> None:
     """Another number of threads is another proof; a plan of one is none of the other."""
     x, weight = drawn(5, 91), drawn(64, 91, seed=2)
