@@ -243,7 +243,7 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
         return None
     places, made = kind[1], []
     for like, shape, dtype in kept.rooms:
-        if like is not None and (x := tensors[like]) is not None:
+        if like is not None and type(x := tensors[like]) is torch.Tensor:  # a subclass would make one of its own
             room = torch.empty_like(x, memory_format=torch.contiguous_format)
         else:
             room = torch.empty(shape, dtype=dtype, device=first.device)

@@ -363,7 +363,7 @@ def gather_slices(parts: Sequence[torch.Tensor], out: torch.Tensor, share: int) 
             _gather_slices_kernel[grid](*_pointers(parts), out, out.numel(), share, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
-CHANNELS = 512  # of a mailbox: no call has more programs; with 256 a message of two ranks takes up to 1.14 of its time
+CHANNELS = 512  # of a mailbox: no call has more programs; with 256 a message of two ranks takes up to 1.18 of its time
 _TICKETS = 2**20  # of one use of a channel, and more than a share has pieces
 _WHOLE_BYTES = 4 * 2**20  # of float32 sums: above, halves
 

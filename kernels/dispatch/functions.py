@@ -518,7 +518,7 @@ def replacing(
             try:
                 if reason:
                     out = replacement(Differentiable(kernels()), *args, **kwargs)
-                elif torch.is_grad_enabled():
+                elif torch.is_grad_enabled() and not composed:  # of that none is asked
                     with torch.no_grad():  # a gradient, if any, is recorded by the caller, for the operator as a whole
                         out = replacement(kernels(), *args, **kwargs)
                 else:

@@ -135,6 +135,19 @@ def test_a_gradient_that_is_asked_for_has_no_short_way() -> None:
         assert not _plainly((x.clone().requires_grad_(),))
 
 
+@pytest.mark.parametrize("name", ["linear", "attention"])
+def test_what_is_trained_can_be_added_in_place(name: str) -> None:
+    """To the result of what is not, as torch allows: at the first call, and by the short way."""
+    x, weight = drawn(1, 2, 5, 16), drawn(16, 16, seed=2)
+    added = drawn(16, seed=3).requires_grad_()
+    with batch_invariant():
+        for _ in range(3):
+            out = F.linear(x, weight) if name == "linear" else F.scaled_dot_product_attention(x, x, x)
+            out += added
+            (gradient,) = torch.autograd.grad(out.sum(), added)
+            assert gradient.tolist() == [10.0] * 16
+
+
 def test_a_plan_is_of_its_settings() -> None:
     """Another number of threads is another proof; a plan of one is none of the other."""
     x, weight = drawn(5, 91), drawn(64, 91, seed=2)
@@ -338,3 +351,16 @@ def test_short_ways_of_a_gpu_are_the_launches_remembered() -> None:
         with batch_invariant() as block:
             assert ways["_softmax"](x * spread, -1, False) is not None
             assert any("hidden" in line for line in block.coverage().lines()) == (spread > 1)
+
+
+class Tagged(torch.Tensor):
+    """A tensor with a type of its own, as users make them."""
+
+
+def test_a_launch_again_has_a_first_ones_type() -> None:
+    """Room is made like an operand, but not of its class, whose functions may be its own."""
+    if DEVICE != "cpu":
+        pytest.skip("in Triton's interpreter")
+    forget()
+    x = drawn(3, 84).as_subclass(Tagged)
+    assert [type(cuda.softmax(x)) for _ in range(2)] == [torch.Tensor] * 2
