@@ -22,6 +22,19 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 listen_to_triton()
 HALF = (torch.float16, torch.bfloat16)
 
+# (shape, strides, dtype) -> memory of the current device that nobody has written to, straight from its allocator, as
+# Inductor's code has it: a call of `torch.empty` or `empty_like` from Python takes two to six times as long.
+# Shape and strides are plain tuples.
+_guards: Any = torch._C._dynamo.guards
+empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+empty_strided = _guards._empty_strided_cpu if INTERPRETED else _guards._empty_strided_cuda
+Room = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def room_of(shape: tuple[int, ...], dtype: torch.dtype) -> Room:
+    """The arguments of `empty_strided` for a contiguous tensor."""
+    return (*shape,), torch.empty(shape, device="meta").stride(), dtype
+
 
 def accumulator(dtype: torch.dtype) -> Any:
     """The Triton dtype that sums are kept in: float64 for float64, float32 for everything narrower."""
@@ -67,9 +80,12 @@ class Launched:
 
     def __init__(self, compiled: Any, grid: tuple[int, ...], rest: tuple[Any, ...]) -> None:
         self._kernel, self._grid, self._rest = compiled, (*grid, 1, 1)[:3], rest
-        self._run = getattr(compiled, "run", None)  # the driver's launcher
-        if self._run is not None:
-            self._front = (compiled.function, compiled.packed_metadata, None, None, None)
+        self._run = run = getattr(compiled, "run", None)  # the driver's launcher
+        if run is not None:
+            self._front: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
+            if triton.__version__.startswith("3.6.") and not (run.global_scratch_size or run.profile_scratch_size):
+                modes = run.launch_cooperative_grid, run.launch_pdl, None, None  # what its way to `launch` adds
+                self._run, self._front = run.launch, (compiled.function, *modes, *self._front[1:])
 
     def __call__(self, device: int, tensors: Sequence[Any]) -> None:
         """On the current stream of that device, which is the current one.
@@ -162,12 +178,9 @@ class Step(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a call like one before needs: room of these shapes and dtypes, and its launches.
+    """What a call like one before needs: rooms, and its launches."""
 
-    A room has, before those, the place of the call's tensor that it is laid out as, which is quicker to say; or None.
-    """
-
-    rooms: tuple[tuple[int | None, tuple[int, ...], torch.dtype], ...]
+    rooms: tuple[Room, ...]
     steps: tuple[Any, ...]
     label: str
 
@@ -217,12 +230,7 @@ def remember(
     if kind is not None:
         if len(_kept) >= _FOUND_MOST:
             _kept.clear()
-        _kept[kind[0]] = _Kept(tuple((_like(x, tensors), (*x.shape,), x.dtype) for x in rooms), steps, label)
-
-
-def _like(room: torch.Tensor, tensors: tuple[torch.Tensor | None, ...]) -> int | None:
-    alike = (i for i, x in enumerate(tensors) if x is not None and (x.shape, x.dtype) == (room.shape, room.dtype))
-    return next(alike, None)
+        _kept[kind[0]] = _Kept(tuple(((*x.shape,), x.stride(), x.dtype) for x in rooms), steps, label)
 
 
 def forget() -> None:
@@ -242,11 +250,8 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
     if device >= 0 and torch._C._cuda_getDevice() != device:
         return None
     places, made = kind[1], []
-    for like, shape, dtype in kept.rooms:
-        if like is not None and type(x := tensors[like]) is torch.Tensor:  # a subclass would make one of its own
-            room = torch.empty_like(x, memory_format=torch.contiguous_format)
-        else:
-            room = torch.empty(shape, dtype=dtype, device=first.device)
+    for wanted in kept.rooms:
+        room = empty_strided(*wanted)
         made.append(room)
         places.append(room if INTERPRETED else room.data_ptr())  # at 16 bytes by all of torch's allocators
     places.append(None)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.core.environment import cublaslt, cublaslt_version
+from nondet.kernels.triton_common import empty_strided
 
 _AT, _INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _SET = [_AT, _INT, _AT, SIZE]
@@ -337,7 +338,7 @@ class Product:
     def _launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         handle, desc, one, b_desc, a_desc, zero, out_desc, algo = self._fixed
         # From the caching allocator: so it belongs to the stream, and to the graph that captures this
-        room = torch.empty(self._room, dtype=torch.uint8, device=out.device) if self._room else None
+        room = empty_strided((self._room,), (1,), torch.uint8) if self._room else None
         room_at = None if room is None else room.data_ptr()
         a_at, b_at, at = a.data_ptr(), b.data_ptr(), out.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._index)

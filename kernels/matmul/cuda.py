@@ -50,7 +50,7 @@ from nondet.kernels.matmul.triton_kernels import (
     tiles,
     tma_takes,
 )
-from nondet.kernels.triton_common import INTERPRETED, on_device
+from nondet.kernels.triton_common import INTERPRETED, Room, empty_strided, on_device, room_of
 
 # Which member of class "chain" is the fastest at a shape: tables made by measuring, and a rule for all other shapes.
 #
@@ -474,7 +474,7 @@ _MAX_PLANS = 16384
 
 class _Plan(NamedTuple):
     launch: Launch | None  # None: there is nothing to compute
-    shape: tuple[int, ...]
+    room: Room
     label: str
     device_index: int  # the CUDA device that has to be the current one; -1 in the interpreter
 
@@ -580,15 +580,14 @@ def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor |
 
 
 def _launched(plan: _Plan, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
+    if plan.device_index >= 0 and torch._C._cuda_getDevice() != plan.device_index:
+        with torch.cuda.device(plan.device_index):
+            return _launched(plan, a, b, bias)
+    out = empty_strided(*plan.room)
     if plan.launch is not None:
         if plan.label:
             note(plan.label)
-        if plan.device_index < 0 or torch._C._cuda_getDevice() == plan.device_index:
-            plan.launch(a, b, bias, out)
-        else:
-            with torch.cuda.device(plan.device_index):
-                plan.launch(a, b, bias, out)
+        plan.launch(a, b, bias, out)
     return out
 
 
@@ -605,12 +604,12 @@ def _choose(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], alignment: int
 ) -> tuple[_Plan, bool]:
     """The plan for a [B, M, K] x b [B, K, N], and whether it may be kept (a proof may still be owing)."""
-    index = a.device.index if a.is_cuda else -1
+    index, room = a.device.index if a.is_cuda else -1, room_of(shape, a.dtype)
     (batch, m, k), n = a.shape, b.shape[2]
     if 0 in (batch, m, n):
-        return _Plan(None, shape, "", index), True
+        return _Plan(None, room, "", index), True
     if k == 0 or alignment < 16 or INTERPRETED:
-        return _Plan(_any_layout(a, b), shape, "", index), True
+        return _Plan(_any_layout(a, b), room, "", index), True
     tf32 = class_of(a.dtype) == "chain-tf32"
     capturing = torch.cuda.is_current_stream_capturing()
     lasting = True
@@ -626,7 +625,7 @@ def _choose(
         holds = stands(bound, a, b, bias, tf32=tf32, alignment=alignment, may_prove=not capturing)
         lasting = lasting and holds is not None
         if holds:
-            return _Plan(bound.launch, shape, bound.label, index), lasting
+            return _Plan(bound.launch, room, bound.label, index), lasting
     raise AssertionError("the anchor takes every problem")
 
 
