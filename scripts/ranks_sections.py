@@ -199,6 +199,52 @@ def tiles(_: Any) -> None:
             say(**line)
 
 
+def plans(_: Any) -> None:
+    """Microseconds of `push` by its plan: of bf16 sums in the order of ranks, and of float32 ones that are narrowed."""
+    from nondet.core.compare import identical
+    from nondet.kernels.all_reduce import chain, symmetric, tree_cuda
+
+    group, world, device = dist.group.WORLD, dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
+    whole = [(False, kib, warps, 512) for kib, warps in ((2, 4), (4, 4), (8, 8), (16, 8))]
+    parts = [(True, kib, warps, 512) for kib, warps in ((1, 4), (2, 4), (4, 4), (8, 4), (8, 8), (16, 8))]
+    parts += [(True, 8, 8, 264), (True, 4, 8, 512), (True, 16, 16, 264)]
+    for in_parts, kib, warps, programs in whole + parts:
+
+        def plan(count: int, itemsize: int, world: int, _: bool, form: Any = (in_parts, kib, warps, programs)) -> Any:
+            block = form[1] * 1024 // itemsize
+            step = block * (world if form[0] else 1)
+            return symmetric.Plan(block, -(-count // form[3] // step) * step, form[2], form[0])
+
+        symmetric.plan_push = plan
+        facts: dict[str, Any] = {"in_parts": in_parts, "kib": kib, "warps": warps, "programs": programs}
+        us: dict[str, Any] = {}
+        narrow: dict[str, Any] = {}
+        try:
+            box = symmetric.mailbox(group, device, 2**25, 2)
+            for m in (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
+                x = message(m, torch.bfloat16, 0).view(-1)
+                if m <= 1024:
+                    want, got = x.clone(), x.clone()
+                    chain.ordered_gather(want, group)
+                    symmetric.push(got, got, "chain", box)
+                    if not identical(got, want):
+                        facts.setdefault("unlike", []).append(m)
+                x.zero_()
+                us[str(m)] = round(graph_us(lambda: symmetric.push(x, x, "chain", box), calls=20 if m < 1024 else 8), 2)
+                if m in (1, 16, 64, 256, 1024):
+                    splits = max(1, 8 // world)
+                    wide = torch.randn(splits, m * WIDTH, device=device)
+                    if m == 64:
+                        tree_cuda.gathered_tree(tree_cuda.tree(wide.unbind(0)), want := torch.empty_like(x), group)
+                        symmetric.push(wide, x, "tree", box)
+                        if not identical(x, want):
+                            facts.setdefault("unlike", []).append("narrowed")
+                    narrow[str(m)] = round(graph_us(lambda: symmetric.push(wide, x, "tree", box), calls=8), 2)
+        except Exception as error:  # noqa: BLE001
+            facts["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        say(section="plans", world=world, us=us, narrowed_us=narrow, **facts)
+
+
 def algorithms(environment: dict[str, str]) -> None:
     """NCCL held to one algorithm and protocol."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -264,4 +310,4 @@ def overlapping(_: Any) -> None:
             say(**facts)
 
 
-SECTIONS = {f.__name__: f for f in (classes, times, row_parallel, tiles, algorithms, overlapping)}
+SECTIONS = {f.__name__: f for f in (classes, times, row_parallel, tiles, plans, algorithms, overlapping)}

@@ -195,8 +195,7 @@ def _from(rank: tl.constexpr, piece, slots, use, channel, at, rest, REGION, W: t
 
 
 @triton.jit
-def _take(piece, slots, flags, out, use, ticket, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
-    _await(flags, ticket, channel, W, RANK, CHANNELS)
+def _added(piece, slots, use, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
     x0 = _from(0, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
     x1 = _from(1, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
     x2 = _from(2, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
@@ -205,7 +204,13 @@ def _take(piece, slots, flags, out, use, ticket, channel, at, rest, REGION, W: t
     x5 = _from(5, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
     x6 = _from(6, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
     x7 = _from(7, piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, BLOCK)
-    total = _total(x0, x1, x2, x3, x4, x5, x6, x7, slots[RANK], W, TREE)
+    return _total(x0, x1, x2, x3, x4, x5, x6, x7, slots[RANK], W, TREE)
+
+
+@triton.jit
+def _take(piece, slots, flags, out, use, ticket, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, TREE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
+    _await(flags, ticket, channel, W, RANK, CHANNELS)
+    total = _added(piece, slots, use, channel, at, rest, REGION, W, RANK, CHANNELS, TREE, BLOCK)
     lanes = tl.arange(0, BLOCK)
     tl.store(out + lanes, total.to(out.dtype.element_ty), mask=lanes < rest)
 
@@ -247,14 +252,41 @@ def _push_kernel(
     tl.store(uses + channel, use + 1)
 
 
-# Of two ranks and float32 sums that are rounded to half the width: 3 bytes an element over NVLink instead of 4. A share
-# has two halves, one a rank's own. A rank writes its numbers of the other's half (as above), adds what arrives of its
-# own, and writes the rounded sums, which the other only copies. Tickets, in the order in which a program raises them:
-# those of pieces 0, 1, 2, ... to be added are 0, 1, 3, 5, ..., those of their sums 2, 4, 6, ...
+# In parts, for what is large: a share has a part for each rank, who adds it for all. A rank writes its numbers of the
+# others' parts, one to each (as above), adds what arrives of its own, and writes the rounded sums to all others, who
+# copy them. Of W ranks each sends 2 (W - 1) / W of a message instead of W - 1; of two, where float32 sums are rounded
+# to half the width, 3 bytes an element instead of 4. Tickets, in the order in which a program raises them: those of
+# pieces 0, 1, 2, ... to be added are 0, 1, 3, 5, ..., those of their sums 2, 4, 6, ...
 
 
 @triton.jit
-def _push_halves_kernel(
+def _deal(x, slots, flags, first, n, part, use, ticket, channel, at, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
+    """A piece of each other rank's part, to that rank."""
+    lanes = tl.arange(0, BLOCK)
+    for to in tl.static_range(W):
+        if to != RANK:
+            start = first + to * part + at
+            piece = _mine(x, start, n, SPLITS, BLOCK)
+            place = slots[to] + _place(use, RANK, to, channel, REGION, W, CHANNELS) + at
+            tl.store(place + lanes, piece, mask=lanes < n - start)
+    _raise(flags, ticket, channel, W, RANK, CHANNELS)
+
+
+@triton.jit
+def _copy(slots, flags, out, first, n, part, use, ticket, channel, at, behind, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
+    """A piece of the sums of each other rank's part, from that rank."""
+    _await(flags, ticket, channel, W, RANK, CHANNELS)
+    lanes = tl.arange(0, BLOCK)
+    for sender in tl.static_range(W):
+        if sender != RANK:
+            place = slots[RANK] + _place(use, sender, RANK, channel, REGION, W, CHANNELS) + behind + at
+            start = first + sender * part + at
+            mask = lanes < n - start
+            tl.store(out + start + lanes, tl.load(place + lanes, mask=mask, cache_modifier=".cg"), mask=mask)
+
+
+@triton.jit
+def _push_parts_kernel(
     x,
     out,
     slots,
@@ -262,46 +294,39 @@ def _push_halves_kernel(
     flags,
     uses,
     n,
-    half,
+    part,
     behind,
     REGION,
     REGION_OUT,
+    W: tl.constexpr,
     RANK: tl.constexpr,
     CHANNELS: tl.constexpr,
     TICKETS: tl.constexpr,
     SPLITS: tl.constexpr,
+    TREE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum float32 x over two ranks into out. Rounded sums lie `behind` the half's numbers, in their own unit."""
+    """Sum x over the ranks into out. Rounded sums lie `behind` a part's numbers, in their own unit."""
     channel = tl.program_id(0)
     use = tl.load(uses + channel)
-    mine = (2 * channel.to(tl.int64) + RANK) * half
-    other = (2 * channel.to(tl.int64) + 1 - RANK) * half
+    first = channel.to(tl.int64) * W * part
     ticket = use * TICKETS + 1
-    piece = _mine(x, other, n, SPLITS, BLOCK)
-    _give(piece, slots, flags, use, ticket, channel, 0, n - other, REGION, 2, RANK, CHANNELS, BLOCK)
-    for at in range(0, half, BLOCK):
-        if at + BLOCK < half:
-            piece = _mine(x, other + at + BLOCK, n, SPLITS, BLOCK)
-            rest = n - other - at - BLOCK
-            _give(piece, slots, flags, use, ticket + 1, channel, at + BLOCK, rest, REGION, 2, RANK, CHANNELS, BLOCK)
-        piece = _mine(x, mine + at, n, SPLITS, BLOCK)
-        _await(flags, tl.where(at == 0, ticket, ticket - 1), channel, 2, RANK, CHANNELS)
-        rest = n - mine - at
-        x0 = _from(0, piece, slots, use, channel, at, rest, REGION, 2, RANK, CHANNELS, BLOCK)
-        x1 = _from(1, piece, slots, use, channel, at, rest, REGION, 2, RANK, CHANNELS, BLOCK)
-        total = (x0 + x1).to(out.dtype.element_ty)
+    _deal(x, slots, flags, first, n, part, use, ticket, channel, 0, REGION, W, RANK, CHANNELS, SPLITS, BLOCK)
+    for at in range(0, part, BLOCK):
+        if at + BLOCK < part:
+            _deal(x, slots, flags, first, n, part, use, ticket + 1, channel, at + BLOCK, REGION, W, RANK, CHANNELS, SPLITS, BLOCK)  # fmt: skip  # noqa: E501
+        start = first + RANK * part + at
+        piece = _mine(x, start, n, SPLITS, BLOCK)
+        _await(flags, tl.where(at == 0, ticket, ticket - 1), channel, W, RANK, CHANNELS)
+        total = _added(piece, slots, use, channel, at, n - start, REGION, W, RANK, CHANNELS, TREE, BLOCK)
+        total = total.to(out.dtype.element_ty)
         lanes = tl.arange(0, BLOCK)
-        tl.store(out + mine + at + lanes, total, mask=lanes < rest)
-        _give(total, slots_out, flags, use, ticket + 2, channel, behind + at, rest, REGION_OUT, 2, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
+        tl.store(out + start + lanes, total, mask=lanes < n - start)
+        _give(total, slots_out, flags, use, ticket + 2, channel, behind + at, n - start, REGION_OUT, W, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
+        if at > 0:  # what the others have summed while this rank did
+            _copy(slots_out, flags, out, first, n, part, use, ticket, channel, at - BLOCK, behind, REGION_OUT, W, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
         ticket += 2
-    for at in range(0, half, BLOCK):
-        ticket = use * TICKETS + 3 + 2 * (at // BLOCK)
-        _await(flags, ticket, channel, 2, RANK, CHANNELS)
-        lanes = tl.arange(0, BLOCK)
-        place = slots_out[RANK] + _place(use, 1 - RANK, RANK, channel, REGION_OUT, 2, CHANNELS) + behind + at
-        mask = lanes < n - other - at
-        tl.store(out + other + at + lanes, tl.load(place + lanes, mask=mask, cache_modifier=".cg"), mask=mask)
+    _copy(slots_out, flags, out, first, n, part, use, ticket, channel, part - BLOCK, behind, REGION_OUT, W, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
     tl.store(uses + channel, use + 1)
 
 
@@ -365,31 +390,41 @@ def gather_slices(parts: Sequence[torch.Tensor], out: torch.Tensor, share: int) 
 
 CHANNELS = 512  # of a mailbox: no call has more programs; with 256 a message of two ranks takes up to 1.18 of its time
 _TICKETS = 2**20  # of one use of a channel, and more than a share has pieces
-_WHOLE_BYTES = 4 * 2**20  # of float32 sums: above, halves
+_WHOLE_BYTES = 4 * 2**20  # of float32 sums of two ranks that are narrowed: above, in parts
+_WHOLE_BYTES_MANY = 256 * 2**10  # of more ranks
 
 
 class Plan(NamedTuple):
-    """How `push` cuts a message: `share` elements a program, in pieces of `block`. The same on all ranks."""
+    """How `push` cuts a message: `share` elements a program, in pieces of `block`. The same on all ranks.
+
+    Attributes:
+        in_parts: Each rank adds a part of a share for all.
+    """
 
     block: int
     share: int
     warps: int
+    in_parts: bool = False
 
 
-def plan_push(count: int, itemsize: int) -> Plan:
-    """By the size alone: of twelve plans on two H100s the fastest at 11 of 12 sizes (docs/evidence/h100-x2)."""
-    block = 16384 // itemsize
-    return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), block) * block, 8)
+def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
+    """By the size: of twelve plans on two H100s the fastest at 11 of 12 sizes (docs/evidence/h100-x2).
 
-
-def _even(plan: Plan) -> int:
-    """A share of two halves of whole pieces."""
-    return triton.cdiv(plan.share, 2 * plan.block) * 2 * plan.block
+    Args:
+        narrowed: Sums are rounded to half the width.
+    """
+    most = _WHOLE_BYTES_MANY if world > 2 else _WHOLE_BYTES if narrowed else 2**62
+    in_parts = count * itemsize > most
+    block = (8192 if in_parts and world > 2 else 16384) // itemsize
+    step = block * (world if in_parts else 1)
+    return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), step) * step, 8, in_parts)
 
 
 def mail_bytes(count: int, itemsize: int, world: int) -> int:
     """What a mailbox needs for messages of so many elements: a slot a sender in each half, of all channels."""
-    return 2 * (world - 1) * CHANNELS * _even(plan_push(count, itemsize)) * itemsize
+    plans = [plan_push(count, itemsize, world, narrowed) for narrowed in (False, True)]
+    place = max(2 * plan.share // world if plan.in_parts else plan.share for plan in plans)
+    return 2 * (world - 1) * CHANNELS * place * itemsize
 
 
 def region_bytes(size_bytes: int, world: int) -> int:
@@ -405,25 +440,22 @@ def push(x: torch.Tensor, out: torch.Tensor, order: str, box: Mailbox) -> None:
         order: "chain" or "tree".
         box: With room for the message, by `mail_bytes`.
     """
-    splits, count = x.numel() // out.numel(), out.numel()
-    plan, region = plan_push(count, x.element_size()), region_bytes(box.bytes, box.world)
-    slots = tuple(slot.view(x.dtype) for slot in box.slots)
-    regions: tuple[int, ...] = (region // x.element_size(),)
+    splits, count, width = x.numel() // out.numel(), out.numel(), x.element_size()
+    plan = plan_push(count, width, box.world, out.element_size() < width)
+    region = region_bytes(box.bytes, box.world)
+    slots, flags = tuple(slot.view(x.dtype) for slot in box.slots), tuple(box.flags)
     # a load that is made ahead of its flag would read what was there before: no stages
-    options = {"RANK": box.rank, "CHANNELS": CHANNELS, "TICKETS": _TICKETS, "SPLITS": splits, "BLOCK": plan.block}
-    options |= {"num_warps": plan.warps, "num_stages": 1}
+    options = {"W": box.world, "RANK": box.rank, "CHANNELS": CHANNELS, "TICKETS": _TICKETS, "SPLITS": splits}
+    options |= {"TREE": order == "tree", "BLOCK": plan.block, "num_warps": plan.warps, "num_stages": 1}
+    grid = (triton.cdiv(count, plan.share),)
     with on_device(out):
-        if order == "tree" and box.world == 2 and count * 4 > _WHOLE_BYTES and out.element_size() == 2:
-            share, rounded = _even(plan), tuple(slot.view(out.dtype) for slot in box.slots)
-            regions += (region // 2,)
-            _push_halves_kernel[(triton.cdiv(count, share),)](
-                x, out, slots, rounded, tuple(box.flags), box.uses, count, share // 2, share, *regions, **options
-            )
+        if plan.in_parts:
+            part, rounded = plan.share // box.world, tuple(slot.view(out.dtype) for slot in box.slots)
+            behind = part * width // out.element_size()
+            regions = region // width, region // out.element_size()
+            _push_parts_kernel[grid](x, out, slots, rounded, flags, box.uses, count, part, behind, *regions, **options)
             return
-        options |= {"W": box.world, "TREE": order == "tree"}
-        _push_kernel[(triton.cdiv(count, plan.share),)](
-            x, out, slots, tuple(box.flags), box.uses, count, plan.share, *regions, **options
-        )
+        _push_kernel[grid](x, out, slots, flags, box.uses, count, plan.share, region // width, **options)
 
 
 _LEAST_BYTES = 64 * 2**20

@@ -112,7 +112,7 @@ def tree_reduce(
 
     if symmetric.available(group, x.device):
         box = space = None
-        if world == 2 and reduce_stands("push", out.dtype, x.device, group):
+        if reduce_stands("push", out.dtype, x.device, group):
             box = symmetric.mailbox(group, x.device, count, 4)
         if box is not None:
             parts = chunk_parts(x, weight, chunks)

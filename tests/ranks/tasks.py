@@ -405,7 +405,13 @@ def pushes(folder: str, world: int) -> list[str]:
     rank = dist.get_rank()
     if rank >= world:
         return []
-    small = {"CHANNELS": 3, "plan_push": lambda count, _: symmetric.Plan(8, -(-count // 24) * 8, 4), "_WHOLE_BYTES": 99}
+
+    def plan(count: int, _: int, world: int, narrowed: bool) -> symmetric.Plan:
+        in_parts = count > 30 and (narrowed or world > 2)
+        step = 8 * (world if in_parts else 1)
+        return symmetric.Plan(8, -(-count // (3 * step)) * step, 4, in_parts)
+
+    small = {"CHANNELS": 3, "plan_push": plan}
     before = {name: getattr(symmetric, name) for name in small}
     vars(symmetric).update(small)
     try:
