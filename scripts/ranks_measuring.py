@@ -15,7 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SHAPES", "SWEEP", "WIDTH", "digest", "graph_us", "kernel_names", "labels", "members", "message", "say"]
+__all__ = [
+    "SHAPES",
+    "SWEEP",
+    "WIDTH",
+    "alone_us",
+    "digest",
+    "graph_us",
+    "kernel_names",
+    "labels",
+    "members",
+    "message",
+    "say",
+]
 
 WIDTH = 4096
 SWEEP = (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -53,7 +65,12 @@ def message(m: int, dtype: torch.dtype, place: int, seed: int = 0) -> torch.Tens
     return x
 
 
-def graph_us(call: Callable[[], object], calls: int = 20, replays: int = 9) -> float:
+def alone_us(call: Callable[[], object], calls: int = 10, replays: int = 5) -> float:
+    """As `graph_us`, of this rank alone."""
+    return round(graph_us(call, calls, replays, together=False), 2)
+
+
+def graph_us(call: Callable[[], object], calls: int = 20, replays: int = 9, *, together: bool = True) -> float:
     """Median microseconds a call of replays of a graph, the slowest rank's."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -62,14 +79,14 @@ def graph_us(call: Callable[[], object], calls: int = 20, replays: int = 9) -> f
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
     graph.replay()
     torch.cuda.synchronize()
     samples = []
     for _ in range(replays):
-        if dist.is_initialized():
+        if together and dist.is_initialized():
             dist.barrier()
             torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -78,7 +95,7 @@ def graph_us(call: Callable[[], object], calls: int = 20, replays: int = 9) -> f
         end.record()
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(end) * 1000 / calls)
-    if not dist.is_initialized():
+    if not together or not dist.is_initialized():
         return statistics.median(samples)
     slowest = torch.tensor(samples, device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

@@ -11,7 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks_measuring import SHAPES, SWEEP, WIDTH, digest, graph_us, kernel_names, labels, members, message, say
+from ranks_measuring import (
+    SHAPES,
+    SWEEP,
+    WIDTH,
+    alone_us,
+    digest,
+    graph_us,
+    kernel_names,
+    labels,
+    members,
+    message,
+    say,
+)
 
 __all__ = ["SECTIONS"]
 
@@ -144,54 +156,40 @@ def row_parallel(_: Any) -> None:
 
 
 def tiles(_: Any) -> None:
-    """Tiles for the chunk products, each rank a share of them."""
-    from nondet.kernels.all_reduce.tree_cuda import ChunkTile, chunk_products
+    """Microseconds of a rank's chunk products by tile, each rank a share of the work, beside the stock product."""
+    from nondet.kernels.all_reduce.tree_cuda import ChunkTile, chunk_parts
+    from nondet.kernels.all_reduce.tree_cuda import _launch as launch_chunks
 
     rank, world = dist.get_rank(), dist.get_world_size()
     shapes = {
-        8: [(16, 32, 256, 4, 3), (16, 64, 128, 4, 4), (16, 64, 256, 4, 3), (16, 128, 128, 4, 4), (32, 64, 128, 4, 4)],
-        64: [(64, 64, 128, 4, 3), (64, 64, 64, 4, 5), (64, 128, 64, 4, 4), (64, 32, 128, 4, 4)],
-        1024: [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3)],
-        4096: [(128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 64, 64, 4, 4)],
+        8: [(16, 64, 128, 4, 4), (16, 32, 256, 4, 3)],
+        64: [(64, 64, 128, 4, 3), (64, 64, 64, 4, 4), (64, 128, 64, 4, 4)],
+        1024: [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 3), (64, 128, 64, 4, 4),
+               (64, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 128, 8, 2), (64, 128, 128, 4, 2)],
     }  # fmt: skip
-    work = [
-        (m, shape, k, n, chunks)
-        for (k, n) in ((4096, 4096), (12288, 4096))
-        for m, several in shapes.items()
-        for shape in several
-        for chunks in (8, 4, 2)
-    ]
+    work = [(m, chunks, layer) for m in shapes for chunks in {4, 8 // world} for layer in SHAPES.values()]
     lines = []
-    for m, shape, k, n, chunks in work[rank::world]:
+    for m, chunks, (k, n) in work[rank::world]:
         part = k * chunks // 8
-        x = torch.randn(m, part, device="cuda").bfloat16()
-        w = torch.randn(n, part, device="cuda").bfloat16()
-        out = torch.empty(m, n, device="cuda", dtype=torch.float32)
-        best: dict[int, Any] = {}
-        for splits in (1, 2, 4, 8):
-            if splits > chunks or (m >= 1024 and splits > 2):
-                continue
-            tile = ChunkTile(*shape, splits)
-            try:
-                chunk_products(x, w, chunks, out, tile)
-                torch.cuda.synchronize()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    for _ in range(10):
-                        chunk_products(x, w, chunks, out, tile)
-                graph.replay()
-                start.record()
-                graph.replay()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                best[splits] = round(start.elapsed_time(end) * 50, 2)
-            except Exception as error:  # noqa: BLE001
-                best[splits] = str(error)[:80]
-        lines.append(
-            {"section": "tiles", "m": m, "k": k, "n": n, "chunks": chunks, "tile": shape, "us_by_splits": best}
-        )
+        x, w = torch.randn(m, part, device="cuda").bfloat16(), torch.randn(n, part, device="cuda").bfloat16()
+        us: dict[str, Any] = {
+            "stock": alone_us(lambda x=x, w=w: torch.nn.functional.linear(x, w)),
+            "chosen": alone_us(lambda x=x, w=w, chunks=chunks: chunk_parts(x, w, chunks)),
+        }
+        for shape in shapes[m]:
+            for splits in (1, 2, 4):
+                if splits > chunks:
+                    continue
+                tile = ChunkTile(*shape, splits, m > 64)
+                name = f"{'x'.join(map(str, shape[:3]))}/{shape[3]}.{shape[4]}/{splits}"
+                parts = torch.empty(splits, m, n, dtype=torch.float32, device="cuda")
+                try:
+                    us[name] = alone_us(
+                        lambda x=x, w=w, chunks=chunks, parts=parts, tile=tile: launch_chunks(x, w, chunks, parts, tile)
+                    )
+                except Exception as error:  # noqa: BLE001
+                    us[name] = str(error)[:80]
+        lines.append({"section": "tiles", "m": m, "k": k, "n": n, "chunks": chunks, "us": us})
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, lines)
     for several in gathered:

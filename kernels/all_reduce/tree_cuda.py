@@ -68,11 +68,7 @@ def _chunk_products_kernel(
     TMA: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """CHUNKS chains in one walk over K, so that loads run ahead from one into the next.
-
-    A sum of 1, 2 or 4 chunks waits in registers for its neighbour. That is written with selects within one branch: so
-    the compiler keeps a matrix instruction in flight (it waits for each where a sum goes through nested branches).
-    """
+    """CHUNKS chains, a loop over K each, so that matrix instructions stay in flight; sums wait in registers."""
     row, col = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
@@ -82,44 +78,35 @@ def _chunk_products_kernel(
         offs_k = tl.arange(0, BLOCK_K)
         a_rows = a_ptr + rows.to(tl.int64)[:, None] * stride_am + offs_k.to(tl.int64)[None, :] * stride_ak
         b_cols = b_ptr + offs_k.to(tl.int64)[:, None] * stride_bk + cols.to(tl.int64)[None, :] * stride_bn
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    one, two, four = acc, acc, acc
-    chunk, at = 0, 0
-    for _ in range(CHUNKS * ((SIZE + BLOCK_K - 1) // BLOCK_K)):
-        k = (split * CHUNKS + chunk) * SIZE + at
-        if TMA:
-            a = a_ptr.load([row, k])
-            b = b_ptr.load([col, k]).T
-        elif EVEN:
-            a = tl.load(a_rows + k.to(tl.int64) * stride_ak, mask=in_m, other=0.0)
-            b = tl.load(b_cols + k.to(tl.int64) * stride_bk, mask=in_n, other=0.0)
+    for chunk in tl.static_range(CHUNKS):
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for at in range(0, SIZE, BLOCK_K):
+            k = (split * CHUNKS + chunk) * SIZE + at
+            if TMA:
+                a = a_ptr.load([row, k])
+                b = b_ptr.load([col, k]).T
+            elif EVEN:
+                a = tl.load(a_rows + k.to(tl.int64) * stride_ak, mask=in_m, other=0.0)
+                b = tl.load(b_cols + k.to(tl.int64) * stride_bk, mask=in_n, other=0.0)
+            else:
+                # Zeros beyond the end add nothing: the sum is exact where one side is zero.
+                a = tl.load(a_rows + k.to(tl.int64) * stride_ak, mask=in_m & (offs_k[None, :] < SIZE - at), other=0.0)
+                b = tl.load(b_cols + k.to(tl.int64) * stride_bk, mask=in_n & (offs_k[:, None] < SIZE - at), other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=tl.float32)
+        if chunk % 2 == 0:  # its neighbour to come, then the pair's, then the four's
+            one = acc
         else:
-            # Zeros beyond the end add nothing: the sum is exact where one side is zero.
-            a = tl.load(a_rows + k.to(tl.int64) * stride_ak, mask=in_m & (offs_k[None, :] < SIZE - at), other=0.0)
-            b = tl.load(b_cols + k.to(tl.int64) * stride_bk, mask=in_n & (offs_k[:, None] < SIZE - at), other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=tl.float32)
-        at += BLOCK_K
-        if CHUNKS > 1:  # noqa: SIM102 - no branch where there is one chunk
-            if at >= SIZE:
-                pair = one + acc
-                quad = two + pair
-                one = tl.where(chunk % 2 == 0, acc, pair)
-                if CHUNKS > 2:
-                    two = tl.where(chunk % 4 == 1, pair, tl.where(chunk % 4 == 3, quad, two))
-                if CHUNKS > 4:
-                    four = tl.where(chunk % 8 == 3, quad, tl.where(chunk % 8 == 7, four + quad, four))
-                at = 0
-                chunk += 1
-                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    total = acc
-    if CHUNKS == 2:
-        total = one
-    if CHUNKS == 4:
-        total = two
-    if CHUNKS == 8:
-        total = four
+            acc = one + acc
+            if chunk % 4 == 1:
+                two = acc
+            else:
+                acc = two + acc
+                if chunk % 8 == 3:
+                    four = acc
+                else:
+                    acc = four + acc
     out = out_ptr + (split.to(tl.int64) * M + rows[:, None]) * N + cols[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_n)
 
 
 _SUMS_MOST = 512 * 2**20  # bytes of a product's splits
