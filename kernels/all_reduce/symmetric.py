@@ -420,6 +420,16 @@ def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
     return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), step) * step, 8, in_parts)
 
 
+def counts_in_pieces(itemsize: int, world: int, *, narrowed: bool) -> tuple[int, ...]:
+    """Messages for a proof: of each way that has shares of several pieces, about the smallest that does."""
+    found: dict[bool, int] = {}
+    for count in (2**k + 1 for k in range(28)):
+        plan = plan_push(count, itemsize, world, narrowed)
+        if plan.share > plan.block * (world if plan.in_parts else 1):
+            found.setdefault(plan.in_parts, count)
+    return (*found.values(),)
+
+
 def mail_bytes(count: int, itemsize: int, world: int) -> int:
     """What a mailbox needs for messages of so many elements: a slot a sender in each half, of all channels."""
     plans = [plan_push(count, itemsize, world, narrowed) for narrowed in (False, True)]
