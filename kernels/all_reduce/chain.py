@@ -231,7 +231,7 @@ _KIB = 2**10
 # By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: as
 # measured on two H100s (docs/evidence/h100-x2), what follows `push` on two H200s (docs/evidence/h200-x2). Up to four:
 # as measured on four (docs/evidence/h200-x4/sums.jsonl.gz), where PyTorch's two-shot is 1.0 to 1.36 times as fast as
-# ours from 2 MiB on. Up to eight: the same, not measured.
+# our `peers` from 2 MiB on; but `push`, which comes first, is not measured there. Up to eight: the same, not measured.
 _CUDA: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (2, 512 * _KIB, ("push", "one_shot", "library")),
     (2, 2**62, ("push", "peers_one_shot", "library")),

@@ -408,7 +408,9 @@ class Plan(NamedTuple):
 
 
 def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
-    """By the size: of twelve plans on two H100s the fastest at 11 of 12 sizes (docs/evidence/h100-x2).
+    """By the size: whole, of twelve plans on two H100s the fastest at 11 of 12 sizes (docs/evidence/h100-x2).
+
+    More than two ranks are not measured.
 
     Args:
         narrowed: Sums are rounded to half the width.
