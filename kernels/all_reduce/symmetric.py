@@ -423,13 +423,16 @@ def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
 
 
 def counts_in_pieces(itemsize: int, world: int, *, narrowed: bool) -> tuple[int, ...]:
-    """Messages for a proof: of each way that has shares of several pieces, about the smallest that does."""
-    found: dict[bool, int] = {}
-    for count in (2**k + 1 for k in range(28)):
+    """Messages for a proof: of each way that has shares of several pieces, about the smallest that does.
+
+    And one more, for which Triton compiles another kernel: its elements are no multiple of 16.
+    """
+    found: dict[bool, tuple[int, int]] = {}
+    for count in (2**k + 16 for k in range(28)):
         plan = plan_push(count, itemsize, world, narrowed)
         if plan.share > plan.block * (world if plan.in_parts else 1):
-            found.setdefault(plan.in_parts, count)
-    return (*found.values(),)
+            found.setdefault(plan.in_parts, (count, count + 1))
+    return (*chain.from_iterable(found.values()),)
 
 
 def mail_bytes(count: int, itemsize: int, world: int) -> int:

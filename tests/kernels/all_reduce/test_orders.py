@@ -165,11 +165,12 @@ def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
 @pytest.mark.parametrize(("itemsize", "narrowed"), [(2, False), (4, False), (4, True)])
 @pytest.mark.parametrize("world", range(2, 9))
 def test_a_proof_has_every_way_to_push(world, itemsize, narrowed):
-    """Whole and in parts, in one piece and in several: kernels, and loops of them, that some message would take."""
+    """Whole and in parts, in one piece and in several, of even sizes and odd ones: what some message would run."""
 
     def ways(counts):
-        plans = [symmetric.plan_push(count, itemsize, world, narrowed) for count in counts]
-        return {(p.in_parts, p.share > p.block * (world if p.in_parts else 1)) for p in plans}
+        plans = [(symmetric.plan_push(count, itemsize, world, narrowed), count % 16 == 0) for count in counts]
+        loops = {(p.in_parts, p.share > p.block * (world if p.in_parts else 1)) for p, _ in plans}
+        return loops, {(p.in_parts, even) for p, even in plans}
 
     more = symmetric.counts_in_pieces(itemsize, world, narrowed=narrowed)
     assert ways((*PROOF_SIZES["cuda"], *more)) == ways(range(1, 2**28, 9973))
