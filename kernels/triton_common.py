@@ -247,7 +247,7 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
     if kept is None:
         return None
     device = first.get_device()
-    if device >= 0 and torch._C._cuda_getDevice() != device:
+    if device >= 0 and (INTERPRETED or torch._C._cuda_getDevice() != device):
         return None
     places, made = kind[1], []
     for wanted in kept.rooms:
@@ -278,8 +278,9 @@ def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tens
                 f"{operator} needs one device and one dtype, got {first.dtype} on {first.device} "
                 f"and {x.dtype} on {x.device}"
             )
-    if first.device.type != "cuda" and not (INTERPRETED and first.device.type == "cpu"):
-        raise NotImplementedError(f"{operator} has no Triton kernel for device {first.device}; it runs on CUDA")
+    place = "cpu" if INTERPRETED else "cuda"
+    if first.device.type != place:
+        raise NotImplementedError(f"{operator} has no Triton kernel for device {first.device}; it runs on {place}")
     if first.dtype not in dtypes:
         known = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise NotImplementedError(f"{operator} has no Triton kernel for {first.dtype}; it takes {known}")

@@ -408,7 +408,9 @@ class Plan(NamedTuple):
 
 
 def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
-    """By the size: of twelve plans on two H100s the fastest at 11 of 12 sizes (docs/evidence/h100-x2).
+    """By the size: whole, of twelve plans on two H100s the fastest at 11 of 12 sizes (docs/evidence/h100-x2).
+
+    More than two ranks are not measured.
 
     Args:
         narrowed: Sums are rounded to half the width.
@@ -418,6 +420,19 @@ def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
     block = (8192 if in_parts and world > 2 else 16384) // itemsize
     step = block * (world if in_parts else 1)
     return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), step) * step, 8, in_parts)
+
+
+def counts_in_pieces(itemsize: int, world: int, *, narrowed: bool) -> tuple[int, ...]:
+    """Messages for a proof: of each way that has shares of several pieces, about the smallest that does.
+
+    And one more, for which Triton compiles another kernel: its elements are no multiple of 16.
+    """
+    found: dict[bool, tuple[int, int]] = {}
+    for count in (2**k + 16 for k in range(28)):
+        plan = plan_push(count, itemsize, world, narrowed)
+        if plan.share > plan.block * (world if plan.in_parts else 1):
+            found.setdefault(plan.in_parts, (count, count + 1))
+    return (*chain.from_iterable(found.values()),)
 
 
 def mail_bytes(count: int, itemsize: int, world: int) -> int:

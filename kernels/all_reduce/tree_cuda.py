@@ -328,5 +328,6 @@ def _prove_reduce(name: str, out: torch.dtype, device: torch.device, group: dist
 
     if name == "push":
         what = f"{{}} sums of {', '.join(map(str, _SPLITS))} parts"
-        return prove_on_messages(pushed, what, torch.float32, device, group, max(_SPLITS))
+        more = symmetric.counts_in_pieces(4, dist.get_world_size(group), narrowed=out.itemsize < 4)
+        return prove_on_messages(pushed, what, torch.float32, device, group, max(_SPLITS), more)
     return prove_on_messages(both, "{} sums", torch.float32, device, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,3 +180,14 @@ def test_who_listens_to_launches_is_told(
     assert kernel.launched == [((3, 1, 1), (4096, 33, 0.5), {"SPAN": 16, "LOG": False})]
     launched(0, (4096, 33))
     assert len(called) == len(kernel.launched) == 1
+
+
+@pytest.mark.parametrize(("interpreted", "device", "place"), [(True, "cuda", "cpu"), (False, "cpu", "cuda")])
+def test_no_tensors_where_rooms_are_not(
+    monkeypatch: pytest.MonkeyPatch, interpreted: bool, device: str, place: str
+) -> None:
+    """Rooms are of the CPU in the interpreter, of the current GPU else: tensors of elsewhere are refused."""
+    monkeypatch.setattr(triton_common, "INTERPRETED", interpreted)
+    x: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match=f"device {device}; it runs on {place}"):
+        triton_common.require("softmax", (torch.float32,), x)

@@ -277,6 +277,17 @@ def test_pushed_sums_on_gpus(pair):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+def test_pushed_sums_on_more_than_two_gpus():
+    """The same of as many ranks as there are GPUs, where what is large goes in parts."""
+    group = RankGroup(min(8, torch.cuda.device_count()), "cuda", limit_s=300)
+    try:
+        assert not any(group.ask(f"{GPU_TASKS}:pushes_on_gpus"))
+    finally:
+        group.close()
+
+
+@pytest.mark.gpu
 @MARK_TWO_GPUS_2
 def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
     """What a graph replays has the bits of the order for numbers that it was not captured with."""

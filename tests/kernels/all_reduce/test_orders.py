@@ -12,6 +12,7 @@ from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.kernels.all_reduce import symmetric, tree_cuda
+from nondet.kernels.all_reduce.chain import PROOF_SIZES
 from nondet.kernels.all_reduce.orders import ByGroup, chain, tree
 from nondet.kernels.all_reduce.tree import linear, row_parallel
 from nondet.kernels.all_reduce.tree_cuda import ChunkTile, chunk_products
@@ -155,10 +156,26 @@ def test_members_have_the_bits_of_the_order(four):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter: ranks of CPUs share a file")
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
     """Shares of several pieces, sizes up and down through one mailbox, ranks out of step: the plain sums' bits."""
     assert four.ask(f"{TASKS}:pushes", str(tmp_path), world, limit_s=100) == [[]] * 4
+
+
+@pytest.mark.parametrize(("itemsize", "narrowed"), [(2, False), (4, False), (4, True)])
+@pytest.mark.parametrize("world", range(2, 9))
+def test_a_proof_has_every_way_to_push(world, itemsize, narrowed):
+    """Whole and in parts, in one piece and in several, of even sizes and odd ones: what some message would run."""
+
+    def ways(counts):
+        plans = [(symmetric.plan_push(count, itemsize, world, narrowed), count % 16 == 0) for count in counts]
+        loops = {(p.in_parts, p.share > p.block * (world if p.in_parts else 1)) for p, _ in plans}
+        return loops, {(p.in_parts, even) for p, even in plans}
+
+    more = symmetric.counts_in_pieces(itemsize, world, narrowed=narrowed)
+    assert ways((*PROOF_SIZES["cuda"], *more)) == ways(range(1, 2**28, 9973))
+    room = [symmetric.mail_bytes(count, itemsize, world) for count in more]
+    assert max(room) <= 2**28
 
 
 def test_the_prover_sees_one_bit_on_one_rank(four):
