@@ -408,18 +408,20 @@ class Plan(NamedTuple):
 
 
 def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
-    """By the size: whole, of twelve plans on two H100s the fastest at 11 of 12 sizes (docs/evidence/h100-x2).
+    """By the size: of thirteen plans on two H200s the fastest, or near it (docs/evidence/h200-x2/plans.jsonl.gz).
 
-    More than two ranks are not measured.
+    More than two ranks are not measured: pieces are smaller, so that as many programs share the work.
 
     Args:
         narrowed: Sums are rounded to half the width.
     """
-    most = _WHOLE_BYTES_MANY if world > 2 else _WHOLE_BYTES if narrowed else 2**62
-    in_parts = count * itemsize > most
-    block = (8192 if in_parts and world > 2 else 16384) // itemsize
+    size_bytes, piece, warps = count * itemsize, 16384, 8
+    in_parts = size_bytes > (_WHOLE_BYTES_MANY if world > 2 else _WHOLE_BYTES if narrowed else 2**62)
+    if in_parts and world > 2:
+        piece, warps = (4096, 4) if size_bytes < 2**20 * world else (8192, 8)
+    block = piece // itemsize
     step = block * (world if in_parts else 1)
-    return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), step) * step, 8, in_parts)
+    return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), step) * step, warps, in_parts)
 
 
 def counts_in_pieces(itemsize: int, world: int, *, narrowed: bool) -> tuple[int, ...]:
