@@ -4,17 +4,18 @@
 # PYTHON's environment. One file a mode and model under OUT; what is there is kept, so a call that was cut off is made
 # again as it was. PACK names one archive (some 100 kB) of all that is there, written anew after each result.
 # usage: OUT=FOLDER [PACK=FILE.tgz] [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
-# Calls of under 9 minutes on one H200, made for docs/evidence/vllm at 12748eb:
-#   SIDE=7 ONLY=fp8 OUT=/tmp/ev PACK=$OUT/fp8.tgz scripts/evidence_vllm.sh            # static scales, layers replaced: 2 min
-#   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/8b.tgz scripts/evidence_vllm.sh      # both in memory, in turns: 4 min
-#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=$OUT/0.6b.tgz scripts/evidence_vllm.sh  # 3 min
-#   MODELS=0.6b GIB=24 ONLY=profile OUT=/tmp/ev PACK=$OUT/prof.tgz scripts/evidence_vllm.sh   # of both, after it: 2 min
-#   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=$OUT/starts.tgz scripts/evidence_vllm.sh  # 4 starts, 2 at a time: 3 min
-# and on two H100s at 444df9a (four were never had):
-#   RANKS=2 SIDE=2 MODELS=8b GIB=16 ONLY=ranks OUT=/tmp/ev PACK=$OUT/ranks.tgz scripts/evidence_vllm.sh   # 4 min
-# Not run yet: ONLY=pair TURNS="stock,nondet own,aten": also vLLM's own mode, and that with aten's products (5 min more; LONG="" leaves
-# long contexts out, REPEATS=3 is quicker). "aten" is `scripts/vllm_load.py --mode aten`.
-# MODES chooses among the modes of starts and profile. In such a call $OUT is the folder that comes back. Other parts: server, sample, trace, thousand, load.
+# Calls of under 9 minutes on one H200, made for docs/evidence/vllm at 12748eb and, but for fp8, profile and starts, at 496199b:
+#   SIDE=7 ONLY=fp8 OUT=/tmp/ev PACK=/tmp/fp8.tgz scripts/evidence_vllm.sh                   # static scales, layers replaced: 2 min
+#   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/8b.tgz scripts/evidence_vllm.sh             # both in memory, in turns: 4 min
+#   TURNS=own,aten LONG= REPEATS=3 MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/8b.tgz scripts/evidence_vllm.sh   # vLLM's own mode, and that with aten's products: 5 min
+#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/0.6b.tgz scripts/evidence_vllm.sh         # 3 min; then as 8b
+#   MODELS=0.6b GIB=24 ONLY=profile OUT=/tmp/ev PACK=/tmp/prof.tgz scripts/evidence_vllm.sh          # of both, after it: 2 min
+#   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=/tmp/starts.tgz scripts/evidence_vllm.sh    # 4 starts, 2 at a time: 3 min
+#   N=200 ONLY=server OUT=/tmp/ev PACK=/tmp/server.tgz scripts/evidence_vllm.sh                      # 2 min
+# and on two H200s at 496199b, two H100s at 444df9a (four were never had):
+#   RANKS=2 SIDE=2 MODELS=8b GIB=16 ONLY=ranks OUT=/tmp/ev PACK=/tmp/ranks.tgz scripts/evidence_vllm.sh   # 4 min
+# LONG="" leaves long contexts out. "aten" is `scripts/vllm_load.py --mode aten`.
+# MODES chooses among the modes of starts and profile. Other parts: sample, trace, thousand, load.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?name a folder for the results: OUT=FOLDER}
