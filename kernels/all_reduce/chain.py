@@ -237,8 +237,7 @@ _CUDA: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (2, 512 * _KIB, ("push", "one_shot", "library")),
     (2, 2**62, ("push", "peers_one_shot", "library")),
     (8, 256 * _KIB, ("push", "one_shot", "peers_one_shot")),
-    (8, 2 * _KIB * _KIB - 1, ("push", "peers_two_shot", "two_shot", "exchange")),
-    (8, 64 * _KIB * _KIB, ("push", "two_shot", "peers_two_shot", "exchange")),
+    (8, 4 * _KIB * _KIB, ("push", "peers_two_shot", "two_shot", "exchange")),
     (8, 2**62, ("two_shot", "peers_two_shot", "exchange")),
 )
 _CPU: tuple[tuple[int, int, tuple[str, ...]], ...] = (

@@ -391,7 +391,8 @@ def gather_slices(parts: Sequence[torch.Tensor], out: torch.Tensor, share: int) 
 CHANNELS = 512  # of a mailbox: no call has more programs; with 256 a message of two ranks takes up to 1.18 of its time
 _TICKETS = 2**20  # of one use of a channel, and more than a share has pieces
 _WHOLE_BYTES = 4 * 2**20  # of float32 sums of two ranks that are narrowed: above, in parts
-_WHOLE_BYTES_MANY = 256 * 2**10  # of more ranks
+_WHOLE_BYTES_MANY = 512 * 2**10  # of more ranks
+_PROGRAMS_MANY = 264  # of more ranks, in parts
 
 
 class Plan(NamedTuple):
@@ -415,13 +416,11 @@ def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
     Args:
         narrowed: Sums are rounded to half the width.
     """
-    size_bytes, piece, warps = count * itemsize, 16384, 8
-    in_parts = size_bytes > (_WHOLE_BYTES_MANY if world > 2 else _WHOLE_BYTES if narrowed else 2**62)
-    if in_parts and world > 2:
-        piece, warps = (4096, 4) if size_bytes < 2**20 * world else (8192, 8)
-    block = piece // itemsize
+    in_parts = count * itemsize > (_WHOLE_BYTES_MANY if world > 2 else _WHOLE_BYTES if narrowed else 2**62)
+    block = (8192 if world > 2 else 16384) // itemsize
+    programs = _PROGRAMS_MANY if in_parts and world > 2 else CHANNELS
     step = block * (world if in_parts else 1)
-    return Plan(block, triton.cdiv(triton.cdiv(count, CHANNELS), step) * step, warps, in_parts)
+    return Plan(block, triton.cdiv(triton.cdiv(count, programs), step) * step, 8, in_parts)
 
 
 def counts_in_pieces(itemsize: int, world: int, *, narrowed: bool) -> tuple[int, ...]:
