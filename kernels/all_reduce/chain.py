@@ -230,9 +230,8 @@ PROOF_KINDS = ("order", "wide", "bell")
 _KIB = 2**10
 # By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: as
 # measured on two H100s (docs/evidence/h100-x2), what follows `push` on two H200s (docs/evidence/h200-x2). Up to four:
-# as measured on four (docs/evidence/h200-x4/sums.jsonl.gz), where PyTorch's two-shot is 1.0 to 1.36 times as fast as
-# our `peers` from 2 MiB on; but `push`, which comes first, is not measured there, and of more than 64 MiB would need
-# mailboxes of four times as much. Up to eight: the same, not measured.
+# as measured on four H200s (docs/evidence/h200-x4), where `push` is ahead up to 4 MiB and within 4% of PyTorch's
+# two-shot above, with mailboxes of four messages. Up to eight: the same, not measured.
 _CUDA: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (2, 512 * _KIB, ("push", "one_shot", "library")),
     (2, 2**62, ("push", "peers_one_shot", "library")),

@@ -409,9 +409,9 @@ class Plan(NamedTuple):
 
 
 def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
-    """By the size: of thirteen plans on two H200s the fastest, or near it (docs/evidence/h200-x2/plans.jsonl.gz).
+    """By the size: of thirteen plans the fastest or near it, on two H200s and on four (docs/evidence/h200-x2, -x4).
 
-    More than two ranks are not measured: pieces are smaller, so that as many programs share the work.
+    More ranks have those of four, not measured.
 
     Args:
         narrowed: Sums are rounded to half the width.

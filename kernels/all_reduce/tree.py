@@ -24,6 +24,7 @@ from nondet.kernels.all_reduce.orders import tree
 CHUNKS = 8
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ONE_SHOT_BYTES = 2**20  # of float32 sums; above, each rank adds its share alone
+_PUSH_BYTES = 8 * 2**20  # of float32 sums of more than two ranks; `push` takes longer above (docs/evidence/h200-x4)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,7 +113,8 @@ def tree_reduce(
 
     if symmetric.available(group, x.device):
         box = space = None
-        if reduce_stands("push", out.dtype, x.device, group):
+        pushed = world == 2 or count * 4 <= _PUSH_BYTES
+        if pushed and reduce_stands("push", out.dtype, x.device, group):
             box = symmetric.mailbox(group, x.device, count, 4)
         if box is not None:
             parts = chunk_parts(x, weight, chunks)
