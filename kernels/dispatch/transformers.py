@@ -456,7 +456,7 @@ def fused(original: Any, form: Form) -> Any:
         if "norm" not in now.families or (on_cpu and ("pointwise" not in now.families or looked_at())):
             return original(self, x)
         weight = self._parameters.get("weight")
-        if type(weight) not in (torch.nn.Parameter, torch.Tensor):  # it may compute the product itself
+        if type(weight) not in _TENSORS:  # it may compute the product itself
             return original(self, x)
         kernel = _kernel("cpu" if on_cpu else "cuda")
         out = kernel(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
@@ -685,7 +685,7 @@ def _projected(
             return None
         norms.append((norm._parameters["weight"], getattr(norm, known.eps), *known[1:]))
     own = [parts[name]._parameters for name in _PROJECTIONS]
-    sizes = [len(p["weight"]) // module.head_dim for p in own]
+    sizes = [p["weight"].shape[0] // module.head_dim for p in own]
     shape = (*x.shape[:-1], -1, module.head_dim)
     whole = None if any(p["bias"] is not None for p in own) else packed_again(x, tuple(p["weight"] for p in own))
     if whole is None:
@@ -723,15 +723,20 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
 
 def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The output projection: by the operator's shorter way where it has one."""
-    linear_again = _kernels()[0]
     part = module._modules["o_proj"]
     if type(x) is torch.Tensor and is_plain_linear(part) and not torch.is_grad_enabled():
-        out = guarded(linear_again)(x, part._parameters["weight"], part._parameters["bias"])
+        out = _product(x, part._parameters["weight"], part._parameters["bias"])
         if out is not None:
             count("replaced", "linear")
             return out
     ended: torch.Tensor = part(x)
     return ended
+
+
+@guarded
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    out: torch.Tensor | None = _kernels()[0](x, weight, bias)
+    return out
 
 
 def _interface(module: Any, names: dict[str, Any]) -> Any:
@@ -752,9 +757,9 @@ def _plain_projections(module: Any, form: ProjectionsForm) -> bool:
         return True
     for name in _NORMS:
         norm = parts.get(name)
-        if installed_form(type(norm)) is None or not unhooked(norm):
+        if norm is None or not unhooked(norm):
             return False
-        if type(norm._parameters.get("weight")) not in (torch.nn.Parameter, torch.Tensor):
+        if type(norm._parameters.get("weight")) not in _TENSORS:
             return False
     return True
 

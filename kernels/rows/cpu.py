@@ -324,13 +324,17 @@ def module_norms(
 ) -> torch.Tensor | None:
     """`module_norm` of each x [..., R, H] by its own weight [H], side by side: [..., sum of R, H]."""
     dtype, ends = xs[0].dtype, xs[0].shape[-1:]
-    if dtype not in _DTYPES or eps <= 0 or not ends:
-        return None
     for x, weight in zip(xs, weights, strict=True):
-        if x.dtype is not dtype or weight.dtype is not dtype or weight.shape != ends or not x.numel():
+        if x.dtype is not dtype or weight.dtype is not dtype or weight.shape != ends:
             return None
     key = (dtype, *[x.shape for x in xs])
-    room = _rooms.kept.get(key) or _room(key, xs)
+    room = _rooms.kept.get(key)
+    if room is None:
+        if dtype not in _DTYPES or not ends or not all(x.numel() for x in xs):
+            return None
+        room = _room(key, xs)
+    if eps <= 0:
+        return None
     for place, x in zip(room.places, xs, strict=False):
         x = x.detach() if x.requires_grad else x
         place.copy_(x.float() if dtype is torch.float16 else x)  # which gives a NaN other bits where it has strides
