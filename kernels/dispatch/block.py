@@ -47,7 +47,16 @@ from nondet.kernels.dispatch.operators import (
     variants,
 )
 from nondet.kernels.dispatch.replacements import VECTORS_ALONE
-from nondet.kernels.dispatch.state import Active, Call, Coverage, Kernels, kernels_for, replace_now, told_of_stock
+from nondet.kernels.dispatch.state import (
+    Active,
+    Call,
+    Coverage,
+    Kernels,
+    guarded,
+    kernels_for,
+    replace_now,
+    told_of_stock,
+)
 
 # Putting functions under torch's operators, and taking them away, while other threads compute.
 #
@@ -477,7 +486,8 @@ class Invariance:
                 "Leave pack() out, or training=True where nothing is trained.",
             )
         self.packs = True
-        return self._packed.enter_context(packing(model, most))
+        kept: int = guarded(self._packed.enter_context)(packing(model, most))  # copies and proofs are no model's calls
+        return kept
 
     def __enter__(self) -> Invariance:
         with _lock:

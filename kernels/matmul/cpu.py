@@ -129,7 +129,17 @@ def packable(weight: torch.Tensor) -> bool:
         return False
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_inference():  # those count no changes
         return False
-    return weight.is_contiguous() and computes()
+    return weight.is_contiguous() and computes() and _reorders(weight.dtype)
+
+
+@functools.cache
+def _reorders(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has the dtype's layout on this CPU: bfloat16's needs AVX-512, and is not to be proven in vain."""
+    try:
+        _copy_of(torch.zeros(64, 64, dtype=dtype))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 @contextmanager
