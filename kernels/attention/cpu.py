@@ -212,30 +212,44 @@ def _gathered(by_height: dict[int, list[_Member]], ask: Ask) -> dict[int, list[_
     return {best: everybody} if work(best, everybody) < apart else by_height
 
 
-def _groups(height: int, members: list[_Member], layout: _Layout, ask: Ask, rows: int) -> list[Group]:
-    """Groups of one height; `rows` is how many rows of results there are, of all heights and of no request."""
-    shared = ask.heads // ask.kv_heads
-    requests = np.array(members, dtype=np.int64)  # [requests, 5]
-    count = -(-requests[:, 1] * shared // height) * ask.kv_heads  # tiles of each request
-    owner = np.arange(len(members)).repeat(count)  # tile -> request
-    place = np.arange(owner.size) - (count.cumsum() - count).repeat(count)
-    head, number = place % ask.kv_heads, place // ask.kv_heads
-    q_start, q_len, k_start, k_len, first = requests[owner].T
-    k_row = (k_start - first) * ask.kv_heads + head * layout.k_head  # of position 0
-    k_len = k_len + first  # from position 0 on
+@functools.lru_cache(maxsize=_PLANS_KEPT)
+def _queries(
+    height: int, members: tuple[tuple[int, int], ...], layout: _Layout, heads: int, kv_heads: int
+) -> tuple[np.ndarray[Any, Any], ...]:
+    """What tiles over requests' (first query, how many) are, whatever their keys: the same in each step of a decode.
 
-    row = number[:, None] * height + np.arange(height)  # [tiles, height]: row of the request's (token, query head) rows
+    Returns:
+        [tiles], each one's request and head of keys; [tiles, height], the token of each row in its request, whether it
+        is no spare one, and its places among the queries and the results.
+    """
+    shared = heads // kv_heads
+    requests = np.array(members, dtype=np.int64)
+    count = -(-requests[:, 1] * shared // height) * kv_heads  # tiles of each request
+    owner = np.arange(len(members)).repeat(count)
+    place = np.arange(owner.size) - (count.cumsum() - count).repeat(count)
+    head, number = place % kv_heads, place // kv_heads
+    q_start, q_len = requests[owner].T
+    row = number[:, None] * height + np.arange(height)  # row of the request's (token, query head) rows
     real = row < (q_len * shared)[:, None]
     row = np.where(real, row, number[:, None] * height)
     token, query_head = row // shared, row % shared + (head * shared)[:, None]
+    q_index = (q_start * heads)[:, None] + token * layout.q_token + query_head * layout.q_head
+    return owner, head, token, real, q_index, (q_start * heads)[:, None] + token * heads + query_head
+
+
+def _groups(height: int, members: list[_Member], layout: _Layout, ask: Ask, rows: int) -> list[Group]:
+    """Groups of one height; `rows` is how many rows of results there are, of all heights and of no request."""
+    owner, head, token, real, q_index, out_index = _queries(
+        height, tuple((start, count) for start, count, *_ in members), layout, ask.heads, ask.kv_heads
+    )
+    _, q_len, k_start, k_len, first = np.array(members, dtype=np.int64)[owner].T
+    k_row = (k_start - first) * ask.kv_heads + head * layout.k_head  # of position 0
+    k_len = k_len + first  # from position 0 on
     last_key = (k_len - 1)[:, None]
     position = token + (k_len - q_len)[:, None] if ask.causal else np.broadcast_to(last_key, token.shape)
     window = ask.window
     first_block = np.zeros_like(k_len) if window is None else np.maximum(position.min(1) - window + 1, 0) // BLOCK
     blocks = position.max(1) // BLOCK + 1 - first_block
-
-    q_index = (q_start * ask.heads)[:, None] + token * layout.q_token + query_head * layout.q_head
-    out_index = (q_start * ask.heads)[:, None] + token * ask.heads + query_head
     order = (-blocks).argsort(kind="stable")
     groups, start, dropped = [], 0, bool(first.any())
     for stop in _cuts(blocks[order], ask.pairs):
