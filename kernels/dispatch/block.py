@@ -30,7 +30,7 @@ from nondet.core.launch import FirstUses, first_uses
 from nondet.core.processes import free_memory
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels import originals
-from nondet.kernels.dispatch import functions, replacements
+from nondet.kernels.dispatch import functions, replacements, state
 from nondet.kernels.dispatch import transformers as hf
 from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.again import short_way
@@ -47,16 +47,7 @@ from nondet.kernels.dispatch.operators import (
     variants,
 )
 from nondet.kernels.dispatch.replacements import VECTORS_ALONE
-from nondet.kernels.dispatch.state import (
-    Active,
-    Call,
-    Coverage,
-    Kernels,
-    guarded,
-    kernels_for,
-    replace_now,
-    told_of_stock,
-)
+from nondet.kernels.dispatch.state import Active, Call, Coverage, Kernels, kernels_for, replace_now, told_of_stock
 
 # Putting functions under torch's operators, and taking them away, while other threads compute.
 #
@@ -486,7 +477,9 @@ class Invariance:
                 "Leave pack() out, or training=True where nothing is trained.",
             )
         self.packs = True
-        kept: int = guarded(self._packed.enter_context)(packing(model, most))  # copies and proofs are no model's calls
+        kept: int = state.guarded(self._packed.enter_context)(
+            packing(model, most)
+        )  # copies and proofs are no model's calls
         return kept
 
     def __enter__(self) -> Invariance:

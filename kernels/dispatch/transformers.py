@@ -674,7 +674,7 @@ def _projected(
 
     None until all of the products have been computed once by the operators.
     """
-    linear_again, module_norms, rotated, packed_again = _kernels()
+    linear_again, module_norms, rotated, packed_again, _ = _kernels()
     parts = module._modules
     cos, sin = position_embeddings
     norms: list[tuple[Any, float, bool, bool]] = []
@@ -712,31 +712,25 @@ def _projected(
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any, Any, Any]:
+def _kernels() -> tuple[Any, ...]:
     """Imported with the first product, as every kernel."""
     from nondet.kernels.matmul.cpu import linear_again, packed_again
     from nondet.kernels.pointwise.cpu import rotated
     from nondet.kernels.rows.cpu import module_norms
 
-    return linear_again, module_norms, rotated, packed_again
+    return linear_again, module_norms, rotated, packed_again, guarded(linear_again)
 
 
 def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The output projection: by the operator's shorter way where it has one."""
     part = module._modules["o_proj"]
     if type(x) is torch.Tensor and is_plain_linear(part) and not torch.is_grad_enabled():
-        out = _product(x, part._parameters["weight"], part._parameters["bias"])
+        out = _kernels()[4](x, part._parameters["weight"], part._parameters["bias"])
         if out is not None:
             count("replaced", "linear")
             return out
     ended: torch.Tensor = part(x)
     return ended
-
-
-@guarded
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    out: torch.Tensor | None = _kernels()[0](x, weight, bias)
-    return out
 
 
 def _interface(module: Any, names: dict[str, Any]) -> Any:
