@@ -212,48 +212,62 @@ def _gathered(by_height: dict[int, list[_Member]], ask: Ask) -> dict[int, list[_
     return {best: everybody} if work(best, everybody) < apart else by_height
 
 
-def _groups(height: int, members: list[_Member], layout: _Layout, ask: Ask, rows: int) -> list[Group]:
-    """Groups of one height; `rows` is how many rows of results there are, of all heights and of no request."""
-    shared = ask.heads // ask.kv_heads
-    requests = np.array(members, dtype=np.int64)  # [requests, 5]
-    count = -(-requests[:, 1] * shared // height) * ask.kv_heads  # tiles of each request
-    owner = np.repeat(np.arange(len(members)), count)  # tile -> request
-    place = np.arange(owner.size) - np.repeat(np.cumsum(count) - count, count)
-    head, number = place % ask.kv_heads, place // ask.kv_heads
-    q_start, q_len, k_start, k_len, first = requests[owner].T
-    k_row = (k_start - first) * ask.kv_heads + head * layout.k_head  # of position 0
-    k_len = k_len + first  # from position 0 on
+@functools.lru_cache(maxsize=_PLANS_KEPT)
+def _queries(
+    height: int, members: tuple[tuple[int, int], ...], layout: _Layout, heads: int, kv_heads: int
+) -> tuple[np.ndarray[Any, Any], ...]:
+    """What tiles over requests' (first query, how many) are, whatever their keys: the same in each step of a decode.
 
-    row = number[:, None] * height + np.arange(height)  # [tiles, height]: row of the request's (token, query head) rows
+    Returns:
+        [tiles], each one's request and head of keys; [tiles, height], the token of each row in its request, whether it
+        is no spare one, and its places among the queries and the results.
+    """
+    shared = heads // kv_heads
+    requests = np.array(members, dtype=np.int64)
+    count = -(-requests[:, 1] * shared // height) * kv_heads  # tiles of each request
+    owner = np.arange(len(members)).repeat(count)
+    place = np.arange(owner.size) - (count.cumsum() - count).repeat(count)
+    head, number = place % kv_heads, place // kv_heads
+    q_start, q_len = requests[owner].T
+    row = number[:, None] * height + np.arange(height)  # row of the request's (token, query head) rows
     real = row < (q_len * shared)[:, None]
     row = np.where(real, row, number[:, None] * height)
     token, query_head = row // shared, row % shared + (head * shared)[:, None]
+    q_index = (q_start * heads)[:, None] + token * layout.q_token + query_head * layout.q_head
+    return owner, head, token, real, q_index, (q_start * heads)[:, None] + token * heads + query_head
+
+
+def _groups(height: int, members: list[_Member], layout: _Layout, ask: Ask, rows: int) -> list[Group]:
+    """Groups of one height; `rows` is how many rows of results there are, of all heights and of no request."""
+    owner, head, token, real, q_index, out_index = _queries(
+        height, tuple((start, count) for start, count, *_ in members), layout, ask.heads, ask.kv_heads
+    )
+    _, q_len, k_start, k_len, first = np.array(members, dtype=np.int64)[owner].T
+    k_row = (k_start - first) * ask.kv_heads + head * layout.k_head  # of position 0
+    k_len = k_len + first  # from position 0 on
     last_key = (k_len - 1)[:, None]
     position = token + (k_len - q_len)[:, None] if ask.causal else np.broadcast_to(last_key, token.shape)
     window = ask.window
     first_block = np.zeros_like(k_len) if window is None else np.maximum(position.min(1) - window + 1, 0) // BLOCK
     blocks = position.max(1) // BLOCK + 1 - first_block
-
-    q_index = (q_start * ask.heads)[:, None] + token * layout.q_token + query_head * layout.q_head
-    out_index = (q_start * ask.heads)[:, None] + token * ask.heads + query_head
-    order = np.argsort(-blocks, kind="stable")
+    order = (-blocks).argsort(kind="stable")
     groups, start, dropped = [], 0, bool(first.any())
     for stop in _cuts(blocks[order], ask.pairs):
         mine = order[start:stop]
         start = stop
-        counts, flat = blocks[mine], np.flatnonzero(real[mine])
+        counts, flat = blocks[mine], real[mine].reshape(-1).nonzero()[0]
         active = (counts[:, None] > np.arange(counts[0])).T  # [blocks, tiles]
-        block, tile = np.nonzero(active)  # of each pair, block by block
-        ends = np.cumsum(active.sum(1)).tolist()
+        block, tile = active.nonzero()  # of each pair, block by block
+        ends = active.sum(1).cumsum().tolist()
         if tile.size > STEP and tile.size % STEP:
             fill = np.minimum(np.arange(tile.size + -tile.size % STEP), tile.size - 1)  # the last pair again
             block, tile = block[fill], tile[fill]
         at = mine[tile]
         key = (first_block[at] + block)[:, None] * BLOCK + np.arange(BLOCK)  # [pairs, 64]: positions
-        there = np.clip(key, first[at][:, None], last_key[at])
+        there = np.minimum(np.maximum(key, first[at][:, None]), last_key[at])
         hidden = _hidden(key.astype(np.int32), position[at].astype(np.int32), first[at] if dropped else None, window)
         out = out_index[mine].reshape(-1)[flat]
-        by_row = np.argsort(out)
+        by_row = out.argsort()
         everything = out.size == rows and len(mine) == len(order)
         groups.append(
             Group(
@@ -697,11 +711,16 @@ def _attend(
 
 
 def _placed(index: _Index, places: _Places) -> _Index:
-    """Rows of the packed keys as rows of the cache that they lie in."""
+    """Rows of the packed keys as rows of the cache that they lie in; most layers of a step ask the same."""
+    asked = places.kv_heads, places.tokens.tobytes()
+    known, before, at = _rooms.placed
+    if known is index and before == asked:
+        return at
     token, head = np.divmod(index, places.kv_heads)
     at = places.tokens.take(token)
     at *= places.kv_heads
     at += head
+    _rooms.placed = index, asked, at
     return at
 
 
@@ -713,7 +732,9 @@ class _Room(NamedTuple):
         kept: A small group's, which the thread's next one of this size writes anew, and one call is certified to take.
         q, keys, turned: [pairs, height, D], [pairs, 64, D] of keys and then of values, and transposed.
         weights, parts: [pairs, height, 64], [pairs, height, D].
-        q_rows, key_rows: [pairs * height, D], [pairs * 64, D].
+        taken, keys_taken: As `q` and `keys`, in the dtype that they come in.
+        q_rows: `q` as [pairs * height, D].
+        q_in, keys_in: `taken` and `keys_taken` as [.., D]; halves of 32 bits as integers.
         p, mixed: As `weights` and `parts`.
     """
 
@@ -724,25 +745,29 @@ class _Room(NamedTuple):
     turned: torch.Tensor
     weights: torch.Tensor
     parts: torch.Tensor
+    taken: torch.Tensor
+    keys_taken: torch.Tensor
     q_rows: _Numbers
-    key_rows: _Numbers
+    q_in: np.ndarray[Any, Any]
+    keys_in: np.ndarray[Any, Any]
     p: _Numbers
     mixed: _Numbers
 
 
 class _Rooms(threading.local):
-    """A thread's own, by (pairs, height, D)."""
+    """A thread's own, by (pairs, height, D, dtype), and the keys that were placed last."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[int, int, int], _Room] = {}
+        self.kept: dict[tuple[object, ...], _Room] = {}
+        self.placed: tuple[Any, object, Any] = None, None, None
 
 
 _rooms = _Rooms()
 
 
-def _room(pairs: int, height: int, dim: int) -> _Room:
+def _room(pairs: int, height: int, dim: int, dtype: torch.dtype) -> _Room:
     products = products_of(height, dim)
-    found = _rooms.kept.get((pairs, height, dim))
+    found = _rooms.kept.get((pairs, height, dim, dtype))
     if found is not None and found.products is products:
         return found
     small = pairs * max(BLOCK * dim, height * BLOCK, height * dim) <= _ROOM
@@ -750,24 +775,36 @@ def _room(pairs: int, height: int, dim: int) -> _Room:
     with torch.inference_mode(False):  # what is made under it can't be written outside
         sizes = (height, dim), (BLOCK, dim), (height, BLOCK), (height, dim)
         q, keys, weights, parts = (torch.empty(pairs, *size, dtype=torch.float32) for size in sizes)
-    rows = q.numpy().reshape(-1, dim), keys.numpy().reshape(-1, dim)
-    made = _Room(products, keep, q, keys, keys.mT, weights, parts, *rows, weights.numpy(), parts.numpy())
+        taken, keys_taken = (t if dtype is torch.float32 else torch.empty_like(t, dtype=dtype) for t in (q, keys))
+    q_rows, q_in, keys_in = (_numbers(t).reshape(-1, dim) for t in (q, taken, keys_taken))
+    rows = q_rows, q_in, keys_in, weights.numpy(), parts.numpy()
+    made = _Room(products, keep, q, keys, keys.mT, weights, parts, taken, keys_taken, *rows)
     if keep:
         if len(_rooms.kept) >= _ROOMS_KEPT:
             _rooms.kept.clear()
-        _rooms.kept[pairs, height, dim] = made
+        _rooms.kept[pairs, height, dim, dtype] = made
     return made
 
 
-def _gather(x: torch.Tensor, index: _Index, into: torch.Tensor, array: _Numbers | None) -> None:
-    """Rows of x [..., D] at `index` into `into`, float32; `array`: its memory as [.., D], where NumPy shall do it."""
+def _numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """x's memory, halves of 32 bits as integers: NumPy has no bfloat16."""
+    x = x.detach() if x.requires_grad else x
+    return (x if x.dtype is torch.float32 else x.view(torch.int16)).numpy()
+
+
+def _gather(
+    x: torch.Tensor, index: _Index, into: torch.Tensor, taken: torch.Tensor, array: np.ndarray[Any, Any] | None
+) -> None:
+    """Rows of x [..., D] at `index` into `into`, float32; by way of `taken`, in memory `array`, where NumPy does it."""
     dim = x.shape[-1]
-    if x.dtype is not torch.float32:
-        into.view(-1, dim).copy_(x.view(-1, dim).index_select(0, torch.from_numpy(index)))
-    elif array is None:
+    if array is not None:
+        _numbers(x).reshape(-1, dim).take(index, 0, out=array, mode="clip")
+        if taken is not into:
+            into.copy_(taken)
+    elif x.dtype is torch.float32:
         torch.index_select(x.view(-1, dim), 0, torch.from_numpy(index), out=into.view(-1, dim))
     else:
-        (x.detach() if x.requires_grad else x).numpy().reshape(-1, dim).take(index, 0, out=array, mode="clip")
+        into.view(-1, dim).copy_(x.view(-1, dim).index_select(0, torch.from_numpy(index)))
 
 
 @np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
@@ -786,11 +823,11 @@ def _merge_blocks(
     """
     height, tiles = group.height, group.tiles
     pairs = group.q_index.size // height
-    room = _room(pairs, height, q.shape[-1])
+    room = _room(pairs, height, q.shape[-1], q.dtype)
     kept, p = room.kept, room.p
-    _gather(q, group.q_index, room.q, room.q_rows if kept else None)
+    _gather(q, group.q_index, room.q, room.taken, room.q_in if kept else None)
     np.multiply(room.q_rows, np.float32(scale), out=room.q_rows)
-    _gather(k, k_index, room.keys, room.key_rows if kept else None)
+    _gather(k, k_index, room.keys, room.keys_taken, room.keys_in if kept else None)
     if kept:
         originals.bmm(room.q, room.turned, room.weights)
     else:
@@ -811,7 +848,7 @@ def _merge_blocks(
     p -= (top if group.tile is None else top.take(group.tile, 0))[:, :, None]
     np.exp(p, out=p)
     total = np.add.reduce(p, axis=-1)
-    _gather(v, k_index, room.keys, room.key_rows if kept else None)
+    _gather(v, k_index, room.keys, room.keys_taken, room.keys_in if kept else None)
     if kept:
         originals.bmm(room.weights, room.keys, room.parts)
     else:

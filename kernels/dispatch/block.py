@@ -30,7 +30,7 @@ from nondet.core.launch import FirstUses, first_uses
 from nondet.core.processes import free_memory
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels import originals
-from nondet.kernels.dispatch import functions, replacements
+from nondet.kernels.dispatch import functions, replacements, state
 from nondet.kernels.dispatch import transformers as hf
 from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.again import short_way
@@ -477,7 +477,10 @@ class Invariance:
                 "Leave pack() out, or training=True where nothing is trained.",
             )
         self.packs = True
-        return self._packed.enter_context(packing(model, most))
+        kept: int = state.guarded(self._packed.enter_context)(
+            packing(model, most)
+        )  # copies and proofs are no model's calls
+        return kept
 
     def __enter__(self) -> Invariance:
         with _lock:

@@ -656,7 +656,7 @@ def watching(qualified: str, original: Any, matters: Callable[..., bool | str] |
     stock = accepting_numbers(qualified, original)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if inside.active or is_off(current(), qualified):
+        if inside.active or is_off(now := current(), qualified):
             return stock(keyset, *args, **kwargs)
         out = stock(keyset, *args, **kwargs)
         how = "original"
@@ -664,7 +664,7 @@ def watching(qualified: str, original: Any, matters: Callable[..., bool | str] |
         if why and floating(args, kwargs, out):
             how = "at_risk"
             count(how, label(name, args, "" if why is True else why))
-        if current().hooks:
+        if now.hooks:
             emit(qualified, args, kwargs, out, how)
         return out
 

@@ -107,7 +107,7 @@ EXACT_ON_CPU = _names("random randperm uniform")
 
 def _scaled(x: Any, other: Any, alpha: Any = 1, *rest: Any, **more: Any) -> bool:
     """A product before the sum, contracted or rounded by one formula in vectors and by another in the scalar rest."""
-    return alpha not in (1, -1) or (_complex(x) and alpha != 1)
+    return alpha != 1 and (alpha != -1 or _complex(x))
 
 
 def _complex(*args: Any, **kwargs: Any) -> bool:

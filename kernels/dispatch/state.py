@@ -69,7 +69,7 @@ class Coverage:
         counter: Counter[str] = getattr(self, kind)
         with _lock:
             counter[what] += times
-            if what in _SUMMING and kind == "replaced" and torch._C._current_graph_task_id() != -1:
+            if kind == "replaced" and what in _SUMMING and torch._C._current_graph_task_id() != -1:
                 self.summed[what] += times
 
     def lines(self) -> list[str]:
@@ -206,18 +206,19 @@ def in_parts(active: Active, composed: Callable[..., Any], *args: Any, **kwargs:
         inside.began = before
 
 
+# looked up once: every module of a step asks
+_functions, _modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_autocast, _transform = torch.is_autocast_enabled, torch._C._functorch.peek_interpreter_stack
+_trace = torch._C._get_tracing_state
+
+
 def looked_at() -> bool:
     """Whether hooks or something of torch's want to see, or change, the operators that a module is made of.
 
     A mode of this thread, autocast on a CPU (it chooses their dtypes), torch.func's transforms, a trace of torch.jit.
     """
     return bool(
-        _now.hooks
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch.is_autocast_enabled("cpu")
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
+        _now.hooks or _functions() or _modes() or _autocast("cpu") or _transform() is not None or _trace() is not None
     )
 
 
@@ -229,7 +230,7 @@ def replace_now(active: Active) -> None:
 
 def count(kind: str, what: str, times: int = 1) -> None:
     """Add one call, or several, to the coverage of every entered block, from any thread."""
-    for coverage in current().coverages:
+    for coverage in (inside.began or _now).coverages:
         coverage.add(kind, what, times)
 
 

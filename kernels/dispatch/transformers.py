@@ -456,7 +456,7 @@ def fused(original: Any, form: Form) -> Any:
         if "norm" not in now.families or (on_cpu and ("pointwise" not in now.families or looked_at())):
             return original(self, x)
         weight = self._parameters.get("weight")
-        if type(weight) not in (torch.nn.Parameter, torch.Tensor):  # it may compute the product itself
+        if type(weight) not in _TENSORS:  # it may compute the product itself
             return original(self, x)
         kernel = _kernel("cpu" if on_cpu else "cuda")
         out = kernel(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
@@ -674,59 +674,58 @@ def _projected(
 
     None until all of the products have been computed once by the operators.
     """
-    linear_again, module_norm, rotated, packed_again = _kernels()
+    linear_again, module_norms, rotated, packed_again, _ = _kernels()
     parts = module._modules
     cos, sin = position_embeddings
-    norms: list[tuple[torch.Tensor, float, Form]] = []
+    norms: list[tuple[Any, float, bool, bool]] = []
     for name in _NORMS if form.normed else ():
         norm = parts[name]
         known = installed_form(type(norm))
         if known is None:
             return None
-        norms.append((norm._parameters["weight"], getattr(norm, known.eps), known))
+        norms.append((norm._parameters["weight"], getattr(norm, known.eps), *known[1:]))
     own = [parts[name]._parameters for name in _PROJECTIONS]
-    sizes = [len(p["weight"]) // module.head_dim for p in own]
+    sizes = [p["weight"].shape[0] // module.head_dim for p in own]
     shape = (*x.shape[:-1], -1, module.head_dim)
     whole = None if any(p["bias"] is not None for p in own) else packed_again(x, tuple(p["weight"] for p in own))
-    at_once = whole is not None and (not norms or norms[0][1:] == norms[1][1:])  # queries and keys are one tensor
     if whole is None:
         products = [linear_again(x, p["weight"], p["bias"]) for p in own]
         if any(out is None for out in products):
             return None
-        *pieces, v = (out.view(shape) for out in products)
+        q, k, v = (out.view(shape) for out in products)
     else:
-        *pieces, v = whole.view(shape).split([sizes[0] + sizes[1], sizes[2]] if at_once else sizes, -2)
-    if at_once and norms:
-        both = zip(norms, sizes, strict=False)
-        norms = [(torch.cat([weight.expand(size, -1) for (weight, *_), size in both]), *norms[0][1:])]
-    for place, piece in enumerate(pieces):
-        out = piece
-        if norms:
-            weight, eps, known = norms[place]
-            out = module_norm(piece, weight, eps, round_first=known.round_first, plus_one=known.plus_one)
-        pieces[place] = out if out is None else rotated(out, cos, sin)
-        if pieces[place] is None:
-            return None
-    q, k = pieces[0].split(sizes[:2], -2) if at_once else pieces
+        q, k, v = whole.view(shape).split_with_sizes(sizes, -2)
+    pieces = [q, k]  # or both in one tensor
+    if norms:
+        together = norms[0][1:] == norms[1][1:]
+        groups = [([q, k], norms)] if together else [([q], norms[:1]), ([k], norms[1:])]
+        pieces = [module_norms(xs, [weight for weight, *_ in given], *given[0][1:]) for xs, given in groups]
+    elif whole is not None:
+        pieces = [whole.view(shape).narrow(-2, 0, sizes[0] + sizes[1])]
+    if any(piece is None for piece in pieces):
+        return None
+    pieces = [rotated(piece, cos, sin) for piece in pieces]
+    if any(piece is None for piece in pieces):
+        return None
+    q, k = pieces if len(pieces) > 1 else pieces[0].split_with_sizes(sizes[:2], -2)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any, Any, Any]:
+def _kernels() -> tuple[Any, ...]:
     """Imported with the first product, as every kernel."""
     from nondet.kernels.matmul.cpu import linear_again, packed_again
     from nondet.kernels.pointwise.cpu import rotated
-    from nondet.kernels.rows.cpu import module_norm
+    from nondet.kernels.rows.cpu import module_norms
 
-    return linear_again, module_norm, rotated, packed_again
+    return linear_again, module_norms, rotated, packed_again, guarded(linear_again)
 
 
 def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The output projection: by the operator's shorter way where it has one."""
-    linear_again = _kernels()[0]
     part = module._modules["o_proj"]
     if type(x) is torch.Tensor and is_plain_linear(part) and not torch.is_grad_enabled():
-        out = guarded(linear_again)(x, part._parameters["weight"], part._parameters["bias"])
+        out = _kernels()[4](x, part._parameters["weight"], part._parameters["bias"])
         if out is not None:
             count("replaced", "linear")
             return out
@@ -752,9 +751,9 @@ def _plain_projections(module: Any, form: ProjectionsForm) -> bool:
         return True
     for name in _NORMS:
         norm = parts.get(name)
-        if installed_form(type(norm)) is None or not unhooked(norm):
+        if norm is None or not unhooked(norm):
             return False
-        if type(norm._parameters.get("weight")) not in (torch.nn.Parameter, torch.Tensor):
+        if type(norm._parameters.get("weight")) not in _TENSORS:
             return False
     return True
 

@@ -221,8 +221,6 @@ def _paged(
         )
     cu_k, max_k = kwargs["cu_seq_lens_k"], longest("k", kwargs)
     paged = {} if index is None else {"key_index": index}
-    from nondet.kernels.dispatch.state import kernels_for
-
     out = kernels_for(query.device.type).attention_varlen(
         query[0].transpose(0, 1),
         keys,

@@ -69,8 +69,9 @@ def suits(b: torch.Tensor) -> bool:
 class _Packed(NamedTuple):
     """A copy of a weight, or of several that take the same rows as one, and when it may stand for them."""
 
-    weights: tuple[torch.Tensor, ...]
-    versions: tuple[int, ...]
+    weights: tuple[tuple[torch.Tensor, int, torch.Size], ...]  # with the version and the shape that each had
+    columns: int
+    depth: int
     copy: torch.Tensor
     environment: tuple[object, ...]
     tiles: Tiles  # without a bias; with one, the same row counts were proven, too, or `bias` is False
@@ -94,13 +95,13 @@ def packed_again(
     kept = stack[-1]
     if len(kept.weights) != len(weights):
         return None
-    columns, depth = 0, x.shape[-1]
-    for weight, own, version in zip(weights, kept.weights, kept.versions, strict=True):
-        if own is not weight or version != weight._version or not weight.is_contiguous() or depth != weight.shape[1]:
+    for weight, (own, version, shape) in zip(weights, kept.weights, strict=True):
+        if own is not weight or version != weight._version or shape != weight.shape or not weight.is_contiguous():
             return None
-        columns += weight.shape[0]
+    columns, depth = kept.columns, kept.depth
     if (
-        x.dtype is not kept.copy.dtype
+        x.shape[-1] != depth
+        or x.dtype is not kept.copy.dtype
         or not x.is_contiguous()
         or (bias is not None and not (kept.bias and bias.dtype is x.dtype and bias.shape == (columns,)))
         or kept.environment != environment_key()
@@ -128,7 +129,17 @@ def packable(weight: torch.Tensor) -> bool:
         return False
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_inference():  # those count no changes
         return False
-    return weight.is_contiguous() and computes()
+    return weight.is_contiguous() and computes() and _reorders(weight.dtype)
+
+
+@functools.cache
+def _reorders(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has the dtype's layout on this CPU: bfloat16's needs AVX-512, and is not to be proven in vain."""
+    try:
+        _copy_of(torch.zeros(64, 64, dtype=dtype))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 @contextmanager
@@ -183,7 +194,8 @@ def _kept(weights: tuple[torch.Tensor, ...], with_bias: bool) -> _Packed | None:
         copy = _copy_of(*weights)
     except (NotInvariantError, RuntimeError, NotImplementedError):  # oneDNN has none here, as bfloat16 without AVX-512
         return None
-    return _Packed(weights, tuple(w._version for w in weights), copy, environment_key(), tiles, biased)
+    sizes = sum(map(len, weights)), weights[0].shape[1]
+    return _Packed(tuple((w, w._version, w.shape) for w in weights), *sizes, copy, environment_key(), tiles, biased)
 
 
 def _by_copy(copy: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

@@ -257,3 +257,17 @@ def test_a_short_chunk_joins_the_decodes_and_a_long_one_does_not() -> None:
 
     assert len(heights(9, 1, 1, 1)) == 1
     assert set(heights(1000, *(40 * [1]))) == {4, 64}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_in_a_cache_are_those_that_are_named(dtype: torch.dtype) -> None:
+    """Layers of one plan, whose keys lie at the same places and then at others: each has its own."""
+    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in inputs(dtype))
+    k[7, 0, :4], v[9, 1, 3] = torch.tensor([-0.0, 1e-40, torch.inf, torch.nan], dtype=dtype), -torch.inf
+    more = {"cu_seqlens_q": torch.tensor([0, 1, 2]), "cu_seqlens_k": torch.tensor([0, 70, 100])}
+    places = torch.randperm(len(k), generator=generator(5, "cpu"))[:100]
+    for index in (places, places, places.flip(0), places):
+        for keys, values in ((k, v), (v, k)):
+            gathered = attention_varlen(q[:2], keys[index], values[index], max_seqlen_q=1, max_seqlen_k=70, **more)
+            got = attention_varlen(q[:2], keys, values, max_seqlen_q=1, max_seqlen_k=70, key_index=index, **more)
+            assert identical(got, gathered)

@@ -15,7 +15,7 @@ from nondet.errors import UserError
 from nondet.kernels import reference, stock
 from nondet.kernels.dispatch.block import batch_invariant, on_call
 from nondet.kernels.rows import cpu as cpu_rows
-from nondet.kernels.rows.cpu import module_norm, square_roots
+from nondet.kernels.rows.cpu import module_norm, module_norms, square_roots
 from tests.build import accuracy_bound
 
 OPERATORS = ["sum", "mean", "softmax", "log_softmax", "logsumexp"]
@@ -142,6 +142,30 @@ def test_it_has_the_bits_of_the_operators(width: int, name: str, dtype: torch.dt
         assert twin is not None
         assert turned is not None
         assert not identical(twin, turned)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_norms_side_by_side_have_the_bits_of_each(tokens: int, dtype: torch.dtype) -> None:
+    """In memory that is written again and again, and where nothing is kept; what was given before stays as it was."""
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for seed in range(3):
+        whole = make("wide", (1, tokens, 6, 64), dtype, "cpu", generator(seed, "cpu"))
+        whole[0, 0, :, 5] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 0.0, 1e-40], dtype=dtype)
+        xs = whole.split([4, 2], -2)
+        weights = make("bell", (2, 64), dtype, "cpu", generator(seed + 9, "cpu")).unbind()
+        for form in ((True, False), (False, True)):
+            got = module_norms(xs, weights, 1e-6, *form)
+            assert got is not None
+            each = [
+                module_norm(x[:, token : token + 1].clone(), w, 1e-6, round_first=form[0], plus_one=form[1])
+                for x, w in zip(xs, weights, strict=True)
+                for token in (0, tokens - 1)
+            ]
+            assert identical(got[:, :1], torch.cat(each[::2], -2))  # type: ignore[arg-type]  # none is None
+            assert identical(got[:, -1:], torch.cat(each[1::2], -2))  # type: ignore[arg-type]  # as above
+            before.append((got, got.clone()))
+    assert all(identical(got, copy) for got, copy in before)
 
 
 def test_half_of_its_families_is_not_enough() -> None:
