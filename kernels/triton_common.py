@@ -33,7 +33,7 @@ Room = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 def room_of(shape: tuple[int, ...], dtype: torch.dtype) -> Room:
     """The arguments of `empty_strided` for a contiguous tensor."""
-    return (*shape,), torch.empty(shape, device="meta").stride(), dtype
+    return (*shape,), torch.empty(shape, dtype=dtype, device="meta").stride(), dtype
 
 
 def accumulator(dtype: torch.dtype) -> Any:
