@@ -12,7 +12,7 @@
 #   MODELS=0.6b GIB=24 ONLY=profile OUT=/tmp/ev PACK=/tmp/prof.tgz scripts/evidence_vllm.sh          # of both, after it: 2 min
 #   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=/tmp/starts.tgz scripts/evidence_vllm.sh    # 4 starts, 2 at a time: 3 min
 #   N=200 ONLY=server OUT=/tmp/ev PACK=/tmp/server.tgz scripts/evidence_vllm.sh                      # 2 min
-# and on two H200s at 496199b, two H100s at 444df9a (four were never had):
+# and on two H200s at 496199b, two H100s at 444df9a (four were not tried):
 #   RANKS=2 SIDE=2 MODELS=8b GIB=16 ONLY=ranks OUT=/tmp/ev PACK=/tmp/ranks.tgz scripts/evidence_vllm.sh   # 4 min
 # LONG="" leaves long contexts out. "aten" is `scripts/vllm_load.py --mode aten`.
 # MODES chooses among the modes of starts and profile. Other parts: sample, trace, thousand, load.

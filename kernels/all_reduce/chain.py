@@ -230,8 +230,8 @@ PROOF_KINDS = ("order", "wide", "bell")
 _KIB = 2**10
 # By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: as
 # measured on two H100s (docs/evidence/h100-x2), what follows `push` on two H200s (docs/evidence/h200-x2). Up to four:
-# as measured on four H200s (docs/evidence/h200-x4), where `push` is ahead up to 4 MiB and within 4% of PyTorch's
-# two-shot above, with mailboxes of four messages. Up to eight: the same, not measured.
+# as measured on four H200s (docs/evidence/h200-x4), where `push` is ahead of NCCL up to 4 MiB, and takes 2 to 5% longer
+# than PyTorch's two-shot above, with mailboxes of four messages. Up to eight: the same, not measured.
 _CUDA: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (2, 512 * _KIB, ("push", "one_shot", "library")),
     (2, 2**62, ("push", "peers_one_shot", "library")),

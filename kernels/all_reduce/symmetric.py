@@ -409,9 +409,10 @@ class Plan(NamedTuple):
 
 
 def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
-    """By the size: of thirteen plans the fastest or near it, on two H200s and on four (docs/evidence/h200-x2, -x4).
+    """By the size: of thirteen plans the fastest or near it, of large messages (docs/evidence/h200-x2, -x4).
 
-    More ranks have those of four, not measured.
+    Small ones of two ranks took up to 1.9 times the fastest's time there. More ranks than four have those of four, not
+    measured.
 
     Args:
         narrowed: Sums are rounded to half the width.

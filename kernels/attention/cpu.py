@@ -734,7 +734,7 @@ class _Room(NamedTuple):
         weights, parts: [pairs, height, 64], [pairs, height, D].
         taken, keys_taken: As `q` and `keys`, in the dtype that they come in.
         q_rows: `q` as [pairs * height, D].
-        q_in, keys_in: `taken` and `keys_taken` as [.., D]; halves of 32 bits as integers.
+        q_in, keys_in: `taken` and `keys_taken` as [.., D]; see `_numbers`.
         p, mixed: As `weights` and `parts`.
     """
 
@@ -787,9 +787,9 @@ def _room(pairs: int, height: int, dim: int, dtype: torch.dtype) -> _Room:
 
 
 def _numbers(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """x's memory, halves of 32 bits as integers: NumPy has no bfloat16."""
+    """x's memory, what is narrower than 32 bits as integers: NumPy has no bfloat16 and no floats of 8 bits."""
     x = x.detach() if x.requires_grad else x
-    return (x if x.dtype is torch.float32 else x.view(torch.int16)).numpy()
+    return (x if x.dtype is torch.float32 else x.view(torch.int16 if x.itemsize == 2 else torch.int8)).numpy()
 
 
 def _gather(

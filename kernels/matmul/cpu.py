@@ -136,7 +136,7 @@ def packable(weight: torch.Tensor) -> bool:
 def _reorders(dtype: torch.dtype) -> bool:
     """Whether oneDNN has the dtype's layout on this CPU: bfloat16's needs AVX-512, and is not to be proven in vain."""
     try:
-        _copy_of(torch.zeros(64, 64, dtype=dtype))
+        _copy_of(torch.zeros(64, 64, dtype=dtype, device="cpu"))
     except (RuntimeError, NotImplementedError):
         return False
     return True

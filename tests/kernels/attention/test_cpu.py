@@ -271,3 +271,10 @@ def test_keys_in_a_cache_are_those_that_are_named(dtype: torch.dtype) -> None:
             gathered = attention_varlen(q[:2], keys[index], values[index], max_seqlen_q=1, max_seqlen_k=70, **more)
             got = attention_varlen(q[:2], keys, values, max_seqlen_q=1, max_seqlen_k=70, key_index=index, **more)
             assert identical(got, gathered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_of_8_bits_are_those_numbers(dtype: torch.dtype) -> None:
+    q, k, v = (x[:, :, -n:].to(dtype) for x, n in zip(inputs(torch.float32), (1, 70, 70), strict=True))
+    wide = attention(q.float(), k.float(), v.float())
+    assert identical(attention(q, k, v).float(), wide.to(dtype).float())

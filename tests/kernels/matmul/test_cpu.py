@@ -294,6 +294,14 @@ def test_what_counts_no_changes_is_not_packed() -> None:
         assert torch.allclose(square(x).double(), wanted, atol=1e-4)
 
 
+def test_whether_there_is_a_layout_is_asked_of_the_cpu() -> None:
+    """The answer is kept: it is no other where tensors are made elsewhere as they are asked for."""
+    there = packs(torch.float32)
+    cpu._reorders.cache_clear()
+    with torch.device("meta"):
+        assert cpu._reorders(torch.float32) == there
+
+
 # The certificate: what a library would have to do to pass it, and what it must not get away with.
 
 WIDTH, COLUMNS = 64, 8
