@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3150,
     "export": 585,
     "mismatch": 1334,
-    "kernels": 22075,
+    "kernels": 22261,
     "nondet": 1832,
     "probes": 5587,
     "ranks": 613,
