@@ -477,9 +477,8 @@ class Invariance:
                 "Leave pack() out, or training=True where nothing is trained.",
             )
         self.packs = True
-        kept: int = state.guarded(self._packed.enter_context)(
-            packing(model, most)
-        )  # copies and proofs are no model's calls
+        # copies and proofs are no model's calls
+        kept: int = state.guarded(self._packed.enter_context)(packing(model, most))
         return kept
 
     def __enter__(self) -> Invariance:

@@ -230,7 +230,7 @@ def replace_now(active: Active) -> None:
 
 def count(kind: str, what: str, times: int = 1) -> None:
     """Add one call, or several, to the coverage of every entered block, from any thread."""
-    for coverage in (inside.began or _now).coverages:
+    for coverage in current().coverages:
         coverage.add(kind, what, times)
 
 
