@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: lint, types, tests, speed, size. Sets its own environment up.
-# --quick, as the first word: in under a minute, what the change since the last commit can touch (or the last commit did).
+# As the first word, --quick: in under a minute, what the change since the last commit can touch (or the last commit did).
+# --all: the tests marked `nightly` as well, which take longer than all others together.
 source "$(dirname "$0")/environment.sh"
 bin="$VENV/bin"
 
@@ -14,20 +15,26 @@ if [ "${1:-}" = --quick ]; then
     export NONDET_QUICK=35
     exec "$bin/pytest" -q -n 2 --dist loadfile --no-loadscope-reorder "${near[@]}" "$@"
 fi
+if [ "${1:-}" = --all ]; then
+    shift
+    export NONDET_ALL_TESTS=1 # read by tests/conftest.py
+fi
 install "[dev]"
 export CI="${CI:-1}" # what a test needs and lacks is then a failure, not a skip
 
 "$bin/ruff" check .
 "$bin/ruff" format --check .
-"$bin/mypy"
+new=$(mktemp -d)
+trap 'rm -rf "$new"' EXIT
+"$bin/mypy" > "$new/mypy" 2>&1 & # while the tests run
+mypy=$!
 # A worker a core, four at most. Each begins with its part of the tests in their order, so that what the tests of a file
 # share is made once; who is through first takes from another's end.
 "$bin/pytest" -n auto --maxprocesses 4 --dist worksteal "$@"
+wait $mypy || { cat "$new/mypy"; exit 1; }
 
 # Is an operator many times slower beside stock than it was? Ratios within this run, of CPU time, against a kept run; on a
 # CPU with other vector instructions than the kept run's its bits are asked alone. What it says is on stderr.
-new=$(mktemp -d)
-trap 'rm -rf "$new"' EXIT
 "$bin/nondet" bench linear softmax rms-norm attention --device cpu --threads 1 --clock cpu --m 1 --m 16 --k 256 --n 1024 \
     --check docs/evidence/cpu-xeon/ci.jsonl --slower 4 --out "$new/ci.jsonl" > /dev/null
 # And what a call costs the host, stock beside inside of batch_invariant(): a plan that is made anew at every call shows.

@@ -34,8 +34,13 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(os.environ["NONDET_CACHE"], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that only a GPU can answer, with the reason."""
+@pytest.hookimpl(trylast=True)  # after -m has made its choice
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave `nightly` tests out unless -m names them, and skip tests that only a GPU can answer, with the reason."""
+    if "nightly" not in config.option.markexpr and not os.environ.get("NONDET_ALL_TESTS"):
+        nightly = [item for item in items if "nightly" in item.keywords]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if "nightly" not in item.keywords]
     if torch.cuda.is_available():
         return
     for item in items:
