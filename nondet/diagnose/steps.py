@@ -177,7 +177,7 @@ def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
 # here; how a session's limits are changed, and what shows that a change took effect, is the table's of `nondet sample
 # --vary` (`nondet.sampling.axes`): the request alone in steps of a small budget is chunked, and nothing else.
 
-_NEW = 32  # tokens of each completion: differences show in the first few
+_NEW = 8  # tokens of each completion: differences show in the first few
 _BATCHES = (2, 3, 4, 8, 16, 32)
 _LENGTHS, _ARRIVALS = (1, 7, 33, 120), (0, 5)
 _CHUNKS = (1, 7, 16, 32)
@@ -307,7 +307,8 @@ def _session(engine: Engine, arm: Arm) -> Session:
 # About how long a diagnosis of the default size may take, by device.
 WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
-_AXIS_TRIALS = 24
+_RATE_S = 8.0  # for further rounds where the first one has shown that the batch matters: they only narrow the rate
+_AXIS_TRIALS, _AXIS_LAST = 24, 5  # of all axes: every value, and the last of each
 _TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
 _TRACE_LEAST = 5.0  # sessions of either arm to a first culprit: once freely, three times under control, once to name it
 _CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, where nothing is known of it yet
@@ -319,10 +320,10 @@ class Effort:
     """What is asked."""
 
     rounds: int  # of the plan's rounds
-    every: int = 1  # every so manieth value of an axis, and the last
+    every: int = 1  # every so manieth value of an axis, and the last; 0: the last alone
     margins: int = 2  # rounds in which the logits of flips are looked at
     times: int = 2
-    round_s: float = 0.0  # what a session in company and alone took, warm, set-up and all; 0.0: not measured
+    round_s: float = 0.0  # seconds of a session with concurrent requests, and of a solo one; 0.0: not measured
     alone_s: float = 0.0
 
     def figures(self) -> dict[str, float]:
@@ -333,7 +334,12 @@ class Effort:
         """What is left out and why; "" where nothing is."""
         if self.every == 1 and self.rounds == planned:
             return ""
-        axes = "" if self.every == 1 else f" and every {_ORDINALS[self.every]} value of each axis"
+        axes = "" if self.every == 1 else f" and {_VALUES[self.every]} of each axis"
+        if not self.every:
+            return (
+                f"the first round differs from the solo run, which is proof: {plural(self.rounds, 'round')} of "
+                f"{planned}{axes} run (--within 0 runs all)"
+            )
         return (
             f"a round takes {self.round_s:.1f} s here, and the prompt solo {self.alone_s:.1f} s: "
             f"{plural(self.rounds, 'round')} of {planned}{axes} run, to end in about {within_s:.0f} s "
@@ -348,7 +354,7 @@ class Effort:
 
     @property
     def _axes_s(self) -> float:
-        return self.axis_s(_AXIS_TRIALS) / self.every
+        return self.axis_s(_AXIS_TRIALS) / self.every if self.every else self.axis_s(_AXIS_LAST)
 
     def axis_s(self, trials: int) -> float:
         """What so many completions with one thing varied take."""
@@ -367,17 +373,27 @@ class Effort:
     @property
     def least_cure(self) -> Effort:
         """The same with the cure asked of the fewest rounds, and of as few values as a diagnosis ever asks."""
-        return replace(self, rounds=min(self.rounds, _FEWEST), every=max(_ORDINALS))
+        return replace(self, rounds=min(self.rounds, _FEWEST), every=self.every and max(_VALUES))
 
 
-_ORDINALS = {2: "second", 3: "third"}
+_VALUES = {0: "the last value", 2: "every second value", 3: "every third value"}
 
 
-def chosen_effort(planned: int, round_s: float, alone_s: float, spent_s: float, within_s: float) -> Effort:
-    """The most that fits within `within_s` for everything (0.0: no limit), or the least there is."""
+def chosen_effort(
+    planned: int, round_s: float, alone_s: float, spent_s: float, within_s: float, *, differs: bool = False
+) -> Effort:
+    """The most that fits within `within_s` for everything (0.0: no limit), or the least there is.
+
+    Args:
+        differs: Whether the first round, which came again equal, differs from the solo run: that the batch matters is
+            proven then, and more of the load, or of an axis, cannot change the answer.
+    """
     whole = Effort(planned, round_s=round_s, alone_s=alone_s)
     if not within_s:
         return whole
+    if differs:
+        rounds = max(1, min(planned, int(_RATE_S / max(round_s, 1e-9))))
+        return replace(whole, rounds=rounds, every=0, margins=min(2, rounds))
     half, least = (min(planned, max(_FEWEST, rounds)) for rounds in (-(-planned // 2), 0))
     steps = [
         whole,
@@ -399,8 +415,10 @@ def effort_of(run: Run, planned: int) -> Effort:
 
 def thinned(axes: Sequence[RequestAxis], every: int) -> list[RequestAxis]:
     """The axes with every so manieth trial, and the last: the extremes are where kernels change."""
+    kept = [axis.trials[:-1][::every] if every else () for axis in axes]
     return [
-        axis if axis.shares else replace(axis, trials=(*axis.trials[:-1][::every], *axis.trials[-1:])) for axis in axes
+        axis if axis.shares else replace(axis, trials=(*some, *axis.trials[-1:]))
+        for axis, some in zip(axes, kept, strict=True)
     ]
 
 
@@ -439,7 +457,9 @@ class Diagnoser:
                 if known is None:
                     self.say(f"[{number}/{len(QUESTIONS)}] {question}")
                     self.writer.write(known := self._timed(name, take, so_far))
-                why = f": {known.sentence}" if known.outcome in ("skipped", "unknown") else ""  # else the report tells
+                # the answer that people wait for, and why there is none; of the others the report tells
+                shown = known.name == "batch" or known.outcome in ("skipped", "unknown")
+                why = f": {known.sentence}" if shown else ""
                 self.say(f"[{number}/{len(QUESTIONS)}] {question} {known.outcome}{why}")
         self._write(conclude(self._so_far()))
 
@@ -476,12 +496,15 @@ class Diagnoser:
             began = self.clock()
             traces.append(_trace_of(self._alone().outcomes[0]))
             seconds.append(self.clock() - began)
-        began = self.clock()
         self._collect(STOCK, self.plan.rounds[:1])
-        twice = self.clock() - began
-        step = run_step(self._so_far(), STOCK, [steps_of(so_far)["greedy"].facts["trace"], *traces])
+        facts = steps_of(so_far)["greedy"].facts
+        step = run_step(self._so_far(), STOCK, [facts["trace"], *traces])
+        differs = step.outcome == "yes" and batch_step(self._so_far(), STOCK, facts).outcome == "yes"
         planned = len(self.plan.rounds)
-        effort = chosen_effort(planned, twice / 2, min(seconds), self._spent.spent, self.within_s)
+        # what a round takes that nobody has played: on CUDA a library plans for each shape that is new to it
+        effort = chosen_effort(
+            planned, self._known(0).seconds, min(seconds), self._spent.spent, self.within_s, differs=differs
+        )
         less = effort.sentence(planned, self.within_s)
         sentence = f"{step.sentence}; {less}" if less else step.sentence
         figures = {**step.figures, **effort.figures()}
@@ -517,6 +540,7 @@ class Diagnoser:
         search = Search(
             self.engine, self.loaded.model, *arms, impl=STOCK, choose=arms[1].name == "in company",
             write=self._write, say=lambda line: self.say(f"  {line}"),
+            sweeps=self.loaded.device != "cuda",  # cuDNN plans for each size on the host, seconds in all
             pace=Pace(lambda: self._budget.left - keep, self.clock),
         )  # fmt: skip
         verdict = search.run()
@@ -528,6 +552,8 @@ class Diagnoser:
         if steps_of(so_far)["run"].outcome == "no" and not met:
             outcome, sentence = "unknown", f"{NOT_MET}: {sentence}"
         facts = {"families": "+".join(verdict.families or [])}
+        if facts["families"]:
+            self._warm.add(f"{INVARIANT}:{facts['families']}")
         return _with_less(Step(name="operator", outcome=outcome, sentence=sentence, facts=facts), search.late)
 
     def _margin(self, so_far: Run) -> Step:
@@ -541,7 +567,9 @@ class Diagnoser:
         effort = self._effort(so_far)
         less = self._budget.lacks("all of the load under the cure", effort.cure_s)
         effort = effort.least_cure if less else effort
-        self._collect(INVARIANT, self.plan.rounds[: 1 if again else effort.rounds])
+        every = len(self.plan.rounds)  # that stock differs is proven by one round; that the cure does not takes all
+        rounds = 1 if again else effort.rounds if less or effort.every else every
+        self._collect(INVARIANT, self.plan.rounds[:rounds])
         self._warm |= {STOCK, INVARIANT}
         axes = self._thinned_axes(so_far)  # made under stock
         axes = thinned(axes, effort.every) if less else axes
@@ -597,7 +625,10 @@ class Diagnoser:
         return _session(self.engine, self._arm("", requests))
 
     def _collect(self, impl: str, rounds: tuple[tuple[Request, ...], ...]) -> None:
-        collect(self.loaded, Plan(self.plan.load, rounds), [impl], self.writer, seed=self.seed, threads=self.threads)
+        collect(
+            self.loaded, Plan(self.plan.load, rounds), [impl], self.writer, seed=self.seed, threads=self.threads,
+            played=self._known(0) if impl == STOCK else None,
+        )  # fmt: skip
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
         facts = steps_of(so_far)["greedy"].facts

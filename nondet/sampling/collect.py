@@ -106,11 +106,14 @@ def collect(
     progress: Progress | None = None,
     preparing: Preparing | None = None,
     told: Told | None = None,
+    played: Session | None = None,
 ) -> None:
     """Run whatever the run file does not hold yet.
 
     Args:
         elsewhere: An engine in another process, which is put under an implementation by its own means.
+        played: The first round as this process has run it already under the one implementation that is named: then
+            nothing has to be warmed up, and this is the run that the recorded one is compared with.
         repeat: After an implementation's rounds, run its first one again and compare every bit: whether the same call
             gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
         settle: How many further rounds may be run again, where a prompt parted and the first round alone can't tell
@@ -138,7 +141,7 @@ def collect(
         for impl in impls:
             with under(impl) as counted:
                 common = (writer, traces, impl, loaded, plan, seed, counted)
-                _Rounds(*common, engine, weights, settle, progress, preparing, told).run(repeat)
+                _Rounds(*common, engine, weights, settle, progress, preparing, told, played).run(repeat)
 
 
 @dataclass
@@ -223,6 +226,7 @@ class _Rounds(_Sessions):
     progress: Progress | None
     preparing: Preparing | None
     told: Told | None
+    played: Session | None = None
     done: int = 0
     tokens: int = 0
 
@@ -235,8 +239,9 @@ class _Rounds(_Sessions):
             return
         self.done = sum(r.target for i, requests in enumerate(rounds) if i not in missing for r in requests)
         report = None if self.preparing is None else partial(self.preparing, self.impl)
-        model = getattr(self.engine, "model", None)  # over ranks it is in other processes
-        warm_up(model, self.plan, self.loaded.device, self._session, report)
+        if self.played is None:
+            model = getattr(self.engine, "model", None)  # over ranks it is in other processes
+            self.played = warm_up(model, self.plan, self.loaded.device, self._session, report)
         first: Session | None = None
         for index in missing:
             session = self.collect(index, partial(self._session, rounds[index], self._count))
@@ -245,7 +250,8 @@ class _Rounds(_Sessions):
                 self.told(self.impl, self._recorded())
         if again and first is not None:
             started = time.perf_counter()
-            self.writer.write(repeat_row(self.loaded, self.impl, first, self._session(rounds[0]), started))
+            other = self.played or self._session(rounds[0])
+            self.writer.write(repeat_row(self.loaded, self.impl, first, other, started))
         held = [0] if again and first is None else []  # a resumed run holds it against what another process wrote
         for index in held + self._open_rounds():
             started = time.perf_counter()

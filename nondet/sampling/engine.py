@@ -914,8 +914,8 @@ _SIZES_MOST = 256
 
 
 def warm_up(
-    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], object], progress: Progress | None = None
-) -> None:
+    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
+) -> Session | None:
     """Meet what the rounds will meet, under the implementation that is on.
 
     On CUDA that is a matter of each size met (a kernel is compiled, a library's algorithm proven, cuDNN plans). So the
@@ -925,18 +925,22 @@ def warm_up(
     Args:
         model: Whose layers are called; None: they are in other processes.
         progress: Told of the calls of layers and of the round, one call more: whenever it compiles or proves something.
+
+    Returns:
+        The first round, where it was played whole.
     """
     if device == "cuda":
         if model is None:
-            play(plan.rounds[0])
-        else:
-            _prepare_and_play(model, plan, play, progress or (lambda *_: None))
-        return
+            return play(plan.rounds[0])
+        return _prepare_and_play(model, plan, play, progress or (lambda *_: None))
     head = plan.rounds[0][:_WARM_REQUESTS]
     play([replace(r, max_new_tokens=min(r.max_new_tokens, _WARM_TOKENS), arrival_step=0) for r in head])
+    return None
 
 
-def _prepare_and_play(model: Any, plan: Plan, play: Callable[[Sequence[Request]], object], progress: Progress) -> None:
+def _prepare_and_play(
+    model: Any, plan: Plan, play: Callable[[Sequence[Request]], Session], progress: Progress
+) -> Session:
     calls = 0
 
     def layers(done: int, total: int, _: FirstUses) -> None:
@@ -947,8 +951,9 @@ def _prepare_and_play(model: Any, plan: Plan, play: Callable[[Sequence[Request]]
     with first_uses() as uses:
         prepare(model, *sizes_of(plan.load), layers)
         uses.on_change = lambda so_far: progress(calls, calls + 1, so_far)
-        play(plan.rounds[0])
+        session = play(plan.rounds[0])
     progress(calls + 1, calls + 1, uses)
+    return session
 
 
 def sizes_of(load: Load) -> tuple[list[int], list[int]]:

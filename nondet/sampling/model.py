@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -428,6 +429,20 @@ def load_model(
         | {"vocabulary": rows}
         | quantization_of(given, model, dtype),
     )
+
+
+def load_libraries() -> None:
+    """Start the CUDA libraries of products and attention on another thread, while a model is being loaded.
+
+    Their first call reads hundreds of megabytes, seconds on a machine that has not done so before.
+    """
+
+    def first_calls() -> None:
+        with suppress(RuntimeError):  # whoever needs what is missing says so
+            x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+            torch.nn.functional.scaled_dot_product_attention(x @ x, x, x, attn_mask=x)  # with a mask, as the engine
+
+    threading.Thread(target=first_calls, name="nondet-libraries", daemon=True).start()
 
 
 def quantization_of(given: Any, model: Any, dtype: str) -> dict[str, str]:

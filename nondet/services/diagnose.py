@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +22,9 @@ from nondet.services.run import Output, Request, Sink
 from nondet.services.sample import open_model, planned, prompt_text
 
 # Many short rounds: completions of one round are not independent, and a difference shows within a few tokens.
-_LOAD, _N, _MAX_TOKENS = "default,targets=12,others=12,spread=24", 60, 64
+_LOAD, _N, _MAX_TOKENS = "default,targets=12,others=12,spread=12", 60, 64
 _MOST = 10_000
+_CORES_LEAST, _WEIGHTS_MOST = 8, 4 * 2**30  # for compiling in another process meanwhile: cores; bytes of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +86,55 @@ def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
     output = Output(request, "diagnose", sink)
     output.check_side_file()
     text = prompt_text(request.prompt, request.prompt_file)
+    with _compiling_ahead(request, text) if _can_compile_ahead(request) else nullcontext():
+        _diagnose(request, output, text)
+    return output.present()
 
+
+def _can_compile_ahead(request: DiagnoseRequest) -> bool:
+    """Whether there is a GPU, with cores and memory for a second process that holds the model as well."""
+    if request.device == "cpu" or not Path("/dev/nvidia0").exists() or (os.cpu_count() or 1) < _CORES_LEAST:
+        return False
+    if request.model is None:
+        return True
+    weights = list(Path(request.model).glob("*.safetensors")) if Path(request.model).is_dir() else []
+    return 0 < sum(path.stat().st_size for path in weights) <= _WEIGHTS_MOST
+
+
+@contextmanager
+def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
+    """Meanwhile another process completes a round of this load under the invariant kernels.
+
+    Its results are thrown away, and whether it succeeds does not matter: what it compiles and proves is kept on disk,
+    where the diagnosis finds it when it comes to the cure.
+    """
+    with tempfile.TemporaryDirectory(prefix="nondet-ahead-") as folder:
+        prompt = Path(folder, "prompt.txt")
+        prompt.write_text(text, encoding="utf-8")
+        options = {
+            "model": request.model, "prompt-file": prompt, "load": request.load, "n": request.engine_load.targets,
+            "max-tokens": request.max_tokens, "seed": request.seed, "dtype": request.dtype, "device": request.device,
+            "out": Path(folder, "ahead.jsonl"),
+        }  # fmt: skip
+        argv = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        # the family that is replaced first in most traces, then all of them: they launch it in other forms
+        argv += ["--impl", "invariant:attention", "--impl", "invariant", "--no-cuda-graphs"]
+        argv += ["--trust-remote-code"] if request.trust_remote_code else []
+        child = subprocess.Popen(  # noqa: S603 - this program
+            [sys.executable, "-m", "nondet", "sample", *argv],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            child.kill()
+            child.wait()
+
+
+def _diagnose(request: DiagnoseRequest, output: Output, text: str) -> None:
     from nondet.diagnose.steps import WITHIN_S, Diagnoser
 
+    sink = output.sink
     loaded = open_model(request, sink)
     n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
     impls = ["stock", "invariant"]
@@ -94,4 +146,3 @@ def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
     described |= {"within_s": within_s} | ({"bound": True} if bound else {})
     with output.recording("diagnose", described, seed) as writer, sink.steps() as say:
         Diagnoser(loaded, plan, writer, seed, request.threads, say, within_s, bound).run()
-    return output.present()

@@ -246,9 +246,11 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
 
 def open_model(request: Any, sink: Sink) -> LoadedModel:
     """The model of a request, on its device and under its threads."""
-    from nondet.sampling.model import is_random, load_model, local_folder
+    from nondet.sampling.model import is_random, load_libraries, load_model, local_folder
 
     device = pick_device(request.device, request.threads)
+    if device == "cuda":
+        load_libraries()
     if request.model is not None and not sink.quiet and (is_random(request.model) or local_folder(request.model)):
         sink.say(f"loading {request.model} ...")
     loaded = load_model(request.model, request.dtype, device, trust_remote_code=request.trust_remote_code)

@@ -250,12 +250,15 @@ _FAMILY_OF = {
 }
 
 
-def replays(a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, name: str) -> Iterator[Replay]:
+def replays(
+    a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, name: str, *, sweeps: bool = True
+) -> Iterator[Replay]:
     """Every replay of the call, as it is done.
 
     Args:
         out_a, out_b: This request's part of the recorded results.
         name: What was called, as "scaled_dot_product_attention".
+        sweeps: Whether the call is repeated at other numbers of rows and keys: libraries plan for each of them anew.
     """
     device = out_b.device.type
     again = _guarded("repeat", lambda: _repeat(b, out_b))
@@ -270,8 +273,9 @@ def replays(a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.
         if values is not None:
             yield values
             yield _guarded("order", lambda: _order(b, out_b))
-        yield _guarded("M", lambda: _sweep(b, "M", device))
-        if b.keys:
+        if sweeps:
+            yield _guarded("M", lambda: _sweep(b, "M", device))
+        if b.keys and sweeps:
             yield _guarded("keys", lambda: _sweep(b, "keys", device))
     else:
         yield _guarded("values", lambda: _values(b, out_b))

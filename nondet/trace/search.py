@@ -210,6 +210,26 @@ def logits_at_fault(bare: Session, captured: Session) -> str:
     return ""
 
 
+def not_again(first: Session, later: Session, forced: Mapping[str, Sequence[int]]) -> str:
+    """Where the logits of an arm's first session in this process differ from a later one's; "" where none do.
+
+    The batches are the same. So a difference is of what the process did before: a kernel that warms up, or a tuner that
+    takes another order at the first call of a size. Contexts are equal as far as the first session chose the tokens
+    that the later one was fed.
+    """
+    for name, tops in later.tops.items():
+        chosen = next(o.token_ids for o in first.outcomes if o.request.id == name)
+        for index, (x, y) in enumerate(zip(first.tops.get(name, []), tops, strict=False)):
+            if _bits(x) != _bits(y):
+                return (
+                    f"its first session in this process differs from a later one with the same batches, in the logits "
+                    f"of {name} at token {index}: what ran before decides, not the batch"
+                )
+            if chosen[index : index + 1] != [*forced.get(name, chosen)[index : index + 1]]:
+                break
+    return ""
+
+
 def _bits(top: tuple[float, float, int, int]) -> tuple[str | int, ...]:
     """Two largest logits and their tokens, so that NaN equals NaN and -0.0 is not 0.0."""
     return top[0].hex(), top[1].hex(), *top[2:]
@@ -374,6 +394,7 @@ class Naming:
 
     Attributes:
         replaced: Families that are replaced in both arms by now; who asks has entered them.
+        sweeps: Whether the call is replayed at other numbers of rows and keys, too.
     """
 
     model: Any
@@ -381,6 +402,7 @@ class Naming:
     site: Site
     number: int
     replaced: list[str]
+    sweeps: bool = True
 
     def replayed(self, pair: Pair, finding: Finding, records: tuple[StepRecord, StepRecord]) -> Guilty:
         """The named call, made again alone."""
@@ -397,7 +419,7 @@ class Naming:
         if len(able) == 2 and len(parts) == 2:
             device = self.model.device.type
             kernels = [kernels_of(call, device) for call in able]
-            done = list(replays(able[0], able[1], parts[0], parts[1], name))
+            done = list(replays(able[0], able[1], parts[0], parts[1], name, sweeps=self.sweeps))
         cured = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
         if not cured and any("keys" in roles for roles in pair.roles.values()):
             cured = ["attention"]  # a part of attention: its cure is one order over a request's own keys
@@ -511,11 +533,13 @@ class Search:
         expected: Mapping[str, str] | None = None,
         earlier: Sequence[Record] = (),
         script: bool = False,
+        sweeps: bool = True,
         pace: Pace | None = None,
     ) -> None:
         self.engine, self.model, self.a, self.b, self.impl = engine, model, a, b, impl
         self.choose, self.say, self.expected = choose, say, expected or {}
         self._known, self._write, self._script = {record.key: record for record in earlier}, write, script
+        self._sweeps = sweeps
         self.guilty: Guilty | None = None
         self.late, self._pace = "", pace or Pace()
         self._culprits: list[Culprit] = []
@@ -541,6 +565,9 @@ class Search:
             site = self._controlled(last)
             if isinstance(site, TraceVerdict):
                 return site
+            if site is None and last is not None:
+                note = "what the first sessions of the arms showed did not come again: it was seen once, not reproduced"
+                return self._end("unknown", notes=[note])
             if site is None:
                 others = len(self.b.requests) - 1
                 company = f"{others} other request{'' if others == 1 else 's'}"
@@ -554,7 +581,7 @@ class Search:
         self.say("controls: the weights, and each arm without capture")
         self._control("weights", None, f"weights {weights_digest(self.model)}, hashed once, are those of both arms")
         with self._pace.timed():
-            sessions = self.a.run(self.engine), self.b.run(self.engine)
+            sessions = self._first = self.a.run(self.engine), self.b.run(self.engine)
         alone = self.a.outcome(sessions[0])
         if self.choose:
             self._choose(alone, sessions[1])
@@ -616,8 +643,11 @@ class Search:
             if same_records(first, second_capture) is not None:
                 return self._run_to_run(arm, (first, second_capture))
         cost: dict[str, float] = {}
-        for arm, (_, session), (_, second) in zip(arms, once, again, strict=True):
+        for arm, first, (_, session), (_, second) in zip(arms, self._first, once, again, strict=True):
             bare = arm.run(self.engine, Until(arm.request, last))
+            if note := not_again(first, bare, arm.forced):
+                self._control("run to run", False, f"arm {arm.title}: {note}")
+                return self._end("run-to-run", notes=[f"arm {arm.title}: {note}"])
             note = logits_at_fault(bare, session)
             if note:
                 self._control("capture", False, f"arm {arm.title}: {note}")
@@ -702,7 +732,7 @@ class Search:
     def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit | None:
         """The guilty call there, on record; None where it is the one named before, whose replacement did not help."""
         self.say(f"fine pass: position {site.position}, {place_of(site)}")
-        naming = Naming(self.model, (self.a, self.b), site, number, list(self._families))
+        naming = Naming(self.model, (self.a, self.b), site, number, list(self._families), self._sweeps)
         ours = "attention" in self._families or self.impl.startswith("invariant")
         guilty = name_culprit(self.engine, naming, self._recorded, opaque_attention=ours, steady=steady)
         if self._culprits and _call_of(guilty.culprit) == _call_of(self._culprits[-1]):

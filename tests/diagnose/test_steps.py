@@ -183,7 +183,7 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
     monkeypatch.setattr(Diagnoser, "_arms", lambda *_: (SimpleNamespace(name="alone"), SimpleNamespace(name="again")))
     monkeypatch.setattr(Diagnoser, "engine", None)
     writer = open_run(tmp_path / "run.jsonl", command="diagnose", plan={}, environment={})
-    diagnoser = Diagnoser(SimpleNamespace(model=None), Plan(parse_load(_LOAD), ()), writer, 0, 1, lambda _: None)  # type: ignore[arg-type] # no model
+    diagnoser = Diagnoser(SimpleNamespace(model=None, device="cpu"), Plan(parse_load(_LOAD), ()), writer, 0, 1, lambda _: None)  # type: ignore[arg-type] # no model
     diagnoser._budget = Budget()
     step = diagnoser._operator(run_of({"greedy": "yes", "run": "no"}))
     assert step.outcome == ("yes" if finding == "run-to-run" else "unknown")
@@ -211,6 +211,18 @@ def test_a_slow_one_is_asked_less_and_told_what() -> None:
     assert "2 rounds of 5 and every third value" in sentence
     assert "8.0 s" in sentence
     assert "--within 0" in sentence
+
+
+def test_where_the_first_round_is_proof_rounds_only_narrow_the_rate() -> None:
+    """As many as take a few seconds, and one value of each axis; where rounds are slow, the one that is proof."""
+    quick, slow = (chosen_effort(5, *times, 36.0, 120.0, differs=True) for times in (XEON, SLOW))
+    assert (quick.rounds, quick.every, quick.margins, quick.times) == (5, 0, 2, 2)
+    assert (slow.rounds, slow.every, slow.margins, slow.times) == (1, 0, 1, 2)
+    assert "which is proof: 1 round of 5 and the last value of each axis run" in slow.sentence(5, 120.0)
+    assert slow.least_cure.every == 0
+    assert chosen_effort(5, *SLOW, 36.0, 0.0, differs=True) == Effort(5, round_s=8.0, alone_s=5.5)
+    axes = make_axes(parse_load("default"), range(30), range(30), 512)
+    assert [[t.name for t in axis.trials] for axis in thinned(axes, 0)][0] == ["32 requests"]
 
 
 @pytest.mark.parametrize("planned", [1, 2, 3, 5, 9])

@@ -27,6 +27,8 @@ from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact, replays
 from nondet.trace.repro import write_and_run
 from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
+from nondet.verdict.gate import exit_code
+from tests.build import run_of
 from tests.trace.conftest import LOAD, arms_of, model_of, trace
 
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
@@ -189,6 +191,20 @@ class Drifts(nn.Module):
         """[..., K] -> [..., N]."""
         self.calls += 1
         return self.inner(x) * (1 + 1e-6 * self.calls)
+
+
+class WarmsUp(nn.Module):
+    """The first call of each number of rows takes another order, as a tuner's does."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.seen = inner, set[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        first = x.shape[-2] not in self.seen
+        self.seen.add(x.shape[-2])
+        return self.inner(x) * (1 + 2.0**-20 * first)
 
 
 class Scalars(nn.Module):
@@ -360,6 +376,16 @@ def test_what_changes_from_run_to_run_is_no_batch_dependence() -> None:
     assert traced.control("run to run").passed is False
     assert traced.culprits[0].module == "model.layers.1.mlp.down_proj"
     assert [r.name for r in traced.culprits[0].replays] == ["repeat", "substitution"]  # the rest would be noise
+
+
+def test_a_first_session_that_does_not_come_again_is_no_clean_trace() -> None:
+    """Every later session of an arm agrees; the first one did not, so what ran before decides, and no gate opens."""
+    with planted(WarmsUp) as model:
+        traced = trace(model, impl="invariant")
+    assert traced.verdict.finding == "run-to-run"
+    assert traced.control("run to run").passed is False
+    assert "first session in this process differs" in traced.verdict.sentences[0]
+    assert exit_code(run_of(trace_verdicts=[traced.verdict]), "divergent")[0] == 3
 
 
 def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
