@@ -53,12 +53,14 @@ class Finding:
     Attributes:
         guilty: The first call with equal inputs and unequal outputs.
         after: Where there is none: the first call whose inputs differ already, though nothing before it is guilty.
+        outside: Whether these are given to the region, so that no call in there computed them.
         compared: Calls that were set side by side and understood.
         unmatched: Calls before the guilty one that only one arm made, as "a: module call".
     """
 
     guilty: Pair | None = None
     after: Pair | None = None
+    outside: bool = False
     compared: int = 0
     unmatched: list[str] = field(default_factory=list)
 
@@ -88,7 +90,18 @@ def first_guilty(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> 
             return finding
         if pair.equal_inputs is False and finding.after is None:
             finding.after = pair
+    finding.outside = finding.after is not None and _is_given(finding.after, pairs)
     return finding
+
+
+def _is_given(pair: Pair, pairs: Sequence[Pair]) -> bool:
+    """Whether an input that differs is an argument of a module around the call: then no call in there computed it."""
+    inside = f"{pair.a.key.module}."
+    around = [p.a for p in pairs if p.a.of_module and p is not pair and inside.startswith(f"{p.a.key.module}.")]
+    given = [slot.value.reshape(-1) for event in around for slot in event.inputs if slot.value is not None]
+    made = [slot.value.reshape(-1) for event in around for slot in event.outputs if slot.value is not None]
+    values = [s.value.reshape(-1) for s in pair.a.inputs if s.path in pair.unequal_inputs and s.value is not None]
+    return any(any(_is(v, x) for x in given) and not any(_is(v, x) for x in made) for v in values)
 
 
 def canonical(record: StepRecord) -> Iterator[Event]:

@@ -75,6 +75,7 @@ class Event:
         constants: Arguments that are no tensors, by place.
         function, args, kwargs: What was called, for replays: tensors are the copies, weights the weights themselves.
             None where the call can't be made alone.
+        of_module: Whether it is a module's, with all calls inside.
     """
 
     key: EventKey
@@ -84,6 +85,7 @@ class Event:
     function: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    of_module: bool = False
 
 
 @dataclass
@@ -526,6 +528,7 @@ class FineCapture:
             path = self._path.pop()
             outputs = self._slots({"out": output if not isinstance(output, dict) else list(output.values())})
             event = self._add(path, type(module).__name__, inputs, outputs)
+            event.of_module = True
             if alone is not None and self._record.row >= 0 and not self._record.limited:
                 event.function, (event.args, event.kwargs) = module, alone
 

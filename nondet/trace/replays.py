@@ -150,13 +150,17 @@ class RecordedCall:
         return tensor.dtype.is_floating_point and len(roles) == 1
 
 
+# parts of names of what computes nothing: views, and memory that is allocated
+_NO_KERNELS = ("view", "expand", "transpose", "aten.t.", "slice", "detach", "alias", "empty")
+
+
 class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(tag in str(func) for tag in ("view", "expand", "transpose", "aten.t.", "slice", "detach", "alias")):
+        if not any(tag in str(func) for tag in _NO_KERNELS):
             self.names.setdefault(str(func).removesuffix(".default"))
         return func(*args, **(kwargs or {}))
 
@@ -263,7 +267,9 @@ def replays(
     device = out_b.device.type
     again = _guarded("repeat", lambda: _repeat(b, out_b))
     yield again
-    if again.status == "divergent":  # whatever else is changed, its bits change by themselves: nothing follows from it
+    # its bits change by themselves, or follow something that was not captured: whatever else is changed, nothing
+    # follows from what comes out
+    if again.status == "divergent" or not again.equals_second:
         yield _guarded("substitution", lambda: _substitution(b, name))
         return
     if b.axis:

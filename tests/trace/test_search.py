@@ -24,7 +24,7 @@ from nondet.kernels.scaled.functions import quantize_tensor
 from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import make_engine
 from nondet.trace.capture import CoarseCapture
-from nondet.trace.replays import RecordedCall, exact, replays
+from nondet.trace.replays import RecordedCall, exact, operators_of, replays
 from nondet.trace.repro import write_and_run
 from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
 from nondet.verdict.gate import exit_code
@@ -386,6 +386,32 @@ def test_a_first_session_that_does_not_come_again_is_no_clean_trace() -> None:
     assert traced.control("run to run").passed is False
     assert "first session in this process differs" in traced.verdict.sentences[0]
     assert exit_code(run_of(trace_verdicts=[traced.verdict]), "divergent")[0] == 3
+
+
+def test_what_is_given_to_a_layer_from_outside_was_not_written_in_between() -> None:
+    """A rotary embedding whose cos follows the number of rows: no call of the layer computes it, and it is said so."""
+    model = model_of("llama")
+    rotary = model.model.rotary_emb
+    plain = rotary.forward
+    rotary.forward = lambda x, *a, **k: tuple(part * (1 + 2.0**-12 * x.shape[1]) for part in plain(x, *a, **k))
+    traced = trace(model, impl="invariant")
+    assert traced.verdict.finding == "batch-dependent"
+    assert "given to the layer from outside" in traced.culprits[0].sentence
+    assert not traced.culprits[0].call
+
+
+def test_nothing_follows_from_replays_that_do_not_give_what_was_recorded() -> None:
+    """A product of 3 rows is held against another result: only the repetition, and what its cure would be, are said."""
+    call = product(F.linear, torch.float32)
+    recorded = call.run() + 1
+    done = list(replays(call, call, call.run(), recorded, "linear"))
+    assert [replay.name for replay in done] == ["repeat", "substitution"]
+    assert "not the recorded one" in done[0].sentence
+
+
+def test_memory_that_is_allocated_is_no_kernel() -> None:
+    """Of a call that allocates and fills only the filling is named."""
+    assert operators_of(lambda: torch.empty(3).fill_(1.0)) == ["aten.fill_.Scalar"]
 
 
 def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
