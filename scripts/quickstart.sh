@@ -1,13 +1,24 @@
 #!/usr/bin/env bash
 # From a bare machine to a report: an environment, a diagnosis of the embedded model, every operator probe, 1,000
-# completions of one prompt with stock and with batch-invariant kernels, and both reports. Takes the GPU if there is one. Run again, it makes new run files.
+# completions of one prompt with stock and with batch-invariant kernels, and one report of all three. Takes the GPU if
+# there is one. Run again, it makes new run files.
 source "$(dirname "$0")/environment.sh"
 install ""
 nondet="$VENV/bin/nondet"
-stamp=$(date +%Y%m%d-%H%M%S)
-out="runs/quickstart-$stamp"
+out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
 
-"$nondet" diagnose --out "$out-diagnose.jsonl"
-"$nondet" probe all --out "$out-probes.jsonl"
-"$nondet" sample --n 1000 --impl both --out "$out-sample.jsonl"
-"$nondet" report "$out-diagnose.jsonl" "$out-sample.jsonl" "$out-probes.jsonl" --out "$out.html" --out "$out.md"
+part() { # part NAME TITLE COMMAND...: progress meanwhile, then what was found, in one sentence
+    local run="$out-$1.jsonl"
+    printf '\n%s\n' "$2"
+    "$nondet" "${@:3}" --out "$run" > /dev/null
+    "$nondet" report "$run" --quiet
+}
+
+echo "Three questions, about 3 minutes on two CPU cores and 2 on a GPU. The first answer comes within one."
+part diagnose "1 of 3: does the model's output depend on its batch, where, why, and what is the cure?" diagnose
+part probes "2 of 3: which operators depend on their batch?" probe all
+part sample "3 of 3: 1,000 completions under load, with stock and with batch-invariant kernels" \
+    sample --n 1000 --impl both
+"$nondet" report "$out-diagnose.jsonl" "$out-sample.jsonl" "$out-probes.jsonl" --out "$out.html" --out "$out.md" -q
+echo
+echo "Report: $out.html, $out.md"

@@ -393,7 +393,7 @@ def chosen_effort(
         return whole
     if differs:
         rounds = max(1, min(planned, int(_RATE_S / max(round_s, 1e-9))))
-        return replace(whole, rounds=rounds, every=0, margins=min(2, rounds))
+        return replace(whole, rounds=rounds, every=0, margins=1)
     half, least = (min(planned, max(_FEWEST, rounds)) for rounds in (-(-planned // 2), 0))
     steps = [
         whole,
