@@ -376,7 +376,7 @@ class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
     """One thing about the company varied, with the others held, against the request alone."""
 
     keyed_by = ("impl", "axis")
-    axis: str  # "batch size", "ragged company", "chunked prefill" or "prefix sharing"
+    axis: str  # "batch size", "ragged company", "long prompt", "chunked prefill" or "prefix sharing"
     impl: str
     held: str
     values: list[str]

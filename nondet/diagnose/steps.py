@@ -170,7 +170,8 @@ def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
     return f"{NAME} {best:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
 
 
-# What about the batch matters: its size, ragged lengths, chunks of a prefill, shared prefixes, each varied alone.
+# What about the batch matters: its size, ragged lengths, short requests beside a long one, chunks of a prefill, shared
+# prefixes, each varied alone.
 #
 # Every trial is an engine session of its own in which one thing is not as it is for the request alone; all completions
 # of the prompt in it are compared with the reference, token by token and logprob bit by bit. Who else is there is said
@@ -181,6 +182,8 @@ _NEW = 8  # tokens of each completion: differences show in the first few
 _BATCHES = (2, 3, 4, 8, 16, 32)
 _LENGTHS, _ARRIVALS = (1, 7, 33, 120), (0, 5)
 _CHUNKS = (1, 7, 16, 32)
+# tokens of a long prompt: attention takes its keys in tiles of 64 to 512, so a short one never meets a second tile
+_FAR, _BESIDE = 640, 7
 
 
 @dataclass(frozen=True)
@@ -211,9 +214,10 @@ def make_axes(
     """
     prompt = tuple(prompt)
     long = long_prompt(prompt, completion, context)
-    new, new_long = (max(1, min(_NEW, len(completion), context - len(p))) for p in (prompt, long))
+    far = tuple(islice(cycle((*prompt, *completion)), max(len(long), min(_FAR, context - _NEW))))
+    new, new_long, new_far = (max(1, min(_NEW, len(completion), context - len(p))) for p in (prompt, long, far))
     lengths = [n for n in _LENGTHS if n + new <= context]
-    budget = max(_BATCHES) * len(prompt) + max([len(long), *lengths]) + max(_BATCHES)
+    budget = max(_BATCHES) * len(prompt) + max([len(far), *lengths]) + max(_BATCHES) + _BESIDE * len(long)
     wide = replace(load, budget=budget, requests=max(_BATCHES), sharing=False, graphs=False)
 
     def trial(name: str, *requests: Request, **limit: str) -> Arm:
@@ -235,22 +239,32 @@ def make_axes(
         for length in lengths
     ]
     chunks = [trial(f"chunks of {size}", long_one, budget=str(size)) for size in _CHUNKS if size < len(long)]
-    half = max(load.page, len(long) // 2)
-    donors = {"the whole prompt": long, "its first half": (*long[:half], *reversed(long[half:]))}
+    far_one = Request("t0", True, far, new_far, 0)
+    beside = [Request(f"b{i}", False, long[i:], new_long, 0) for i in range(min(_BESIDE, len(long)))]
+    late = [replace(one, arrival_step=2 + i) for i, one in enumerate(beside)]
+    fars = [
+        trial(f"{len(beside)} short requests at once", far_one, *beside),
+        trial(f"{len(beside)} short requests that begin beside its decode", far_one, *late),
+    ]
+    half = max(load.page, len(far) // 2)
+    donors = {"the whole prompt": far, "its first half": (*far[:half], *reversed(far[half:]))}
     # the donor is through by then: nobody else is in any step of the request. Its second token is there for the engine,
     # which keeps only pages of a request that has decoded
-    later = replace(long_one, arrival_step=2 * len(long) + 8)
+    later = replace(far_one, arrival_step=2 * len(far) + 8)
     donated = {value: (Request("b0", False, donor, 2, 0), later) for value, donor in donors.items()}
     shared = [trial(value, *requests, sharing="on") for value, requests in donated.items()]
     off = trial("nothing shared", *shared[0].requests)
-    alone, whole = trial("alone", one), trial("in one piece", long_one)
-    tokens = f"a prompt of {len(long)} tokens"
+    alone, whole, far_alone = trial("alone", one), trial("in one piece", long_one), trial("alone", far_one)
+    tokens, far_tokens = (f"a prompt of {len(p)} tokens" for p in (long, far))
     same = "all requests have the same prompt and begin at once; no chunks, no sharing"
     other = "one other request with a prompt of another length; no chunks, no sharing"
-    donor = f"no other request in its steps, {tokens}, no chunks; an earlier request shares the prefix"
+    donor = f"no other request in its steps, {far_tokens}, no chunks; an earlier request shares the prefix"
     return [
         RequestAxis("batch size", same, alone, tuple(batches)),
         RequestAxis("ragged company", other, alone, tuple(ragged)),
+        RequestAxis(
+            "long prompt", f"{far_tokens} beside short requests; no chunks, no sharing", far_alone, tuple(fars)
+        ),
         RequestAxis("chunked prefill", f"no other request, {tokens}, no sharing", whole, tuple(chunks)),
         RequestAxis("prefix sharing", donor, off, tuple(shared), shares=True),
     ]
@@ -308,7 +322,7 @@ def _session(engine: Engine, arm: Arm) -> Session:
 WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
 _RATE_S = 8.0  # for further rounds where the first one has shown that the batch matters: they only narrow the rate
-_AXIS_TRIALS, _AXIS_LAST = 24, 5  # of all axes: every value, and the last of each
+_AXIS_TRIALS, _AXIS_LAST = 26, 6  # of all axes: every value, and the last of each
 _TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
 _TRACE_LEAST = 5.0  # sessions of either arm to a first culprit: once freely, three times under control, once to name it
 _CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, where nothing is known of it yet

@@ -492,8 +492,8 @@ def _what_is_known(finding: Finding) -> str:
     key = finding.after.a.key
     if finding.outside:
         return (
-            f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)}), and "
-            "they are given to the layer from outside, as a rotary embedding's cos and sin are: whatever computes them "
+            f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)}), "
+            "and they are given to the layer from outside, as a rotary embedding's cos and sin are: what computes them "
             "is the culprit, and it is not among the layer's calls"
         )
     return (

@@ -10,22 +10,24 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from nondet.cli import main
 from nondet.core.records import Diagnosis, Header, Record, Run, Step, TraceVerdict
 from nondet.core.runfile import open_run, read_run
 from nondet.diagnose import steps
-from nondet.diagnose.steps import Budget, Diagnoser, Effort, chosen_effort, effort_of, make_axes, thinned
+from nondet.diagnose.steps import Budget, Diagnoser, Effort, chosen_effort, effort_of, make_axes, thinned, try_axis
 from nondet.diagnose.verdict import QUESTIONS, conclude
 from nondet.sampling.collect import describe
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import Plan, parse_load
+from nondet.sampling.plan import Plan, make_engine, parse_load
 from nondet.verdict.gate import exit_code
 from tests.build import failed, row
 from tests.build import run_of as made_run
 from tests.diagnose.test_verdict import run_of, traced
 from tests.sampling.conftest import planned
+from tests.trace.conftest import model_of
 
 _LOAD = "default,targets=5,others=4,spread=10,prompt=8-60,tokens=4-16,budget=32,page=4"
 
@@ -183,7 +185,9 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
     monkeypatch.setattr(Diagnoser, "_arms", lambda *_: (SimpleNamespace(name="alone"), SimpleNamespace(name="again")))
     monkeypatch.setattr(Diagnoser, "engine", None)
     writer = open_run(tmp_path / "run.jsonl", command="diagnose", plan={}, environment={})
-    diagnoser = Diagnoser(SimpleNamespace(model=None, device="cpu"), Plan(parse_load(_LOAD), ()), writer, 0, 1, lambda _: None)  # type: ignore[arg-type] # no model
+    diagnoser = Diagnoser(
+        SimpleNamespace(model=None, device="cpu"), Plan(parse_load(_LOAD), ()), writer, 0, 1, lambda _: None
+    )  # type: ignore[arg-type] # no model
     diagnoser._budget = Budget()
     step = diagnoser._operator(run_of({"greedy": "yes", "run": "no"}))
     assert step.outcome == ("yes" if finding == "run-to-run" else "unknown")
@@ -222,7 +226,7 @@ def test_where_the_first_round_is_proof_rounds_only_narrow_the_rate() -> None:
     assert slow.least_cure.every == 0
     assert chosen_effort(5, *SLOW, 36.0, 0.0, differs=True) == Effort(5, round_s=8.0, alone_s=5.5)
     axes = make_axes(parse_load("default"), range(30), range(30), 512)
-    assert [[t.name for t in axis.trials] for axis in thinned(axes, 0)][0] == ["32 requests"]
+    assert next([t.name for t in axis.trials] for axis in thinned(axes, 0)) == ["32 requests"]
 
 
 @pytest.mark.parametrize("planned", [1, 2, 3, 5, 9])
@@ -284,6 +288,25 @@ def test_thinned_axes_keep_their_ends() -> None:
     assert len(values["prefix sharing"]) == 2
     assert values["chunked prefill"] == ["chunks of 1", "chunks of 32"]
     assert [len(axis.trials) for axis in thinned(axes, 1)] == [len(axis.trials) for axis in axes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beyond", [128, 512])
+def test_bits_that_change_beyond_a_tile_of_keys_are_seen_by_the_long_prompt_alone(beyond: int) -> None:
+    """Rows from that position on have other bits beside others: no short prompt gets there, whatever its batch."""
+    model = model_of("llama", max_position_embeddings=1024)
+    engine, plain = make_engine("transformers", model), model.model.rotary_emb.forward
+
+    def changed(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        far = (position_ids >= beyond).unsqueeze(-1) & (x.shape[1] > 1)
+        return tuple(part + 2.0**-12 * far * part for part in plain(x, position_ids))
+
+    axes = {axis.name: axis for axis in make_axes(parse_load("default"), range(1, 5), range(5, 69), 1024)}
+    with implementation("invariant"):
+        assert not try_axis(engine, axes["long prompt"], "invariant").traces
+        model.model.rotary_emb.forward = changed
+        assert try_axis(engine, axes["long prompt"], "invariant").traces
+        assert not try_axis(engine, axes["batch size"], "invariant").traces
 
 
 # `nondet diagnose` on the command line: bad input is one line before anything is measured; the gate's codes.
