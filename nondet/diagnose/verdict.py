@@ -224,6 +224,11 @@ def settled(run: Run, name: str) -> str:
         return "no completion of the load differs"
     if name == "cost" and outcome.get("cure") == "no":
         return "batch_invariant() is no cure here"
+    if name == "cost" and run.header.plan.get("device") == "cuda":
+        return (
+            "on a GPU each call of a diagnosis is launched from the host, whose work can outweigh the GPU's, so a "
+            "ratio of such rounds is not the cost of the kernels; nondet bench engine measures it"
+        )
     return ""
 
 
@@ -288,7 +293,7 @@ def conclude(run: Run) -> Diagnosis:
         where=_where(step, axes),
         why=_why(run, finding),
         cure=_cure(step, finding),
-        cost=_sentence(step["cost"].sentence) if step["cost"].outcome == "yes" else "",
+        cost=_cost(step),
         limits=_limits(run, step),
     )
 
@@ -381,6 +386,14 @@ def _cure(step: dict[str, Step], finding: str) -> str:
     }
     lead = leads.get(cure.outcome, "batch_invariant() is no cure here")
     return " ".join([*parts, f"{lead}: {cure.sentence}."])
+
+
+def _cost(step: dict[str, Step]) -> str:
+    cost = step["cost"]
+    if cost.outcome == "yes":
+        return _sentence(cost.sentence)
+    cured = step["cure"].outcome in ("yes", "unknown") and cost.outcome == "skipped"
+    return f"Not measured: {cost.sentence}." if cured else ""
 
 
 def _limits(run: Run, step: dict[str, Step]) -> list[str]:

@@ -103,10 +103,11 @@ def _can_compile_ahead(request: DiagnoseRequest) -> bool:
 
 @contextmanager
 def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
-    """Meanwhile another process completes a round of this load under the invariant kernels.
+    """Meanwhile two other processes complete a round of this load under the invariant kernels.
 
-    Its results are thrown away, and whether it succeeds does not matter: what it compiles and proves is kept on disk,
-    where the diagnosis finds it when it comes to the cure.
+    One has attention invariant alone, which is the first replacement that most traces try, and which launches the
+    kernels in other forms. Their results are thrown away, and whether they succeed does not matter: what they compile
+    and prove is kept on disk, where the diagnosis finds it when it comes to the cure.
     """
     with tempfile.TemporaryDirectory(prefix="nondet-ahead-") as folder:
         prompt = Path(folder, "prompt.txt")
@@ -114,21 +115,22 @@ def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
         options = {
             "model": request.model, "prompt-file": prompt, "load": request.load, "n": request.engine_load.targets,
             "max-tokens": request.max_tokens, "seed": request.seed, "dtype": request.dtype, "device": request.device,
-            "out": Path(folder, "ahead.jsonl"),
         }  # fmt: skip
         argv = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-        # the family that is replaced first in most traces, then all of them: they launch it in other forms
-        argv += ["--impl", "invariant:attention", "--impl", "invariant", "--no-cuda-graphs"]
-        argv += ["--trust-remote-code"] if request.trust_remote_code else []
-        child = subprocess.Popen(  # noqa: S603 - this program
-            [sys.executable, "-m", "nondet", "sample", *argv],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        argv += ["--no-cuda-graphs", *(["--trust-remote-code"] if request.trust_remote_code else [])]
+        children = [
+            subprocess.Popen(  # noqa: S603 - this program
+                [sys.executable, "-m", "nondet", "sample", *argv, "--impl", impl, "--out", f"{folder}/{number}.jsonl"],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+            for number, impl in enumerate(("invariant:attention", "invariant"))
+        ]  # fmt: skip
         try:
             yield
         finally:
-            child.kill()
-            child.wait()
+            for child in children:
+                child.kill()
+                child.wait()
 
 
 def _diagnose(request: DiagnoseRequest, output: Output, text: str) -> None:
