@@ -554,7 +554,7 @@ class Diagnoser:
         search = Search(
             self.engine, self.loaded.model, *arms, impl=STOCK, choose=arms[1].name == "in company",
             write=self._write, say=lambda line: self.say(f"  {line}"),
-            sweeps=self.loaded.device != "cuda",  # cuDNN plans for each size on the host, seconds in all
+            sweeps=self.loaded.device != "cuda",  # cuDNN plans for each size, Triton compiles: many seconds
             pace=Pace(lambda: self._budget.left - keep, self.clock),
         )  # fmt: skip
         verdict = search.run()

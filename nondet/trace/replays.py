@@ -262,7 +262,9 @@ def replays(
     Args:
         out_a, out_b: This request's part of the recorded results.
         name: What was called, as "scaled_dot_product_attention".
-        sweeps: Whether the call is repeated at other numbers of rows and keys: libraries plan for each of them anew.
+        sweeps: Whether the call is repeated at other numbers of rows and keys, for each of which libraries plan anew,
+            and under each family that might cure it, for which kernels are compiled; the family that its name says
+            is tried in the whole run in any case.
     """
     device = out_b.device.type
     again = _guarded("repeat", lambda: _repeat(b, out_b))
@@ -288,7 +290,8 @@ def replays(
     yield _guarded("exact", lambda: exact(b, name))
     if b.axis and (asked := _ASKED.get(name.removeprefix("_"))) is not None:
         yield _guarded("tree", lambda: _trees(a, b, asked, name))
-    yield _guarded("substitution", lambda: _substitution(b, name))
+    if sweeps or name not in _FAMILY_OF:
+        yield _guarded("substitution", lambda: _substitution(b, name))
 
 
 def _replay(name: str, apart: bool, sentence: str, **found: Any) -> Replay:

@@ -423,7 +423,8 @@ class Naming:
         cured = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
         if not cured and any("keys" in roles for roles in pair.roles.values()):
             cured = ["attention"]  # a part of attention: its cure is one order over a request's own keys
-        elif not cured and len(able) < 2:  # it can't be made alone: what its name points to is tried in the whole run
+        elif not cured and (len(able) < 2 or not any(r.name == "substitution" for r in done)):
+            # it can't be made alone, or was not: what its name points to is tried in the whole run
             cured = list(families_for(name)[:1])
         key = pair.a.key
         culprit = msgspec.structs.replace(

@@ -101,6 +101,7 @@ def trace(
     arms: tuple[Arm, Arm] | None = None,
     records: list[Record] | None = None,
     pace: Pace | None = None,
+    sweeps: bool = True,
 ) -> Traced:
     """A whole trace."""
     records = [] if records is None else records
@@ -108,7 +109,6 @@ def trace(
     a, b = arms or arms_of(load)
     search = Search(
         make_engine("transformers", model), model, a, b, impl=impl, choose=True, write=records.append,
-        say=said.append,
-        pace=pace,
+        say=said.append, sweeps=sweeps, pace=pace,
     )  # fmt: skip
     return Traced(search.run(), search, records, said)

@@ -409,6 +409,15 @@ def test_nothing_follows_from_replays_that_do_not_give_what_was_recorded() -> No
     assert "not the recorded one" in done[0].sentence
 
 
+def test_without_sweeps_the_family_of_the_name_is_tried_in_the_whole_run() -> None:
+    """No other sizes, no family by family: a culprit, and the smallest cure, which the whole run confirms."""
+    traced = trace(model_of("llama"), sweeps=False)
+    assert not {"M", "keys", "substitution"} & {r.name for c in traced.culprits for r in c.replays}
+    assert traced.culprits[0].family
+    assert traced.verdict.families
+    assert any(s.agree for s in traced.substitutions)
+
+
 def test_memory_that_is_allocated_is_no_kernel() -> None:
     """Of a call that allocates and fills only the filling is named."""
     assert operators_of(lambda: torch.empty(3).fill_(1.0)) == ["aten.fill_.Scalar"]
