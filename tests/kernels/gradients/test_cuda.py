@@ -18,9 +18,11 @@ from nondet.kernels.dispatch.replacements import root
 from nondet.kernels.gradients import cuda
 from nondet.kernels.rows import cuda as rows
 from tests.build import DEVICE, bell
+from tests.kernels.tiers import at_length
 
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-SIZES = [(5, 1003), (70, 128), (1, 7), (3, 17000)]  # the last of several chunks
+pytestmark = pytest.mark.slow
+DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]
+SIZES = [(5, 1003), *at_length((70, 128), (1, 7)), (3, 17000)]  # the last of several chunks
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +68,7 @@ def test_a_norm_s_gradient_has_the_formulas_bits(dtype: torch.dtype, m: int, wid
     assert cuda.rms_norm_gradient(long, long, long[0], 1e-6) is None
 
 
-@pytest.mark.parametrize("m", [1, 2, 65, 300, 5000, 16385])
+@pytest.mark.parametrize("m", [2, 300, *at_length(1, 65, 5000, 16385)])
 def test_a_sum_over_rows_has_the_bits_of_a_sum_over_a_row(m: int) -> None:
     """Of x, and of g (x scale) as a norm's weight has it; rows in another order have other bits."""
     x, g, scale = bell(m, 70), bell(m, 70, seed=1), bell(m, seed=2).abs()
@@ -105,6 +107,7 @@ build(cuda._columns_kernel, 4, {"NORMED": True, **halves})
 """
 
 
+@pytest.mark.nightly
 def test_they_compile_for_hopper_without_spills(tmp_path: Path) -> None:
     """No GPU needed: no thread is made to hold a whole row, and no product is contracted into a sum."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -17,6 +17,7 @@ from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.core.records import Status
 from nondet.core.registry import load_implementation, load_object, operators
+from tests.kernels.tiers import at_length
 
 FORWARD: dict[str, Any] = {
     "softmax_gradient": lambda x: x.softmax(-1),
@@ -37,7 +38,7 @@ def operands(name: str, dtype: str, device: str, rows: int = 9, seed: int = 5) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", *at_length("bfloat16")])
 @pytest.mark.parametrize("name", FORWARD)
 def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device: str) -> None:
     """So what is certified and timed is what a trainer runs; and each row alone has the bits that it has in a batch."""
@@ -56,7 +57,7 @@ def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device
         assert identical(call(*alone), found[i : i + 1])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", *at_length("bfloat16")])
 @pytest.mark.parametrize("name", FORWARD)
 def test_it_is_as_near_to_float64_as_torch_s(name: str, dtype: str) -> None:
     """1.1 times stock's error at most, over several draws: of one either order is the nearer by chance."""

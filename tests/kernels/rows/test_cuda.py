@@ -29,14 +29,16 @@ from nondet.kernels.rows import cuda_softmax as triton_softmax
 from nondet.kernels.rows.cuda import module_norm
 from nondet.kernels.rows.cuda_softmax import plan, takes
 from tests.build import DEVICE, accuracy_bound
+from tests.kernels.tiers import at_length
 
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
 ]
 OPERATORS = ["sum", "mean", "softmax", "log_softmax", "logsumexp"]
-HALF_AND_SINGLE = [torch.float32, torch.float16]
+HALF_AND_SINGLE = [torch.float32, *at_length(torch.float16)]
 ALL = [*OPERATORS, "cross_entropy", "rms_norm", "rms_norm_residual"]
 
 
@@ -83,7 +85,7 @@ def added_up(parts: list[np.ndarray]) -> np.ndarray:
     return tree(filled, filled.shape[1])
 
 
-@pytest.mark.parametrize("width", [1, 7, 70, 1024, 5000, 9001, 20000])
+@pytest.mark.parametrize("width", [1024, 20000, *at_length(1, 7, 70, 5000, 9001)])
 def test_sum_runs_in_the_written_order(width):
     """The docstring's order, written again in NumPy, gives the kernel's bits; adding from left to right does not."""
     x = make("cancel", 3, width)
@@ -94,8 +96,8 @@ def test_sum_runs_in_the_written_order(width):
         assert not compare.identical(ours, torch.from_numpy(left_to_right))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", [(3, 70), (2, 3, 128), (1, 5000), (9,), (4, 1), (2, 17000)])
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16, torch.float64)])
+@pytest.mark.parametrize("shape", [(2, 3, 128), (2, 17000), *at_length(((3, 70),), ((1, 5000),), ((9,),), ((4, 1),))])
 def test_within_the_accuracy_bound(dtype, shape):
     """Tails, several axes and several blocks a row reach the float64 result."""
     x = make("bell", *shape, dtype=dtype)
@@ -118,7 +120,7 @@ def test_within_the_accuracy_bound(dtype, shape):
         assert compare.error_against(ours, ref).relative_norm <= accuracy_bound(dtype, width)
 
 
-@pytest.mark.parametrize("width", [70, 16385, 17000])
+@pytest.mark.parametrize("width", [70, 17000, *at_length(16385)])
 def test_exponentials_add_up_in_the_written_order(width):
     """The maximum and the sum of every chunk, merged by the tree over chunks, in NumPy."""
     x = make("wide", 3, width)
@@ -136,8 +138,10 @@ def test_exponentials_add_up_in_the_written_order(width):
     torch.testing.assert_close(ours, torch.log_softmax(x.double(), -1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-@pytest.mark.parametrize("width", [17000, 40000])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("softmax", 17000), *at_length(("softmax", 40000), ("log_softmax", 17000))],
+)
 def test_one_launch_is_two_launches(name, width):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
     x = make("wide", 3, width)
@@ -184,8 +188,8 @@ def test_one_launch_with_a_short_lag(monkeypatch):
     assert compare.identical(triton_softmax._softmax("softmax", x, log=False, at_once=True), apart)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("width", [70, 17000])
+@pytest.mark.parametrize("dtype", [torch.float16, *at_length(torch.float32)])
+@pytest.mark.parametrize("width", [70, *at_length(17000)])
 def test_residual_is_two_operators(dtype, width):
     """x + residual as torch rounds it, and the norm of that: bit for bit, whatever the strides. Unrounded differs."""
     x, residual, weight = (
@@ -217,7 +221,9 @@ def test_cross_entropy_is_log_softmax_at_the_target(width):
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
-@pytest.mark.parametrize(("tokens", "heads", "width"), [(3, 4, 128), (1, 4, 64), (5, 1, 64), (70, 8, 96)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width"), [(3, 4, 128), (5, 3, 96), *at_length((1, 4, 64), (5, 1, 64), (70, 8, 96))]
+)
 def test_rms_norm_reads_heads_where_they_lie(tokens: int, heads: int, width: int, dtype: torch.dtype):
     """Queries and keys are slices of one tensor: the bits of their copy, again and at another place, and no copy."""
     whole = make("bell", tokens, (heads + 3) * width, dtype=dtype)
@@ -244,7 +250,7 @@ def test_rms_norm_rounds_once():
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("width", [70, 4100, 17000])
+@pytest.mark.parametrize("width", [70, 17000, *at_length(4100)])
 def test_a_row_does_not_depend_on_the_others(name, width):
     """Alone, among others, at another place: the same bits; another row has other bits."""
     x = make("wide", 4 if width < 10_000 else 2, width)
@@ -348,7 +354,7 @@ def test_sum_has_the_written_bits_in_bfloat16(width):
 
 # transformers' RMSNorm modules in one launch: the bits of the operators one by one, where the text is known.
 
-DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+DTYPES = [torch.float16, *at_length(torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else []))]
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -366,7 +372,7 @@ def composed(x: torch.Tensor, weight: torch.Tensor, eps: float, round_first: boo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("round_first", "plus_one"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("width", [128, 100, 1024])
+@pytest.mark.parametrize("width", [100, *at_length(128, 1024)])
 def test_it_has_the_bits_of_the_operators(width: int, round_first: bool, plus_one: bool, dtype: torch.dtype) -> None:
     """So a forward under autograd, which runs the operators, agrees with a sampler, which runs the kernel."""
     x, weight = rand(5, 3, width).to(DEVICE, dtype), rand(width).to(DEVICE, dtype)
@@ -379,7 +385,7 @@ def test_it_has_the_bits_of_the_operators(width: int, round_first: bool, plus_on
         assert not identical(got, other)
 
 
-@pytest.mark.parametrize("width", [128, 1000])
+@pytest.mark.parametrize("width", [1000, *at_length(128)])
 def test_a_row_has_its_own_bits(width: int) -> None:
     """One row alone, in a batch of any size and at any place of it: the same bits, unlike after another row's."""
     x, weight = rand(40, width).to(DEVICE), rand(width).to(DEVICE)
@@ -536,6 +542,7 @@ print("built", ptx.count("bar.sync"), ptx.count("fma.rn.f32"), ptx.count("ld.glo
 """
 
 
+@pytest.mark.nightly
 def test_it_compiles_for_hopper_without_spills(tmp_path):
     """No GPU needed: its 64 words fit in registers, and 16 loads bring them.
 
@@ -567,7 +574,9 @@ def steps_of(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | 
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
-@pytest.mark.parametrize("shape", [(3, 77), (1, 4096), (2, 3, 128), (5, 1), (300, 16), (2, 16384)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 128), (3, 77), *at_length(((1, 4096),), ((5, 1),), ((300, 16),), ((2, 16384),))]
+)
 def test_layer_norm_in_one_launch_has_the_bits_of_its_steps(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """With and without parameters, of rows in place and strided ones, of ordinary numbers and of nearly equal ones."""
     width = shape[-1]
