@@ -203,6 +203,7 @@ for tile, early in ((h.HOPPER_TILES[0], True), (h.HOPPER_TILES[-1], False)):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(hopper._NO_KERNEL, reason="this Triton has no Gluon for it")
 def test_it_compiles_for_hopper_without_serial_products(tmp_path):
     """No GPU needed: products stay asynchronous, barriers are where the loop waits, all has room; one starts early."""
