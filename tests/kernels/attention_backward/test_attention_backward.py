@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -133,7 +134,8 @@ def gradients(case: Case, tensors: Sequence[torch.Tensor], out: torch.Tensor, de
 
 
 WAYS = ["numpy", pytest.param("triton", marks=pytest.mark.slow)]
-SMALL = ((33, 33), (1, 1), (5, 40))  # for the interpreter: tails of a tile, and queries behind many keys
+# for the interpreter: tails of a tile, and queries behind more keys
+SMALL: dict[str, Any] = {"lengths": ((17, 17), (3, 20)), "heads": 2, "kv_heads": 1}
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's bfloat16 is wrong
 
 
@@ -159,7 +161,7 @@ def test_right_against_float64(name: str, way: str, dtype: torch.dtype) -> None:
     """
     case = CASES[name]
     if way == "triton" and DEVICE == "cpu":
-        case = replace(case, lengths=SMALL)
+        case = replace(case, **SMALL)
     errors = [0.0, 0.0]
     for seed in range(3):
         tensors = drawn(case, dtype, place(way), seed)
@@ -178,7 +180,7 @@ def test_right_against_float64(name: str, way: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["window and soft cap", *at_length("causal", "not causal")])
 def test_each_request_by_itself(name: str, way: str) -> None:
     """Packed with others, in another order, or alone: the same bits; with a token more of its own, others."""
-    case = CASES[name] if way == "numpy" else replace(CASES[name], lengths=SMALL)
+    case = CASES[name] if way == "numpy" else replace(CASES[name], **SMALL)
     tensors = drawn(case, torch.float32, place(way))
     out, _ = by_autograd(case, tensors)
     packed = gradients(case, tensors, out, way)
@@ -187,7 +189,7 @@ def test_each_request_by_itself(name: str, way: str) -> None:
     for i, (queries, keys) in enumerate(case.lengths):
         at_q, at_k = (slice(e[i] - n, e[i]) for e, n in ((ends_q, queries), (ends_k, keys)))
         q, k, v, g = tensors
-        one = Case(((queries, keys),), causal=case.causal, window=case.window, softcap=case.softcap)
+        one = replace(case, lengths=((queries, keys),))
         alone = gradients(one, (q[at_q], k[at_k], v[at_k], g[at_q]), out[at_q], way)
         for part, whole, at in zip(alone, packed, (at_q, at_k, at_k), strict=True):
             assert identical(part, whole[at].contiguous()), i

@@ -215,7 +215,7 @@ def test_steps_end_in_the_same_weights() -> None:
     whole = trained(8, True)
     for micro in (3, 1):
         assert all(torch.equal(a, b) for a, b in zip(whole, trained(micro, True), strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(trained(8, False), trained(1, False), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(trained(8, False), trained(1, False), strict=True))
 
 
 class Checkpointed(Tiny):

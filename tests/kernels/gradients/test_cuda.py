@@ -68,7 +68,7 @@ def test_a_norm_s_gradient_has_the_formulas_bits(dtype: torch.dtype, m: int, wid
     assert cuda.rms_norm_gradient(long, long, long[0], 1e-6) is None
 
 
-@pytest.mark.parametrize("m", [2, 300, *at_length(1, 65, 5000, 16385)])
+@pytest.mark.parametrize("m", [2, 65, *at_length(1, 300, 5000, 16385)])
 def test_a_sum_over_rows_has_the_bits_of_a_sum_over_a_row(m: int) -> None:
     """Of x, and of g (x scale) as a norm's weight has it; rows in another order have other bits."""
     x, g, scale = bell(m, 70), bell(m, 70, seed=1), bell(m, seed=2).abs()
