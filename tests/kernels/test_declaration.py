@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -20,6 +19,7 @@ from nondet.kernels import reference, stock
 from nondet.kernels.dispatch.operators import FAMILIES, OPERATORS
 from nondet.kernels.dispatch.state import Leave, kernels_for
 from tests.build import DEVICE, accuracy_bound
+from tests.kernels.tiers import compiled
 
 DEVICES = ("cpu", "cuda")
 
@@ -223,9 +223,6 @@ build(cuda_softmax_parts.turns_kernel,
 def test_kernels_compile_for_hopper(tmp_path):
     """Products, attention in one pass and split, its merge, and the softmax whose programs wait for each other."""
     pytest.importorskip("triton.backends.nvidia")
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("built") == 6
-    assert "True" not in run.stdout, run.stdout  # nothing lies in local memory
+    said = compiled(COMPILE, tmp_path)
+    assert said.count("built") == 6
+    assert "True" not in said, said  # nothing lies in local memory

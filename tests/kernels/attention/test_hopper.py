@@ -7,10 +7,7 @@ compiled for Hopper, which shows what would cost its speed without changing a re
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +29,7 @@ from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan
 from nondet.kernels.attention.hopper import prefill, supports
 from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
 from tests.build import accuracy_bound
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, compiled
 
 
 @pytest.fixture
@@ -193,16 +190,13 @@ for head_dim, dtype, causal in ((128, "bf16", True), (64, "fp16", False)):
 @pytest.mark.skipif(hopper_attention._NO_KERNEL is not None, reason="this Triton has no Gluon for it")
 def test_it_compiles_for_hopper_without_spills_or_serial_products(tmp_path):
     """No GPU needed: each product stands once, the assembler keeps them asynchronous, registers and memory suffice."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    built = [tuple(map(int, found)) for found in re.findall(r"built (\d+) (\d+)", run.stdout)]
+    said = compiled(COMPILE, tmp_path)
+    built = [tuple(map(int, found)) for found in re.findall(r"built (\d+) (\d+)", said)]
     # Per consumer: tile 0's scores, then scores and values in the loop, then the last values; 16 deep each.
     assert [count for _, count in built] == [2 * (8 + 8 + 8 + 8), 2 * (4 + 4 + 8 + 8)]
     assert all(shared <= 227 * 1024 for shared, _ in built)
-    assert "serialized" not in run.stdout
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)]
+    assert "serialized" not in said
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     # The assembler of Triton 3.7 and later spills a few of the mask's constants, outside the loop's usual path.
     most = 0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 1024
     assert len(spills) >= 2
@@ -574,11 +568,8 @@ build(merge_all_kernel, {"out_ptr": "*bf16"},
 @needs_gluon
 def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
     """No GPU needed: products and loads stand once, memory suffices; a merge has all its loads under way at once."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPILE_DECODE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    built = [tuple(map(int, figures)) for figures in re.findall(r"built (\d+) (\d+) (\d+) (\d+) (-?\d+)", run.stdout)]
+    said = compiled(COMPILE_DECODE, tmp_path)
+    built = [tuple(map(int, figures)) for figures in re.findall(r"built (\d+) (\d+) (\d+) (\d+) (-?\d+)", said)]
     split, whole, paged, merge = built
     assert paged[:2] == split[:2]
     assert paged[2] in (2 * 8, 2 * 2 * 8)  # K or V of a tile, page by page in halves, in a loop over tiles
@@ -589,7 +580,7 @@ def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
     assert (split[2], whole[2]) == (2 * 2 * 4, 2 * 2 * 2)  # K and V of each tile, in halves of the head dim
     assert merge[3] == 16 + 3  # a segment's values a load; a lane's maximum, the one before it, and its sum
     assert merge[4] == 1
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     assert len(spills) == 4
     assert max(spills.pop(2), 8) == 8  # of the paged one, by Triton 3.7
     assert max(spills) == 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from nondet.errors import UserError
 from nondet.kernels.fold import cuda, gradients
 from nondet.kernels.matmul.triton_kernels import Tile
 from tests.build import DEVICE, bell
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, compiled
 
 DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]
 _TILES = (Tile(32, 32, 16, 4, 2), Tile(64, 32, 32, 4, 2), Tile(32, 64, 64, 4, 2))
@@ -115,15 +112,12 @@ for tile in (cuda.ANCHOR, *cuda.WIDE):
 @pytest.mark.nightly
 def test_its_tiles_compile_for_hopper(tmp_path: Path) -> None:
     """No GPU needed: products are warpgroups', asynchronous, from shared memory that suffices; hardly a spill."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    built = [tuple(map(int, found)) for found in re.findall(r"built (\d+) (\d+) (\d+)", run.stdout)]
+    said = compiled(_COMPILE, tmp_path)
+    built = [tuple(map(int, found)) for found in re.findall(r"built (\d+) (\d+) (\d+)", said)]
     assert len(built) == 2 * (1 + len(cuda.WIDE))
     assert all(shared <= 227 * 1024 and warpgroups and not warps for shared, warpgroups, warps in built)
-    assert "serialized" not in run.stdout
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)]
+    assert "serialized" not in said
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     assert len(spills) == len(built)
     assert max(spills) <= 256  # the widest, of half of the registers for its accumulator: 80 by Triton 3.6, 168 by 3.9
 

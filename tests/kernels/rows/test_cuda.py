@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -29,7 +26,7 @@ from nondet.kernels.rows import cuda_softmax as triton_softmax
 from nondet.kernels.rows.cuda import module_norm
 from nondet.kernels.rows.cuda_softmax import plan, takes
 from tests.build import DEVICE, accuracy_bound
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, compiled
 
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = [
@@ -142,12 +139,14 @@ def test_exponentials_add_up_in_the_written_order(width):
     ("name", "width"),
     [("softmax", 17000), *at_length(("softmax", 40000), ("log_softmax", 17000))],
 )
-def test_one_launch_is_two_launches(name, width):
+def test_one_launch_is_two_launches(name, width, monkeypatch):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
-    x = make("wide", 3, width)
-    apart = triton_softmax._softmax(name, x, log=name == "log_softmax", at_once=False)
-    assert compare.identical(triton_softmax._softmax(name, x, log=name == "log_softmax", at_once=True), apart)
-    assert compare.identical(triton_softmax._softmax(name, x[2:], log=name == "log_softmax", at_once=True), apart[2:])
+    x, log = make("wide", 3, width), name == "log_softmax"
+    apart = triton_softmax._softmax(name, x, log=log, at_once=False)
+    assert compare.identical(triton_softmax._softmax(name, x, log=log, at_once=True), apart)
+    assert compare.identical(triton_softmax._softmax(name, x[2:], log=log, at_once=True), apart[2:])
+    monkeypatch.setattr(triton_softmax, "_LAG_BYTES", 1)  # a row's results follow its pairs at once
+    assert compare.identical(triton_softmax._softmax(name, x, log=log, at_once=True), apart)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="turns the interpreter's programs around")
@@ -178,14 +177,6 @@ def test_rows_that_reach_beyond_32_bits_are_copied():
     x = make("bell", 2, 5).half()
     far = room.as_strided((2, 5), (1, 2**29)).copy_(x)
     assert compare.identical(triton_rows.softmax(far), triton_rows.softmax(x))
-
-
-def test_one_launch_with_a_short_lag(monkeypatch):
-    """The same where the results of a row follow its pairs at once."""
-    x = make("wide", 3, 17000)
-    apart = triton_softmax._softmax("softmax", x, log=False, at_once=False)
-    monkeypatch.setattr(triton_softmax, "_LAG_BYTES", 1)
-    assert compare.identical(triton_softmax._softmax("softmax", x, log=False, at_once=True), apart)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *at_length(torch.float32)])
@@ -553,15 +544,12 @@ def test_it_compiles_for_hopper_without_spills(tmp_path):
     A warp needs no barrier. One build of 16 had one left all the same, why is not known; a warp waits for nobody there.
     """
     pytest.importorskip("triton.backends.nvidia")
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    ((barriers, loads),) = re.findall(r"built (\d+) \d+ (\d+)", run.stdout)
-    assert int(barriers) <= 1, run.stdout
-    assert loads == "16", run.stdout
-    spills = re.findall(r"(\d+) bytes spill stores", run.stdout)
-    assert spills, run.stdout
+    said = compiled(COMPILE, tmp_path)
+    ((barriers, loads),) = re.findall(r"built (\d+) \d+ (\d+)", said)
+    assert int(barriers) <= 1, said
+    assert loads == "16", said
+    spills = re.findall(r"(\d+) bytes spill stores", said)
+    assert spills, said
     assert set(spills) == {"0"}
 
 
@@ -623,71 +611,6 @@ def test_layer_norm_leaves_rows_of_chunks() -> None:
     assert triton_rows.layer_norm(make("bell", 2, 16385), None, None, 1e-5) is None
     with pytest.raises(ValueError, match="layer_norm takes"):
         triton_rows.layer_norm(make("bell", 2, 8), make("bell", 9), None, 1e-5)
-
-
-def asked(x: torch.Tensor, w: torch.Tensor) -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
-    """Operator -> (the launcher, what it is remembered by, its operands)."""
-    return {
-        "softmax": (triton_rows.softmax, "softmax", (x,)),
-        "log_softmax": (triton_rows.log_softmax, "log_softmax", (x,)),
-        "mean": (triton_rows.mean, "mean", (x,)),
-        "sum": (triton_rows.sum, "sum", (x,)),
-        "rms_norm": (lambda x, w: triton_rows.rms_norm(x, w, 1e-6), ("rms_norm", 1e-6), (x, w)),
-        "layer_norm": (lambda x, w, b: triton_rows.layer_norm(x, w, b, 1e-5), ("layer_norm", 1e-5), (x, w, w)),
-        "layer_norm, bare": (
-            lambda x: triton_rows.layer_norm(x, None, None, 1e-5),
-            ("layer_norm", 1e-5),
-            (x, None, None),
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", list(asked(torch.zeros(1, 1), torch.zeros(1))))
-def test_a_second_call_is_one_launch_of_the_first(name: str) -> None:
-    """Bits, shapes, strides and notes of the launcher, for other numbers too; and nothing for calls of another kind."""
-    x, weight = make("bell", 3, 84), make("bell", 84)  # rows of 336 bytes, a multiple of 16
-    launcher, what, operands = asked(x, weight)[name]
-    triton_common.forget()
-    assert triton_common.again(what, *operands) is None
-
-    def right(*operands: Any) -> list[torch.Tensor]:
-        out = launcher(*(p for p in operands if p is not None))
-        return [out] if isinstance(out, torch.Tensor) else list(out)
-
-    right(*operands)
-    changed = [None if p is None else p.flip(-1).contiguous() for p in operands]  # another place, other numbers
-    weight.mul_(2.0)  # in place, as an optimizer's step
-    for tensors in (operands, changed):
-        with listen() as notes:
-            made = triton_common.again(what, *tensors)
-        assert made is not None
-        triton_common.forget()
-        with listen() as expected:
-            wanted = right(*tensors)
-        assert notes == expected
-        for got, out in zip(made, wanted, strict=True):
-            assert identical(got, out)
-            assert (got.shape, got.stride(), got.dtype) == (out.shape, out.stride(), out.dtype)
-    first, *others = operands
-    room = torch.empty(x.numel() + 1, device=DEVICE)
-    strangers = {
-        "rows": make("bell", 4, 84),
-        "axes": first[None],
-        "dtype": first.half(),
-        "strides": make("bell", 3, 168)[:, ::2],
-        "rows apart": make("bell", 3, 88)[:, :84],
-        "place": room[1:].view(3, 84).copy_(first),
-    }
-    for stranger in strangers.values():
-        assert triton_common.again(what, stranger, *others) is None
-    if others:
-        assert triton_common.again((what[0], 0.25), *operands) is None
-    assert triton_common.again("another", *operands) is None
-    triton_common.forget()
-    moved = strangers["place"]  # 4 bytes off: another kernel, and of it a second call is one launch, too
-    assert identical(right(moved, *others)[0], right(*operands)[0])
-    assert triton_common.again(what, moved.clone(), *others) is not None  # of the call before
-    assert identical(triton_common.again(what, moved, *others)[0], right(moved, *others)[0])
 
 
 def test_what_is_remembered_under_inference_mode_serves_outside_of_it() -> None:
