@@ -295,13 +295,6 @@ def test_a_row_depends_on_its_own_contributions_alone() -> None:
     assert identical(ordered_scatter.index_add(target, index[order], source[order]), whole)
 
 
-def test_the_order_of_the_index_is_the_order_of_the_sum() -> None:
-    """Turning the contributions round changes bits: the order is the index's, and not, say, one by size."""
-    target, index, source = case(torch.float32, "wide")
-    whole = ordered_scatter.index_add(target, index, source)
-    assert not identical(ordered_scatter.index_add(target, index.flip(0), source.flip(0)), whole)
-
-
 def test_the_written_order() -> None:
     """scatter_add: neighbours first, pairs of pairs, the row last. index_add: onto the row, one after the other."""
     a, b, c, d, e = (torch.tensor([x]) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24, -1.0))

@@ -42,6 +42,7 @@ _LAYERS = ["sliding_attention", "full_attention"]
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 512}),
     "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 32, "layer_types": _LAYERS}),
     "experts": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
     "windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}),
@@ -175,7 +176,7 @@ def differing(model: Any, right: torch.Tensor) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "device", "dtype"),
     [
-        *((name, "cpu", torch.float32) for name in ("qwen3", "llama", "gemma3", "experts")),
+        *((name, "cpu", torch.float32) for name in ("qwen3", "llama", "mistral", "gemma3", "experts")),
         *at_length(("qwen3", "cpu", torch.bfloat16)),
         *(pytest.param("qwen3", "cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float32)),
     ],

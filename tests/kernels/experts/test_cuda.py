@@ -55,19 +55,6 @@ def test_right_for_any_spread_of_rows(dtype, offsets, k, n):
         assert compare.error_against(out, right).relative_norm <= accuracy_bound(dtype, k)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("tma", {False, TMA})
-def test_every_tile_takes_every_spread(tma):
-    """Both kernels and all tiles of float16 give the float64 product, K and N being multiples of no block."""
-    x, weight = bell(42, 72, dtype=torch.float16), bell(6, 40, 72, dtype=torch.float16, seed=1).mT
-    assert takes_tma(x, weight) == TMA
-    for tile in tiles(torch.float16):
-        for offsets in OFFSETS[:3]:
-            out = grouped_chain(x, weight, at(offsets), tile, tma)
-            right = reference.grouped_matmul(x, weight, at(offsets))
-            assert compare.error_against(out, right).relative_norm <= accuracy_bound(torch.float16, 72)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, *at_length(torch.float32)])
 @pytest.mark.parametrize("offsets", [OFFSETS[0], *at_length(*OFFSETS[1:3])])
 def test_bits_are_those_of_the_row_alone(chained_dot, dtype, offsets):
@@ -315,17 +302,6 @@ def test_index_add_is_a_chain_in_order(module, dtype):
     wide[:, ::2] = target
     module.index_add_(wide[:, ::2], index.int(), source, 0.5)
     assert compare.identical(wide[:, ::2].contiguous(), got)
-
-
-@pytest.mark.parametrize("module", ROUTES)
-def test_index_add_once_to_each_row_is_the_registered_one(module):
-    """Where no row is named twice, as for one expert's tokens, every order is one: all implementations agree."""
-    target, source = bell(20, 16), bell(7, 16, seed=1)
-    index = torch.tensor([3, 19, 0, 7, 8, 2, 11], device=DEVICE)
-    got = module.index_add_(target.clone(), index, source)
-    assert compare.identical(got, cpu_grouped_matmul.index_add(target, index, source))
-    assert compare.identical(got, target.index_add(0, index, source))
-    assert compare.identical(module.index_add_(target.clone(), index[:0], source[:0]), target)
 
 
 def test_cpu_index_add_refuses_other_rows():

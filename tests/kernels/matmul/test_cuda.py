@@ -340,6 +340,8 @@ def test_refuses_what_it_has_no_kernel_for():
     """An unsupported dtype or shape is an error with its name, never another implementation."""
     with pytest.raises(NotImplementedError, match="int32"):
         matmul(bell(2, 2).int(), bell(2, 2).int())
+    with pytest.raises(ValueError, match="float16"):
+        matmul(bell(2, 2), bell(2, 2).half())
     with pytest.raises(ValueError, match="takes"):
         matmul(bell(2, 3), bell(2, 3))
     with pytest.raises(ValueError, match="bias"):
