@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,14 +15,11 @@ import pytest
 import torch
 
 from nondet.cli import main
-from nondet.core.compare import identical
 from nondet.errors import UserError
-from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.rank_free import rank_free, row_parallel_layers
 from nondet.ranks.group import RankError, RankGroup, _join, check_ranks, limit_or, parse_ranks, shared_gpus
 from scripts.ranks_model import WAYS, traces, write_model
-from tests.kernels.tiers import at_length
-from tests.ranks.tasks import Toy, _drawn
+from tests.ranks.tasks import Toy
 
 TASKS = "tests.ranks.tasks"
 
@@ -35,53 +31,6 @@ def _gone(pid: int) -> bool:
         return True
     with open(f"/proc/{pid}/stat") as stat:  # a zombie is waited for by init, and computes nothing
         return stat.read().rpartition(")")[2].split()[0] == "Z"
-
-
-@pytest.mark.slow
-def test_a_hanging_rank_is_one_line_within_the_limit(monkeypatch):
-    """A rank that says nothing is named when the time is over, with where it was, and no process or file stays.
-
-    Before it answers come by rank, while MASTER_PORT is somebody else's.
-    """
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        group = RankGroup(2, "cpu", limit_s=60)
-        try:
-            assert group.ask(f"{TASKS}:rank_and_sum") == [(0, 3.0), (1, 3.0)]
-            with pytest.raises(NotImplementedError, match="not here"):
-                group.ask(f"{TASKS}:refuse")
-            assert group.alive, "a question that does not apply ends nobody"
-            pids = group.pids
-            line = r"rank 1 of 2 gave no answer within 2 s; rank 1 was in hang \(tasks.py:\d+\) < serve"
-            with pytest.raises(RankError, match=line):
-                group.ask(f"{TASKS}:hang", limit_s=2)
-            assert all(map(_gone, pids))
-            assert not [pid for pid in pids if (Path(tempfile.gettempdir()) / f"nondet-stacks-{pid}.txt").exists()]
-        finally:
-            group.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "line"),
-    [
-        ("die_in_the_middle", "rank 1 of 2 was killed by SIGKILL"),
-        *at_length(("fail", "rank 0 of 2: ValueError: no such thing")),
-    ],
-)
-def test_a_rank_that_dies_or_fails_is_one_line(task, line):
-    """At once, with its signal or its failure's first line; the one that waits for it in a collective is ended."""
-    group = RankGroup(2, "cpu", limit_s=60)
-    try:
-        pids, started = group.pids, time.monotonic()
-        with pytest.raises(RankError, match=line):
-            group.ask(f"{TASKS}:{task}")
-        assert time.monotonic() - started < 30
-        assert all(map(_gone, pids))
-    finally:
-        group.close()
 
 
 @pytest.mark.slow
@@ -182,31 +131,13 @@ def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(command, mo
 # A model whose row-parallel layers are cut over ranks: stock sums follow their number, rank-free ones do not.
 
 
-@pytest.mark.slow
-def test_the_number_of_ranks_changes_a_model_unless_it_is_rank_free(two):
-    """One rank and two: the layers that the plan names have one order, where an all-reduce of products has another."""
-    model = Toy()
-    x = _drawn(5 * 64, torch.bfloat16, 53).view(5, 64)
-    with torch.no_grad(), batch_invariant():
-        plain = model(x)
-        with rank_free(model) as names:
-            free = model(x)
-        assert identical(model(x), plain), "the layers are as they were"
-    assert names == ["layers.0.down"]
-    for part in two.ask(f"{TASKS}:toy_over_ranks", True):
-        assert identical(part, free)
-    for part in two.ask(f"{TASKS}:toy_over_ranks", False):
-        assert not identical(part, plain), "the test would prove nothing"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [1000, *at_length(4000)])
-def test_many_small_sums_under_a_block_end(two, times):
+@pytest.mark.nightly
+def test_many_small_sums_under_a_block_end(two):
     """A sum that is enqueued while the library's thread frees the last one's message does not wait for it for ever.
 
     With the interpreter's lock held while enqueueing, 4,000 sums never came to their end on two ranks.
     """
-    assert two.ask(f"{TASKS}:many_sums", times, limit_s=60) == [2.0 * (times - 1)] * 2
+    assert two.ask(f"{TASKS}:many_sums", 4000, limit_s=60) == [2.0 * 3999] * 2
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there transformers puts a plan's shares on the GPUs")
@@ -239,6 +170,47 @@ def test_what_is_not_rank_free_is_said():
     model = Toy()
     with rank_free(model), pytest.raises(UserError, match="forward only"):
         model(torch.ones(1, 64, dtype=torch.bfloat16))
+
+
+# Last of those that share two ranks, for one of them is killed.
+
+
+def end_of(group: RankGroup, task: str, line: str, **how: float) -> None:
+    """Ask for what ends the ranks: one line, in time, and no process or file of theirs is left."""
+    pids, started = group.pids, time.monotonic()
+    with pytest.raises(RankError, match=line):
+        group.ask(f"{TASKS}:{task}", **how)
+    assert time.monotonic() - started < 30
+    assert all(map(_gone, pids))
+    assert not [pid for pid in pids if (Path(tempfile.gettempdir()) / f"nondet-stacks-{pid}.txt").exists()]
+
+
+@pytest.mark.slow
+def test_ranks_answer_and_a_killed_one_is_one_line(two):
+    """Answers come by rank. The rank that dies is named with its signal, at once, and the one that waits is ended."""
+    assert two.ask(f"{TASKS}:rank_and_sum") == [(0, 3.0), (1, 3.0)]
+    with pytest.raises(NotImplementedError, match="not here"):
+        two.ask(f"{TASKS}:refuse")
+    assert two.alive, "a question that does not apply ends nobody"
+    end_of(two, "die_in_the_middle", "rank 1 of 2 was killed by SIGKILL")
+
+
+_HANGS = r"rank 1 of 2 gave no answer within 2 s; rank 1 was in hang \(tasks.py:\d+\) < serve"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("task", "line", "how"),
+    [("hang", _HANGS, {"limit_s": 2}), ("fail", "rank 0 of 2: ValueError: no such thing", {})],
+    ids=["hang", "fail"],
+)
+def test_a_rank_that_hangs_or_fails_is_one_line(task, line, how):
+    """Within the limit, with where it was; and the failure's first line, with the rank's number."""
+    group = RankGroup(2, "cpu", limit_s=60)
+    try:
+        end_of(group, task, line, **how)
+    finally:
+        group.close()
 
 
 # Two GPUs of one host: sums and products over NCCL's ranks have the bits that one GPU and plain torch give.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -378,8 +379,25 @@ def test_a_kernels_own_calls_are_not_replaced() -> None:
     assert not block.coverage().at_risk
 
 
-@pytest.mark.slow
-def test_a_model_imported_inside_of_the_block_has_its_stand_ins() -> None:
+def test_a_model_imported_inside_of_a_block_has_its_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the next block, nothing of it at risk; what looks for such modules is gone with the block."""
+    name = "transformers.models.qwen2.modeling_qwen2"
+    importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    with torch.no_grad(), batch_invariant():
+        module = importlib.import_module(name)
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+        model = module.Qwen2ForCausalLM(module.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=99)).eval()
+        with batch_invariant() as block:
+            model(torch.arange(1, 20)[None])
+    lines = block.coverage().lines()
+    assert any("RMSNorm module" in line for line in lines), lines
+    assert not any("at risk:" in line for line in lines), lines
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("nondet.")]
+
+
+@pytest.mark.nightly
+def test_transformers_imported_inside_of_a_block() -> None:
     """All of transformers, with a thread that enters and leaves beside it: the next block's bits, nothing at risk.
 
     Before it a block on a CPU has loaded neither triton nor transformers.

@@ -77,8 +77,7 @@ def differing(model: Any, inputs: dict[str, torch.Tensor]) -> int:
     ("name", "dtype", "device"),
     [
         *((name, torch.float32, "cpu") for name in MODELS if name != "llama"),
-        ("qwen3", torch.bfloat16, "cpu"),
-        *at_length(("llama", torch.float32, "cpu"), *((n, torch.bfloat16, "cpu") for n in MODELS if n != "qwen3")),
+        *at_length(("llama", torch.float32, "cpu"), *((name, torch.bfloat16, "cpu") for name in MODELS)),
         *(pytest.param(name, dtype, "cuda", marks=pytest.mark.gpu) for name in MODELS for dtype in DTYPES),
     ],
 )
