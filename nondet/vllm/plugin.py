@@ -497,6 +497,7 @@ _BY_METHOD = frozenset(
 _EXPERTS = "experts in class grouped, certified at start"
 _PRODUCTS = "products in class chain, certified at start"
 _SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel is not proven"
+_PROVEN = (_EXPERTS, _PRODUCTS)  # at start, and not before
 _METHODS = {__name__: _PRODUCTS, f"{__package__}.operators": _SCALED}  # whose module a method's `apply` is of
 
 
@@ -802,6 +803,36 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
     return own
 
 
+def _prove(
+    standing: Standing, module: Any, counts: Sequence[int], logits: int, seen: dict[Any, operators.Certified]
+) -> Standing:
+    """Certify what a layer's standing says it computes by, once for layers alike; where that fails it is at risk.
+
+    Args:
+        logits: The most rows of a head, which has a row a request.
+    """
+    from nondet.vllm import operators
+
+    weight = getattr(module, "weight", None)
+    if standing.why == _EXPERTS:
+        key: Any = ("experts", *(p.shape + p.stride() for p in module.parameters()), module.top_k, module.renormalize)
+        try:
+            seen[key] = seen.get(key) or _certify_experts(module, counts)
+            setattr(module, _OURS, True)
+        except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
+            why = one_line(str(error), 120) or type(error).__name__
+            return standing._replace(standing=AT_RISK, why=f"no product of these experts stands here: {why}")
+    elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
+        setattr(module.router, _OURS, True)
+    elif standing.why == _PRODUCTS and weight is not None and weight.is_cuda:
+        bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+        key = (weight.shape, weight.stride(), weight.dtype, bias is None)
+        if key not in seen:
+            most = logits if "VocabParallelEmbedding" in _ancestors(module) else counts[-1]
+            seen[key] = operators.certify_product(weight, bias, [m for m in counts if m <= most])
+    return standing
+
+
 def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     """Prove members for a loaded model's products, look at every layer, write down what it computes by.
 
@@ -829,30 +860,11 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     seen: dict[tuple[Any, ...], operators.Certified] = {}
     found = list(config_standings(config, counts))
     own = _or_scaled(own_kernel(config), counts, config, seen)
-    for name, module in model.named_modules():
-        standing = standing_of(name, module, own)
-        if standing is None:
-            continue
-        if standing.why == _EXPERTS:
-            key = ("experts", *(p.shape + p.stride() for p in module.parameters()), module.top_k, module.renormalize)
-            try:
-                seen[key] = seen.get(key) or _certify_experts(module, counts)
-                setattr(module, _OURS, True)
-            except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
-                why = one_line(str(error), 120) or type(error).__name__
-                standing = standing._replace(standing=AT_RISK, why=f"no product of these experts stands here: {why}")
-        elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
-            setattr(module.router, _OURS, True)
-        found.append(standing)
-        weight = getattr(module, "weight", None)
-        if standing.why != _PRODUCTS or weight is None or not weight.is_cuda:
-            continue
-        bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
-        key = (weight.shape, weight.stride(), weight.dtype, bias is None)
-        if key not in seen:
-            is_head = "VocabParallelEmbedding" in _ancestors(module)  # logits: a row a request
-            most = operators.room_for(requests) if is_head else counts[-1]
-            seen[key] = operators.certify_product(weight, bias, [m for m in counts if m <= most])
+    looked = [(s, m) for name, m in model.named_modules() if (s := standing_of(name, m, own)) is not None]
+    if os.environ.get(ALLOWED) != "1" and any(s.standing == AT_RISK for s in (*found, *(s for s, _ in looked))):
+        unproven = "not proven, because the start is refused"  # which it is at once: nothing of it will run
+        _tell([*found, *(s._replace(why=unproven) if s.why in _PROVEN else s for s, _ in looked)], config, seen, rank)
+    found += [_prove(standing, module, counts, operators.room_for(requests), seen) for standing, module in looked]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     seconds, proofs, compiled = (sum(x) for x in zip((0.0, 0, 0), *(c[:3] for c in seen.values()), strict=True))

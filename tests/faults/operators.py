@@ -1,12 +1,7 @@
-"""Every planted fault of an operator, what has to be said of it, and a confusion matrix of what is.
-
-python -m tests.faults.operators [--seeds 0 1 2] [name ...]
-"""
+"""Every planted fault of an operator, and what has to be said of it."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -268,33 +263,3 @@ def _told(rows: list[Row], began: float) -> Told:
 def _load(target: str) -> Callable[..., torch.Tensor]:
     function: Callable[..., torch.Tensor] = torch.square if target == "torch:square" else toys.exp_with_a_tail
     return function
-
-
-def main(arguments: list[str]) -> int:
-    """Print the matrix; 1 where anything was said wrongly."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of names; all without any")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    asked = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    counts = {"fault caught": 0, "fault missed": 0, "control clean": 0, "control flagged": 0, "cause wrong": 0}
-    for planted in PLANTED:
-        if asked.names and not any(name in planted.name for name in asked.names):
-            continue
-        for seed in asked.seeds:
-            told = judge(planted, seed)
-            right, cause = told.right(planted), told.cause(planted)
-            counts[("fault " if planted.finding else "control ") + _WORDS[bool(planted.finding), right]] += 1
-            counts["cause wrong"] += right and not cause
-            line = f"{'ok ' if right and cause else 'BAD'} {planted.name:44} seed {seed}  {told.findings[0]}"
-            seen = f"by {', '.join(told.shown)}; first {told.first}" if told.shown else "nothing parted"
-            print(f"{line}; {seen}; {told.cases} cases, {told.seconds:.1f} s", flush=True)  # noqa: T201 - a command
-    print("\n".join(f"{name:16} {count}" for name, count in counts.items()))  # noqa: T201 - the same
-    return int(any(counts[name] for name in ("fault missed", "control flagged", "cause wrong")))
-
-
-_WORDS = {(True, True): "caught", (True, False): "missed", (False, True): "clean", (False, False): "flagged"}
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import random
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import tests.faults.__main__ as command
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, load_object, load_probe, operators
-from nondet.probes import attention
+from nondet.probes import attention, base
 from nondet.probes.base import Options
 from nondet.probes.runner import Job, run_jobs
 from tests.faults import grammar
 from tests.faults.models import MODELS, PlantedModel, ToldOfModel, judge_model
 from tests.faults.operators import PLANTED, Planted, drawn, judge
+from tests.kernels.tiers import at_length
 
 # Sizes and inputs that no list holds. One seed in CI, so that a landing is not a throw of dice; fresh ones by
 # `python -m tests.faults --seeds ...`, or here by NONDET_FAULT_SEED.
 SEED = int(os.environ.get("NONDET_FAULT_SEED", "101"))
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda p: p.name)
+# A fault of each kind, and what is sound, of the operators that are asked about most; the others at length.
+_SHORT = (
+    "matmul linear_splits_by_m", "matmul bias_first_in_batches", "matmul linear_shared_scale", "matmul linear_unsteady",
+    "matmul first_call", "matmul linear_one_buffer", "matmul linear_lost_tail", "matmul linear_sound",
+    "grouped-matmul grouped_by_rows", "rms-norm rms_norm_by_place", "softmax softmax_shared_maximum",
+    "reduction sum_last_row", "attention attention_cache_apart", "attention attention_tile_by_longest",
+    "atomics index_add_loses_twins", "pointwise exp_with_a_tail", "scaled-matmul quantize_by_batch",
+    "rms-norm rms_norm_sound", "attention attention_sound",
+)  # fmt: skip
+_BY_TIER = [*(p for p in PLANTED if p.name in _SHORT), *at_length(*(p for p in PLANTED if p.name not in _SHORT))]
+
+
+@pytest.mark.parametrize("planted", _BY_TIER, ids=lambda p: p.name)
 def test_the_verdict_of_planted(planted: Planted) -> None:
     """The finding is right, and of a fault a case shows it that is about its cause."""
     told = judge(planted, SEED)
@@ -40,7 +53,9 @@ _SOUND = [p for p in drawn(SEED) if not p.finding and p.probe != "matmul"]
 CONTROLS = random.Random(SEED).sample(_SOUND, 2)  # noqa: S311 - the same; products of a control take ten seconds
 
 
-@pytest.mark.parametrize("planted", [*DRAWN, *CONTROLS], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "planted", [*DRAWN[:2], CONTROLS[0], *at_length(*DRAWN[2:], *CONTROLS[1:])], ids=lambda p: p.name
+)
 def test_the_verdict_of_a_fault_that_the_grammar_drew(planted: Planted) -> None:
     """As of those that are listed: what it does, where and when are drawn, so that no list can be learnt."""
     told = judge(planted, SEED, hasty=True)
@@ -66,6 +81,7 @@ def test_the_grammar_draws_others_for_another_seed() -> None:
 def test_there_are_enough_of_both() -> None:
     """At least 30 faults and 15 controls, each listed once."""
     assert len({p.name for p in PLANTED}) == len(PLANTED)
+    assert set(_SHORT) <= {p.name for p in PLANTED}
     assert sum(bool(p.finding) for p in PLANTED) >= 30
     assert sum(not p.finding for p in PLANTED) >= 15
 
@@ -111,6 +127,10 @@ def _mishandled(operator: str, name: str, how: Callable[[Any], Any]) -> Callable
     return call
 
 
+def _name_of(value: Any) -> str:
+    return "-".join(value) if isinstance(value, tuple) else value.__name__.strip("_")
+
+
 def _ignored(value: Any) -> Any:
     """What a kernel computes with that never reads it: zeros of a tensor, no number at all."""
     if isinstance(value, torch.Tensor):
@@ -127,33 +147,45 @@ def _turned(value: Any) -> Any:
     return -value if value.is_floating_point() else value.flip(0)
 
 
-@pytest.mark.parametrize("how", [_ignored, _turned], ids=["ignored", "turned"])
-@pytest.mark.parametrize(("operator", "name"), ARGUMENTS)
-def test_an_argument_that_is_mishandled_is_wrong(
-    operator: str, name: str, how: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one case of its probe at least, by the oracle or by an answer that is exact: agreement is no excuse."""
-    monkeypatch.setattr(attention, "_JOINED", (1, 16))
+def _asked(operator: str, name: str, how: Callable[[Any], Any]) -> list[Job]:
+    """The cases of the operator's probe, of an implementation that makes one argument otherwise."""
     probe = load_probe(PROBED[operator])
     options = Options(dtypes=("float32",), **(_ATTENTION if operator == "attention" else _SIZES))
-    loaded = LoadedImplementation(operator, "mishandled", _mishandled(operator, name, how))
+    loaded = LoadedImplementation(operator, "planted", _mishandled(operator, name, how))
     cases = [c for c in probe.cases(options) if c.operator == operator and c.impls is None]
-    jobs = [Job(probe, case, "mishandled", "cpu", loaded=loaded) for case in cases]
-    with mock.patch.dict("nondet.probes.base.__dict__", {"_OTHER_CALLS": 2}):
-        assert any(row.wrong for row in run_jobs(jobs, 0, set()))
+    return [Job(probe, case, "planted", "cpu", loaded=loaded) for case in cases]
 
 
-@pytest.mark.parametrize("operator", PROBED)
-def test_the_oracle_itself_is_not_wrong(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same function with its argument as it is: no case calls it wrong, whatever numbers the rows hold."""
+@pytest.fixture
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_JOINED", (1, 16))
-    probe = load_probe(PROBED[operator])
-    options = Options(dtypes=("float32",), **(_ATTENTION if operator == "attention" else _SIZES))
+    monkeypatch.setattr(base, "_OTHER_CALLS", 2)
+
+
+# By default one way for each argument, by turns; both at length.
+_WAYS = list(itertools.product(ARGUMENTS, (_ignored, _turned)))
+_BY_TURNS = [(a, how) for i, (a, how) in enumerate(_WAYS) if i % 4 in (0, 3)]
+
+
+@pytest.mark.usefixtures("few_calls")
+@pytest.mark.parametrize(
+    ("argument", "how"), [*_BY_TURNS, *at_length(*(way for way in _WAYS if way not in _BY_TURNS))], ids=_name_of
+)
+def test_an_argument_that_is_mishandled_is_wrong(argument: tuple[str, str], how: Callable[[Any], Any]) -> None:
+    """In one case of its probe at least, by the oracle or by an answer that is exact: agreement is no excuse."""
+    assert any(row.wrong for row in run_jobs(_asked(*argument, how), 0, set()))
+
+
+# By default of one operator of each kind of operands: probes have every kind of rows in common.
+_SOUND_OF = ("linear", "attention", "rms_norm", "softmax", "index_add")
+
+
+@pytest.mark.usefixtures("few_calls")
+@pytest.mark.parametrize("operator", [*_SOUND_OF, *at_length(*(o for o in PROBED if o not in _SOUND_OF))])
+def test_the_oracle_itself_is_not_wrong(operator: str) -> None:
+    """The same function with its argument as it is: no case calls it wrong, whatever numbers the rows hold."""
     first = next(name for o, name in ARGUMENTS if o == operator)
-    loaded = LoadedImplementation(operator, "sound", _mishandled(operator, first, lambda value: value))
-    jobs = [Job(probe, c, "sound", "cpu", loaded=loaded) for c in probe.cases(options) if c.operator == operator]
-    with mock.patch.dict("nondet.probes.base.__dict__", {"_OTHER_CALLS": 2}):
-        rows = list(run_jobs(jobs, 0, set()))
+    rows = list(run_jobs(_asked(operator, first, lambda value: value), 0, set()))
     assert rows
     assert not [row.reason for row in rows if row.wrong or row.status == "error"]
 
@@ -167,17 +199,17 @@ def test_operators_without_a_probe_are_few_and_named() -> None:
 
 # Faults in whole models are found where they are and named for what they are; all: python -m tests.faults.
 
-# A fault of each kind and one that is none, under five loads: what fits into a minute.
-_HERE = (
-    "splits_by_rows in down_proj",
-    "shared_scale in down_proj",
-    "drifts in down_proj",
-    "long_request_joins",
-    "scale_of_each_row in down_proj",
+# A fault of the batch and one that is none, each under as many loads as it needs; a fault of each kind at length.
+_HERE = ("splits_by_rows in down_proj", "scale_of_each_row in down_proj")
+_MORE = ("shared_scale in down_proj", "drifts in down_proj", "long_request_joins")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "planted",
+    [*(m for m in MODELS if m.name in _HERE), *at_length(*(m for m in MODELS if m.name in _MORE))],
+    ids=lambda m: m.name,
 )
-
-
-@pytest.mark.parametrize("planted", [m for m in MODELS if m.name in _HERE], ids=lambda m: m.name)
 def test_the_diagnosis_of_a_planted_model(planted: PlantedModel) -> None:
     """The finding is right, and the first culprit is where the fault is."""
     told = judge_model(planted, SEED)
@@ -188,7 +220,7 @@ def test_the_diagnosis_of_a_planted_model(planted: PlantedModel) -> None:
 def test_there_are_enough_models_of_both() -> None:
     """At least 10 faults and 5 controls in models, 40 and 20 with those in operators; each is listed once."""
     assert len({m.name for m in MODELS}) == len(MODELS)
-    assert set(_HERE) <= {m.name for m in MODELS}
+    assert {*_HERE, *_MORE} <= {m.name for m in MODELS}
     faults, controls = sum(bool(m.findings) for m in MODELS), sum(not m.findings for m in MODELS)
     assert faults >= 10
     assert controls >= 5

@@ -69,29 +69,27 @@ def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
     assert constants == CONSTANTS
 
 
-@pytest.mark.parametrize(
-    ("x", "numbers", "constants", "warps"),
-    [
-        (torch.zeros(8, dtype=torch.float16), (33, 0.5), CONSTANTS, 4),
-        (torch.zeros(9)[1:], (33, 0.5), CONSTANTS, 4),
-        (None, (33, 0.5), CONSTANTS, 4),
-        (torch.zeros(8), (1, 0.5), CONSTANTS, 4),
-        (torch.zeros(8), (32, 0.5), CONSTANTS, 4),
-        (torch.zeros(8), (2**31 + 1, 0.5), CONSTANTS, 4),
-        (torch.zeros(8), (True, 0.5), CONSTANTS, 4),
-        (torch.zeros(8), (33, 3), CONSTANTS, 4),
-        (torch.zeros(8), (33, 0.5), {"SPAN": 32, "LOG": False}, 4),
-        (torch.zeros(8), (33, 0.5), {"SPAN": 16, "LOG": True}, 4),
-        (torch.zeros(8), (33, 0.5), CONSTANTS, 8),
-    ],
-)
-def test_another_kind_is_compiled(
-    kernel: Kernel, x: torch.Tensor | None, numbers: tuple[Any, ...], constants: dict[str, Any], warps: int
-) -> None:
+KINDS: list[tuple[torch.Tensor | None, tuple[Any, ...], dict[str, Any], int]] = [
+    (torch.zeros(8, dtype=torch.float16), (33, 0.5), CONSTANTS, 4),
+    (torch.zeros(9)[1:], (33, 0.5), CONSTANTS, 4),
+    (None, (33, 0.5), CONSTANTS, 4),
+    (torch.zeros(8), (1, 0.5), CONSTANTS, 4),
+    (torch.zeros(8), (32, 0.5), CONSTANTS, 4),
+    (torch.zeros(8), (2**31 + 1, 0.5), CONSTANTS, 4),
+    (torch.zeros(8), (True, 0.5), CONSTANTS, 4),
+    (torch.zeros(8), (33, 3), CONSTANTS, 4),
+    (torch.zeros(8), (33, 0.5), {"SPAN": 32, "LOG": False}, 4),
+    (torch.zeros(8), (33, 0.5), {"SPAN": 16, "LOG": True}, 4),
+    (torch.zeros(8), (33, 0.5), CONSTANTS, 8),
+]
+
+
+def test_another_kind_is_compiled(kernel: Kernel) -> None:
     """A dtype, a place, none at all, another number or type of it, another constant or option."""
-    launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), CONSTANTS, num_warps=4)
-    launch(kernel, (3,), (x,), numbers, constants, num_warps=warps)
-    assert kernel.compiled == 2
+    for number, (x, numbers, constants, warps) in enumerate(KINDS):
+        launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), CONSTANTS, num_warps=4)
+        launch(kernel, (3,), (x,), numbers, constants, num_warps=warps)
+        assert kernel.compiled == 2 + number
 
 
 def test_another_device_is_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,10 @@ for n in (5, 1, 2, 3):
 print("ran")
 """
 
-pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a copy needs a core of its own")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a copy needs a core of its own"),
+]
 
 
 def ran(text: str, folder: Path, begin: str = BEGIN) -> str:
@@ -144,6 +147,7 @@ def test_copies_of_a_process_that_uses_a_gpu(tmp_path: Path) -> None:
     assert said[-1] == "ran"
 
 
+@pytest.mark.nightly
 def test_attention_asks_for_all_that_it_will_launch(tmp_path: Path) -> None:
     """What a dry start launches is what proofs launch on any of their inputs."""
     said = ran(ATTENTION, tmp_path)

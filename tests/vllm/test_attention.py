@@ -16,7 +16,8 @@ from nondet.core import compare
 from nondet.core.certificates import Certificates
 from nondet.errors import UserError
 from nondet.kernels import triton_common
-from nondet.kernels.attention import cuda, hopper
+from nondet.kernels.attention import cuda, hopper, triton_kernels
+from tests.kernels.tiers import at_length
 from tests.vllm import toys
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
@@ -24,19 +25,27 @@ NEEDED = {"num_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5, "num_kv_head
 NEEDED |= {"sliding_window": None, "kv_cache_dtype": "auto"}
 
 
-@pytest.fixture(params=[False, True], ids=["planes", "rows"])
-def backend(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """nondet.vllm.attention over the toy's FlashAttention; it is loaded anew, and gone afterwards.
+pytestmark = pytest.mark.slow
+LAYOUTS = pytest.mark.parametrize("in_rows", [False, True], ids=["planes", "rows"])
 
-    Both caches: [blocks, 2, page, heads, dim], and [blocks, heads, page, 2 dim] of vLLM 0.29 and later.
-    """
-    for name, module in toys.modules(in_rows=request.param).items():
+
+@pytest.fixture
+def in_rows() -> bool:
+    """The cache: [blocks, 2, page, heads, dim], or [blocks, heads, page, 2 dim] of vLLM 0.29 and later."""
+    return False
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch, in_rows: bool) -> Iterator[ModuleType]:
+    """nondet.vllm.attention over the toy's FlashAttention; it is loaded anew, and gone afterwards."""
+    for name, module in toys.modules(in_rows=in_rows).items():
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules.pop("nondet.vllm.attention", None)
     yield importlib.import_module("nondet.vllm.attention")
     sys.modules.pop("nondet.vllm.attention", None)
 
 
+@LAYOUTS
 def test_views_of_a_cache_are_those_of_its_flat_form(backend: ModuleType) -> None:
     """Where its storage begins anywhere, as one layer of an allocation: the same places, shapes, strides."""
     shape = (5, KV_HEADS, PAGE, 2 * DIM) if backend.IN_ROWS else (5, 2, PAGE, KV_HEADS, DIM)
@@ -106,9 +115,10 @@ def exact(each: list[tuple[torch.Tensor, ...]], window: int | None = None, cap: 
     return torch.cat(parts)
 
 
+@LAYOUTS
 @pytest.mark.parametrize(
     ("lengths", "new"),
-    [([5, 40, 17], [1, 1, 1]), ([5, 40, 33, 20], [1, 1, 9, 20]), ([30], [30]), ([20, 9, 40], [20, 1, 7])],
+    [([5, 40, 33, 20], [1, 1, 9, 20]), *at_length(([5, 40, 17], [1, 1, 1]), ([30], [30]), ([20, 9, 40], [20, 1, 7]))],
 )
 def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new: list[int]) -> None:
     """Decodes, chunks of prefill and both; requests in no order; pages elsewhere change no bit."""
@@ -126,38 +136,30 @@ def test_later_layers_are_launched_as_the_first(backend: ModuleType, monkeypatch
     compute = backend.compute
     monkeypatch.setattr(backend, "compute", lambda *call, **how: computed.append(how) or compute(*call, **how))
     asked: tuple[list[int], list[int]] = ([5, 40, 33, 20], [1, 1, 9, 20])
-    for window in (None, 8):
-        impl = backend.SegmentsImpl(**(NEEDED | {"sliding_window": window}))
-        firsts = []
-        for seed in (0, 1):
-            triton_common.forget()
-            firsts.append(step(backend, impl, *asked, seed=seed)[0])
-        triton_common.forget()
-        computed.clear()
-        for seed in (1, 0, 1):
-            out, each = step(backend, impl, *asked, seed=seed, pages_seed=seed + 5)
-            torch.testing.assert_close(out.double(), exact(each, window), rtol=5e-3, atol=5e-3)
-            assert compare.identical(out, firsts[seed])
-        assert len(computed) == 2  # decodes, and what has more queries
-        step(backend, backend.SegmentsImpl(**(NEEDED | {"sliding_window": 16})), *asked)
-        step(backend, impl, [5, 41, 33, 20], asked[1])
-        assert len(computed) == 6
-
-
-def test_windows_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
     impl = backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8}))
-    out, each = step(backend, impl, [40, 33], [1, 9])
-    torch.testing.assert_close(out.double(), exact(each, window=8), rtol=5e-3, atol=5e-3)
+    firsts = []
+    for seed in (0, 1):
+        triton_common.forget()
+        firsts.append(step(backend, impl, *asked, seed=seed)[0])
+    triton_common.forget()
+    computed.clear()
+    for seed in (1, 0):
+        out, each = step(backend, impl, *asked, seed=seed, pages_seed=seed + 5)
+        torch.testing.assert_close(out.double(), exact(each, 8), rtol=5e-3, atol=5e-3)
+        assert compare.identical(out, firsts[seed])
+    assert len(computed) == 2  # decodes, and what has more queries
+    step(backend, backend.SegmentsImpl(**(NEEDED | {"sliding_window": 16})), *asked)
+    step(backend, impl, [5, 41, 33, 20], asked[1])
+    assert len(computed) == 6
 
 
 def test_soft_caps_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
     """Of the scores, after their scale; with a window as in Gemma 2; other pages change no bit."""
-    for given, how in (({"logits_soft_cap": 0.5}, {}), ({"logits_soft_cap": 0.5, "sliding_window": 8}, {"window": 8})):
-        impl = backend.SegmentsImpl(**(NEEDED | given))
-        out, each = step(backend, impl, [40, 33], [1, 9])
-        torch.testing.assert_close(out.double(), exact(each, cap=0.5, **how), rtol=5e-3, atol=5e-3)
-        assert (out.double() - exact(each, **how)).abs().max() > 0.05
-        assert compare.identical(out, step(backend, impl, [40, 33], [1, 9], pages_seed=9)[0])
+    impl = backend.SegmentsImpl(**(NEEDED | {"logits_soft_cap": 0.5, "sliding_window": 8}))
+    out, each = step(backend, impl, [40, 33], [1, 9])
+    torch.testing.assert_close(out.double(), exact(each, cap=0.5, window=8), rtol=5e-3, atol=5e-3)
+    assert (out.double() - exact(each, window=8)).abs().max() > 0.05
+    assert compare.identical(out, step(backend, impl, [40, 33], [1, 9], pages_seed=9)[0])
 
 
 def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
@@ -218,21 +220,20 @@ def test_launches_of_a_step(backend: ModuleType) -> None:
     assert of([0, 1, 6, 6, 6], [9, 9, 0, 0], 50, 8, True) == [piece(0, 1, 1, 50), piece(1, 2, 5, 50)]
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
+def test_what_it_does_not_do_is_refused_by_name(backend: ModuleType) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"alibi_slopes": [1.0]}, "no ALiBi"),
         ({"sinks": torch.zeros(4)}, "no attention sinks"),
         ({"kv_cache_dtype": "fp8"}, "no a fp8 KV cache|no fp8 KV cache"),
         ({"attn_type": "encoder"}, "no encoder attention"),
         ({"head_size": 512}, "no heads of 512"),
-    ],
-)
-def test_what_it_does_not_do_is_refused_by_name(backend: ModuleType, given: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        backend.SegmentsImpl(**(NEEDED | given))
+    ]
+    for given, named in refused:
+        with pytest.raises(UserError, match=named):
+            backend.SegmentsImpl(**(NEEDED | given))
 
 
+@LAYOUTS
 def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
     it = backend.SegmentsBackend
     assert it.supports_batch_invariance()
@@ -267,7 +268,7 @@ def test_ways_are_few(backend: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "requests", "longest"), [(32, 8, 260, 9000), (8, 4, 64, 1024), (4, 2, 9, 400)]
+    ("heads", "kv_heads", "requests", "longest"), [(8, 4, 64, 1024), *at_length((32, 8, 260, 9000), (4, 2, 9, 400))]
 )
 def test_no_step_is_launched_in_another_way(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, requests: int, longest: int
@@ -290,19 +291,22 @@ def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kept = Certificates({"device": "a test's"}, tmp_path)
     monkeypatch.setattr(cuda, "certificates", lambda: kept)
+    monkeypatch.setattr(triton_kernels, "SEGMENT", 128)
+    for name, small in (("_HEADS_KV", 1), ("_BLOCKS", 0.3), ("_KINDS", ("values",))):
+        monkeypatch.setattr(cuda, name, small)
     cuda.forget()
     impls = [backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8})) for _ in range(2)]
     for proofs in (2, 0):
-        backend.warmed(impls, torch.float16, 2, 300, torch.device("cpu"), PAGE)
+        backend.warmed(impls, torch.float16, 2, 100, torch.device("cpu"), PAGE)
         assert f"nondet: attention in 2 ways: {proofs} proofs, 0 kernels compiled, in " in toys.LOG[-1]
         assert toys.LOG[-1].endswith("ahead: none, waited 0.0 s.")
         kept = Certificates({"device": "a test's"}, tmp_path)  # as another process reads them
         cuda.forget()
 
 
-@pytest.mark.parametrize(("page", "together"), [(16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)])
-def test_the_copy_engine_brings_what_lies_together(backend: ModuleType, page: int, together: int) -> None:
+def test_the_copy_engine_brings_what_lies_together(backend: ModuleType) -> None:
     """Of a block of the cache a power of two, 128 tokens at most."""
     x, places = torch.zeros(1, HEADS, 1, DIM), torch.zeros(2, dtype=torch.int32)
-    call = backend.SegmentsImpl(**NEEDED).call((x,) * 4, (1, 1, 1), (places,) * 3, page)
-    assert call.page == together
+    for page, together in ((16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)):
+        call = backend.SegmentsImpl(**NEEDED).call((x,) * 4, (1, 1, 1), (places,) * 3, page)
+        assert call.page == together

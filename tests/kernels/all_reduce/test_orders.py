@@ -20,6 +20,7 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.rank_free import rank_free
 from nondet.ranks.group import RankGroup
 from tests.build import DEVICE
+from tests.kernels.tiers import at_length
 from tests.ranks.tasks import Toy, Wide, _drawn
 
 
@@ -27,8 +28,9 @@ def _parts(count, size, dtype):
     return [make("wide", (size,), dtype, DEVICE, generator(i + 1, DEVICE)) for i in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, *at_length(torch.float32)])
+@pytest.mark.parametrize("ranks", [3, 8, *at_length(1, 2, 4)])
 def test_peers_are_added_in_their_order(ranks, dtype):
     """Whole messages and shares of them, chain and tree, have the bits of the order; chain and tree differ."""
     parts = _parts(ranks, 3001, dtype)
@@ -59,7 +61,8 @@ def test_a_tree_stands_for_its_subtrees():
         tree(parts[:3])
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [4, *at_length(1, 2, 8)])
 def test_splits_and_ranks_do_not_change_a_chunked_product(splits, chained_dot):
     """However chunks are spread over programs and ranks, one product comes out."""
     x = make("wide", (5, 256), torch.float32, DEVICE, generator(1, DEVICE))
@@ -75,8 +78,8 @@ def test_splits_and_ranks_do_not_change_a_chunked_product(splits, chained_dot):
     assert identical(tree(sums), want)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
-@pytest.mark.parametrize("size", [32, 24])
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunks", "size"), [(4, 32), (2, 24), *at_length((1, 32), (8, 32), (1, 24), (8, 24))])
 def test_a_walk_over_several_chunks_is_chunk_by_chunk(chunks, size, chained_dot):
     """In one program and in several, where a step is cut at a chunk's end, and by descriptors."""
     x = make("wide", (21, size * chunks), torch.float16, DEVICE, generator(1, DEVICE))
@@ -88,6 +91,7 @@ def test_a_walk_over_several_chunks_is_chunk_by_chunk(chunks, size, chained_dot)
             assert identical(chunk_products(x, weight, chunks, torch.empty(21, 40, device=DEVICE), tile), want)
 
 
+@pytest.mark.slow
 def test_a_tile_is_proven_before_it_is_taken(chained_dot, monkeypatch, tmp_path):
     """A tile with the anchor's bits is proven and taken; one whose chunks lie another way is excluded, and the anchor
     runs: the product keeps the bits of the class. A proof is looked up the next time.
@@ -107,6 +111,7 @@ def test_a_tile_is_proven_before_it_is_taken(chained_dot, monkeypatch, tmp_path)
     assert not asked, "it is known"
 
 
+@pytest.mark.slow
 def test_a_tile_that_adds_in_another_order_is_excluded(chained_dot, monkeypatch, tmp_path):
     """The prover sees it, and what comes out is the anchor's."""
     store = Certificates({"device": "test"}, tmp_path)
@@ -150,34 +155,37 @@ def four():
     group.close()
 
 
+@pytest.mark.slow
 def test_members_have_the_bits_of_the_order(four):
     """On four ranks the two members for any device apply, with the plain sum's bits; the library's own does not."""
     assert four.ask(f"{TASKS}:members_agree") == [["ordered_gather", "exchange"]] * 4
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter: ranks of CPUs share a file")
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, *at_length(2, 4)])
+@pytest.mark.slow
 def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
     """Shares of several pieces, sizes up and down through one mailbox, ranks out of step: the plain sums' bits."""
     assert four.ask(f"{TASKS}:pushes", str(tmp_path), world, limit_s=100) == [[]] * 4
 
 
-@pytest.mark.parametrize(("itemsize", "narrowed"), [(2, False), (4, False), (4, True)])
-@pytest.mark.parametrize("world", range(2, 9))
-def test_a_proof_has_every_way_to_push(world, itemsize, narrowed):
+@pytest.mark.parametrize("world", [3, *at_length(2, *range(4, 9))])
+def test_a_proof_has_every_way_to_push(world):
     """Whole and in parts, in one piece and in several, of even sizes and odd ones: what some message would run."""
+    for itemsize, narrowed in ((2, False), (4, False), (4, True)):
 
-    def ways(counts):
-        plans = [(symmetric.plan_push(count, itemsize, world, narrowed), count % 16 == 0) for count in counts]
-        loops = {(p.in_parts, p.share > p.block * (world if p.in_parts else 1)) for p, _ in plans}
-        return loops, {(p.in_parts, even) for p, even in plans}
+        def ways(counts, itemsize=itemsize, narrowed=narrowed):
+            plans = [(symmetric.plan_push(count, itemsize, world, narrowed), count % 16 == 0) for count in counts]
+            loops = {(p.in_parts, p.share > p.block * (world if p.in_parts else 1)) for p, _ in plans}
+            return loops, {(p.in_parts, even) for p, even in plans}
 
-    more = symmetric.counts_in_pieces(itemsize, world, narrowed=narrowed)
-    assert ways((*PROOF_SIZES["cuda"], *more)) == ways(range(1, 2**28, 9973))
-    room = [symmetric.mail_bytes(count, itemsize, world) for count in more]
-    assert max(room) <= 2**28
+        more = symmetric.counts_in_pieces(itemsize, world, narrowed=narrowed)
+        assert ways((*PROOF_SIZES["cuda"], *more)) == ways(range(1, 2**28, 9973))
+        room = [symmetric.mail_bytes(count, itemsize, world) for count in more]
+        assert max(room) <= 2**28
 
 
+@pytest.mark.slow
 def test_the_prover_sees_one_bit_on_one_rank(four):
     """A member that holds is proven on every rank; one that is a bit off on rank 1 is refused on all, alike."""
     answers = four.ask(f"{TASKS}:proofs")
@@ -189,6 +197,7 @@ def test_the_prover_sees_one_bit_on_one_rank(four):
         assert "rank 1" in evidence
 
 
+@pytest.mark.slow
 def test_batch_invariant_reaches_every_form_of_an_all_reduce(four):
     """In place, asynchronous, functional, DTensor's: all have the order's bits, where gloo's own are others."""
     answers = four.ask(f"{TASKS}:under_a_block")
@@ -205,6 +214,7 @@ def test_batch_invariant_reaches_every_form_of_an_all_reduce(four):
         assert any(line.startswith("at risk: all_reduce float32") for line in told["another family"])
 
 
+@pytest.mark.slow
 def test_other_ways_to_a_collective_are_counted(four):
     """Inference mode, which skips autograd's keys, is reached; other reductions are at risk; copies are not."""
     answers = four.ask(f"{TASKS}:other_ways_in")
@@ -215,6 +225,7 @@ def test_other_ways_to_a_collective_are_counted(four):
         assert not [line for line in lines if "gather" in line or "broadcast" in line]
 
 
+@pytest.mark.slow
 def test_batch_invariant_reaches_every_form_of_a_reduce_scatter(four):
     """By tensor, by list, asynchronous, functional, coalesced, DTensor's: each share has the bits of the ordered sum.
 
@@ -235,6 +246,7 @@ def test_batch_invariant_reaches_every_form_of_a_reduce_scatter(four):
         assert any(line.startswith("at risk: reduce_scatter float32") for line in told["another family"])
 
 
+@pytest.mark.slow
 def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
     """1, 2 and 4 ranks give one product, on every rank; a plain product cut in two does not."""
     x = _drawn(7 * 512, torch.bfloat16, 90).view(7, 512)
@@ -249,6 +261,7 @@ def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
     assert error <= (x @ weight.T + bias - (x.double() @ weight.double().T + bias.double())).norm() * 1.5
 
 
+@pytest.mark.slow
 def test_four_ranks_give_the_model_of_one(four):
     """A column- and a row-parallel layer over four ranks: rank-free has one rank's bits, an all-reduce others."""
     model, x = Toy(), _drawn(5 * 64, torch.bfloat16, 53).view(5, 64)
@@ -260,6 +273,7 @@ def test_four_ranks_give_the_model_of_one(four):
     assert not any(identical(part, plain) for part in four.ask(f"{TASKS}:toy_over_ranks", False))
 
 
+@pytest.mark.slow
 def test_columns_do_not_follow_the_ranks(four):
     """On a CPU the columns of a layer that four ranks share have one rank's bits, where rank-free.
 
@@ -284,6 +298,7 @@ def test_columns_do_not_follow_the_ranks(four):
     assert seen == ([48] * 2,) * 4
 
 
+@pytest.mark.slow
 def test_agreements_end_with_their_group(four, tmp_path):
     """torch gives names again: ranks that were in the old group vote with those that were not, and none waits."""
     ran = four.ask("tests.ranks.tasks:agreements_of_another_group", str(tmp_path / "store"), limit_s=30)

@@ -7,10 +7,7 @@ compiled for Hopper, which shows what would cost its speed without changing a re
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +29,7 @@ from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan
 from nondet.kernels.attention.hopper import prefill, supports
 from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
 from tests.build import accuracy_bound
+from tests.kernels.tiers import at_length, compiled
 
 
 @pytest.fixture
@@ -50,17 +48,17 @@ def as_python(monkeypatch):
     return launch
 
 
-@pytest.mark.parametrize(("items", "programs"), [(1, 1), (7, 7), (1024, 132), (131, 132), (265, 132)])
-def test_every_item_has_one_program(as_python, items, programs):
+def test_every_item_has_one_program(as_python):
     """Turn by turn, programs cover the items exactly once, and none has two more than another."""
-    as_python.programs = programs
-    mine = []
-    for program in range(programs):
-        as_python.program = program
-        turns = range(math.ceil(items / programs))
-        mine.append([i for i in (int(hopper_attention_parts.item_of.fn(t)) for t in turns) if i < items])
-        assert len(mine[-1]) >= len(turns) - 1  # only the last turn may be short: barriers count turns
-    assert sorted(i for items_of_one in mine for i in items_of_one) == list(range(items))
+    for items, programs in ((1, 1), (7, 7), (1024, 132), (131, 132), (265, 132)):
+        as_python.programs = programs
+        mine = []
+        for program in range(programs):
+            as_python.program = program
+            turns = range(math.ceil(items / programs))
+            mine.append([i for i in (int(hopper_attention_parts.item_of.fn(t)) for t in turns) if i < items])
+            assert len(mine[-1]) >= len(turns) - 1  # only the last turn may be short: barriers count turns
+        assert sorted(i for items_of_one in mine for i in items_of_one) == list(range(items))
 
 
 def test_programs_share_the_work_evenly(as_python):
@@ -77,7 +75,9 @@ def test_programs_share_the_work_evenly(as_python):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("tq", "tk"), [(1, 1), (1, 130), (128, 128), (300, 300), (129, 640), (2, 128), (257, 1000)])
+@pytest.mark.parametrize(
+    ("tq", "tk"), [(128, 128), (257, 1000), *at_length((1, 1), (1, 130), (300, 300), (129, 640), (2, 128))]
+)
 def test_tiles_and_mask_show_every_visible_key_and_no_other(as_python, causal, tq, tk):
     """Per row: the visible keys of all tiles are keys 0 ... its position; tiles called full need no mask."""
     blocks = math.ceil(tq / 128)
@@ -105,42 +105,42 @@ def test_tiles_and_mask_show_every_visible_key_and_no_other(as_python, causal, t
     assert seen_rows == heads_all * tq
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_total_has_a_place_for_every_element(head_dim):
+def test_a_total_has_a_place_for_every_element():
     """The layout of a consumer's total maps addresses to elements one to one."""
-    layout = hopper_attention_parts.total_layout(head_dim)
-    places = {(0, 0)}
-    for row, col in layout.offset_bases:
-        places |= {(r ^ row, c ^ col) for r, c in places}
-    assert places == {(r, c) for r in range(64) for c in range(head_dim)}
+    for head_dim in (64, 128):
+        layout = hopper_attention_parts.total_layout(head_dim)
+        places = {(0, 0)}
+        for row, col in layout.offset_bases:
+            places |= {(r ^ row, c ^ col) for r, c in places}
+        assert places == {(r, c) for r in range(64) for c in range(head_dim)}
 
 
 def half(*shape, dtype=torch.bfloat16):
     return torch.zeros(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "options", "reason"),
-    [
-        (half(1, 4, 8, 128), half(1, 2, 8, 128), {}, None),
-        (half(2, 4, 8, 64, dtype=torch.float16), half(2, 2, 20, 64, dtype=torch.float16), {"causal": False}, None),
-        (half(1, 8, 4, 128).transpose(1, 2), half(1, 8, 2, 128).transpose(1, 2), {}, None),
-        (half(1, 4, 8, 128, dtype=torch.float32), half(1, 2, 8, 128, dtype=torch.float32), {}, "float32"),
-        (half(1, 4, 8, 96), half(1, 2, 8, 96), {}, "96"),
-        (half(1, 4, 8, 128), half(1, 2, 8, 128), {"window": 4}, "window"),
-        (half(1, 4, 8, 128), half(1, 2, 8, 128), {"softcap": 30.0}, "soft cap"),
-        (half(1, 4, 9, 128), half(1, 2, 8, 128), {}, "8 and 9"),
-        (half(1, 4, 128, 8).mT, half(1, 2, 8, 128), {}, "q's last stride"),
-        (half(1, 4, 8, 128), half(1, 2, 8, 129)[..., 1:], {}, "k"),
-        (half(1, 4, 8, 132)[..., :128], half(1, 2, 8, 128), {}, "16 bytes"),
-        (half(1, 4, 8, 128), half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
-    ],
-)
-def test_what_it_does_not_take_has_a_reason(q, k, options, reason):
+CALLS: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any], str | None]] = [
+    (half(1, 4, 8, 128), half(1, 2, 8, 128), {}, None),
+    (half(2, 4, 8, 64, dtype=torch.float16), half(2, 2, 20, 64, dtype=torch.float16), {"causal": False}, None),
+    (half(1, 8, 4, 128).transpose(1, 2), half(1, 8, 2, 128).transpose(1, 2), {}, None),
+    (half(1, 4, 8, 128, dtype=torch.float32), half(1, 2, 8, 128, dtype=torch.float32), {}, "float32"),
+    (half(1, 4, 8, 96), half(1, 2, 8, 96), {}, "96"),
+    (half(1, 4, 8, 128), half(1, 2, 8, 128), {"window": 4}, "window"),
+    (half(1, 4, 8, 128), half(1, 2, 8, 128), {"softcap": 30.0}, "soft cap"),
+    (half(1, 4, 9, 128), half(1, 2, 8, 128), {}, "8 and 9"),
+    (half(1, 4, 128, 8).mT, half(1, 2, 8, 128), {}, "q's last stride"),
+    (half(1, 4, 8, 128), half(1, 2, 8, 129)[..., 1:], {}, "k"),
+    (half(1, 4, 8, 132)[..., :128], half(1, 2, 8, 128), {}, "16 bytes"),
+    (half(1, 4, 8, 128), half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
+]
+
+
+def test_what_it_does_not_take_has_a_reason():
     """Dtype, head dim, window, soft cap, shapes and layouts are refused by name, and nothing else is."""
-    call = {"causal": True, "window": None, "softcap": None} | options
-    fault = hopper_attention._call_fault(q, k, k, **call)
-    assert fault is None if reason is None else reason in fault
+    for q, k, options, reason in CALLS:
+        call = {"causal": True, "window": None, "softcap": None} | options
+        fault = hopper_attention._call_fault(q, k, k, **call)
+        assert fault is None if reason is None else reason in fault
 
 
 def test_a_cpu_is_refused():
@@ -186,19 +186,17 @@ for head_dim, dtype, causal in ((128, "bf16", True), (64, "fp16", False)):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(hopper_attention._NO_KERNEL is not None, reason="this Triton has no Gluon for it")
 def test_it_compiles_for_hopper_without_spills_or_serial_products(tmp_path):
     """No GPU needed: each product stands once, the assembler keeps them asynchronous, registers and memory suffice."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    built = [tuple(map(int, found)) for found in re.findall(r"built (\d+) (\d+)", run.stdout)]
+    said = compiled(COMPILE, tmp_path)
+    built = [tuple(map(int, found)) for found in re.findall(r"built (\d+) (\d+)", said)]
     # Per consumer: tile 0's scores, then scores and values in the loop, then the last values; 16 deep each.
     assert [count for _, count in built] == [2 * (8 + 8 + 8 + 8), 2 * (4 + 4 + 8 + 8)]
     assert all(shared <= 227 * 1024 for shared, _ in built)
-    assert "serialized" not in run.stdout
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)]
+    assert "serialized" not in said
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     # The assembler of Triton 3.7 and later spills a few of the mask's constants, outside the loop's usual path.
     most = 0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 1024
     assert len(spills) >= 2
@@ -452,10 +450,6 @@ CPU = torch.device("cpu")
 needs_gluon = pytest.mark.skipif(hopper._NO_KERNEL_DECODE is not None, reason="this Triton has no Gluon for it")
 
 
-def decode_half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
 def call_of(q: torch.Tensor, k: torch.Tensor, **more: Any) -> Call:
     how = {"scale": None, "causal": True, "window": None, "softcap": None} | more
     return Call(q, k, k, torch.empty_like(q), q.shape[0], q.shape[2], k.shape[2], **how)
@@ -468,51 +462,43 @@ def decoding_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "has_pdl", lambda device: True)
 
 
+DECODES: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any], bool]] = [
+    (half(1, 8, 1, 128), half(1, 2, 1024, 128), {}, True),
+    (
+        half(2, 8, 4, 64, dtype=torch.float16),
+        half(2, 2, 900, 64, dtype=torch.float16),
+        {"causal": False},
+        True,
+    ),
+    (half(1, 8, 1, 128), half(1, 1024, 2, 128).transpose(1, 2), {}, True),
+    (half(1, 8, 1, 96), half(1, 2, 1024, 96), {}, False),
+    (half(1, 8, 1, 128, dtype=torch.float32), half(1, 2, 1024, 128, dtype=torch.float32), {}, False),
+    (half(1, 8, 1, 128), half(1, 2, 1024, 128), {"window": 100}, False),
+    (half(1, 8, 1, 128), half(1, 2, 1024, 128), {"softcap": 30.0}, False),
+    (half(1, 8, 5, 128), half(1, 2, 1024, 128), {}, False),  # 20 rows
+    (half(1, 8, 1, 128), half(1, 2, 1024, 132)[..., :128], {}, False),  # 8 bytes
+    (half(1, 8, 1, 128), half(1, 2, 1024, 136)[..., 1:129], {}, False),
+]
+
+
 @pytest.mark.usefixtures("decoding_on_hopper")
-@pytest.mark.parametrize(
-    ("q", "k", "more", "taken"),
-    [
-        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 128), {}, True),
-        (
-            decode_half(2, 8, 4, 64, dtype=torch.float16),
-            decode_half(2, 2, 900, 64, dtype=torch.float16),
-            {"causal": False},
-            True,
-        ),
-        (decode_half(1, 8, 1, 128), decode_half(1, 1024, 2, 128).transpose(1, 2), {}, True),
-        (decode_half(1, 8, 1, 96), decode_half(1, 2, 1024, 96), {}, False),
-        (decode_half(1, 8, 1, 128, dtype=torch.float32), decode_half(1, 2, 1024, 128, dtype=torch.float32), {}, False),
-        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 128), {"window": 100}, False),
-        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 128), {"softcap": 30.0}, False),
-        (decode_half(1, 8, 5, 128), decode_half(1, 2, 1024, 128), {}, False),  # 20 rows
-        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 132)[..., :128], {}, False),  # 8 bytes
-        (decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 136)[..., 1:129], {}, False),
-    ],
-)
-def test_few_rows_that_it_can_take_go_to_it(q: torch.Tensor, k: torch.Tensor, more: Any, taken: bool) -> None:
+def test_few_rows_that_it_can_take_go_to_it() -> None:
     """By dtype, head dim, mask, rows and layout; and where a user asks for split or not, the Triton kernels run."""
-    call = call_of(q, k, **more)
-    assert (quickest(call).tiles > 0) is taken
-    assert quickest(call, True).tiles == quickest(call, False).tiles == 0
+    for q, k, more, taken in DECODES:
+        call = call_of(q, k, **more)
+        assert (quickest(call).tiles > 0) is taken
+        assert quickest(call, True).tiles == quickest(call, False).tiles == 0
 
 
-@pytest.mark.parametrize(
-    ("requests", "tokens", "span", "tiles"),
-    [
-        (1, 1024, 1, 4),
-        (1, 8192, 1, 4),
-        (1, 32768, 4, 4),
-        (8, 4096, 4, 4),
-        (32, 2048, 0, 2),
-        (64, 8192, 0, 2),
-        (1, 300, 0, 4),
-    ],
-)
-def test_programs_fill_the_machine(requests: int, tokens: int, span: int, tiles: int) -> None:
+def test_programs_fill_the_machine() -> None:
     """On 132 multiprocessors, 8 KV heads: one program each as long as that is enough, else two that share one."""
-    way = triton_kernels.few_rows(requests * 8, -(-tokens // 512), 128, CPU)
-    assert (way.span, way.tiles) == (span, tiles)
-    assert way.pdl is way.lanes is (span > 0)
+    for requests, tokens, span, tiles in (
+        (1, 1024, 1, 4), (1, 8192, 1, 4), (1, 32768, 4, 4), (8, 4096, 4, 4), (32, 2048, 0, 2), (64, 8192, 0, 2),
+        (1, 300, 0, 4),
+    ):  # fmt: skip
+        way = triton_kernels.few_rows(requests * 8, -(-tokens // 512), 128, CPU)
+        assert (way.span, way.tiles) == (span, tiles)
+        assert way.pdl is way.lanes is (span > 0)
 
 
 @pytest.mark.usefixtures("decoding_on_hopper")
@@ -526,7 +512,7 @@ def test_a_compiler_is_sent_elsewhere_from_decode(monkeypatch: pytest.MonkeyPatc
 def test_a_cpu_is_refused_by_decode() -> None:
     """No CPU tensor reaches it."""
     assert hopper.available(CPU) is not None
-    assert quickest(call_of(decode_half(1, 8, 1, 128), decode_half(1, 2, 1024, 128))).tiles == 0
+    assert quickest(call_of(half(1, 8, 1, 128), half(1, 2, 1024, 128))).tiles == 0
 
 
 def test_every_way_has_a_name_of_its_own() -> None:
@@ -578,14 +564,12 @@ build(merge_all_kernel, {"out_ptr": "*bf16"},
 """
 
 
+@pytest.mark.nightly
 @needs_gluon
 def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
     """No GPU needed: products and loads stand once, memory suffices; a merge has all its loads under way at once."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPILE_DECODE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    built = [tuple(map(int, figures)) for figures in re.findall(r"built (\d+) (\d+) (\d+) (\d+) (-?\d+)", run.stdout)]
+    said = compiled(COMPILE_DECODE, tmp_path)
+    built = [tuple(map(int, figures)) for figures in re.findall(r"built (\d+) (\d+) (\d+) (\d+) (-?\d+)", said)]
     split, whole, paged, merge = built
     assert paged[:2] == split[:2]
     assert paged[2] in (2 * 8, 2 * 2 * 8)  # K or V of a tile, page by page in halves, in a loop over tiles
@@ -596,7 +580,7 @@ def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
     assert (split[2], whole[2]) == (2 * 2 * 4, 2 * 2 * 2)  # K and V of each tile, in halves of the head dim
     assert merge[3] == 16 + 3  # a segment's values a load; a lane's maximum, the one before it, and its sum
     assert merge[4] == 1
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     assert len(spills) == 4
     assert max(spills.pop(2), 8) == 8  # of the paged one, by Triton 3.7
     assert max(spills) == 0

@@ -8,19 +8,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import config as inductor
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 from tests.build import rand
+from tests.kernels.tiers import at_length
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """No graph is left over from another test."""
+    """No graph is left over from another test; headers are not compiled beforehand, for few graphs are made here."""
     torch._dynamo.reset()
-    yield
+    with inductor.patch({"cpp_cache_precompile_headers": False, "compile_threads": 1}):
+        yield
     torch._dynamo.reset()
 
 
@@ -37,8 +40,7 @@ def layer(x: torch.Tensor, weight: torch.Tensor = WEIGHT, head: torch.Tensor = H
     return z / z.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("backend", "mode"), [("eager", torch.no_grad), ("aot_eager", torch.inference_mode)])
 def test_backends_that_keep_aten_keep_the_bits(backend: str, mode: type[torch.no_grad]) -> None:
     """Compiled by a backend that keeps aten's operators, the bits are those of the block without compilation."""
     x = rand(9, 96)
@@ -56,11 +58,20 @@ def test_backends_that_keep_aten_keep_the_bits(backend: str, mode: type[torch.no
 
 def test_inductor_calls_the_replacements() -> None:
     """Inductor's graphs call every product and reduction that has a replacement, and the rest is said to be at risk."""
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        """As `layer`, with little between what is reduced, for g++ takes seconds for each kernel."""
+        y = F.linear(x, WEIGHT)
+        q = y.view(1, -1, 2, 32).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(y.shape)
+        z = torch.softmax(y @ HEAD.t(), -1)
+        return z.mean(-1) * z.sum(-1)
+
     x = rand(9, 96)
     with torch.no_grad(), batch_invariant() as block:
-        plain = layer(x)
+        plain = reduced(x)
         before = block.coverage().replaced.copy()
-        compiled = torch.compile(layer, backend="inductor", dynamic=False)
+        compiled = torch.compile(reduced, backend="inductor", dynamic=False)
         got, alone = compiled(x), compiled(x[:1])
     added = block.coverage().replaced - before
     for name in ("scaled_dot_product_attention", "mean.dim", "_softmax", "sum.dim_IntList"):
@@ -110,7 +121,7 @@ def test_what_was_compiled_outside_before_is_whole_inside(name: str, backend: st
             assert identical(compiled(x), outside)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *at_length("inductor")])
 def test_attention_that_is_not_shaped_as_its_queries(backend: str) -> None:
     """Values of another width, or requests that share keys: a graph was promised the queries' shape, and ended."""
     q, k, v = rand(72, 32).view(2, 4, 9, 32), rand(72, 32).neg().view(2, 4, 9, 32), rand(72, 16).view(2, 4, 9, 16)
@@ -146,7 +157,7 @@ def test_what_runs_in_a_frame_that_torch_does_not_compile(backend: str) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *at_length("inductor")])
 def test_a_compiled_gradient(backend: str, training: bool) -> None:
     """Compiled, RMSNorm with a gradient is in parts, without the sampler's bits: it is told. A bias may have none."""
 

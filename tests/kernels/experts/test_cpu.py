@@ -20,12 +20,13 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.matmul import cpu as cpu_matmul
 from tests.build import DEVICE, accuracy_bound
+from tests.kernels.tiers import at_length
 
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.bfloat16, torch.float16)])
 def test_cpu_bits_are_those_of_the_row_alone(dtype):
     """Rows of any count at any expert have the bits of one row; a stock loop in float32 does not keep them."""
     rng = inputs.generator(0, "cpu")
@@ -51,7 +52,7 @@ def test_cpu_experts_share_one_order_wherever_they_lie():
     assert all(compare.identical(rows[0], other) for other in rows)
 
 
-@pytest.mark.parametrize("n", [32, 35])
+@pytest.mark.parametrize("n", [35, *at_length(32)])
 def test_cpu_gathered_weights_give_the_grouped_bits(n):
     """A batched product with vectors, as decoding has it, and the grouped product of prefill are one class."""
     rng = inputs.generator(0, "cpu")
@@ -63,11 +64,11 @@ def test_cpu_gathered_weights_give_the_grouped_bits(n):
     assert compare.identical(cpu_matmul.vectors_by_weights(gathered[7:9], x[7:9]), grouped[7:9])
 
 
-@pytest.mark.parametrize("offsets", [[3, 2], [3, 9], [-1, 4]])
-def test_cpu_refuses_offsets_that_make_no_sense(offsets):
+def test_cpu_refuses_offsets_that_make_no_sense():
     """On a CPU the offsets can be read, so wrong ones are an error; so are shapes that do not fit."""
-    with pytest.raises(ValueError, match="ascend"):
-        cpu_grouped_matmul.grouped_matmul(torch.ones(4, 8), torch.ones(2, 8, 3), torch.tensor(offsets))
+    for offsets in ([3, 2], [3, 9], [-1, 4]):
+        with pytest.raises(ValueError, match="ascend"):
+            cpu_grouped_matmul.grouped_matmul(torch.ones(4, 8), torch.ones(2, 8, 3), torch.tensor(offsets))
     with pytest.raises(ValueError, match="takes"):
         cpu_grouped_matmul.grouped_matmul(torch.ones(4, 7), torch.ones(2, 8, 3), torch.tensor([1, 2]))
     with pytest.raises(UserError):
@@ -78,7 +79,6 @@ def test_cpu_refuses_offsets_that_make_no_sense(offsets):
 
 # Batched products with vectors on a CPU: no row's bits by the rows or batches beside it, and transformers' experts.
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 96, 200)
 BATCHES = 5
 
@@ -94,8 +94,8 @@ def products(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     return torch.bmm(matrices, vectors[:, :, None])[:, :, 0].contiguous()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("depth", [64, 129])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *at_length(torch.float16)], ids=str)
+@pytest.mark.parametrize("depth", [129, *at_length(64)])
 def test_rows_and_batches_decide_nothing(depth: int, dtype: torch.dtype) -> None:
     """A bmm with vectors, for every number of rows and of batches, and as einsum("tk,k->t") and mv: equal bits."""
     matrices, vectors = operands(depth, dtype)
@@ -116,16 +116,16 @@ def test_rows_and_batches_decide_nothing(depth: int, dtype: torch.dtype) -> None
     assert not block.coverage().at_risk
 
 
-@pytest.mark.parametrize("equation", ["btk,bk->bt", "bk,btk->bt", "btk,bk", "...tk,...k->...t"])
-def test_einsum_of_vectors_is_at_risk(equation: str) -> None:
+def test_einsum_of_vectors_is_at_risk() -> None:
     """torch makes one batch another product than two, and of k,tk->t one whose weight is the rows: both are said."""
     matrices, vectors = operands(129, torch.float32)
-    first = (vectors, matrices) if equation.startswith("bk") else (matrices, vectors)
     with torch.no_grad():
-        for batches in (1, 2):
-            with batch_invariant() as block:
-                torch.einsum(equation, *(x[:batches] for x in first))
-            assert set(block.coverage().at_risk) == {"einsum float32"}
+        for equation in ("btk,bk->bt", "bk,btk->bt", "btk,bk", "...tk,...k->...t"):
+            first = (vectors, matrices) if equation.startswith("bk") else (matrices, vectors)
+            for batches in (1, 2):
+                with batch_invariant() as block:
+                    torch.einsum(equation, *(x[:batches] for x in first))
+                assert set(block.coverage().at_risk) == {"einsum float32"}, equation
         with batch_invariant() as block:
             torch.einsum("k,tk->t", vectors[0], matrices[0])
         assert block.coverage().at_risk
@@ -146,22 +146,21 @@ def test_stock_depends_on_the_rows() -> None:
     assert len({part.shape[1] for part in parts}) > 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [1, 2, 35, 96])
-@pytest.mark.parametrize("tokens", [1, 2, 9])
-def test_transformers_vectors_have_the_grouped_bits(tokens: int, columns: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.bfloat16, torch.float16)], ids=str)
+def test_transformers_vectors_have_the_grouped_bits(dtype: torch.dtype) -> None:
     """transformers' own two functions agree for each token and expert, also for top-1 with a single token."""
-    x = order_revealing(tokens, 129, dtype, 2, negate=True)
-    weight = order_revealing(4 * columns, 129, dtype, 1, negate=False).view(4, columns, 129)
-    experts = torch.arange(tokens) % 3
-    order = torch.sort(experts, stable=True).indices
-    ends = torch.tensor([int((experts <= e).sum()) for e in range(4)], dtype=torch.int32)
-    with torch.no_grad(), batch_invariant() as block:
-        batched = moe._batched_linear(x, weight[experts])
-        grouped = moe._grouped_linear(x[order], weight, ends)
-    assert identical(batched[order], grouped)
-    assert not block.coverage().at_risk
-    assert not block.coverage().left
+    for tokens, columns in ((1, 35), (2, 1), (9, 2), (9, 96)):
+        x = order_revealing(tokens, 129, dtype, 2, negate=True)
+        weight = order_revealing(4 * columns, 129, dtype, 1, negate=False).view(4, columns, 129)
+        experts = torch.arange(tokens) % 3
+        order = torch.sort(experts, stable=True).indices
+        ends = torch.tensor([int((experts <= e).sum()) for e in range(4)], dtype=torch.int32)
+        with torch.no_grad(), batch_invariant() as block:
+            batched = moe._batched_linear(x, weight[experts])
+            grouped = moe._grouped_linear(x[order], weight, ends)
+        assert identical(batched[order], grouped), (tokens, columns)
+        assert not block.coverage().at_risk
+        assert not block.coverage().left
 
 
 def test_the_stand_in_goes_with_the_block() -> None:
@@ -184,7 +183,7 @@ SIZES = {
     "vocab_size": 257,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
@@ -230,9 +229,14 @@ def keeps(model: Any, length: int = 24) -> list[bool]:
     return [identical(alone, other) for other in (*others, model(ids.flip(0)).logits[-1:])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "way", "dtype"),
+    [
+        *(("qwen3-moe", way, torch.float32) for way in WAYS),
+        *at_length(*(("mixtral", way, torch.float32) for way in WAYS)),
+        *at_length(*((model, way, torch.bfloat16) for model in MODELS for way in WAYS)),
+    ],
+)
 def test_logits_do_not_depend_on_the_batch(model, way, dtype):
     """A prompt alone and among others: equal logits, with nothing of the experts left to a stock kernel."""
     made = MODELS[model](way, dtype)
@@ -245,8 +249,8 @@ def test_logits_do_not_depend_on_the_batch(model, way, dtype):
     assert not {name for name in stock if name.split()[0] in {"_grouped_mm", "topk", "index_add_", "bmm", "mm"}}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("model", ["qwen3-moe", *at_length("mixtral")])
+@pytest.mark.parametrize("way", ["grouped_mm", *at_length("eager")])
 def test_stock_parts_in_float32(model, way):
     """The test can fail: as it comes, the same model gives the prompt other bits in some batch."""
     if DEVICE != "cpu":
@@ -256,7 +260,7 @@ def test_stock_parts_in_float32(model, way):
         assert not all(kept for length in (1, 5, 24) for kept in keeps(made, length))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["qwen3-moe", *at_length("mixtral")])
 def test_decoding_and_prefill_are_one_class(model):
     """Generation goes over to gathered weights for decoding: each step has the bits of the whole prompt's prefill."""
     ids = prompts(3, 20)
@@ -318,19 +322,19 @@ SHAPES: dict[str, Callable[[], tuple[torch.Tensor, int, torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_index_add_of_every_shape(shape):
+def test_index_add_of_every_shape():
     """In place and out of place, along any axis, scaled: the target's own memory gets the sums, and nothing else."""
-    target, dim, source = SHAPES[shape]()
     index = torch.tensor([4, 1, 4])
-    right = target.double().index_add(dim, index, source.double(), alpha=2)
-    with batch_invariant() as block:
-        new = torch.index_add(target, dim, index, source, alpha=2)
-        kept = target.index_add_(dim, index, source, alpha=2)
-    assert kept is target
-    assert identical(new, target)
-    torch.testing.assert_close(target.double(), right, rtol=1e-6, atol=1e-6)
-    assert not block.coverage().left
+    for shape, made in SHAPES.items():
+        target, dim, source = made()
+        right = target.double().index_add(dim, index, source.double(), alpha=2)
+        with batch_invariant() as block:
+            new = torch.index_add(target, dim, index, source, alpha=2)
+            kept = target.index_add_(dim, index, source, alpha=2)
+        assert kept is target
+        assert identical(new, target), shape
+        torch.testing.assert_close(target.double(), right, rtol=1e-6, atol=1e-6)
+        assert not block.coverage().left
 
 
 def test_what_is_not_for_it_stays_stock_and_is_told():

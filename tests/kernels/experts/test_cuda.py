@@ -20,7 +20,9 @@ from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.experts.cuda import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
 from nondet.kernels.matmul.triton_kernels import anchor, matmul
 from tests.build import DEVICE, accuracy_bound, bell
+from tests.kernels.tiers import at_length
 
+pytestmark = pytest.mark.slow
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
 DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 TMA = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)  # the interpreter has it
@@ -41,9 +43,9 @@ def alone(x: torch.Tensor, weight: torch.Tensor, offsets: list[int]) -> torch.Te
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offsets", OFFSETS)
-@pytest.mark.parametrize(("k", "n"), [(130, 33), (64, 70), (1, 1)])
+@pytest.mark.parametrize("dtype", [DTYPES[0], *at_length(*DTYPES[1:])])
+@pytest.mark.parametrize("offsets", [OFFSETS[0], OFFSETS[3], *at_length(*OFFSETS[1:3])])
+@pytest.mark.parametrize(("k", "n"), [(130, 33), *at_length((64, 64), (1, 1))])
 def test_right_for_any_spread_of_rows(dtype, offsets, k, n):
     """Tails of K and N, empty experts and rows of no expert: no row is lost, read twice, or given to a neighbour."""
     x, weight = bell(42, k, dtype=dtype), bell(6, n, k, dtype=dtype, seed=1).mT
@@ -53,25 +55,13 @@ def test_right_for_any_spread_of_rows(dtype, offsets, k, n):
         assert compare.error_against(out, right).relative_norm <= accuracy_bound(dtype, k)
 
 
-@pytest.mark.parametrize("tma", {False, TMA})
-def test_every_tile_takes_every_spread(tma):
-    """Both kernels and all tiles of float16 give the float64 product, K and N being multiples of no block."""
-    x, weight = bell(42, 72, dtype=torch.float16), bell(6, 40, 72, dtype=torch.float16, seed=1).mT
-    assert takes_tma(x, weight) == TMA
-    for tile in tiles(torch.float16):
-        for offsets in OFFSETS[:3]:
-            out = grouped_chain(x, weight, at(offsets), tile, tma)
-            right = reference.grouped_matmul(x, weight, at(offsets))
-            assert compare.error_against(out, right).relative_norm <= accuracy_bound(torch.float16, 72)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("offsets", OFFSETS[:3])
+@pytest.mark.parametrize("dtype", [torch.float16, *at_length(torch.float32)])
+@pytest.mark.parametrize("offsets", [OFFSETS[0], *at_length(*OFFSETS[1:3])])
 def test_bits_are_those_of_the_row_alone(chained_dot, dtype, offsets):
     """In any company a row has the bits of the plain product of it with its expert; another expert's are others."""
     x, weight = bell(42, 72, dtype=dtype), bell(6, 40, 72, dtype=dtype, seed=1).mT
     right = alone(x, weight, offsets)
-    for tile in (None, *tiles(dtype)[:4]):
+    for tile in (None, tiles(dtype)[-1]):
         for tma in {False, takes_tma(x, weight)}:
             assert compare.identical(grouped_chain(x, weight, at(offsets), tile, tma), right)
     assert not compare.identical(grouped_matmul(x, weight.flip(0), at(offsets)), right)
@@ -141,7 +131,7 @@ def small_proof(monkeypatch):
     monkeypatch.setattr(grouped, "INTERPRETED", False)
 
     def few(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, batch: int) -> Any:
-        return product_inputs(rows, n, k, dtype, device, batch=batch, kinds=("order", "bell"))
+        return product_inputs(rows, n, k, dtype, device, batch=batch, kinds=("order",))
 
     monkeypatch.setattr(grouped, "product_inputs", few)
     return kept
@@ -154,7 +144,7 @@ def test_a_tile_is_proven_before_it_is_used(chained_dot, small_proof):
     (proof,) = small_proof.all()
     assert (proof.member, proof.holds) == ("triton 16x64x32w4s3", True)
     assert proof.key == "grouped | float32 K=72 N=40 x=72 weight=1,72 | @16"
-    assert "elements equal to the anchor's on order, bell" in proof.evidence
+    assert "elements equal to the anchor's on order" in proof.evidence
     grouped_matmul(x[:7], weight, at([0, 5, 7]))  # other rows, the same product
     assert len(small_proof.all()) == 1
     grouped_matmul(x, weight.contiguous(), at([2, 5, 10]))  # another layout is another proof
@@ -251,19 +241,18 @@ TOPK_IMPLS = [triton_routing, ordered_topk]
 
 
 @pytest.mark.parametrize("module", TOPK_IMPLS)
-@pytest.mark.parametrize("width", [1, 8, 60, 128])
+@pytest.mark.parametrize("width", [60, *at_length(1, 8, 128)])
 def test_topk_takes_the_lower_index_of_a_tie(module, width):
     """Few distinct numbers, so nearly all are ties: the order is that of a stable sort; torch.topk's is not always."""
     x = torch.randint(-2, 2, (30, width), generator=inputs.generator(0, DEVICE), device=DEVICE).float()
     x[3, 0], x[4, -1], x[5], x[6, 0] = float("nan"), float("inf"), -0.0, float("-inf")
     x[5, ::2] = 0.0
-    for dtype in (torch.float32, torch.float16):
-        for k in {1, min(8, width)}:
-            values, indices = module.topk(x.to(dtype), k)
-            right = torch.sort(x.to(dtype), dim=-1, descending=True, stable=True)
-            assert torch.equal(indices, right.indices[:, :k])
-            assert compare.identical(values, right.values[:, :k])
-            assert compare.identical(module.topk(x[7:8].to(dtype), k)[1], indices[7:8])
+    for k in {1, min(8, width)}:
+        values, indices = module.topk(x, k)
+        right = torch.sort(x, dim=-1, descending=True, stable=True)
+        assert torch.equal(indices, right.indices[:, :k])
+        assert compare.identical(values, right.values[:, :k])
+        assert compare.identical(module.topk(x[7:8], k)[1], indices[7:8])
 
 
 @pytest.mark.parametrize("module", TOPK_IMPLS)
@@ -277,7 +266,7 @@ def test_topk_of_other_shapes(module):
         assert compare.identical(indices, right.indices)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16)])
 def test_sum_over_the_middle_is_a_chain_in_order(dtype):
     """Each token's experts are added from first to last, whoever else is there; backwards gives other bits."""
     x = bell(7, 8, 70, dtype=dtype) * torch.tensor([2.0**p for p in range(8)], device=DEVICE, dtype=dtype)[:, None]
@@ -294,7 +283,7 @@ def test_sum_over_the_middle_is_a_chain_in_order(dtype):
 
 
 @pytest.mark.parametrize("module", ROUTES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16)])
 def test_index_add_is_a_chain_in_order(module, dtype):
     """Additions to a row come in the order of the index, onto the row's own number, and round once."""
     target, source = bell(9, 33, dtype=dtype), bell(60, 33, dtype=dtype, seed=1)
@@ -313,17 +302,6 @@ def test_index_add_is_a_chain_in_order(module, dtype):
     wide[:, ::2] = target
     module.index_add_(wide[:, ::2], index.int(), source, 0.5)
     assert compare.identical(wide[:, ::2].contiguous(), got)
-
-
-@pytest.mark.parametrize("module", ROUTES)
-def test_index_add_once_to_each_row_is_the_registered_one(module):
-    """Where no row is named twice, as for one expert's tokens, every order is one: all implementations agree."""
-    target, source = bell(20, 16), bell(7, 16, seed=1)
-    index = torch.tensor([3, 19, 0, 7, 8, 2, 11], device=DEVICE)
-    got = module.index_add_(target.clone(), index, source)
-    assert compare.identical(got, cpu_grouped_matmul.index_add(target, index, source))
-    assert compare.identical(got, target.index_add(0, index, source))
-    assert compare.identical(module.index_add_(target.clone(), index[:0], source[:0]), target)
 
 
 def test_cpu_index_add_refuses_other_rows():

@@ -33,7 +33,7 @@ from transformers import (
 
 import nondet
 from nondet.errors import UserError
-from tests.build import Wide
+from tests.kernels.tiers import at_length
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -125,26 +125,6 @@ def backward(model: Any, way: Way, ours: bool) -> None:
         (said * weights).sum().backward()
 
 
-def trained(
-    name: str, dtype: torch.dtype, device: str, way: Way, *, ours: bool = True, steps: int = 20
-) -> list[torch.Tensor]:
-    """The weights after so many steps of AdamW with clipping."""
-    model = built(name, dtype, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if way.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with ExitStack() as stack:
-        if ours:
-            stack.enter_context(nondet.batch_invariant(training=True))
-            stack.enter_context(nondet.fold(model))
-        for _ in range(steps):
-            backward(model, way, ours)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def gradients(name: str, dtype: torch.dtype, device: str, way: Way) -> dict[str, torch.Tensor]:
     model = built(name, dtype, device)
     if way.checkpointing:
@@ -155,56 +135,22 @@ def gradients(name: str, dtype: torch.dtype, device: str, way: Way) -> dict[str,
     return {n: g.clone() for n, g in got.items() if g is not None}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
-@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize(
+    ("name", "dtype", "device"),
+    [
+        *((name, torch.float32, "cpu") for name in ("qwen3", "phi3", "olmo2")),
+        *at_length(*((name, torch.float32, "cpu") for name in ("llama", "qwen2", "qwen3, eager"))),
+        *at_length(*((name, torch.bfloat16, "cpu") for name in (*MODELS, *OTHERS))),
+        *(pytest.param(n, dtype, "cuda", marks=pytest.mark.gpu) for n in (*MODELS, *OTHERS) for dtype in DTYPES),
+    ],
+)
 def test_a_gradient_is_the_same_in_every_way(name: str, dtype: torch.dtype, device: str) -> None:
     """All tensors of every way equal those of the batch in one piece, in float32 before they are rounded."""
     whole = gradients(name, dtype, device, WHOLE)
     assert len(whole) == len(list(built(name, dtype, device).parameters()))
-    for way in WAYS:
+    for way in WAYS if device == "cuda" else WAYS[2:8:2] + WAYS[7:] * (name == "qwen3"):
         got = gradients(name, dtype, device, way)
         assert [n for n in whole if not torch.equal(whole[n], got[n])] == [], way
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("device", WHERE)
-def test_twenty_steps_end_in_the_same_weights(name: str, dtype: torch.dtype, device: str) -> None:
-    """All tensors equal; of stock's runs, cut in the same two ways, hardly one is (by rounding, in bfloat16)."""
-    whole = trained(name, dtype, device, WHOLE)
-    for way in (Way(1), Way(4, "left", 96), Way(2, "packed")):
-        other = trained(name, dtype, device, way)
-        assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True)), way
-    usual = [trained(name, dtype, device, way, ours=False) for way in (WHOLE, Way(1))]
-    equal = [torch.equal(a, b) for a, b in zip(*usual, strict=True)]
-    assert len(equal) == len(whole)
-    assert sum(equal) <= len(equal) // 8
-    start = list(built(name, dtype, device).parameters())
-    assert not any(torch.equal(a, b) for a, b in zip(whole, start, strict=True))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_gradient_is_as_near_to_float64_as_torchs(name: str, dtype: torch.dtype) -> None:
-    """The whole gradient's error against the same weights in float64, at most 1.1 times stock's."""
-    device = "cpu"
-    oracle, usual = built(name, dtype, device).double(), built(name, dtype, device)
-    backward(usual, WHOLE, False)
-    for arguments, following, weights in micro_batches(WHOLE, "cpu"):
-        with Wide():
-            said = F.log_softmax(oracle(**arguments, use_cache=False).logits, -1).gather(-1, following[..., None])
-            (said[..., 0] * weights.double()).sum().backward()
-    ours = gradients(name, dtype, device, WHOLE)
-    mine, theirs, right = (
-        torch.cat([x.flatten().double() for x in parts])
-        for parts in (
-            [ours[n] for n, _ in usual.named_parameters()],
-            [p.grad for p in usual.parameters()],
-            [p.grad for p in oracle.parameters()],
-        )
-    )
-    assert (mine - right).norm() <= 1.1 * (theirs - right).norm()
 
 
 def test_a_loss_of_the_model_s_own() -> None:
@@ -230,7 +176,8 @@ def collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"input_ids": padded, "attention_mask": (labels >= 0).long(), "labels": labels}
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "autocast"])
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, *at_length(True)], ids=["float32", "autocast"])
 def test_a_trainer_that_knows_nothing_of_it(bf16: bool, tmp_path: Path) -> None:
     """transformers' Trainer, its accumulation, clipping, schedule and checkpointing: two context managers around it."""
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
@@ -240,7 +187,7 @@ def test_a_trainer_that_knows_nothing_of_it(bf16: bool, tmp_path: Path) -> None:
 
     def run(micro: int, ours: bool, checkpointing: bool = False) -> list[torch.Tensor]:
         model = built("qwen3", torch.float32, "cpu")
-        how = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": 8 // micro, "max_steps": 8}
+        how = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": 8 // micro, "max_steps": 2}
         quiet = {
             "report_to": [],
             "save_strategy": "no",
@@ -259,7 +206,7 @@ def test_a_trainer_that_knows_nothing_of_it(bf16: bool, tmp_path: Path) -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     whole = run(8, True)
-    for other in (run(4, True), run(1, True), run(2, True, checkpointing=True)):
+    for other in (run(1, True), run(4, True, checkpointing=True)):
         assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(run(8, False), run(1, False), strict=True))
 

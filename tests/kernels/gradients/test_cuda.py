@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +15,11 @@ from nondet.kernels.dispatch.replacements import root
 from nondet.kernels.gradients import cuda
 from nondet.kernels.rows import cuda as rows
 from tests.build import DEVICE, bell
+from tests.kernels.tiers import at_length, compiled
 
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-SIZES = [(5, 1003), (70, 128), (1, 7), (3, 17000)]  # the last of several chunks
+pytestmark = pytest.mark.slow
+DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]
+SIZES = [(5, 1003), *at_length((70, 128), (1, 7)), (3, 17000)]  # the last of several chunks
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +65,7 @@ def test_a_norm_s_gradient_has_the_formulas_bits(dtype: torch.dtype, m: int, wid
     assert cuda.rms_norm_gradient(long, long, long[0], 1e-6) is None
 
 
-@pytest.mark.parametrize("m", [1, 2, 65, 300, 5000, 16385])
+@pytest.mark.parametrize("m", [2, 65, *at_length(1, 300, 5000, 16385)])
 def test_a_sum_over_rows_has_the_bits_of_a_sum_over_a_row(m: int) -> None:
     """Of x, and of g (x scale) as a norm's weight has it; rows in another order have other bits."""
     x, g, scale = bell(m, 70), bell(m, 70, seed=1), bell(m, seed=2).abs()
@@ -105,11 +104,9 @@ build(cuda._columns_kernel, 4, {"NORMED": True, **halves})
 """
 
 
+@pytest.mark.nightly
 def test_they_compile_for_hopper_without_spills(tmp_path: Path) -> None:
     """No GPU needed: no thread is made to hold a whole row, and no product is contracted into a sum."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert re.findall(r"contracted (\d+)", run.stdout) == ["0"] * 7
-    assert [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stdout)] == [0] * 7
+    said = compiled(_COMPILE, tmp_path)
+    assert re.findall(r"contracted (\d+)", said) == ["0"] * 7
+    assert [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)] == [0] * 7

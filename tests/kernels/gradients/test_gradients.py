@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.core.records import Status
-from nondet.core.registry import load_implementation, load_object, operators
+from nondet.core.registry import load_implementation, operators
+from tests.kernels.tiers import at_length
 
 FORWARD: dict[str, Any] = {
     "softmax_gradient": lambda x: x.softmax(-1),
@@ -37,7 +37,7 @@ def operands(name: str, dtype: str, device: str, rows: int = 9, seed: int = 5) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", *at_length("bfloat16")])
 @pytest.mark.parametrize("name", FORWARD)
 def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device: str) -> None:
     """So what is certified and timed is what a trainer runs; and each row alone has the bits that it has in a batch."""
@@ -54,20 +54,6 @@ def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device
     for i in (0, 4, 8):
         alone = [t[i : i + 1] if mine else t for t, mine in zip((x, gradient, *others), batched, strict=True)]
         assert identical(call(*alone), found[i : i + 1])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", FORWARD)
-def test_it_is_as_near_to_float64_as_torch_s(name: str, dtype: str) -> None:
-    """1.1 times stock's error at most, over several draws: of one either order is the nearer by chance."""
-    squares = Counter[str]()
-    for seed in range(3):
-        inputs = operands(name, dtype, "cpu", 64, seed)
-        oracle = load_object(operators()[name].reference or "")(*inputs)
-        for impl in ("stock", "invariant"):
-            off = load_implementation(name, impl, "cpu").call(*inputs).double() - oracle
-            squares[impl] += float(off.square().sum())
-    assert squares["invariant"] <= 1.1**2 * squares["stock"]
 
 
 @pytest.mark.parametrize("name", FORWARD)

@@ -15,6 +15,7 @@ from nondet.core.inputs import generator, make
 from nondet.core.records import Status
 from nondet.core.registry import load_implementation
 from nondet.kernels import reference
+from tests.kernels.tiers import at_length
 
 LENGTHS = torch.tensor([20, 3, 16, 33])
 WAYS = [(padding, micro) for padding in ("packed", "left", "right") for micro in (0, 1, 3)]
@@ -34,7 +35,7 @@ class Model(torch.nn.Module):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.bfloat16)])
 def test_it_is_what_fold_adds_up_in_a_model(dtype: torch.dtype) -> None:
     """Padded on the right, all sequences at once; and stock's, another order, is not that, but as near to float64."""
     x, gradient = (make("bell", (72, n), dtype, "cpu", generator(i, "cpu")) for i, n in enumerate((40, 24)))
@@ -69,7 +70,7 @@ class Looks(torch.nn.Module):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.bfloat16)])
 def test_a_norm_s_and_an_embedding_s_are_what_fold_adds_up_in_a_model(dtype: torch.dtype) -> None:
     """The embedding by the gradient that reached it, the norm by its normalized rows; as near to float64 as stock's."""
     x, gradient = (make("bell", (72, n), dtype, "cpu", generator(i, "cpu")) for i, n in enumerate((9, 24)))

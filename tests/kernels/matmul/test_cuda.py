@@ -38,8 +38,10 @@ from nondet.kernels.matmul.cuda import (
 )
 from nondet.kernels.matmul.triton_kernels import tile_named
 from tests.build import DEVICE, accuracy_bound, bell, error
+from tests.kernels.tiers import at_length
 
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+pytestmark = pytest.mark.slow
+DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,7 @@ def steered(monkeypatch: pytest.MonkeyPatch, book: Certificates) -> dict[str, ob
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 32), (5, 130, 33), (17, 63, 65), (70, 1, 1), (130, 65, 40)])
+@pytest.mark.parametrize(("m", "k", "n"), [(16, 64, 32), (17, 63, 65), *at_length((70, 1, 1), (130, 65, 40))])
 def test_products_are_within_the_accuracy_bound(dtype, m, k, n):
     """Tails of M, N and K are neither lost nor read twice, with and without a bias, in one product and in several."""
     a, b, bias = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1), bell(n, dtype=dtype, seed=2)
@@ -142,7 +144,7 @@ def test_empty_sizes():
     assert linear(bell(8), bell(4, 8)).shape == (4,)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16)])
 def test_bits_do_not_depend_on_the_batch(chained_dot, dtype):
     """Every M and every place give a row the same bits; a row's own numbers do change them."""
     x, weight = bell(70, 50, dtype=dtype), bell(30, 50, dtype=dtype, seed=1)
@@ -310,7 +312,7 @@ def test_tf32_is_a_class_that_is_asked_for():
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", *at_length("eager")])
 def test_compiles_without_a_graph_break(backend):
     """Under torch.compile the products are operators of their own, with the eager bits."""
 
@@ -338,6 +340,8 @@ def test_refuses_what_it_has_no_kernel_for():
     """An unsupported dtype or shape is an error with its name, never another implementation."""
     with pytest.raises(NotImplementedError, match="int32"):
         matmul(bell(2, 2).int(), bell(2, 2).int())
+    with pytest.raises(ValueError, match="float16"):
+        matmul(bell(2, 2), bell(2, 2).half())
     with pytest.raises(ValueError, match="takes"):
         matmul(bell(2, 3), bell(2, 3))
     with pytest.raises(ValueError, match="bias"):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from nondet.kernels.matmul.gluon_kernels import barriers_of
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, matmul_chain
 from tests.build import DEVICE
+from tests.kernels.tiers import compiled
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="the kernel needs compute capability 9.0")
@@ -203,15 +201,13 @@ for tile, early in ((h.HOPPER_TILES[0], True), (h.HOPPER_TILES[-1], False)):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(hopper._NO_KERNEL, reason="this Triton has no Gluon for it")
 def test_it_compiles_for_hopper_without_serial_products(tmp_path):
     """No GPU needed: products stay asynchronous, barriers are where the loop waits, all has room; one starts early."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    built = re.findall(r"built (\d+) (\d+) (\w+) (\d+)", run.stdout)
+    said = compiled(COMPILE, tmp_path)
+    built = re.findall(r"built (\d+) (\d+) (\w+) (\d+)", said)
     assert [row[1:] for row in built] == [("16", "True", "2"), ("8", "True", "0")]
     assert all(int(row[0]) <= hopper._SHARED_BYTES for row in built)
-    assert "serialized" not in run.stdout
-    assert set(re.findall(r"(\d+) bytes spill stores", run.stdout)) == {"0"}
+    assert "serialized" not in said
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}

@@ -14,6 +14,7 @@ from nondet.kernels.pointwise.cpu import in_vectors, rotary, vectors_only
 from nondet.kernels.pointwise.cuda import rotary as cuda_rotary
 from nondet.kernels.pointwise.cuda import silu_mul
 from tests.build import DEVICE
+from tests.kernels.tiers import at_length
 
 CASES = [
     (torch.nn.functional.silu, torch.float32),
@@ -68,7 +69,7 @@ def rand(*shape: int) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 4.0 - 2.0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, *at_length(torch.float16)])
 def test_it_has_stocks_bits(dtype: torch.dtype) -> None:
     """As the engine lays queries and keys out, under a block and beside it; hooks see the operators."""
     from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -106,8 +107,11 @@ def test_mixed_dtypes_are_left() -> None:
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "tokens", "heads_q", "heads_k", "dim"), [(1, 9, 6, 3, 64), (2, 1, 4, 4, 128)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, *at_length(*DTYPES[1:])])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads_q", "heads_k", "dim"), [(1, 9, 6, 3, 64), *at_length((2, 1, 4, 4, 128))]
+)
 def test_one_launch_has_stocks_bits(
     batch: int, tokens: int, heads_q: int, heads_k: int, dim: int, dtype: torch.dtype
 ) -> None:
@@ -163,6 +167,7 @@ def every_number(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(16, 4096).to(DEVICE)
 
 
+@pytest.mark.slow
 def test_silu_times_a_gate_is_that_of_each_element() -> None:
     """Against float64, rounded twice; rows by themselves, and what this kernel does not do."""
     x = torch.randn(7, 2 * 1300, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.float16)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -29,14 +26,16 @@ from nondet.kernels.rows import cuda_softmax as triton_softmax
 from nondet.kernels.rows.cuda import module_norm
 from nondet.kernels.rows.cuda_softmax import plan, takes
 from tests.build import DEVICE, accuracy_bound
+from tests.kernels.tiers import at_length, compiled
 
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
 ]
 OPERATORS = ["sum", "mean", "softmax", "log_softmax", "logsumexp"]
-HALF_AND_SINGLE = [torch.float32, torch.float16]
+HALF_AND_SINGLE = [torch.float32, *at_length(torch.float16)]
 ALL = [*OPERATORS, "cross_entropy", "rms_norm", "rms_norm_residual"]
 
 
@@ -83,7 +82,7 @@ def added_up(parts: list[np.ndarray]) -> np.ndarray:
     return tree(filled, filled.shape[1])
 
 
-@pytest.mark.parametrize("width", [1, 7, 70, 1024, 5000, 9001, 20000])
+@pytest.mark.parametrize("width", [1024, 20000, *at_length(1, 7, 70, 5000, 9001)])
 def test_sum_runs_in_the_written_order(width):
     """The docstring's order, written again in NumPy, gives the kernel's bits; adding from left to right does not."""
     x = make("cancel", 3, width)
@@ -94,8 +93,8 @@ def test_sum_runs_in_the_written_order(width):
         assert not compare.identical(ours, torch.from_numpy(left_to_right))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", [(3, 70), (2, 3, 128), (1, 5000), (9,), (4, 1), (2, 17000)])
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16, torch.float64)])
+@pytest.mark.parametrize("shape", [(2, 3, 128), (2, 17000), *at_length(((3, 70),), ((1, 5000),), ((9,),), ((4, 1),))])
 def test_within_the_accuracy_bound(dtype, shape):
     """Tails, several axes and several blocks a row reach the float64 result."""
     x = make("bell", *shape, dtype=dtype)
@@ -118,7 +117,7 @@ def test_within_the_accuracy_bound(dtype, shape):
         assert compare.error_against(ours, ref).relative_norm <= accuracy_bound(dtype, width)
 
 
-@pytest.mark.parametrize("width", [70, 16385, 17000])
+@pytest.mark.parametrize("width", [70, 17000, *at_length(16385)])
 def test_exponentials_add_up_in_the_written_order(width):
     """The maximum and the sum of every chunk, merged by the tree over chunks, in NumPy."""
     x = make("wide", 3, width)
@@ -136,14 +135,18 @@ def test_exponentials_add_up_in_the_written_order(width):
     torch.testing.assert_close(ours, torch.log_softmax(x.double(), -1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-@pytest.mark.parametrize("width", [17000, 40000])
-def test_one_launch_is_two_launches(name, width):
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("softmax", 17000), *at_length(("softmax", 40000), ("log_softmax", 17000))],
+)
+def test_one_launch_is_two_launches(name, width, monkeypatch):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
-    x = make("wide", 3, width)
-    apart = triton_softmax._softmax(name, x, log=name == "log_softmax", at_once=False)
-    assert compare.identical(triton_softmax._softmax(name, x, log=name == "log_softmax", at_once=True), apart)
-    assert compare.identical(triton_softmax._softmax(name, x[2:], log=name == "log_softmax", at_once=True), apart[2:])
+    x, log = make("wide", 3, width), name == "log_softmax"
+    apart = triton_softmax._softmax(name, x, log=log, at_once=False)
+    assert compare.identical(triton_softmax._softmax(name, x, log=log, at_once=True), apart)
+    assert compare.identical(triton_softmax._softmax(name, x[2:], log=log, at_once=True), apart[2:])
+    monkeypatch.setattr(triton_softmax, "_LAG_BYTES", 1)  # a row's results follow its pairs at once
+    assert compare.identical(triton_softmax._softmax(name, x, log=log, at_once=True), apart)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="turns the interpreter's programs around")
@@ -151,7 +154,7 @@ def test_one_launch_in_whatever_order_programs_start(monkeypatch):
     """The last program may start first: who waits has drawn a higher number, so nobody waits for what never starts."""
     from triton.runtime.interpreter import interpreter_builder
 
-    x = make("wide", 3, 40000)
+    x = make("wide", 2, 17000)
     apart = triton_softmax._softmax("softmax", x, log=False, at_once=False)
     forward, started = interpreter_builder.set_grid_idx, []
 
@@ -176,16 +179,8 @@ def test_rows_that_reach_beyond_32_bits_are_copied():
     assert compare.identical(triton_rows.softmax(far), triton_rows.softmax(x))
 
 
-def test_one_launch_with_a_short_lag(monkeypatch):
-    """The same where the results of a row follow its pairs at once."""
-    x = make("wide", 5, 40000)
-    apart = triton_softmax._softmax("softmax", x, log=False, at_once=False)
-    monkeypatch.setattr(triton_softmax, "_LAG_BYTES", 1)
-    assert compare.identical(triton_softmax._softmax("softmax", x, log=False, at_once=True), apart)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("width", [70, 17000])
+@pytest.mark.parametrize("dtype", [torch.float16, *at_length(torch.float32)])
+@pytest.mark.parametrize("width", [70, *at_length(17000)])
 def test_residual_is_two_operators(dtype, width):
     """x + residual as torch rounds it, and the norm of that: bit for bit, whatever the strides. Unrounded differs."""
     x, residual, weight = (
@@ -202,7 +197,7 @@ def test_residual_is_two_operators(dtype, width):
         assert not compare.identical(unrounded, out)
 
 
-@pytest.mark.parametrize("width", [70, 17000])
+@pytest.mark.parametrize("width", [70, *at_length(17000)])
 def test_cross_entropy_is_log_softmax_at_the_target(width):
     """Bit for bit, for targets of two dtypes; ignored ones cost nothing, impossible ones are NaN."""
     x = make("bell", 2, 3, width, dtype=torch.float16)
@@ -217,7 +212,9 @@ def test_cross_entropy_is_log_softmax_at_the_target(width):
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
-@pytest.mark.parametrize(("tokens", "heads", "width"), [(3, 4, 128), (1, 4, 64), (5, 1, 64), (70, 8, 96)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width"), [(3, 4, 128), (5, 3, 96), *at_length((1, 4, 64), (5, 1, 64), (70, 8, 96))]
+)
 def test_rms_norm_reads_heads_where_they_lie(tokens: int, heads: int, width: int, dtype: torch.dtype):
     """Queries and keys are slices of one tensor: the bits of their copy, again and at another place, and no copy."""
     whole = make("bell", tokens, (heads + 3) * width, dtype=dtype)
@@ -243,31 +240,35 @@ def test_rms_norm_rounds_once():
     assert float((twice != rounded).double().mean()) > 0.1
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("width", [70, 4100, 17000])
-def test_a_row_does_not_depend_on_the_others(name, width):
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [(70, ALL), (17000, ["softmax", "rms_norm"]), *at_length((4100, ALL), (17000, ALL))],
+    ids=["few", "chunks", "many", "all of chunks"],
+)
+def test_a_row_does_not_depend_on_the_others(width, names):
     """Alone, among others, at another place: the same bits; another row has other bits."""
     x = make("wide", 4 if width < 10_000 else 2, width)
-    together = run(name, x)
-    for i in range(len(x)):
-        assert compare.identical(run(name, x[i : i + 1])[0], together[i])
-        assert compare.identical(run(name, x.roll(-i, 0))[0], together[i])
-    assert not compare.identical(together[0], together[1])
+    for name in names:
+        together = run(name, x)
+        for i in range(len(x)):
+            assert compare.identical(run(name, x[i : i + 1])[0], together[i]), name
+            assert compare.identical(run(name, x.roll(-i, 0))[0], together[i]), name
+        assert not compare.identical(together[0], together[1]), name
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_strides_and_alignment_do_not_change_bits(name):
+def test_strides_and_alignment_do_not_change_bits():
     """Columns of a wider tensor, a transposed one, rows that start off any alignment: the bits of the plain copy."""
     x = make("bell", 5, 96, dtype=torch.float16)
-    plain = run(name, x)
     wider = torch.zeros(5, 200, device=DEVICE, dtype=torch.float16)
     wider[:, 7:103] = x
     shifted = torch.zeros(5 * 96 + 1, device=DEVICE, dtype=torch.float16)
     shifted[1:] = x.flatten()
-    for view in (wider[:, 7:103], x.T.contiguous().T, shifted[1:].view(5, 96)):
-        assert compare.identical(run(name, view), plain)
     by_axis = x.view(5, 2, 48).transpose(0, 1)  # no single row stride: [2, 5, 48]
-    assert compare.identical(run(name, by_axis), run(name, by_axis.contiguous()))
+    for name in ALL:
+        plain = run(name, x)
+        for view in (wider[:, 7:103], x.T.contiguous().T, shifted[1:].view(5, 96)):
+            assert compare.identical(run(name, view), plain), name
+        assert compare.identical(run(name, by_axis), run(name, by_axis.contiguous())), name
 
 
 @pytest.mark.parametrize("width", [40, 17000])
@@ -348,7 +349,7 @@ def test_sum_has_the_written_bits_in_bfloat16(width):
 
 # transformers' RMSNorm modules in one launch: the bits of the operators one by one, where the text is known.
 
-DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+DTYPES = [torch.float16, *at_length(torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else []))]
 
 
 def rand(*shape: int) -> torch.Tensor:
@@ -366,7 +367,7 @@ def composed(x: torch.Tensor, weight: torch.Tensor, eps: float, round_first: boo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("round_first", "plus_one"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("width", [128, 100, 1024])
+@pytest.mark.parametrize("width", [100, *at_length(128, 1024)])
 def test_it_has_the_bits_of_the_operators(width: int, round_first: bool, plus_one: bool, dtype: torch.dtype) -> None:
     """So a forward under autograd, which runs the operators, agrees with a sampler, which runs the kernel."""
     x, weight = rand(5, 3, width).to(DEVICE, dtype), rand(width).to(DEVICE, dtype)
@@ -379,7 +380,7 @@ def test_it_has_the_bits_of_the_operators(width: int, round_first: bool, plus_on
         assert not identical(got, other)
 
 
-@pytest.mark.parametrize("width", [128, 1000])
+@pytest.mark.parametrize("width", [1000, *at_length(128)])
 def test_a_row_has_its_own_bits(width: int) -> None:
     """One row alone, in a batch of any size and at any place of it: the same bits, unlike after another row's."""
     x, weight = rand(40, width).to(DEVICE), rand(width).to(DEVICE)
@@ -536,21 +537,19 @@ print("built", ptx.count("bar.sync"), ptx.count("fma.rn.f32"), ptx.count("ld.glo
 """
 
 
+@pytest.mark.nightly
 def test_it_compiles_for_hopper_without_spills(tmp_path):
     """No GPU needed: its 64 words fit in registers, and 16 loads bring them.
 
     A warp needs no barrier. One build of 16 had one left all the same, why is not known; a warp waits for nobody there.
     """
     pytest.importorskip("triton.backends.nvidia")
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    ((barriers, loads),) = re.findall(r"built (\d+) \d+ (\d+)", run.stdout)
-    assert int(barriers) <= 1, run.stdout
-    assert loads == "16", run.stdout
-    spills = re.findall(r"(\d+) bytes spill stores", run.stdout)
-    assert spills, run.stdout
+    said = compiled(COMPILE, tmp_path)
+    ((barriers, loads),) = re.findall(r"built (\d+) \d+ (\d+)", said)
+    assert int(barriers) <= 1, said
+    assert loads == "16", said
+    spills = re.findall(r"(\d+) bytes spill stores", said)
+    assert spills, said
     assert set(spills) == {"0"}
 
 
@@ -567,7 +566,9 @@ def steps_of(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | 
 
 
 @pytest.mark.parametrize("dtype", HALF_AND_SINGLE)
-@pytest.mark.parametrize("shape", [(3, 77), (1, 4096), (2, 3, 128), (5, 1), (300, 16), (2, 16384)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 128), (3, 77), *at_length(((1, 4096),), ((5, 1),), ((300, 16),), ((2, 16384),))]
+)
 def test_layer_norm_in_one_launch_has_the_bits_of_its_steps(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """With and without parameters, of rows in place and strided ones, of ordinary numbers and of nearly equal ones."""
     width = shape[-1]
@@ -610,71 +611,6 @@ def test_layer_norm_leaves_rows_of_chunks() -> None:
     assert triton_rows.layer_norm(make("bell", 2, 16385), None, None, 1e-5) is None
     with pytest.raises(ValueError, match="layer_norm takes"):
         triton_rows.layer_norm(make("bell", 2, 8), make("bell", 9), None, 1e-5)
-
-
-def asked(x: torch.Tensor, w: torch.Tensor) -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
-    """Operator -> (the launcher, what it is remembered by, its operands)."""
-    return {
-        "softmax": (triton_rows.softmax, "softmax", (x,)),
-        "log_softmax": (triton_rows.log_softmax, "log_softmax", (x,)),
-        "mean": (triton_rows.mean, "mean", (x,)),
-        "sum": (triton_rows.sum, "sum", (x,)),
-        "rms_norm": (lambda x, w: triton_rows.rms_norm(x, w, 1e-6), ("rms_norm", 1e-6), (x, w)),
-        "layer_norm": (lambda x, w, b: triton_rows.layer_norm(x, w, b, 1e-5), ("layer_norm", 1e-5), (x, w, w)),
-        "layer_norm, bare": (
-            lambda x: triton_rows.layer_norm(x, None, None, 1e-5),
-            ("layer_norm", 1e-5),
-            (x, None, None),
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", list(asked(torch.zeros(1, 1), torch.zeros(1))))
-def test_a_second_call_is_one_launch_of_the_first(name: str) -> None:
-    """Bits, shapes, strides and notes of the launcher, for other numbers too; and nothing for calls of another kind."""
-    x, weight = make("bell", 3, 84), make("bell", 84)  # rows of 336 bytes, a multiple of 16
-    launcher, what, operands = asked(x, weight)[name]
-    triton_common.forget()
-    assert triton_common.again(what, *operands) is None
-
-    def right(*operands: Any) -> list[torch.Tensor]:
-        out = launcher(*(p for p in operands if p is not None))
-        return [out] if isinstance(out, torch.Tensor) else list(out)
-
-    right(*operands)
-    changed = [None if p is None else p.flip(-1).contiguous() for p in operands]  # another place, other numbers
-    weight.mul_(2.0)  # in place, as an optimizer's step
-    for tensors in (operands, changed):
-        with listen() as notes:
-            made = triton_common.again(what, *tensors)
-        assert made is not None
-        triton_common.forget()
-        with listen() as expected:
-            wanted = right(*tensors)
-        assert notes == expected
-        for got, out in zip(made, wanted, strict=True):
-            assert identical(got, out)
-            assert (got.shape, got.stride(), got.dtype) == (out.shape, out.stride(), out.dtype)
-    first, *others = operands
-    room = torch.empty(x.numel() + 1, device=DEVICE)
-    strangers = {
-        "rows": make("bell", 4, 84),
-        "axes": first[None],
-        "dtype": first.half(),
-        "strides": make("bell", 3, 168)[:, ::2],
-        "rows apart": make("bell", 3, 88)[:, :84],
-        "place": room[1:].view(3, 84).copy_(first),
-    }
-    for stranger in strangers.values():
-        assert triton_common.again(what, stranger, *others) is None
-    if others:
-        assert triton_common.again((what[0], 0.25), *operands) is None
-    assert triton_common.again("another", *operands) is None
-    triton_common.forget()
-    moved = strangers["place"]  # 4 bytes off: another kernel, and of it a second call is one launch, too
-    assert identical(right(moved, *others)[0], right(*operands)[0])
-    assert triton_common.again(what, moved.clone(), *others) is not None  # of the call before
-    assert identical(triton_common.again(what, moved, *others)[0], right(moved, *others)[0])
 
 
 def test_what_is_remembered_under_inference_mode_serves_outside_of_it() -> None:

@@ -18,16 +18,18 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled import cpu, cuda
 from nondet.kernels.scaled.functions import FLOAT8, SCALES, operands
 from tests.build import DEVICE
+from tests.kernels.tiers import at_length
 
+pytestmark = pytest.mark.slow
 E4M3, E5M2 = FLOAT8
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3)]
 OUT = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's bfloat16 is wrong
 SIZES = (37, 300, 140)  # tails of every tile and of the stretch of 128
 
 
-@pytest.mark.parametrize("tile", cuda.TILES, ids=lambda tile: tile.name)
+@pytest.mark.parametrize("tile", [cuda.TILES[0], *at_length(*((tile,) for tile in cuda.TILES[1:]))])
 @pytest.mark.parametrize("how", SCALES)
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", [PAIRS[0], *at_length((PAIRS[1],))])
 def test_exact_sums_come_out_in_every_tile(pair, how, tile):
     """Of -1, 0 and 1 with scales of powers of two there is one answer: no k, row or column is lost or read twice."""
     given = operands("integers", how, SIZES, pair, DEVICE, 0)
@@ -36,7 +38,7 @@ def test_exact_sums_come_out_in_every_tile(pair, how, tile):
         assert identical(cuda.scaled_matmul(*given, dtype, tile=tile), right.to(dtype))
 
 
-@pytest.mark.parametrize("how", SCALES)
+@pytest.mark.parametrize("how", ["block", *at_length("tensor", "row")])
 def test_right_beside_float64(how):
     """Ordinary numbers, with a bias, in another layout: beside the same sums by the class of a CPU."""
     a, b, scale_a, scale_b = operands("bell", how, SIZES, (E4M3, E4M3), DEVICE, 0)
@@ -48,7 +50,7 @@ def test_right_beside_float64(how):
         assert error_against(got, right).relative_norm <= (2**-11 if DEVICE == "cuda" else 2**-20)
 
 
-@pytest.mark.parametrize("how", SCALES)
+@pytest.mark.parametrize("how", ["block", *at_length("tensor", "row")])
 def test_scales_belong_to_their_stretch_row_and_column(how):
     """A scale that is doubled doubles what it belongs to, and nothing else."""
     a, b, scale_a, scale_b = operands("integers", how, SIZES, (E4M3, E4M3), DEVICE, 0)
@@ -70,7 +72,7 @@ def test_scales_belong_to_their_stretch_row_and_column(how):
         assert identical(after[:, 128:], short[:, 128:])
 
 
-@pytest.mark.parametrize("k", [100, 128, 300])
+@pytest.mark.parametrize("k", [300, *at_length(100, 128)])
 def test_a_block_s_scale_serves_each_of_its_columns(k):
     """Of 128 columns, repeated by the caller or not; one stretch of k, or several."""
     a, b, scale_a, scale_b = operands("integers", "block", (37, k, 300), (E4M3, E4M3), DEVICE, 0)
@@ -80,7 +82,7 @@ def test_a_block_s_scale_serves_each_of_its_columns(k):
     assert identical(got, reference.scaled_matmul(a, b, scale_a, scale_b, torch.float32).float())
 
 
-@pytest.mark.parametrize("how", SCALES)
+@pytest.mark.parametrize("how", ["row", *at_length("tensor", "block")])
 def test_many_rows_go_in_parts(how, monkeypatch):
     """Each with its scales; the last one shorter."""
     given = operands("integers", how, (37, 256, 48), (E4M3, E4M3), DEVICE, 0)
@@ -228,7 +230,7 @@ def test_block_scales_keep_their_values_in_columns_of_four():
         assert stock.block_scales(left, given, 1)[1].stride() == (1, 6)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("rows", [3, *at_length(1, 4)])
 def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
     """In multiples of four, scales with the first axis nearest; what comes back are the rows that came."""
 

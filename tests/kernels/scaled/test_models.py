@@ -22,7 +22,9 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled.functions import quantize_block, quantize_row
 from nondet.sampling.model import load_model, quantization_of
 from tests.build import needs_row_scales
+from tests.kernels.tiers import at_length
 
+pytestmark = pytest.mark.slow  # whole models
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = ("block", "tensor", "row")
 
@@ -77,6 +79,7 @@ def test_a_copy_means_what_the_model_means(folders, how):
         assert ((back - w.double()).abs() <= w.double().abs() * 2**-4 + step).all()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["torchao-row", "torchao-tensor"])
 def test_a_copy_of_torchao_s_computes_with_torch_s_product(tmp_path, how):
     """Made and read on a CPU too: its layers' torch._scaled_mm is replaced; one scale for a step is at risk by name."""
@@ -122,7 +125,7 @@ def test_a_folder_without_weights_is_refused_in_a_line(tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("how", ["block", "tensor"])
+@pytest.mark.parametrize("how", ["block", *at_length("tensor")])
 def test_a_copy_loads_as_bfloat16_on_a_cpu(folders, how):
     """As transformers says it does where there is no GPU: --model takes the folder, and meets plain linear layers."""
     if torch.cuda.is_available():
@@ -145,17 +148,16 @@ def test_quantized_weights_that_stay_are_told_as_they_are():
     assert quantization_of(None, lost, "bfloat16") == {}
 
 
-@pytest.mark.parametrize("how", ["block", "tensor"])
+@pytest.mark.parametrize("how", ["block", *at_length("tensor")])
 def test_a_request_has_the_same_bits_in_any_batch(folders, how):
     """The whole model: FP8 layers are replaced and told; a request's logits do not follow the other requests."""
     model = fp8_model(folders[how])
-    ids = torch.randint(0, 4096, (9, 21), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 4096, (5, 11), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), batch_invariant() as block:
         whole = model(ids).logits
         assert identical(model(ids[3:4]).logits, whole[3:4])
-        assert identical(model(ids[5:8]).logits, whole[5:8])
     told = block.coverage()
-    assert told.replaced["transformers FP8Linear"] == 3 * 28
+    assert told.replaced["transformers FP8Linear"] == 2 * 28
     assert not [what for what in told.at_risk if "FP8" in what or "scaled" in what]
     plain = AutoModelForCausalLM.from_pretrained(script().EMBEDDED, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -237,10 +239,9 @@ def test_fbgemm_s_layers_are_replaced_and_a_request_keeps_its_bits(folders, monk
     ids = torch.randint(0, 4096, (9, 5), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), batch_invariant() as block:
         whole = model(ids).logits
-        for part in (slice(3, 4), slice(5, 8)):
-            assert identical(model(ids[part]).logits, whole[part])
+        assert identical(model(ids[3:4]).logits, whole[3:4])
     told = block.coverage()
-    assert told.replaced["transformers FbgemmFp8Linear"] == 3 * 28
+    assert told.replaced["transformers FbgemmFp8Linear"] == 2 * 28
     assert not [what for what in told.at_risk if "Fp8" in what or "scaled" in what]
     layer = model.model.layers[0].mlp.down_proj
     x = torch.randn(33, 768, generator=torch.Generator().manual_seed(1))
