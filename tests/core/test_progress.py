@@ -98,12 +98,10 @@ def test_nothing_is_said_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == ["probing: 0 s so far", "verdict"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")]
-)
-def test_times_are_short(seconds: float, words: str) -> None:
+def test_times_are_short() -> None:
     """A log is read by people."""
-    assert in_words(seconds) == words
+    for seconds, words in [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")]:
+        assert in_words(seconds) == words
 
 
 def test_a_command_off_a_terminal_for_real(tmp_path: Path) -> None:

@@ -161,24 +161,19 @@ def torn(keep: Callable[[list[bytes]], bytes]) -> Callable[[Path], None]:
     return change
 
 
-@pytest.mark.parametrize(
-    "tear",
-    [
+def test_a_partly_written_round_is_completed(tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path) -> None:
+    """Killed while a round was being written: it runs again identically, and no record is there twice."""
+    for tear in [
         torn(lambda lines: b"".join(lines[:3])),  # two completions of the first round, no Round record
         torn(lambda lines: b"".join(lines[:8])),  # the first round whole, two of the second
         torn(lambda lines: b"".join(lines[:4]) + lines[4][:25]),  # killed in the middle of a line
         torn(lambda lines: b"".join(lines[:1])),  # the header alone
-    ],
-)
-def test_a_partly_written_round_is_completed(
-    tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, tear: Callable[[Path], None]
-) -> None:
-    """Killed while a round was being written: it runs again identically, and no record is there twice."""
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(whole[1].read_bytes())
-    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
-    tear(path)
-    assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
+    ]:
+        path = tmp_path / "run.jsonl"
+        path.write_bytes(whole[1].read_bytes())
+        traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+        tear(path)
+        assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
 
 
 def test_a_round_that_comes_out_otherwise_is_refused(
@@ -299,11 +294,11 @@ def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path, monk
     gc.freeze()
 
 
-@pytest.mark.parametrize("name", ["stok", "invariants", "stock:attention", "module:function"])
-def test_unknown_implementations_are_refused(name: str) -> None:
+def test_unknown_implementations_are_refused() -> None:
     """A misspelt implementation never runs as stock."""
-    with pytest.raises(UnknownNameError, match=name), implementation(name):
-        pytest.fail("entered")
+    for name in ["stok", "invariants", "stock:attention", "module:function"]:
+        with pytest.raises(UnknownNameError, match=name), implementation(name):
+            pytest.fail("entered")
 
 
 def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(

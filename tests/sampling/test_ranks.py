@@ -124,23 +124,21 @@ def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
         tape_of(run, run.completions[0])
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
+def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPathFactory, monkeypatch):
+    """Before anything is started, and no run file is begun."""
+    for argv, line in [
         (("--ranks", "2,4"), "several numbers"),
         (("--ranks", "two"), "no list of numbers"),
         (("--ranks", "2", "--vary", "chunk"), "exclude each other"),
         (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--ranks", "4", "--load", "none"), "has 2 key heads"),
         (("--vary", "ranks=4"), "can be cut by 2 at most"),
-    ],
-)
-def test_what_ranks_refuse_is_one_line(argv, line, capsys, tmp_path, monkeypatch):
-    """Before anything is started, and no run file is begun."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["sample", "--device", "cpu", "--n", "2", "--max-tokens", "2", *argv]) == 2
-    assert line in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        monkeypatch.chdir(tmp_path)
+        assert main(["sample", "--device", "cpu", "--n", "2", "--max-tokens", "2", *argv]) == 2
+        assert line in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_step_that_fails_on_one_rank_is_told_at_once(embedded):
