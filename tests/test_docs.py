@@ -301,9 +301,7 @@ def test_the_kept_notebook_is_executed_and_small() -> None:
 # Plain words: what users read is in the field's English, and words that are out stay out.
 
 # page -> why its words are not looked at
-NOT_READ = {
-    "docs/notebook.md": "made of docs/notebook.ipynb, whose outputs are reports",
-}
+NOT_READ = {"docs/notebook.md": "made of docs/notebook.ipynb, whose outputs are reports"}
 # page -> words that it keeps, and why
 KEPT = {
     "docs/architecture.md": ("is asked",),  # its tables follow the code, and change with it

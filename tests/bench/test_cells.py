@@ -245,10 +245,7 @@ def test_replays_stand_side_by_side_and_the_first_round_counts_for_nothing() -> 
     """The slow first replay of a kernel is in no figure, everybody runs once a round, and the order turns."""
     watch, log = FakeStopwatch(), []
     watch.budget_us = 30_000.0
-    replays = {
-        "stock": watch.taking("stock", [0.5e-2, 1e-3], log),
-        "ours": watch.taking("ours", [0.5e-2, 2e-3], log),
-    }
+    replays = {"stock": watch.taking("stock", [0.5e-2, 1e-3], log), "ours": watch.taking("ours", [0.5e-2, 2e-3], log)}
     samples = interleave(replays, watch, least=3, most=5)
     assert [len(s) for s in samples.values()] == [5, 5]
     assert samples["stock"] == pytest.approx([1000.0] * 5)

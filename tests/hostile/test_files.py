@@ -57,9 +57,7 @@ def test_show_writes_no_control_codes(run: Command, kept: store.Certificates) ->
 
 
 def test_forget_in_a_folder_that_can_not_be_written_is_one_line(
-    run: Command,
-    kept: store.Certificates,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Command, kept: store.Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read-only cache: the certificates are still there, and the line says so. (Tests may run as root: pretended.)"""
 
@@ -74,9 +72,7 @@ def test_forget_in_a_folder_that_can_not_be_written_is_one_line(
 
 
 def test_a_folder_that_can_not_be_searched_is_one_line(
-    run: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run file in a folder without the right to search it."""
     (tmp_path / "closed").mkdir()
@@ -182,13 +178,7 @@ def test_a_run_file_is_no_fifo(tmp_path: Path) -> None:
     ("option", "suffix"),
     [("--prompt-file", ".txt"), ("--prompts", ".jsonl"), ("--texts", ".csv"), ("report", ".jsonl")],
 )
-def test_what_is_read_is_a_file_and_ends(
-    run: Command,
-    tmp_path: Path,
-    kind: str,
-    option: str,
-    suffix: str,
-) -> None:
+def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path, kind: str, option: str, suffix: str) -> None:
     """A FIFO without a writer, a device without an end, a folder, a line of many megabytes: one line at once."""
     path = tmp_path / f"given{suffix}"
     if kind == "fifo":
@@ -233,11 +223,7 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(read_run(tmp_path / name).rows) == 600
 
 
-def test_a_new_run_asks_before_its_side_file_goes_through_a_link(
-    run: Command,
-    tmp_path: Path,
-    precious: Path,
-) -> None:
+def test_a_new_run_asks_before_its_side_file_goes_through_a_link(run: Command, tmp_path: Path, precious: Path) -> None:
     """RUN.traces.jsonl as a link to nothing: refused before a model is loaded, with --force as well."""
     (tmp_path / "mine.traces.jsonl").symlink_to(precious.with_name("new"))
     for more in ([], ["--force"]):

@@ -163,10 +163,7 @@ def test_the_chain_of_what_was_varied() -> None:
             "traces of stock differ, first in the bits of token 4",
         ),
         ([("chunk", True, None, 2)], "traces of stock differ"),
-        (
-            [("chunk", False, 6, 2), ("page", False, None, 1)],
-            "traces of stock differ, first in the bits of token 6",
-        ),
+        ([("chunk", False, 6, 2), ("page", False, None, 1)], "traces of stock differ, first in the bits of token 6"),
         ([("page", True, None, 1)], "no trace changes with what was varied"),
         ([("page", False, None, 3)], "traces of stock differ"),
     ]:

@@ -149,12 +149,7 @@ def test_unknown_axes_are_called_by_their_name() -> None:
 
 def test_nothing_compared_is_no_verdict() -> None:
     """Failures, skips and single variants show nothing, neither good nor bad."""
-    for rows in [
-        [failed()],
-        [failed(Status.SKIPPED, "no such kernel")],
-        [row([0])],
-        [row([], trials=0)],
-    ]:
+    for rows in [[failed()], [failed(Status.SKIPPED, "no such kernel")], [row([0])], [row([], trials=0)]]:
         (verdict,) = judge_rows(rows)  # type: ignore[arg-type] # rows of the factory
         assert verdict.finding == Finding.UNTESTED
         assert "nothing was compared" in verdict.text

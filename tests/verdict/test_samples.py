@@ -426,10 +426,7 @@ def test_one_failed_request_takes_no_other_with_it() -> None:
 
 def test_notes_say_what_was_run_again_and_what_was_not() -> None:
     """Each of the three notes where it holds, and nowhere else; an axis that was not run keeps its reason."""
-    again, other = (
-        "Run again: 1 round (4 requests), bit-identical.",
-        "in rounds that were not repeated",
-    )
+    again, other = ("Run again: 1 round (4 requests), bit-identical.", "in rounds that were not repeated")
     first, later = (judge(varied(BASE | {"chunk=5": traces}, per_round=2))[0] for traces in ("BAAA", "AAAB"))
     assert first.notes == (again,)
     assert later.notes == (again, later.notes[-1])
