@@ -299,7 +299,7 @@ def test_a_users_own_kernel_joins(run: Command, tmp_path: Path) -> None:
     assert Status.DIVERGENT in {r.status for r in rows}
 
 
-_ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.jsonl"]
+_ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.jsonl", "--force"]
 
 
 def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,10 @@ from tests.trace.conftest import LOAD, arms_of, model_of, trace
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("llama", "qwen3", "mistral", "gemma2"))],
+)
 def test_float32_models_are_traced_to_a_cure(name: str) -> None:
     """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures.
 
