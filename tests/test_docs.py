@@ -25,6 +25,7 @@ from nondet.core.registry import PROBES
 from nondet.core.runfile import read_run
 from nondet.reports.probes import probe_sections
 from nondet.verdict.findings import sort_impls
+from scripts import pages
 from tests.words import docstrings, prose, strings, words_out
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,17 +41,9 @@ def _pinned(*names: str) -> bool:
     return all(f"{name}=={version(name)}" in pins for name in names)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages that scripts/pages.py makes."""
-    folder = tmp_path_factory.mktemp("pages")
-    subprocess.run([sys.executable, "scripts/pages.py", str(folder)], cwd=ROOT, check=True)
-    return folder
-
-
-def test_the_help_in_the_docs_is_the_program_s(made: Path) -> None:
+def test_the_help_in_the_docs_is_the_program_s() -> None:
     """A table of every command's options, and examples: an option that is new or gone shows here."""
-    text = (made / "commands.md").read_text(encoding="utf-8")
+    text = pages.commands_page()
     assert text == (DOCS / "commands.md").read_text(encoding="utf-8"), "stale: python scripts/pages.py"
     sections = re.split(r"^## nondet ", text, flags=re.MULTILINE)[1:]
     assert [section.split("\n")[0] for section in sections] == list(COMMANDS)
@@ -62,9 +55,10 @@ def test_the_help_in_the_docs_is_the_program_s(made: Path) -> None:
         assert re.search(rf"^nondet {name} (?!\[|RUN|BEFORE)", section, re.MULTILINE) or name == "list"
 
 
-def test_the_machines_in_the_docs_are_those_of_the_evidence(made: Path) -> None:
+@pytest.mark.nightly
+def test_the_machines_in_the_docs_are_those_of_the_evidence() -> None:
     """What was run on what follows from run files, and from nothing else."""
-    text = (made / "gpus.md").read_text(encoding="utf-8")
+    text = pages.machines_page()
     assert text == (DOCS / "gpus.md").read_text(encoding="utf-8"), "stale: python scripts/pages.py"
     assert "| 1 x NVIDIA H200 |" in text
     assert re.findall(r"^\| (?!\d+ x )(.* x .*?) \|", text, re.MULTILINE) == []  # how many of them is a number

@@ -120,19 +120,20 @@ def test_an_unwritable_folder_means_memory_only_and_one_warning(tmp_path: Path) 
     assert quiet(HERE, None).standing("cublaslt", KEY) is None  # no home at all
 
 
+@pytest.mark.slow
 def test_processes_that_prove_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Appends of four processes, with long evidence, all arrive whole."""
+    """Appends of two processes, with long evidence, all arrive whole."""
     code = (
         "import sys, json; from pathlib import Path; from nondet.core.certificates import Certificates;"
         "kept = Certificates(json.loads(sys.argv[1]), Path(sys.argv[2]));"
         "[kept.record('m' + sys.argv[3], f'key {i}', bool(i % 2), 'e' * 3000) for i in range(50)]"
     )
     command = [sys.executable, "-c", code, json.dumps(HERE), str(tmp_path)]
-    running = [subprocess.Popen([*command, str(i)], env=os.environ) for i in range(4)]
-    assert [one.wait() for one in running] == [0] * 4
+    running = [subprocess.Popen([*command, str(i)], env=os.environ) for i in range(2)]
+    assert [one.wait() for one in running] == [0] * 2
     kept = quiet(HERE, tmp_path)
-    assert len(kept.all()) == 200
-    assert len(kept.excluded()) == 100
+    assert len(kept.all()) == 100
+    assert len(kept.excluded()) == 50
     assert len(read_folder(tmp_path)) == 1
 
 

@@ -344,6 +344,7 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto", local_files_only=True).eval()
 
 
+@pytest.mark.nightly
 def test_loads_offline() -> None:
     """A machine without a network can load both, by the Auto classes, with the hub switched off."""
     code = (
