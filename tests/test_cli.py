@@ -95,17 +95,17 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "said"), WRONG, ids=[" ".join(a)[:60] for a, _ in WRONG])
-def test_bad_input_is_one_clear_line(run: Command, tmp_path: Path, argv: list[str], said: list[str]) -> None:
+def test_bad_input_is_one_clear_line(run: Command, tmp_path: Path) -> None:
     """Exit code 2, one line on stderr that quotes the value, nothing on stdout, no file left behind."""
-    code, out, err = run(*argv)
-    assert code == 2
-    assert out == ""
-    assert err.startswith("nondet: ")
-    assert err.count("\n") == 1
-    for word in said:
-        assert word in err
-    assert list(tmp_path.iterdir()) == []
+    for argv, said in WRONG:
+        code, out, err = run(*argv)
+        assert code == 2
+        assert out == ""
+        assert err.startswith("nondet: ")
+        assert err.count("\n") == 1
+        for word in said:
+            assert word in err
+        assert list(tmp_path.iterdir()) == []
 
 
 @needs_no_gpu
@@ -148,14 +148,12 @@ def test_words_that_options_know_without_torch_are_those_of_their_tables() -> No
     assert set(options.AXES.names) == {*AXES, ALL}
 
 
-@pytest.mark.parametrize(
-    ("argv", "usage"), [("diff", "diff BEFORE AFTER"), ("diff a.jsonl", "diff BEFORE AFTER"), ("replay", "replay RUN")]
-)
-def test_a_missing_argument_names_them_all(run: Command, argv: str, usage: str) -> None:
+def test_a_missing_argument_names_them_all(run: Command) -> None:
     """And the command's own help."""
-    _, _, err = run(*argv.split())
-    assert "Missing argument" in err
-    assert err.endswith(f"Usage: nondet {usage}. See `nondet {usage.split()[0]} --help`.\n")
+    for argv, usage in [("diff", "diff BEFORE AFTER"), ("diff a.jsonl", "diff BEFORE AFTER"), ("replay", "replay RUN")]:
+        _, _, err = run(*argv.split())
+        assert "Missing argument" in err
+        assert err.endswith(f"Usage: nondet {usage}. See `nondet {usage.split()[0]} --help`.\n")
 
 
 def test_short_names_of_dtypes_are_known() -> None:
@@ -301,12 +299,12 @@ def test_a_users_own_kernel_joins(run: Command, tmp_path: Path) -> None:
     assert Status.DIVERGENT in {r.status for r in rows}
 
 
-_ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.jsonl"]
+_ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.jsonl", "--force"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "kept"),
-    [
+def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operator's name before it and without, in every command that takes one: it runs, and edits show."""
+    for argv, kept in [
         (["probe", "mean", "--impl", "forms_mine:mean"], "mean=forms_mine:mean"),
         (["probe", "mean", "--impl", "mean=forms_mine:mean"], "mean=forms_mine:mean"),
         (["probe", "reduction", "--impl", "mean=forms_mine:mean"], "mean=forms_mine:mean"),
@@ -321,45 +319,35 @@ _ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.j
         ),
         (["certify", "linear", "--impl", "forms_mine:linear", "--n", "32"], "forms_mine:linear"),
         (["certify", "linear", "--impl", "linear=forms_mine:linear", "--n", "32"], "linear=forms_mine:linear"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_every_documented_form_of_a_users_function_is_asked(
-    run: Command, monkeypatch: pytest.MonkeyPatch, argv: list[str], kept: str
-) -> None:
-    """With the operator's name before it and without, in every command that takes one: it runs, and edits show."""
-    monkeypatch.setattr("nondet.bench.cells._COPY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})
-    Path("forms_mine.py").write_text(
-        "def mean(x):\n    return x.mean(-1)\n\ndef linear(x, weight, bias=None):\n"
-        "    return x @ weight.T if bias is None else x @ weight.T + bias\n"
-    )
-    code, _, err = run(*argv, *_ON_A_CPU)
-    assert code == 0, err
-    run_of = read_run(Path("r.jsonl"))
-    asked = {row.impl for row in run_of.rows} | {timed.impl for cell in run_of.cells for timed in cell.timed}
-    assert any(kept in name for name in asked)
-    assert list(run_of.header.plan["sources"].values()) == [digest_of(Path("forms_mine.py").read_bytes())]
+    ]:
+        monkeypatch.setattr("nondet.bench.cells._COPY_BYTES", {"cpu": 2**20})
+        monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})
+        Path("forms_mine.py").write_text(
+            "def mean(x):\n    return x.mean(-1)\n\ndef linear(x, weight, bias=None):\n"
+            "    return x @ weight.T if bias is None else x @ weight.T + bias\n"
+        )
+        code, _, err = run(*argv, *_ON_A_CPU)
+        assert code == 0, err
+        run_of = read_run(Path("r.jsonl"))
+        asked = {row.impl for row in run_of.rows} | {timed.impl for cell in run_of.cells for timed in cell.timed}
+        assert any(kept in name for name in asked)
+        assert list(run_of.header.plan["sources"].values()) == [digest_of(Path("forms_mine.py").read_bytes())]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
+def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command) -> None:
+    """One line, and nothing is judged as what its user says it is not."""
+    for argv, said in [
         (["probe", "matmul", "--impl", "mean=forms_mine:mean"], "no probe asked for has an operator 'mean'"),
         (["probe", "float-sum", "--impl", "forms_mine:mean"], "no case asked for takes a function of yours"),
         (["bench", "linear", "--impl", "stock", "--impl", "mean=forms_mine:mean"], "no operator asked for takes it"),
         (["bench", "all-reduce", "--ranks", "2", "--impl", "forms_mine:mean"], "no operator asked for takes it"),
         (["certify", "linear", "--impl", "mean=forms_mine:mean"], "is no linear"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command, argv: list[str], said: str) -> None:
-    """One line, and nothing is judged as what its user says it is not."""
-    Path("forms_mine.py").write_text("def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n")
-    code, out, err = run(*argv, *_ON_A_CPU)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-    assert not Path("r.jsonl").exists()
+    ]:
+        Path("forms_mine.py").write_text("def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n")
+        code, out, err = run(*argv, *_ON_A_CPU)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert said in err
+        assert not Path("r.jsonl").exists()
 
 
 def test_reports_are_not_overwritten(run: Command) -> None:
@@ -400,29 +388,29 @@ def test_help_groups_the_commands(run: Command) -> None:
     assert sorted(name for names in shown.values() for name in names) == sorted(cli._COMMANDS)
 
 
-@pytest.mark.parametrize("name", cli._COMMANDS)
-def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The common options in at most 60 lines of 80 columns, then the examples, then how to see the rest."""
-    monkeypatch.setenv("COLUMNS", "80")
-    options = {max(p.opts, key=len)[2:] for p in COMMANDS[name].params if p.param_type_name == "option"}
-    (code, short, _), (code_all, whole, _) = run(name, "--help"), run(name, "--help-all")
-    assert (code, code_all) == (0, 0)
-    assert max(map(len, [*short.splitlines(), *whole.splitlines()])) <= 80
-    lines = short.splitlines()
-    assert len(lines) <= 60
-    row = re.compile(r"^│ (?:-\w, )?--(?:\[no-\])?([\w-]+)", re.MULTILINE)
-    shown, every = set(row.findall(short)), set(row.findall(whole))
-    assert every == options
-    assert "<str>" not in whole
-    if name == "list":
-        assert shown == every
-        return
-    assert shown < every
-    assert lines[-1].strip() == f"`nondet {name} --help-all` shows all {len(options)} options."
-    assert f"  nondet {name} " in short.partition("Examples:")[2]
-    parameters = {param.name for param in COMMANDS[name].params}
-    assert set(command_help._COMMON[name].split()) <= parameters
-    assert len(shown) == len(parameters & {*command_help._COMMON[name].split(), *command_help._EVERYWHERE.split()})
+    for name in cli._COMMANDS:
+        monkeypatch.setenv("COLUMNS", "80")
+        options = {max(p.opts, key=len)[2:] for p in COMMANDS[name].params if p.param_type_name == "option"}
+        (code, short, _), (code_all, whole, _) = run(name, "--help"), run(name, "--help-all")
+        assert (code, code_all) == (0, 0)
+        assert max(map(len, [*short.splitlines(), *whole.splitlines()])) <= 80
+        lines = short.splitlines()
+        assert len(lines) <= 60
+        row = re.compile(r"^│ (?:-\w, )?--(?:\[no-\])?([\w-]+)", re.MULTILINE)
+        shown, every = set(row.findall(short)), set(row.findall(whole))
+        assert every == options
+        assert "<str>" not in whole
+        if name == "list":
+            assert shown == every
+            continue
+        assert shown < every
+        assert lines[-1].strip() == f"`nondet {name} --help-all` shows all {len(options)} options."
+        assert f"  nondet {name} " in short.partition("Examples:")[2]
+        parameters = {param.name for param in COMMANDS[name].params}
+        assert set(command_help._COMMON[name].split()) <= parameters
+        assert len(shown) == len(parameters & {*command_help._COMMON[name].split(), *command_help._EVERYWHERE.split()})
 
 
 def test_help_all_is_an_option_like_help(run: Command) -> None:
@@ -551,15 +539,12 @@ sys.exit(8)
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "out"),
-    [
+def test_what_is_done_at_the_end() -> None:
+    """The code, what is still to be written and what was registered; threads that are no daemons are waited for."""
+    for words, code, out in [
         (["torch"], 7, "said atexit "),
         ([], 8, "said went on atexit "),
         (["torch", "thread"], 8, "thread said went on atexit "),
-    ],
-)
-def test_what_is_done_at_the_end(words: list[str], code: int, out: str) -> None:
-    """The code, what is still to be written and what was registered; threads that are no daemons are waited for."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
-    assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (code, sorted(out.split()), "")
+    ]:
+        done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (code, sorted(out.split()), "")

@@ -183,9 +183,11 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["gate", str(out)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "word"),
-    [
+def test_bad_input_is_one_line(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, one line, and no run file."""
+    for argv, word in [
         (["--texts", "{texts}"], "--model"),
         (["--model", "{folder}"], "--texts"),
         (["--model", "{embedded}", "--texts", "{texts}"], "no encoder"),
@@ -195,20 +197,16 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["--model", "{folder}", "--texts", "{texts}", "--batch", "1"], "--batch 1"),
         (["--model", "{folder}", "--texts", "{texts}", "--dtype", "int8"], "'int8'"),
         (["--model", "{folder}", "--texts", "{texts}", "--impl", "fast"], "'fast'"),
-    ],
-)
-def test_bad_input_is_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], word: str
-) -> None:
-    """Exit code 2, one line, and no run file."""
-    texts, single, out = tmp_path / "texts.txt", tmp_path / "single.txt", tmp_path / "run.jsonl"
-    texts.write_text("a cat\na dog\n")
-    single.write_text("a cat\n")
-    places = {"folder": folder, "texts": texts, "single": single, "embedded": embedded_folder()}
-    assert main(["embed", *(part.format(**places) for part in argv), "--device", "cpu", "--out", str(out)]) == 2
-    seen = capsys.readouterr()
-    assert word in seen.err
-    assert (seen.err.count("\n"), seen.out, out.exists()) == (1, "", False)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        texts, single, out = tmp_path / "texts.txt", tmp_path / "single.txt", tmp_path / "run.jsonl"
+        texts.write_text("a cat\na dog\n")
+        single.write_text("a cat\n")
+        places = {"folder": folder, "texts": texts, "single": single, "embedded": embedded_folder()}
+        assert main(["embed", *(part.format(**places) for part in argv), "--device", "cpu", "--out", str(out)]) == 2
+        seen = capsys.readouterr()
+        assert word in seen.err
+        assert (seen.err.count("\n"), seen.out, out.exists()) == (1, "", False)
 
 
 def test_an_encoders_weights_are_safetensors_too(folder: Path, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from nondet.cli import main
 from nondet.errors import no_commands, one_line, printable
 
 
-@pytest.mark.parametrize(
-    ("hostile", "shown"),
-    [
+def test_what_acts_becomes_visible() -> None:
+    """Escape sequences, C1 codes, bidi overrides and hidden characters lose their power and stay visible."""
+    for hostile, shown in [
         ("\x1b[31mred\x1b[0m", "␛[31mred␛[0m"),
         ("\x1b]0;title\x07", "␛]0;title␇"),
         ("a\x00b\x7fc", "a␀b␡c"),
@@ -20,11 +20,8 @@ from nondet.errors import no_commands, one_line, printable
         ("\ud800", "\ufffd"),
         ("line\u2028break", "line\ufffdbreak"),
         ("no\ufffecharacter\uffff \U0001fffe", "no\ufffdcharacter\ufffd \ufffd"),
-    ],
-)
-def test_what_acts_becomes_visible(hostile: str, shown: str) -> None:
-    """Escape sequences, C1 codes, bidi overrides and hidden characters lose their power and stay visible."""
-    assert printable(hostile) == shown
+    ]:
+        assert printable(hostile) == shown
 
 
 def test_ordinary_text_is_untouched() -> None:
@@ -33,9 +30,9 @@ def test_ordinary_text_is_untouched() -> None:
     assert printable(text) == text
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
+def test_what_a_list_names_twice_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, before anything is loaded; the last of two was taken, or both were one."""
+    for asked in [
         "rl --arms stock,invariant,stock",
         "mismatch --arms stock,stock",
         "mismatch --arms invariant:norm,invariant:norm",
@@ -46,13 +43,10 @@ def test_ordinary_text_is_untouched() -> None:
         "sample --load others=2,others=3",
         "sample --endpoint http://127.0.0.1:9 --arms solo,solo=3",
         "sample --vary chunk=8,chunk=16",
-    ],
-)
-def test_what_a_list_names_twice_is_told(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, before anything is loaded; the last of two was taken, or both were one."""
-    assert main(asked.split()) == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
-    assert "twice. Name it once." in line
+    ]:
+        assert main(asked.split()) == 2
+        [line] = capsys.readouterr().err.strip().splitlines()
+        assert "twice. Name it once." in line
 
 
 def test_one_line_is_one_line_and_short() -> None:
@@ -61,15 +55,12 @@ def test_one_line_is_one_line_and_short() -> None:
     assert len(one_line("x" * 5000, limit=100)) == 100
 
 
-@pytest.mark.parametrize(
-    ("hostile", "shown"),
-    [
+def test_no_line_is_a_command_to_a_runner() -> None:
+    """GitHub reads `::error` at a line's beginning and `##[` anywhere; Azure `##vso[`; nothing else changes."""
+    for hostile, shown in [
         ("::error::x", ": :error::x"),
         ("a\n \t\u3000::set-output name=a::b", "a\n \t\u3000: :set-output name=a::b"),
         ("a ##[error]b ##vso[task.x]c", "a ## [error]b ## vso[task.x]c"),
         ("at::native::mm a:: b\nc ::d # [ ##", "at::native::mm a:: b\nc ::d # [ ##"),
-    ],
-)
-def test_no_line_is_a_command_to_a_runner(hostile: str, shown: str) -> None:
-    """GitHub reads `::error` at a line's beginning and `##[` anywhere; Azure `##vso[`; nothing else changes."""
-    assert no_commands(hostile) == shown
+    ]:
+        assert no_commands(hostile) == shown

@@ -32,18 +32,19 @@ SOURCE = {
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_is_drawn_from_a_kept_run(name: str, tmp_path: Path) -> None:
+def test_every_figure_is_drawn_from_a_kept_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Twice the same bytes, with the GPU's name and the implementations as text."""
-    runs = [read_run(EVIDENCE / SOURCE[name])]
-    assert name in figures_of(runs)
-    pictures = []
-    for attempt in ("first.svg", "second.svg"):
-        save(draw(name, runs), tmp_path / attempt)
-        pictures.append((tmp_path / attempt).read_text(encoding="utf-8"))
-    assert pictures[0] == pictures[1]
-    assert runs[0].header.environment["gpu" if runs[0].header.environment["gpu"] else "cpu"] in pictures[0]
-    assert "stock" in pictures[0]
+    for name in FIGURES:
+        tmp_path = tmp_path_factory.mktemp("case")
+        runs = [read_run(EVIDENCE / SOURCE[name])]
+        assert name in figures_of(runs)
+        pictures = []
+        for attempt in ("first.svg", "second.svg"):
+            save(draw(name, runs), tmp_path / attempt)
+            pictures.append((tmp_path / attempt).read_text(encoding="utf-8"))
+        assert pictures[0] == pictures[1]
+        assert runs[0].header.environment["gpu" if runs[0].header.environment["gpu"] else "cpu"] in pictures[0]
+        assert "stock" in pictures[0]
 
 
 def test_the_class_map_has_a_lane_for_each_class() -> None:
@@ -86,47 +87,49 @@ def test_a_map_has_its_borders_where_the_run_has_them() -> None:
         draw("map", [read_run(EVIDENCE / SOURCE["class-map"])])
 
 
-@pytest.mark.parametrize("name", ["class-map", "speed", "tree"])
-def test_every_svg_is_xml(name: str, tmp_path: Path) -> None:
+def test_every_svg_is_xml(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Whatever a run's names hold (controls, half characters, U+FFFE), a parser takes the figure."""
-    bad = "".join(map(chr, (0, 1, 0x1B, 0x7F, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "]]>&<"
-    change, run = msgspec.structs.replace, read_run(EVIDENCE / SOURCE[name])
-    run.header.environment["gpu"] = bad
-    run.rows[:] = [
-        change(
-            r, impl=bad + r.impl, case=bad + r.case, varied=bad,
-            kernel_sets=[[bad + k for k in names] for names in r.kernel_sets],
-        )
-        for r in run.rows
-    ]  # fmt: skip
-    run.cells[:] = [
-        change(
-            c, case=bad, section=bad, group=bad + c.group, dtype=bad, axis=bad + c.axis,
-            shape={bad + k: v for k, v in c.shape.items()},
-            timed=[change(t, impl=t.impl + bad if t.impl == "invariant" else t.impl) for t in c.timed],
-        )
-        for c in run.cells
-        if c.section == run.cells[0].section
-    ]  # fmt: skip
-    run.completions[:] = [change(c, impl=bad) for c in run.completions]
-    save(draw(name, [run]), tmp_path / "x.svg")
-    root = ElementTree.parse(tmp_path / "x.svg").getroot()  # noqa: S314 - drawn a line above
-    assert "\ufffd\ufffd\ufffd]]>&<" in "".join(root.itertext())
+    for name in ["class-map", "speed", "tree"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        bad = "".join(map(chr, (0, 1, 0x1B, 0x7F, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "]]>&<"
+        change, run = msgspec.structs.replace, read_run(EVIDENCE / SOURCE[name])
+        run.header.environment["gpu"] = bad
+        run.rows[:] = [
+            change(
+                r, impl=bad + r.impl, case=bad + r.case, varied=bad,
+                kernel_sets=[[bad + k for k in names] for names in r.kernel_sets],
+            )
+            for r in run.rows
+        ]  # fmt: skip
+        run.cells[:] = [
+            change(
+                c, case=bad, section=bad, group=bad + c.group, dtype=bad, axis=bad + c.axis,
+                shape={bad + k: v for k, v in c.shape.items()},
+                timed=[change(t, impl=t.impl + bad if t.impl == "invariant" else t.impl) for t in c.timed],
+            )
+            for c in run.cells
+            if c.section == run.cells[0].section
+        ]  # fmt: skip
+        run.completions[:] = [change(c, impl=bad) for c in run.completions]
+        save(draw(name, [run]), tmp_path / "x.svg")
+        root = ElementTree.parse(tmp_path / "x.svg").getroot()  # noqa: S314 - drawn a line above
+        assert "\ufffd\ufffd\ufffd]]>&<" in "".join(root.itertext())
 
 
-@pytest.mark.parametrize("out", ["rows.csv", "rows.json", "map.svg"])
-def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path: Path, out: str) -> None:
+def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Where the old scratch name or the target is somebody's link, nothing goes through it."""
-    source, there = EVIDENCE / SOURCE["class-map"], tmp_path / "precious"
-    there.write_text("kept")
-    scratch = tmp_path / f".{out}.{os.getpid()}{Path(out).suffix}"
-    scratch.symlink_to(there)
-    export([source], tmp_path / out)
-    (tmp_path / f"link-{out}").symlink_to(there)
-    with pytest.raises(UserError, match="is a symbolic link"):
-        export([source], tmp_path / f"link-{out}", force=True)
-    assert there.read_text() == "kept"
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([scratch.name, f"link-{out}", out, "precious"])
+    for out in ["rows.csv", "rows.json", "map.svg"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        source, there = EVIDENCE / SOURCE["class-map"], tmp_path / "precious"
+        there.write_text("kept")
+        scratch = tmp_path / f".{out}.{os.getpid()}{Path(out).suffix}"
+        scratch.symlink_to(there)
+        export([source], tmp_path / out)
+        (tmp_path / f"link-{out}").symlink_to(there)
+        with pytest.raises(UserError, match="is a symbolic link"):
+            export([source], tmp_path / f"link-{out}", force=True)
+        assert there.read_text() == "kept"
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([scratch.name, f"link-{out}", out, "precious"])
 
 
 def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:

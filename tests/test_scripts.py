@@ -31,11 +31,11 @@ def test_shapes_come_from_the_command_line_and_from_models():
     assert shapes_of(["64x32"], "qwen3-8b", None)[0] == (64, 32)
 
 
-@pytest.mark.parametrize("text", ["64", "64*32", "0x8", "-4x8", "64x"])
-def test_a_shape_that_is_none_is_refused(text):
+def test_a_shape_that_is_none_is_refused():
     """With the form that is expected."""
-    with pytest.raises(UserError, match="4096x6144"):
-        shapes_of([text], None, None)
+    for text in ["64", "64*32", "0x8", "-4x8", "64x"]:
+        with pytest.raises(UserError, match="4096x6144"):
+            shapes_of([text], None, None)
 
 
 def test_nothing_to_tune_is_refused():
@@ -107,13 +107,14 @@ def script(name: str, folder: Path, *options: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("name", ["vllm", "llamacpp", "transformers"])
-def test_asking_and_ending_start_nothing(name: str, tmp_path: Path) -> None:
+def test_asking_and_ending_start_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Without a server, --url fails and --stop has nothing to do; neither sets an environment up."""
-    assert script(name, tmp_path, "--url").returncode == 1
-    assert script(name, tmp_path, "--stop").returncode == 0
-    assert script(name, tmp_path, "--sotp").returncode == 2
-    assert list(tmp_path.iterdir()) == []
+    for name in ["vllm", "llamacpp", "transformers"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        assert script(name, tmp_path, "--url").returncode == 1
+        assert script(name, tmp_path, "--stop").returncode == 0
+        assert script(name, tmp_path, "--sotp").returncode == 2
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_took_an_old_number_is_not_ended(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
     assert (code, "none of the cells" in err, "process_time" in err) == (2, True, True)
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
+def test_what_is_wrong_is_one_line(run: Command) -> None:
+    """Exit code 2, one line, and no file."""
+    for argv, said in [
         (["bench", "matmull"], "matmul"),
         (["bench", "matmul", "--impl", "invarient"], "invariant"),
         (["bench", "matmul", "--m", "9-3"], "--m 9-3"),
@@ -130,15 +130,12 @@ def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
         (["bench", "--resume"], "--out"),
         (["bench", "matmul", "--report", "x.pdf"], ".pdf"),
         (["bench", "attention", "--impl", "invariant:x"], "invariant"),
-    ],
-)
-def test_what_is_wrong_is_one_line(run: Command, argv: list[str], said: str) -> None:
-    """Exit code 2, one line, and no file."""
-    code, _, err = run(*argv)
-    assert code == 2
-    assert said in err
-    assert len(err.splitlines()) == 1
-    assert list(Path().iterdir()) == []
+    ]:
+        code, _, err = run(*argv)
+        assert code == 2
+        assert said in err
+        assert len(err.splitlines()) == 1
+        assert list(Path().iterdir()) == []
 
 
 @pytest.mark.gpu
@@ -183,18 +180,15 @@ def test_what_calls_cost_the_host(run: Command, monkeypatch: pytest.MonkeyPatch)
     assert (code, "14 ratios compared, 0 regressions" in err) == (0, True)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_what_is_not_for_host(run: Command) -> None:
+    """One line, and nothing is written."""
+    for given, said in [
         (("host", "linear"), "host is timed by itself, and linear"),
         (("host", "--m", "3"), "--m is not for host"),
         (("host", "--clock", "cpu"), "--clock is not for host"),
         (("host", "--dtype", "float64"), "float64"),
         (("host", "--runs", "3"), "--runs is for engine"),
-    ],
-)
-def test_what_is_not_for_host(run: Command, given: tuple[str, ...], said: str) -> None:
-    """One line, and nothing is written."""
-    code, _, err = run("bench", *given, "--device", "cpu", "--out", "r.jsonl")
-    assert (code, said in " ".join(err.split())) == (2, True)
-    assert not Path("r.jsonl").exists()
+    ]:
+        code, _, err = run("bench", *given, "--device", "cpu", "--out", "r.jsonl")
+        assert (code, said in " ".join(err.split())) == (2, True)
+        assert not Path("r.jsonl").exists()

@@ -150,9 +150,9 @@ def test_what_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {cells["broken", n].status for n in (2, 8)} == {"error"}
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, before anything is loaded."""
+    for argv, words in [
         (("engine", "linear"), "by itself"),
         (("linear", "--runs", "2"), "is for engine"),
         (("engine", "--requests", "0,8"), "--requests '0,8' makes no sense"),
@@ -162,14 +162,11 @@ def test_what_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (("engine", "--cuda-graphs", "--device", "cpu"), "needs a CUDA device"),
         (("engine", "--m", "3"), "--m is not for engine"),
         (("engine", "--models", "random:qwen3-9b"), "makes no sense"),
-    ],
-)
-def test_bad_input_is_one_line(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, before anything is loaded."""
-    assert main(["bench", *argv]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.strip().splitlines()) == 1
+    ]:
+        assert main(["bench", *argv]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert len(error.strip().splitlines()) == 1
 
 
 def test_a_load_holds_the_smaller_ones() -> None:
@@ -347,31 +344,25 @@ def test_ranks_are_merged_into_one_wave() -> None:
         merged([_wave(1.0), Played(refusal=("the cache does not fit", ""))])
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
+def test_what_can_not_be_cut_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, before a rank is started or a run file begun."""
+    for argv, words in [
         (("--ranks", "2", "--models", "random:qwen3-2x128"), "random:qwen3-2x128 has 1 key heads"),
         (("--ranks", "4", "--models", "embedded"), "embedded has 2 key heads"),
         (("--ranks", "two"), "is no list of numbers"),
         (("--ranks", "99"), "is no group of ranks"),
         (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--impl", "rank-free"), "is for a model over ranks"),
-    ],
-)
-def test_what_can_not_be_cut_is_one_line(
-    argv: tuple[str, ...],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Exit code 2, before a rank is started or a run file begun."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", "engine", "--device", "cpu", *argv]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        monkeypatch.chdir(tmp_path)
+        assert main(["bench", "engine", "--device", "cpu", *argv]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert len(error.strip().splitlines()) == 1
+        assert not list(tmp_path.iterdir())
 
 
 def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

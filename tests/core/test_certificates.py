@@ -44,15 +44,16 @@ def test_a_proof_stands_in_the_next_process_and_unknown_is_neither(tmp_path: Pat
         ]
 
 
-@pytest.mark.parametrize("changed", ["gpu", "driver", "torch", "sources"], ids=["chip", "driver", "torch", "sources"])
-def test_nothing_stands_on_another_machine_or_toolchain(tmp_path: Path, changed: str) -> None:
+def test_nothing_stands_on_another_machine_or_toolchain(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A certificate of another GPU, driver, torch or version of our kernels is not looked at, and stays where it is."""
-    quiet(HERE, tmp_path).record("cublaslt", KEY, True, "equal")
-    other = quiet(HERE | {changed: "other"}, tmp_path)
-    assert other.standing("cublaslt", KEY) is None
-    other.record("cublaslt", KEY, False, "differs")
-    assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is True
-    assert len(read_folder(tmp_path)) == 2
+    for changed in ["gpu", "driver", "torch", "sources"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        quiet(HERE, tmp_path).record("cublaslt", KEY, True, "equal")
+        other = quiet(HERE | {changed: "other"}, tmp_path)
+        assert other.standing("cublaslt", KEY) is None
+        other.record("cublaslt", KEY, False, "differs")
+        assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is True
+        assert len(read_folder(tmp_path)) == 2
 
 
 def test_an_exclusion_outlives_a_proof_to_the_contrary(tmp_path: Path) -> None:
@@ -77,21 +78,22 @@ def broken(data: bytes) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("how", ["cut", "flipped", "binary", "other format", "key edited", "newer schema"])
-def test_a_broken_file_is_ignored_with_one_warning(tmp_path: Path, how: str) -> None:
+def test_a_broken_file_is_ignored_with_one_warning(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A truncated, corrupt, edited or foreign file proves nothing, is said once; the next proof is kept after it."""
-    kept = quiet(HERE, tmp_path)
-    kept.record("cublaslt", KEY, False, "differs")
-    assert kept.path is not None
-    kept.path.write_bytes(broken(kept.path.read_bytes())[how])
-    with pytest.warns(RuntimeWarning, match="ignored") as said:
-        again = Certificates(HERE, tmp_path)
-    assert len(said) == 1
-    assert again.standing("cublaslt", KEY) is None
-    assert again.standing("cublaslt", KEY.replace("M=16", "M=17")) is None
-    again.record("triton", KEY, True, "equal")
-    with pytest.warns(RuntimeWarning, match="ignored"):
-        assert Certificates(HERE, tmp_path).standing("triton", KEY) is True
+    for how in ["cut", "flipped", "binary", "other format", "key edited", "newer schema"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        kept = quiet(HERE, tmp_path)
+        kept.record("cublaslt", KEY, False, "differs")
+        assert kept.path is not None
+        kept.path.write_bytes(broken(kept.path.read_bytes())[how])
+        with pytest.warns(RuntimeWarning, match="ignored") as said:
+            again = Certificates(HERE, tmp_path)
+        assert len(said) == 1
+        assert again.standing("cublaslt", KEY) is None
+        assert again.standing("cublaslt", KEY.replace("M=16", "M=17")) is None
+        again.record("triton", KEY, True, "equal")
+        with pytest.warns(RuntimeWarning, match="ignored"):
+            assert Certificates(HERE, tmp_path).standing("triton", KEY) is True
 
 
 def test_a_file_copied_from_another_machine_is_foreign(tmp_path: Path) -> None:
@@ -118,19 +120,20 @@ def test_an_unwritable_folder_means_memory_only_and_one_warning(tmp_path: Path) 
     assert quiet(HERE, None).standing("cublaslt", KEY) is None  # no home at all
 
 
+@pytest.mark.slow
 def test_processes_that_prove_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Appends of four processes, with long evidence, all arrive whole."""
+    """Appends of two processes, with long evidence, all arrive whole."""
     code = (
         "import sys, json; from pathlib import Path; from nondet.core.certificates import Certificates;"
         "kept = Certificates(json.loads(sys.argv[1]), Path(sys.argv[2]));"
         "[kept.record('m' + sys.argv[3], f'key {i}', bool(i % 2), 'e' * 3000) for i in range(50)]"
     )
     command = [sys.executable, "-c", code, json.dumps(HERE), str(tmp_path)]
-    running = [subprocess.Popen([*command, str(i)], env=os.environ) for i in range(4)]
-    assert [one.wait() for one in running] == [0] * 4
+    running = [subprocess.Popen([*command, str(i)], env=os.environ) for i in range(2)]
+    assert [one.wait() for one in running] == [0] * 2
     kept = quiet(HERE, tmp_path)
-    assert len(kept.all()) == 200
-    assert len(kept.excluded()) == 100
+    assert len(kept.all()) == 100
+    assert len(kept.excluded()) == 50
     assert len(read_folder(tmp_path)) == 1
 
 
@@ -418,30 +421,34 @@ NOT_OURS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", NOT_OURS)
-def test_what_others_could_have_written_is_not_trusted(tmp_path: Path, how: str) -> None:
+def test_what_others_could_have_written_is_not_trusted(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One warning; nothing is believed, nothing is written there, proofs go on in memory, and nothing hangs."""
-    path = planted(tmp_path)
-    change, words = NOT_OURS[how]
-    change(path)
-    with pytest.warns(RuntimeWarning, match=f"not used .*{words}") as said:
-        standings = [kept.standing("cublaslt", KEY) for kept in proven_twice(Certificates(HERE, path.parent))]
-    assert len(said) == 1
-    assert standings == [None, True, True]
-    with pytest.warns(RuntimeWarning, match="can't be read"):
-        assert read_folder(path.parent) == []
+    for how in NOT_OURS:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = planted(tmp_path)
+        change, words = NOT_OURS[how]
+        change(path)
+        with pytest.warns(RuntimeWarning, match=f"not used .*{words}") as said:
+            standings = [kept.standing("cublaslt", KEY) for kept in proven_twice(Certificates(HERE, path.parent))]
+        assert len(said) == 1
+        assert standings == [None, True, True]
+        with pytest.warns(RuntimeWarning, match="can't be read"):
+            assert read_folder(path.parent) == []
 
 
-@pytest.mark.parametrize("place", ["the file", "the folder"])
-def test_another_users_word_is_not_trusted(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_word_is_not_trusted(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file, or a folder, that belongs to neither this user nor root proves nothing."""
-    path = planted(tmp_path)
-    if os.geteuid() == 0:
-        os.chown(path if place == "the file" else path.parent, 4321, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.warns(RuntimeWarning, match="not used .* belongs to user"):
-        assert Certificates(HERE, path.parent).standing("cublaslt", KEY) is None
+    for place in ["the file", "the folder"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = planted(tmp_path)
+        if os.geteuid() == 0:
+            os.chown(path if place == "the file" else path.parent, 4321, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.warns(RuntimeWarning, match="not used .* belongs to user"):
+            assert Certificates(HERE, path.parent).standing("cublaslt", KEY) is None
 
 
 def test_a_file_that_became_somebody_elses_is_not_written(tmp_path: Path) -> None:
@@ -456,9 +463,9 @@ def test_a_file_that_became_somebody_elses_is_not_written(tmp_path: Path) -> Non
         assert standings == [None, True, True]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_a_hostile_line_is_one_line_ignored(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever a line makes a decoder raise, it is one line that proves nothing; what stands beside it holds."""
+    for line in [
         b"[" * 100_000,
         b'{"format":"nondet-certificate","schema":1,"x":' + b"[" * 100_000,
         b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":'
@@ -468,15 +475,12 @@ def test_a_file_that_became_somebody_elses_is_not_written(tmp_path: Path) -> Non
         b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":' + b"9" * 40 + b"}}",
         b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":"\\ud800"}}',
         b"1" * (2**20 + 1),
-    ],
-    ids=["nested", "nested, older", "nested dicts", "a long number", "half a letter", "a long line"],
-)
-def test_a_hostile_line_is_one_line_ignored(tmp_path: Path, line: bytes) -> None:
-    """Whatever a line makes a decoder raise, it is one line that proves nothing; what stands beside it holds."""
-    path = planted(tmp_path)
-    path.write_bytes(line + b"\n" + path.read_bytes())
-    with pytest.warns(RuntimeWarning, match="1 lines"):
-        assert Certificates(HERE, path.parent).standing("cublaslt", KEY) is False
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = planted(tmp_path)
+        path.write_bytes(line + b"\n" + path.read_bytes())
+        with pytest.warns(RuntimeWarning, match="1 lines"):
+            assert Certificates(HERE, path.parent).standing("cublaslt", KEY) is False
 
 
 def test_no_more_is_written_than_is_read(tmp_path: Path) -> None:
@@ -519,17 +523,15 @@ def test_only_this_user_may_write_what_is_kept(tmp_path: Path) -> None:
     assert quiet(HERE, path.parent).standing("cublaslt", KEY) is False
 
 
-@pytest.mark.parametrize(
-    ("described", "name"),
-    [
+def test_a_file_is_called_by_its_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The GPU's name, else the CPU's, else the kind of device: a person finds it, and the digest tells it apart."""
+    for described, name in [
         ({"device": "cuda", "gpu": "NVIDIA H200", "cpu": "Xeon"}, "nvidia-h200"),
         ({"device": "cpu", "gpu": None, "cpu": "Intel(R) Xeon(R) @ 2.0"}, "intel-r-xeon-r-2-0"),
         ({"device": "cpu"}, "cpu"),
         ({"device": "\u00b5"}, "machine"),
         ({"gpu": "x" * 60}, "x" * 48),
-    ],
-)
-def test_a_file_is_called_by_its_machine(tmp_path: Path, described: dict[str, Any], name: str) -> None:
-    """The GPU's name, else the CPU's, else the kind of device: a person finds it, and the digest tells it apart."""
-    kept = quiet(described, tmp_path)
-    assert kept.path == tmp_path / f"{name}-{kept.machine}.jsonl"
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        kept = quiet(described, tmp_path)
+        assert kept.path == tmp_path / f"{name}-{kept.machine}.jsonl"

@@ -62,16 +62,16 @@ def test_all_float_dtypes_are_known():
     assert {"torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2"} <= names
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_patterns_are_equal_when_bits_are_and_nans_always(dtype):
+def test_patterns_are_equal_when_bits_are_and_nans_always():
     """Over the bit patterns of a dtype: two numbers are equal only as bits, all NaNs are, and no NaN is a number."""
-    x = patterns(dtype)
-    nan = x.to(torch.float64).isnan()
-    canonical = bits(x)
-    assert torch.equal(canonical[~nan], raw_of(x)[~nan])
-    assert len(canonical[nan].unique()) == min(1, int(nan.sum()))
-    assert not torch.isin(canonical[~nan], canonical[nan]).any()
-    assert identical(x, x.clone())
+    for dtype in DTYPES:
+        x = patterns(dtype)
+        nan = x.to(torch.float64).isnan()
+        canonical = bits(x)
+        assert torch.equal(canonical[~nan], raw_of(x)[~nan])
+        assert len(canonical[nan].unique()) == min(1, int(nan.sum()))
+        assert not torch.isin(canonical[~nan], canonical[nan]).any()
+        assert identical(x, x.clone())
 
 
 def test_nan_payloads_and_signs_are_one():
@@ -84,29 +84,29 @@ def test_nan_payloads_and_signs_are_one():
     assert found.first_mismatch == [1]
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-def test_zeros_of_two_signs_mismatch_at_no_distance(dtype):
+def test_zeros_of_two_signs_mismatch_at_no_distance():
     """-0.0 and 0.0 are other bits, 0 ULP apart."""
-    found = difference(torch.zeros(2, dtype=dtype), torch.tensor([0.0, -0.0], dtype=dtype))
-    assert (found.mismatched, found.max_abs, found.max_ulp, found.nonfinite) == (1, 0.0, 0, 0)
-    assert found.first_mismatch == [1]
+    for dtype in WIDE:
+        found = difference(torch.zeros(2, dtype=dtype), torch.tensor([0.0, -0.0], dtype=dtype))
+        assert (found.mismatched, found.max_abs, found.max_ulp, found.nonfinite) == (1, 0.0, 0, 0)
+        assert found.first_mismatch == [1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_neighbours_are_one_ulp_apart(dtype):
+def test_neighbours_are_one_ulp_apart():
     """In every dtype the sorted finite numbers are one apart each, both zeros counting as one."""
-    x = patterns(dtype) if dtype.itemsize <= 2 else None
-    if x is None:
-        start = torch.tensor([-1.5, 0.0, 1.0, 3e10], dtype=dtype)
-        assert ulp_distance(start, torch.nextafter(start, torch.full_like(start, 1e30))).tolist() == [1] * 4
-        return
-    values = x.to(torch.float64)
-    finite = torch.isfinite(values)
-    x, values = x[finite], values[finite]
-    order = values.argsort(stable=True)
-    x, values = x[order], values[order]
-    gaps = ulp_distance(x[:-1], x[1:])
-    assert torch.equal(gaps, (values[1:] != values[:-1]).to(torch.int64))
+    for dtype in DTYPES:
+        x = patterns(dtype) if dtype.itemsize <= 2 else None
+        if x is None:
+            start = torch.tensor([-1.5, 0.0, 1.0, 3e10], dtype=dtype)
+            assert ulp_distance(start, torch.nextafter(start, torch.full_like(start, 1e30))).tolist() == [1] * 4
+            continue
+        values = x.to(torch.float64)
+        finite = torch.isfinite(values)
+        x, values = x[finite], values[finite]
+        order = values.argsort(stable=True)
+        x, values = x[order], values[order]
+        gaps = ulp_distance(x[:-1], x[1:])
+        assert torch.equal(gaps, (values[1:] != values[:-1]).to(torch.int64))
 
 
 def test_ulp_across_zero_and_to_the_ends_of_float64():
@@ -121,11 +121,11 @@ def test_ulp_across_zero_and_to_the_ends_of_float64():
     assert ulp_distance(half, -half).tolist() == [2**63 - 2, limit, limit]
 
 
-@pytest.mark.parametrize("a", [torch.tensor([1]), torch.tensor([True]), torch.tensor([1 + 2j])])
-def test_no_ulp_where_there_is_none(a):
+def test_no_ulp_where_there_is_none():
     """Integers and complex numbers have no ULP: a number would be made up."""
-    with pytest.raises(ValueError, match="no ULP"):
-        ulp_distance(a, a)
+    for a in [torch.tensor([1]), torch.tensor([True]), torch.tensor([1 + 2j])]:
+        with pytest.raises(ValueError, match="no ULP"):
+            ulp_distance(a, a)
 
 
 def test_infinity_against_numbers():
@@ -148,17 +148,17 @@ def test_first_mismatch_in_several_dimensions():
     assert difference(torch.tensor(1.0), torch.tensor(2.0)).first_mismatch == []
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
-def test_empty_tensors(shape):
+def test_empty_tensors():
     """No elements: nothing mismatches, nothing is wrong, and nothing crashes."""
-    x = torch.empty(shape)
-    found = difference(x, x.clone())
-    assert (found.mismatched, found.compared, found.first_mismatch) == (0, 0, None)
-    assert error_against(x, x.double()).relative_norm == 0.0
-    book = ClassBook()
-    book.add_many(torch.empty(5, 0))
-    assert book.labels == [0] * 5
-    assert book.widest_difference().mismatched == 0
+    for shape in [(0,), (3, 0), (0, 4)]:
+        x = torch.empty(shape)
+        found = difference(x, x.clone())
+        assert (found.mismatched, found.compared, found.first_mismatch) == (0, 0, None)
+        assert error_against(x, x.double()).relative_norm == 0.0
+        book = ClassBook()
+        book.add_many(torch.empty(5, 0))
+        assert book.labels == [0] * 5
+        assert book.widest_difference().mismatched == 0
 
 
 def test_complex_numbers_are_compared_by_parts():
@@ -189,16 +189,16 @@ def test_packed_float4_is_compared_by_bytes():
     assert (found.mismatched, found.first_mismatch, found.max_abs) == (1, [1], 0.0)
 
 
-@pytest.mark.parametrize(("a", "b"), [(torch.ones(2), torch.ones(3)), (torch.ones(2), torch.ones(2).double())])
-def test_mixed_shapes_and_dtypes_are_refused(a, b):
+def test_mixed_shapes_and_dtypes_are_refused():
     """Tensors of two shapes or dtypes are not different, they are not comparable: broadcasting would hide a bug."""
-    for compare in (same, difference, identical):
+    for a, b in [(torch.ones(2), torch.ones(3)), (torch.ones(2), torch.ones(2).double())]:
+        for compare in (same, difference, identical):
+            with pytest.raises(ValueError, match="not comparable"):
+                compare(a, b)
+        book = ClassBook()
+        book.add(a)
         with pytest.raises(ValueError, match="not comparable"):
-            compare(a, b)
-    book = ClassBook()
-    book.add(a)
-    with pytest.raises(ValueError, match="not comparable"):
-        book.add(b)
+            book.add(b)
 
 
 def test_strides_do_not_matter():
@@ -210,39 +210,39 @@ def test_strides_do_not_matter():
     assert digest(x.T) == digest(x.T.contiguous()) != digest(x)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool, torch.complex64], ids=str)
-def test_many_at_once_are_labelled_as_one_by_one(dtype):
+def test_many_at_once_are_labelled_as_one_by_one():
     """Labelling in one pass gives the labels, sizes and representatives of adding one after the other."""
-    picks = torch.randint(0, 4, (40,), generator=torch.Generator().manual_seed(1))
-    pool = torch.tensor([[1.0, 2.0], [1.0, 4.0], [2.0, 2.0], [1.0, 1.0]]).to(dtype)
-    raw = pool.view(torch.uint8) if dtype.itemsize == 1 else pool  # float8 has no indexing kernel everywhere
-    results = raw[picks].view(dtype)
-    one_by_one, at_once = ClassBook(), ClassBook()
-    for result in results:
-        one_by_one.add(result)
-    assert at_once.add_many(results) == one_by_one.labels
-    assert at_once.sizes == one_by_one.sizes
-    assert sum(at_once.sizes) == 40
-    assert all(identical(a, b) for a, b in zip(at_once.representatives, one_by_one.representatives, strict=True))
-    assert at_once.add_many(results[:3]) == one_by_one.labels[:3]
-    assert len(at_once.labels) == 43
+    for dtype in [*DTYPES, torch.int64, torch.bool, torch.complex64]:
+        picks = torch.randint(0, 4, (40,), generator=torch.Generator().manual_seed(1))
+        pool = torch.tensor([[1.0, 2.0], [1.0, 4.0], [2.0, 2.0], [1.0, 1.0]]).to(dtype)
+        raw = pool.view(torch.uint8) if dtype.itemsize == 1 else pool  # float8 has no indexing kernel everywhere
+        results = raw[picks].view(dtype)
+        one_by_one, at_once = ClassBook(), ClassBook()
+        for result in results:
+            one_by_one.add(result)
+        assert at_once.add_many(results) == one_by_one.labels
+        assert at_once.sizes == one_by_one.sizes
+        assert sum(at_once.sizes) == 40
+        assert all(identical(a, b) for a, b in zip(at_once.representatives, one_by_one.representatives, strict=True))
+        assert at_once.add_many(results[:3]) == one_by_one.labels[:3]
+        assert len(at_once.labels) == 43
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool], ids=str)
-def test_results_come_again_only_where_every_one_has_its_class(dtype):
+def test_results_come_again_only_where_every_one_has_its_class():
     """One answer for many results: of one class or several, in any order, and no when a single one is another's."""
-    pool = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype)
-    results = torch.stack([pool.view(torch.uint8) if dtype.itemsize == 1 else pool] * 3).view(6, -1).view(dtype)
-    book = ClassBook()
-    assert [book.add(result) for result in results] == [0, 1, 0, 1, 0, 1]
-    assert book.come_again(results, [0, 1, 0, 1, 0, 1])
-    assert book.come_again(results[1:2], [1])
-    assert book.come_again(results[:0], [])
-    assert not book.come_again(results, [0, 1, 0, 1, 0, 0])
-    assert not book.come_again(results[:3], [0, 0, 0])
-    assert not book.come_again(results, [0, 1, 0, 1, 0])
-    with pytest.raises(ValueError, match="not comparable"):
-        book.come_again(results[:, :1], [0, 1, 0, 1, 0, 1])
+    for dtype in [*DTYPES, torch.int64, torch.bool]:
+        pool = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).to(dtype)
+        results = torch.stack([pool.view(torch.uint8) if dtype.itemsize == 1 else pool] * 3).view(6, -1).view(dtype)
+        book = ClassBook()
+        assert [book.add(result) for result in results] == [0, 1, 0, 1, 0, 1]
+        assert book.come_again(results, [0, 1, 0, 1, 0, 1])
+        assert book.come_again(results[1:2], [1])
+        assert book.come_again(results[:0], [])
+        assert not book.come_again(results, [0, 1, 0, 1, 0, 0])
+        assert not book.come_again(results[:3], [0, 0, 0])
+        assert not book.come_again(results, [0, 1, 0, 1, 0])
+        with pytest.raises(ValueError, match="not comparable"):
+            book.come_again(results[:, :1], [0, 1, 0, 1, 0, 1])
 
 
 def test_numbers_are_read_off_together_and_exactly():
@@ -346,9 +346,9 @@ def test_digest_tells_dtype_shape_and_bits_apart():
     assert digest(x, x) != digest(x)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "logprobs", "expected"),
-    [
+def test_where_two_answers_diverge():
+    """In tokens and in logprob bits, whoever has fewer of either; the same whichever comes first."""
+    for tokens, logprobs, expected in [
         ([5, 6, 7], [0.0, 1.0, 2.0], (None, None)),
         ([5, 6, 7], [-0.0, 1.0, 2.0], (None, 0)),
         ([5, 9, 7], [0.0, 1.0, 3.0], (1, 1)),
@@ -358,39 +358,36 @@ def test_digest_tells_dtype_shape_and_bits_apart():
         ([5, 6, 7], [0.0], (None, 1)),
         ([5, 6, 7], [], (None, 0)),
         ([], [], (0, 0)),
-    ],
-)
-def test_where_two_answers_diverge(tokens, logprobs, expected):
-    """In tokens and in logprob bits, whoever has fewer of either; the same whichever comes first."""
-    one, two = (
-        SimpleNamespace(token_ids=ids, logprobs=struct.pack(f"<{len(values)}f", *values))
-        for ids, values in (([5, 6, 7], [0.0, 1.0, 2.0]), (tokens, logprobs))
-    )
-    assert first_difference(one, two) == first_difference(two, one) == expected
+    ]:
+        one, two = (
+            SimpleNamespace(token_ids=ids, logprobs=struct.pack(f"<{len(values)}f", *values))
+            for ids, values in (([5, 6, 7], [0.0, 1.0, 2.0]), (tokens, logprobs))
+        )
+        assert first_difference(one, two) == first_difference(two, one) == expected
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_device_says_what_the_host_says(dtype):
+def test_the_device_says_what_the_host_says():
     """Comparison on a GPU gives the figures that it gives on the CPU, bit pattern by bit pattern."""
-    x = patterns(dtype)
-    y = raw_of(x).flip(0).view(dtype)
-    assert difference(x.cuda(), y.cuda()) == difference(x, y)
-    assert torch.equal(bits(x.cuda()).cpu(), bits(x))
+    for dtype in DTYPES:
+        x = patterns(dtype)
+        y = raw_of(x).flip(0).view(dtype)
+        assert difference(x.cuda(), y.cuda()) == difference(x, y)
+        assert torch.equal(bits(x.cuda()).cpu(), bits(x))
 
 
 # Hashes of rows: equal for equal bits, whatever the batch; different for what an XOR or a norm would not see.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
-def test_a_row_has_one_hash_in_every_batch(dtype: torch.dtype) -> None:
+def test_a_row_has_one_hash_in_every_batch() -> None:
     """Alone, among others and at another place a row has the same hash: else the tool would be what it looks for."""
-    x = torch.randint(-50, 50, (37, 129)).to(dtype)
-    whole = row_hashes(x)
-    assert torch.equal(whole[5:6], row_hashes(x[5:6]))
-    order = torch.randperm(37)
-    assert torch.equal(whole[order], row_hashes(x[order]))
-    assert torch.equal(whole, row_hashes(x.reshape(37, 3, 43)))
+    for dtype in [torch.float32, torch.bfloat16, torch.float16, torch.int64]:
+        x = torch.randint(-50, 50, (37, 129)).to(dtype)
+        whole = row_hashes(x)
+        assert torch.equal(whole[5:6], row_hashes(x[5:6]))
+        order = torch.randperm(37)
+        assert torch.equal(whole[order], row_hashes(x[order]))
+        assert torch.equal(whole, row_hashes(x.reshape(37, 3, 43)))
 
 
 def test_a_last_bit_a_swap_and_a_sign_of_zero_change_it() -> None:
@@ -432,40 +429,36 @@ def test_a_hidden_state_of_another_form_is_one_line() -> None:
         capture._input(None, (torch.zeros(4, 1, 6, 8),), {})
 
 
-@pytest.mark.parametrize(
-    ("without", "captured", "why"),
-    [
+def test_logits_are_held_against_each_other_by_bits() -> None:
+    """NaN agrees with itself, so that capture is not blamed for it; a sign of zero does not."""
+    for without, captured, why in [
         ((2.0, 1.0), (2.0, 1.0), ""),
         ((2.0, 0.0), (2.0, -0.0), "the logits of r0 change when it is captured"),
         ((float("nan"), 1.0), (float("nan"), 1.0), "logits of r0 are NaN or infinite"),
         ((float("inf"), 1.0), (float("inf"), 1.0), "logits of r0 are NaN or infinite"),
         ((2.0, float("-inf")), (2.0, float("-inf")), ""),  # a vocabulary's masked rows
-    ],
-)
-def test_logits_are_held_against_each_other_by_bits(
-    without: tuple[float, float], captured: tuple[float, float], why: str
-) -> None:
-    """NaN agrees with itself, so that capture is not blamed for it; a sign of zero does not."""
-    bare, seen = (
-        Session(outcomes=[], steps=1, tokens=1, seconds=1.0, tops={"r0": [(*top, 7, 8)]}) for top in (without, captured)
-    )
-    assert logits_at_fault(bare, seen).startswith(why)
-    assert bool(logits_at_fault(bare, seen)) == bool(why)
+    ]:
+        bare, seen = (
+            Session(outcomes=[], steps=1, tokens=1, seconds=1.0, tops={"r0": [(*top, 7, 8)]})
+            for top in (without, captured)
+        )
+        assert logits_at_fault(bare, seen).startswith(why)
+        assert bool(logits_at_fault(bare, seen)) == bool(why)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_errors_of_classes_are_fractions_of_an_ulp(dtype: torch.dtype) -> None:
+def test_errors_of_classes_are_fractions_of_an_ulp() -> None:
     """A rounded reference is at most half an ULP away; one and a half ULP up is farther at each element."""
-    reference = torch.linspace(1.0, 7.9, 4001, dtype=torch.float64)
-    rounded = reference.to(dtype)
-    far = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
-    near, off = class_errors([rounded, far], reference)
-    assert near.elements == off.elements == 4001
-    assert near.most <= 0.5 * (1 + 1e-9)
-    assert 0.5 < off.median < 1.5
-    assert off.closer == 0
-    assert off.farther >= 4000  # one may be a tie
-    assert off.mean == pytest.approx(near.mean + 1.0, abs=2e-2)
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        reference = torch.linspace(1.0, 7.9, 4001, dtype=torch.float64)
+        rounded = reference.to(dtype)
+        far = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
+        near, off = class_errors([rounded, far], reference)
+        assert near.elements == off.elements == 4001
+        assert near.most <= 0.5 * (1 + 1e-9)
+        assert 0.5 < off.median < 1.5
+        assert off.closer == 0
+        assert off.farther >= 4000  # one may be a tie
+        assert off.mean == pytest.approx(near.mean + 1.0, abs=2e-2)
 
 
 def test_errors_of_classes_leave_out_what_is_no_number() -> None:

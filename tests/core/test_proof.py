@@ -43,16 +43,17 @@ def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
     assert kept.standing("member", "key") is False
 
 
-@pytest.mark.parametrize("call", [absent, wrong_dtype], ids=["refuses", "another dtype"])
-def test_a_failure_is_no_exclusion(call: Any, kept: Certificates) -> None:
+def test_a_failure_is_no_exclusion() -> None:
     """It may have been the driver's hiccup: out for this process, said why, and nothing written down."""
-    assert verdict(call, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is None
-    assert kept.standing("member", "key") is False
-    assert kept.all() == []
-    assert list(kept.aside()) == [("member", "key")]
-    assert verdict(linear, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is True  # asked again by `certify`
-    assert kept.standing("member", "key") is True
-    assert kept.aside() == {}
+    for call in [absent, wrong_dtype]:
+        kept = Certificates({"device": "cpu"}, None)
+        assert verdict(call, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is None
+        assert kept.standing("member", "key") is False
+        assert kept.all() == []
+        assert list(kept.aside()) == [("member", "key")]
+        assert verdict(linear, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is True  # asked again by `certify`
+        assert kept.standing("member", "key") is True
+        assert kept.aside() == {}
 
 
 def test_nothing_to_compare_proves_nothing(kept: Certificates) -> None:
@@ -111,24 +112,24 @@ def test_settings_that_change_bits_are_named(monkeypatch: pytest.MonkeyPatch) ->
     assert any(word.startswith("bf16-reduction=") for word in settings("cuda"))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_order_inputs_have_an_exact_sum_of_zero(dtype: torch.dtype) -> None:
+def test_order_inputs_have_an_exact_sum_of_zero() -> None:
     """So that a result is nothing but the rounding errors of its order; and a bias is not large enough to hide them."""
-    made = list(product_inputs(4, N, K, dtype, "cpu", bias=True, kinds=("order", "order-wide")))
-    assert [kind for kind, _ in made] == ["order", "order-wide"]
-    for kind, (x, weight, bias) in made:
-        products = x.double()[:, None] * weight.double()  # exact, and so is fsum
-        assert {math.fsum(terms) for terms in products.reshape(-1, K).tolist()} == {0.0}, kind
-        errors = x.float() @ weight.float().T
-        assert float(errors.abs().max()) > 0
-        assert bias is not None
-        assert bias.dtype == dtype
-        assert float(bias.abs().max()) < (2.0**-12 if kind == "order" else 1.0)
+    for dtype in [torch.bfloat16, torch.float16, torch.float32]:
+        made = list(product_inputs(4, N, K, dtype, "cpu", bias=True, kinds=("order", "order-wide")))
+        assert [kind for kind, _ in made] == ["order", "order-wide"]
+        for kind, (x, weight, bias) in made:
+            products = x.double()[:, None] * weight.double()  # exact, and so is fsum
+            assert {math.fsum(terms) for terms in products.reshape(-1, K).tolist()} == {0.0}, kind
+            errors = x.float() @ weight.float().T
+            assert float(errors.abs().max()) > 0
+            assert bias is not None
+            assert bias.dtype == dtype
+            assert float(bias.abs().max()) < (2.0**-12 if kind == "order" else 1.0)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "steps", "apart"),
-    [
+def test_elements_with_places_of_their_own() -> None:
+    """At the limit and one beyond; an axis of one element shares nothing."""
+    for sizes, steps, apart in [
         ((3, 4), (4, 1), True),
         ((3, 4), (3, 1), False),  # each row begins in the one before it
         ((3, 4), (0, 1), False),  # expanded
@@ -139,14 +140,11 @@ def test_order_inputs_have_an_exact_sum_of_zero(dtype: torch.dtype) -> None:
         ((2, 2), (2, 1), True),
         ((2, 2), (9, 1), True),
         ((), (), True),
-    ],
-)
-def test_elements_with_places_of_their_own(sizes: tuple[int, ...], steps: tuple[int, ...], apart: bool) -> None:
-    """At the limit and one beyond; an axis of one element shares nothing."""
-    x = torch.zeros(64).as_strided(sizes, steps)
-    assert distinct(x) == apart
-    places = [sum(i * s for i, s in zip(at, steps, strict=True)) for at in np.ndindex(*sizes)]
-    assert (len(set(places)) == x.numel()) == apart
+    ]:
+        x = torch.zeros(64).as_strided(sizes, steps)
+        assert distinct(x) == apart
+        places = [sum(i * s for i, s in zip(at, steps, strict=True)) for at in np.ndindex(*sizes)]
+        assert (len(set(places)) == x.numel()) == apart
 
 
 # First uses told from several threads at once: none is lost, and no listener.

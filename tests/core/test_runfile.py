@@ -7,7 +7,6 @@ import gzip
 import json
 import lzma
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,7 @@ import pytest
 import torch
 
 from nondet.core.compare import error_against
-from nondet.core.records import (
-    SCHEMA_VERSION,
-    Completion,
-    MismatchRollout,
-    Row,
-    Served,
-    Status,
-    TrainingStep,
-)
+from nondet.core.records import SCHEMA_VERSION, Completion, MismatchRollout, Row, Served, Status, TrainingStep
 from nondet.core.runfile import RunWriter, open_run, read_run, write_run
 from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
 from nondet.errors import UnrecordableError, UserError
@@ -138,23 +129,21 @@ def test_resuming_a_complete_run_leaves_one_end_line(tmp_path: Path) -> None:
     assert len(read_run(path).rows) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_resume_refuses_another_plan_or_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rows made under different conditions never share a run file."""
+    for change, said in [
         ({"plan": {"seed": 1, "impls": ("stock",)}}, r"other options \(seed\)"),
         ({"environment": {**ENVIRONMENT, "num_threads": 1}}, r"another machine or toolchain \(num_threads"),
-    ],
-)
-def test_resume_refuses_another_plan_or_machine(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    """Rows made under different conditions never share a run file."""
-    path = finished(tmp_path / "run.jsonl")
-    with pytest.raises(UserError, match=said):
-        writer(path, resume=True, **change)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = finished(tmp_path / "run.jsonl")
+        with pytest.raises(UserError, match=said):
+            writer(path, resume=True, **change)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
+def test_what_is_not_our_run_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Empty, foreign and newer files are told apart, and none gives a traceback."""
+    for content, said in [
         (b"", "is empty"),
         (b"\n\n", "is empty"),
         (b"hello\nworld\n", "is not a nondet run file"),
@@ -164,15 +153,13 @@ def test_resume_refuses_another_plan_or_machine(tmp_path: Path, change: dict[str
         (b'{"format":"nondet-run","schema":%d}\n' % (SCHEMA_VERSION + 1), "reads up to"),
         (b'{"format":"nondet-run","schema":"x"}\n', "reads up to"),
         (b'{"format":"nondet-run","schema":1,"type":"header"}\n', "malformed in line 1"),
-    ],
-)
-def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, content: bytes, said: str) -> None:
-    """Empty, foreign and newer files are told apart, and none gives a traceback."""
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=said) as caught:
-        read_run(path)
-    assert "\n" not in str(caught.value)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = tmp_path / "run.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=said) as caught:
+            read_run(path)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
@@ -278,33 +265,35 @@ def test_figures_that_are_no_numbers_survive(tmp_path: Path) -> None:
     assert error.relative_norm is None
 
 
-@pytest.mark.parametrize(("end", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress)])
-def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path, end: str, pack: Callable[[bytes], bytes]) -> None:
+def test_a_packed_run_reads_as_the_plain_one(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A run kept packed gives the same rows, and one that is cut off or not packed is refused in one line."""
-    path, packed = tmp_path / "run.jsonl", tmp_path / f"run.jsonl{end}"
-    finished(path)
-    packed.write_bytes(pack(path.read_bytes()))
-    assert read_run(packed).rows == read_run(path).rows
-    assert traces_path(packed).name == f"run.traces.jsonl{end}"
-    for data in (packed.read_bytes()[:-9], b"plainly not packed"):
-        packed.write_bytes(data)
-        with pytest.raises(UserError, match="can't unpack"):
-            read_run(packed)
+    for end, pack in [(".gz", gzip.compress), (".xz", lzma.compress)]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path, packed = tmp_path / "run.jsonl", tmp_path / f"run.jsonl{end}"
+        finished(path)
+        packed.write_bytes(pack(path.read_bytes()))
+        assert read_run(packed).rows == read_run(path).rows
+        assert traces_path(packed).name == f"run.traces.jsonl{end}"
+        for data in (packed.read_bytes()[:-9], b"plainly not packed"):
+            packed.write_bytes(data)
+            with pytest.raises(UserError, match="can't unpack"):
+                read_run(packed)
 
 
-@pytest.mark.parametrize("torn", [0, 1, 40, 4000])
-def test_a_run_killed_within_its_header_is_begun_anew_by_resume(tmp_path: Path, torn: int) -> None:
+def test_a_run_killed_within_its_header_is_begun_anew_by_resume(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing of the torn line stays in the file: it reads as one that was never stopped."""
-    path = tmp_path / "run.jsonl"
-    writer(tmp_path / "whole.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
-    path.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:torn])
-    again = writer(path, resume=True)
-    assert (again.done, again.resumed) == (set(), False)
-    again.write(row("a"))
-    again.finish()
-    assert [line[:1] for line in path.read_bytes().splitlines()] == [b"{"] * 3
-    read = read_run(path)
-    assert (read.complete, read.rows) == (True, [row("a")])
+    for torn in [0, 1, 40, 4000]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = tmp_path / "run.jsonl"
+        writer(tmp_path / "whole.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
+        path.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:torn])
+        again = writer(path, resume=True)
+        assert (again.done, again.resumed) == (set(), False)
+        again.write(row("a"))
+        again.finish()
+        assert [line[:1] for line in path.read_bytes().splitlines()] == [b"{"] * 3
+        read = read_run(path)
+        assert (read.complete, read.rows) == (True, [row("a")])
 
 
 def test_a_header_that_lacks_its_line_end_alone_is_gone_on_with(tmp_path: Path) -> None:
@@ -343,38 +332,35 @@ def asked(texts: list[str]) -> dict[str, Any]:
     return {"prompts": [{"text": text, "tokens": 0} for text in texts], "seed": 0}
 
 
-@pytest.mark.parametrize(
-    ("texts", "left", "most"),
-    [
+def test_prompts_of_any_size_make_a_header_that_is_read(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond 16 MiB each is cut, and says how long it was; the side file has them whole, as far as a line goes."""
+    for texts, left, most in [
         ([f"{i:05d}" + "a" * 35_000 for i in range(1000)], 1000, 2**24),
         (["a" * 40_000_000, "b"], 1000, 2**24),
         ([f"{i:05d}" + "\x01" * 900 for i in range(100)], 200, 2**18),
         (["a" * 500] * 400, 200, 2**17),
         (["a" * 500] * 400, 0, 2**16),
-    ],
-    ids=["35 MB of prompts", "one of 40 MB", "escaped", "one text under many seeds", "nothing fits"],
-)
-def test_prompts_of_any_size_make_a_header_that_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], left: int, most: int
-) -> None:
-    """Beyond 16 MiB each is cut, and says how long it was; the side file has them whole, as far as a line goes."""
-    path = tmp_path / "run.jsonl"
-    monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", most)
-    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2 * most)
-    open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT).close()
-    run = open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, resume=True)
-    TraceWriter(path, resume=False, piece=str, prompts=run.long_prompts).close()
-    run.finish()
-    shown = [p["text"] for p in read_run(path).header.plan["prompts"]]
-    assert len(shown) == len(texts)
-    begun = [a if len(a) <= left else f"{a[:left]}… [{len(a):,} characters, SHA-256 " for a in texts]
-    assert [b[: len(a)] for a, b in zip(begun, shown, strict=True)] == begun
-    assert len(set(shown)) == len(set(texts))
-    kept = [json.loads(line)["text"] for line in traces_path(path).read_bytes().splitlines()]
-    whole = sorted(text for text in {*texts} if len(text) > left)
-    assert sorted(kept)[0][: 4 * 2**20] == whole[0][: 4 * 2**20]
-    assert len(kept) == len(whole)
-    assert read_traces(path) == ({}, {})
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = tmp_path / "run.jsonl"
+        monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", most)
+        monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2 * most)
+        open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT).close()
+        run = open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, resume=True)
+        TraceWriter(path, resume=False, piece=str, prompts=run.long_prompts).close()
+        run.finish()
+        shown = [p["text"] for p in read_run(path).header.plan["prompts"]]
+        assert len(shown) == len(texts)
+        begun = [a if len(a) <= left else f"{a[:left]}… [{len(a):,} characters, SHA-256 " for a in texts]
+        assert [b[: len(a)] for a, b in zip(begun, shown, strict=True)] == begun
+        assert len(set(shown)) == len(set(texts))
+        kept = [json.loads(line)["text"] for line in traces_path(path).read_bytes().splitlines()]
+        whole = sorted(text for text in {*texts} if len(text) > left)
+        assert sorted(kept)[0][: 4 * 2**20] == whole[0][: 4 * 2**20]
+        assert len(kept) == len(whole)
+        assert read_traces(path) == ({}, {})
 
 
 def test_a_header_of_prompts_that_fit_is_as_it_was(tmp_path: Path) -> None:
@@ -506,9 +492,9 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
         writer.write([trace([1])])
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_an_edited_side_file_is_named_by_line_and_field(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a trace holds is what its digest says, and every part of it is as long as its tokens."""
+    for change, reason in [
         ((b'"token_ids":[1,2]', b'"token_ids":[1,3]'), "digest"),
         ((b'"token_ids":[1,2]', b'"token_ids":[1,-2]'), "token_ids"),
         ((b'"token_ids":[1,2]', b'"token_ids":[1,99999999999999999999]'), "malformed in line 2"),
@@ -516,22 +502,18 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
         ((b'"margins":""', b'"margins":"AAA="'), "margins"),
         ((b'{"1":', b'{"one":'), "pieces"),
         ((b"<1>", b"\xff\xfe"), "malformed in line 1"),
-    ],
-)
-def test_an_edited_side_file_is_named_by_line_and_field(
-    tmp_path: Path, change: tuple[bytes, bytes], reason: str
-) -> None:
-    """What a trace holds is what its digest says, and every part of it is as long as its tokens."""
-    run = tmp_path / "run.jsonl"
-    writer = TraceWriter(run, resume=False, piece=piece)
-    writer.write([trace([1, 2])])
-    writer.close()
-    whole = traces_path(run).read_bytes()
-    assert read_traces(run)[0]
-    assert change[0] in whole
-    traces_path(run).write_bytes(whole.replace(*change))
-    with pytest.raises(UserError, match=reason):
-        read_traces(run)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        run = tmp_path / "run.jsonl"
+        writer = TraceWriter(run, resume=False, piece=piece)
+        writer.write([trace([1, 2])])
+        writer.close()
+        whole = traces_path(run).read_bytes()
+        assert read_traces(run)[0]
+        assert change[0] in whole
+        traces_path(run).write_bytes(whole.replace(*change))
+        with pytest.raises(UserError, match=reason):
+            read_traces(run)
 
 
 def test_a_new_side_file_follows_no_link(tmp_path: Path) -> None:

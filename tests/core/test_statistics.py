@@ -30,13 +30,13 @@ from nondet.core.statistics import (
 )
 
 
-@pytest.mark.parametrize(("k", "n"), [(0, 10), (1, 10), (8, 60), (500, 1000), (999, 1000), (10, 10)])
-def test_wilson_ends_solve_its_equation(k: int, n: int) -> None:
+def test_wilson_ends_solve_its_equation() -> None:
     """Both ends satisfy (k/n - p)^2 = z^2 p (1 - p) / n, Wilson's definition, and enclose the share."""
-    low, high = wilson(k, n)
-    assert low <= k / n <= high
-    for p in (low, high):
-        assert (k / n - p) ** 2 == pytest.approx(1.959963984540054**2 * p * (1 - p) / n, abs=1e-12)
+    for k, n in [(0, 10), (1, 10), (8, 60), (500, 1000), (999, 1000), (10, 10)]:
+        low, high = wilson(k, n)
+        assert low <= k / n <= high
+        for p in (low, high):
+            assert (k / n - p) ** 2 == pytest.approx(1.959963984540054**2 * p * (1 - p) / n, abs=1e-12)
 
 
 def test_wilson_against_published_figures() -> None:
@@ -44,24 +44,24 @@ def test_wilson_against_published_figures() -> None:
     assert wilson(10, 20) == pytest.approx((0.299298, 0.700702), abs=1e-6)
 
 
-@pytest.mark.parametrize(("k", "n"), [(1, 0), (-1, 5), (6, 5)])
-def test_no_interval_of_nonsense(k: int, n: int) -> None:
+def test_no_interval_of_nonsense() -> None:
     """Counts that are no rate are refused rather than turned into an interval."""
-    with pytest.raises(ValueError, match="no rate"):
-        wilson(k, n)
+    for k, n in [(1, 0), (-1, 5), (6, 5)]:
+        with pytest.raises(ValueError, match="no rate"):
+            wilson(k, n)
 
 
-@pytest.mark.parametrize("n", [1, 2, 59, 999])
-def test_the_bound_leaves_five_percent(n: int) -> None:
+def test_the_bound_leaves_five_percent() -> None:
     """At the bound, n clean tries have a chance of exactly 5%."""
-    assert (1 - one_sided_bound(n)) ** n == pytest.approx(0.05)
-    with pytest.raises(ValueError, match="no bound"):
-        one_sided_bound(0)
+    for n in [1, 2, 59, 999]:
+        assert (1 - one_sided_bound(n)) ** n == pytest.approx(0.05)
+        with pytest.raises(ValueError, match="no bound"):
+            one_sided_bound(0)
 
 
-@pytest.mark.parametrize(
-    ("share", "rounding", "text"),
-    [
+def test_rounding_never_strengthens() -> None:
+    """Upper bounds round up, lower bounds down, and only an exact one is called 100%."""
+    for share, rounding, text in [
         (0.0, "near", "0%"),
         (1.0, "near", "100%"),
         (0.94, "near", "94.0%"),
@@ -73,11 +73,8 @@ def test_the_bound_leaves_five_percent(n: int) -> None:
         (0.0000871, "up", "0.0088%"),
         (0.05, "up", "5.00%"),
         (0.3, "up", "30.0%"),
-    ],
-)
-def test_rounding_never_strengthens(share: float, rounding: str, text: str) -> None:
-    """Upper bounds round up, lower bounds down, and only an exact one is called 100%."""
-    assert percent(share, rounding) == text
+    ]:
+        assert percent(share, rounding) == text
 
 
 def test_a_range_is_rounded_outwards() -> None:
@@ -102,19 +99,19 @@ def _rounds(p: float, rho: float, runs: int, rounds: int, size: int) -> npt.NDAr
     return rng.binomial(size, p, (runs, rounds)) if rho == 0 else size * rng.binomial(1, p, (runs, rounds))
 
 
-@pytest.mark.parametrize("rho", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize(("rounds", "size"), [(2, 64), (5, 12), (25, 40), (50, 1), (50, 16)])
-def test_the_interval_by_round_holds_at_every_look(rounds: int, size: int, rho: float) -> None:
+def test_the_interval_by_round_holds_at_every_look() -> None:
     """Of 1,000 runs 5 in 100 at most ever exclude the rate; by either bound, before or while all else, likewise."""
-    runs = 1_000
-    looks = np.arange(1, rounds + 1)
-    bound = np.array([one_sided_bound(n) for n in looks])
-    for p in (0.03, 0.5, 0.9):
-        hits = _rounds(p, rho, runs, rounds, size)
-        none = (np.cumsum(hits, axis=1) == 0) & (bound < p)
-        every = (np.cumsum(hits, axis=1) == size * looks) & (1 - bound > p)
-        for missed in (_evidence(hits / size, p) >= 20, none, every):
-            assert missed.any(axis=1).mean() <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs), (p, rounds, size, rho)
+    for rho in [0.0, 0.1, 0.5, 0.9, 1.0]:
+        for rounds, size in [(2, 64), (5, 12), (25, 40), (50, 1), (50, 16)]:
+            runs = 1_000
+            looks = np.arange(1, rounds + 1)
+            bound = np.array([one_sided_bound(n) for n in looks])
+            for p in (0.03, 0.5, 0.9):
+                hits = _rounds(p, rho, runs, rounds, size)
+                none = (np.cumsum(hits, axis=1) == 0) & (bound < p)
+                every = (np.cumsum(hits, axis=1) == size * looks) & (1 - bound > p)
+                for missed in (_evidence(hits / size, p) >= 20, none, every):
+                    assert missed.any(axis=1).mean() <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs), (p, rounds, size, rho)
 
 
 def test_rounds_that_differ_as_a_whole_leave_as_much_open_as_they_may() -> None:
@@ -130,27 +127,22 @@ def test_rounds_that_differ_as_a_whole_leave_as_much_open_as_they_may() -> None:
     assert confidence_sequence(60, 60)[0] > 0.9
 
 
-@pytest.mark.parametrize(
-    ("hits", "sizes"),
-    [
+def test_the_ends_of_the_interval_are_where_its_martingale_excludes() -> None:
+    """So the simulation is one of the interval; more confidence widens it; the share of all trials is in it."""
+    for hits, sizes in [
         ([1, 0, 1, 0, 0], [1] * 5),
         ([23] * 12 + [24] * 13, [40] * 25),
         ([0, 3, 1], [4, 9, 2]),
         ([1], [64]),
         ([7, 9], [9, 9]),
-    ],
-)
-@pytest.mark.parametrize("confidence", [0.95, 0.975])
-def test_the_ends_of_the_interval_are_where_its_martingale_excludes(
-    hits: list[int], sizes: list[int], confidence: float
-) -> None:
-    """So the simulation is one of the interval; more confidence widens it; the share of all trials is in it."""
-    low, high = round_interval(hits, sizes, confidence)
-    shares = np.array([hits]) / np.array([sizes])
-    for end in (low, high):
-        assert _evidence(shares, end)[0, -1] == pytest.approx(1 / (1 - confidence), rel=1e-6)
-    wide = round_interval(hits, sizes, 0.99)
-    assert wide[0] < low < sum(hits) / sum(sizes) < high < wide[1]
+    ]:
+        for confidence in [0.95, 0.975]:
+            low, high = round_interval(hits, sizes, confidence)
+            shares = np.array([hits]) / np.array([sizes])
+            for end in (low, high):
+                assert _evidence(shares, end)[0, -1] == pytest.approx(1 / (1 - confidence), rel=1e-6)
+            wide = round_interval(hits, sizes, 0.99)
+            assert wide[0] < low < sum(hits) / sum(sizes) < high < wide[1]
 
 
 def test_rounds_are_what_an_interval_rests_on() -> None:
@@ -380,17 +372,15 @@ def test_strata_are_compared_within() -> None:
     assert log_rank({0: (early, late)}).p < 1e-4
 
 
-@pytest.mark.parametrize("bad", [([], []), ([1], []), ([-1], [True])])
-def test_what_is_no_sample_is_refused(bad: tuple[list[int], list[bool]]) -> None:
+def test_what_is_no_sample_is_refused() -> None:
     """No curve over nothing."""
-    with pytest.raises(ValueError, match="no sample"):
-        kaplan_meier(*bad)
+    for bad in [([], []), ([1], []), ([-1], [True])]:
+        with pytest.raises(ValueError, match="no sample"):
+            kaplan_meier(*bad)
 
 
-@pytest.mark.parametrize(
-    ("n", "places"), [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (25, (8, 18)), (100, (40, 61))]
-)
-def test_the_median_lies_between_order_statistics(n: int, places: tuple[int, int] | None) -> None:
+def test_the_median_lies_between_order_statistics() -> None:
     """The places that tables of the sign test give at 95%, whatever order the values come in."""
-    values = [float(value) for value in range(n, 0, -1)]
-    assert median_interval(values) == places
+    for n, places in [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (25, (8, 18)), (100, (40, 61))]:
+        values = [float(value) for value in range(n, 0, -1)]
+        assert median_interval(values) == places

@@ -312,9 +312,11 @@ def test_bits_that_change_beyond_a_tile_of_keys_are_seen_by_the_long_prompt_alon
 # `nondet diagnose` on the command line: bad input is one line before anything is measured; the gate's codes.
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
+def test_bad_input_is_one_line(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 2, what and what to try, and no run file is left behind."""
+    for arguments, reason in [
         (["--n", "1"], "--n 1 makes no sense"),
         (["--load", "none"], "every request would run solo"),
         (["--load", "graphs=on"], "can't be diagnosed"),
@@ -323,48 +325,40 @@ def test_bits_that_change_beyond_a_tile_of_keys_are_seen_by_the_long_prompt_alon
         (["--out", "x.txt"], "not a .jsonl file"),
         (["/no/such/model"], "there is no model folder"),
         (["--fail-on", "anything"], "unknown --fail-on"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: list[str],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Exit 2, what and what to try, and no run file is left behind."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["diagnose", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert reason in error
-    assert len(error.strip().splitlines()) == 1
-    assert not list(tmp_path.rglob("*.jsonl"))
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        monkeypatch.chdir(tmp_path)
+        assert main(["diagnose", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert reason in error
+        assert len(error.strip().splitlines()) == 1
+        assert not list(tmp_path.rglob("*.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("finding", "code"),
-    [("batch-dependent", 3), ("a defect", 3), ("unknown", 1), ("divergent", 3), ("no divergence observed", 0)],
-)
-def test_the_gate_opens_on_a_clean_verdict_alone(finding: str, code: int) -> None:
+def test_the_gate_opens_on_a_clean_verdict_alone() -> None:
     """3 where something is wrong, 1 and why where the question has no answer; without --fail-on always 0."""
-    run = made_run(diagnoses=[Diagnosis(finding=finding, whether="As said.")])
-    assert exit_code(run, None) == (0, "")
-    got, line = exit_code(run, "divergent")
-    assert (got, bool(line)) == (code, code == 1)
+    for finding, code in [
+        ("batch-dependent", 3),
+        ("a defect", 3),
+        ("unknown", 1),
+        ("divergent", 3),
+        ("no divergence observed", 0),
+    ]:
+        run = made_run(diagnoses=[Diagnosis(finding=finding, whether="As said.")])
+        assert exit_code(run, None) == (0, "")
+        got, line = exit_code(run, "divergent")
+        assert (got, bool(line)) == (code, code == 1)
 
 
-@pytest.mark.parametrize(
-    "concluded",
-    [
+def test_a_diagnosis_of_half_a_run_opens_no_gate() -> None:
+    """Cut short, or with a case that failed, a clean diagnosis or trace is no pass; the whole one is."""
+    for concluded in [
         {"diagnoses": [Diagnosis(finding="no divergence observed", whether="None.")]},
         {"trace_verdicts": [TraceVerdict(finding="no divergence observed", culprits=[], families=None, sentences=[])]},
-    ],
-)
-def test_a_diagnosis_of_half_a_run_opens_no_gate(concluded: dict[str, Any]) -> None:
-    """Cut short, or with a case that failed, a clean diagnosis or trace is no pass; the whole one is."""
-    whole = made_run(row([0, 0]), **concluded)
-    assert exit_code(whole, "divergent") == (0, "")
-    short, line = exit_code(made_run(row([0, 0]), complete=False, **concluded), "divergent")
-    assert (short, line) == (1, "--fail-on divergent can't be decided: the run did not finish.")
-    holed, line = exit_code(made_run(row([0, 0]), failed(), **concluded), "divergent")
-    assert (holed, line) == (1, "--fail-on divergent can't be decided: 1 case failed.")
+    ]:
+        whole = made_run(row([0, 0]), **concluded)
+        assert exit_code(whole, "divergent") == (0, "")
+        short, line = exit_code(made_run(row([0, 0]), complete=False, **concluded), "divergent")
+        assert (short, line) == (1, "--fail-on divergent can't be decided: the run did not finish.")
+        holed, line = exit_code(made_run(row([0, 0]), failed(), **concluded), "divergent")
+        assert (holed, line) == (1, "--fail-on divergent can't be decided: 1 case failed.")

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
 from nondet.core.statistics import percent_range, round_interval
@@ -48,9 +47,9 @@ PARTED = {"greedy": "yes", "run": "yes", "batch": "yes", "axes": "yes"}
 CLEAN = {"greedy": "yes", "run": "yes", "batch": "no", "axes": "no"}
 
 
-@pytest.mark.parametrize(
-    ("run", "finding"),
-    [
+def test_the_finding_is_what_the_records_allow() -> None:
+    """The batch is blamed only where equal batches gave equal bits; clean is said only of what was asked."""
+    for run, finding in [
         (run_of({"greedy": "no"}), "not greedy"),
         (run_of(PARTED | {"run": "no"}), "run-to-run nondeterministic"),
         (run_of(PARTED, **traced("run-to-run")), "run-to-run nondeterministic"),
@@ -65,11 +64,8 @@ CLEAN = {"greedy": "yes", "run": "yes", "batch": "no", "axes": "no"}
         (run_of(CLEAN | {"run": "unknown"}), "no divergence observed"),
         (run_of(CLEAN | {"batch": "unknown"}), "unknown"),
         (run_of({}), "unknown"),
-    ],
-)
-def test_the_finding_is_what_the_records_allow(run: Run, finding: str) -> None:
-    """The batch is blamed only where equal batches gave equal bits; clean is said only of what was asked."""
-    assert conclude(run).finding == finding
+    ]:
+        assert conclude(run).finding == finding
 
 
 def test_a_clean_verdict_counts_what_was_tried() -> None:
@@ -100,26 +96,26 @@ def test_settled_questions_are_not_asked() -> None:
         assert settled(run_of(CLEAN | unanswered), "operator")
 
 
-@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), -0.5])
-def test_logprobs_that_are_no_numbers_are_wrong(logprob: float) -> None:
+def test_logprobs_that_are_no_numbers_are_wrong() -> None:
     """A model that computes NaN is not called greedy, nor clean; one that computes numbers is."""
-    prompt = Request("r0", True, (1, 2), 1, 0)
-    told = Outcome(
-        request=prompt, token_ids=[7], logprobs=np.asarray([logprob], "<f4").tobytes(), margins=b"", runner_up=[],
-        finish="length", schedule=[], batch_min=1, batch_max=1,
-    )  # fmt: skip
-    top = 2.0 if logprob == -0.5 else logprob
-    session = Session(outcomes=[told], steps=1, tokens=1, seconds=1.0, tops={"r0": [(top, 1.0, 7, 8)]})
-    step = greedy_step((session,), str)
-    assert msgspec.json.decode(msgspec.json.encode(step), type=Step) == step
-    header = run_of({}).header
-    verdict = conclude(Run(header=header, steps=[step]))
-    if logprob == -0.5:
-        assert (step.outcome, verdict.finding) == ("yes", "unknown")
-    else:
-        assert (step.outcome, verdict.finding) == ("no", "wrong")
-        assert "1 of 1 chosen tokens, solo and in batches, have a NaN or infinite logprob" in verdict.whether
-        assert settled(Run(header=header, steps=[step]), "batch")
+    for logprob in [float("nan"), float("inf"), -0.5]:
+        prompt = Request("r0", True, (1, 2), 1, 0)
+        told = Outcome(
+            request=prompt, token_ids=[7], logprobs=np.asarray([logprob], "<f4").tobytes(), margins=b"", runner_up=[],
+            finish="length", schedule=[], batch_min=1, batch_max=1,
+        )  # fmt: skip
+        top = 2.0 if logprob == -0.5 else logprob
+        session = Session(outcomes=[told], steps=1, tokens=1, seconds=1.0, tops={"r0": [(top, 1.0, 7, 8)]})
+        step = greedy_step((session,), str)
+        assert msgspec.json.decode(msgspec.json.encode(step), type=Step) == step
+        header = run_of({}).header
+        verdict = conclude(Run(header=header, steps=[step]))
+        if logprob == -0.5:
+            assert (step.outcome, verdict.finding) == ("yes", "unknown")
+        else:
+            assert (step.outcome, verdict.finding) == ("no", "wrong")
+            assert "1 of 1 chosen tokens, solo and in batches, have a NaN or infinite logprob" in verdict.whether
+            assert settled(Run(header=header, steps=[step]), "batch")
 
 
 def session(
@@ -242,17 +238,14 @@ def test_equal_completions_and_a_round_that_came_again_are_a_cure() -> None:
     assert cure_step(under_the_cure(again=False), IMPL, "b", ()).outcome == "no"
 
 
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
+def test_what_was_not_seen_is_no_cure() -> None:
+    """No repetition on record, or completions that failed: neither a cure nor its absence is shown."""
+    for run, words in [
         (under_the_cure(again=False), "no round was repeated"),
         (under_the_cure(60, failed=59), "59 completions failed"),
         (under_the_cure(failed=6), "6 completions failed"),
-    ],
-)
-def test_what_was_not_seen_is_no_cure(run: Run, words: str) -> None:
-    """No repetition on record, or completions that failed: neither a cure nor its absence is shown."""
-    step = cure_step(run, IMPL, "a", ())
-    assert step.outcome == "unknown"
-    assert words in step.sentence
-    assert ("is bit-identical" in step.sentence) == any(run.rows)
+    ]:
+        step = cure_step(run, IMPL, "a", ())
+        assert step.outcome == "unknown"
+        assert words in step.sentence
+        assert ("is bit-identical" in step.sentence) == any(run.rows)

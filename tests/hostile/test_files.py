@@ -57,9 +57,7 @@ def test_show_writes_no_control_codes(run: Command, kept: store.Certificates) ->
 
 
 def test_forget_in_a_folder_that_can_not_be_written_is_one_line(
-    run: Command,
-    kept: store.Certificates,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Command, kept: store.Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read-only cache: the certificates are still there, and the line says so. (Tests may run as root: pretended.)"""
 
@@ -74,9 +72,7 @@ def test_forget_in_a_folder_that_can_not_be_written_is_one_line(
 
 
 def test_a_folder_that_can_not_be_searched_is_one_line(
-    run: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run file in a folder without the right to search it."""
     (tmp_path / "closed").mkdir()
@@ -182,13 +178,7 @@ def test_a_run_file_is_no_fifo(tmp_path: Path) -> None:
     ("option", "suffix"),
     [("--prompt-file", ".txt"), ("--prompts", ".jsonl"), ("--texts", ".csv"), ("report", ".jsonl")],
 )
-def test_what_is_read_is_a_file_and_ends(
-    run: Command,
-    tmp_path: Path,
-    kind: str,
-    option: str,
-    suffix: str,
-) -> None:
+def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path, kind: str, option: str, suffix: str) -> None:
     """A FIFO without a writer, a device without an end, a folder, a line of many megabytes: one line at once."""
     path = tmp_path / f"given{suffix}"
     if kind == "fifo":
@@ -233,11 +223,7 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(read_run(tmp_path / name).rows) == 600
 
 
-def test_a_new_run_asks_before_its_side_file_goes_through_a_link(
-    run: Command,
-    tmp_path: Path,
-    precious: Path,
-) -> None:
+def test_a_new_run_asks_before_its_side_file_goes_through_a_link(run: Command, tmp_path: Path, precious: Path) -> None:
     """RUN.traces.jsonl as a link to nothing: refused before a model is loaded, with --force as well."""
     (tmp_path / "mine.traces.jsonl").symlink_to(precious.with_name("new"))
     for more in ([], ["--force"]):
@@ -292,46 +278,49 @@ def test_raced_opens_have_one_winner(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 40
 
 
-@pytest.mark.parametrize("kept", [0, 1, 17, 60, -1])
-def test_a_run_killed_in_its_first_line_is_begun_anew(tmp_path: Path, kept: int) -> None:
+def test_a_run_killed_in_its_first_line_is_begun_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
     """An empty file, a torn header, a header that lacks only its line end: --resume goes on, and loses no record."""
-    path = finished(tmp_path / "run.jsonl")
-    header = path.read_bytes().split(b"\n")[0]
-    path.write_bytes(header[:kept] if kept >= 0 else header)
-    assert begun(path) == (kept == -1)
-    again = writer(path, resume=True)
-    again.write(runfile_row("a"))
-    again.finish()
-    run = read_run(path)
-    assert run.complete
-    assert [r.case for r in run.rows] == ["a"]
+    for kept in [0, 1, 17, 60, -1]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = finished(tmp_path / "run.jsonl")
+        header = path.read_bytes().split(b"\n")[0]
+        path.write_bytes(header[:kept] if kept >= 0 else header)
+        assert begun(path) == (kept == -1)
+        again = writer(path, resume=True)
+        again.write(runfile_row("a"))
+        again.finish()
+        run = read_run(path)
+        assert run.complete
+        assert [r.case for r in run.rows] == ["a"]
 
 
-@pytest.mark.parametrize("content", [b"my diary, without a line end", b'{"type":"heather"', b"\x00" * 100])
-def test_a_foreign_file_is_not_begun_anew(tmp_path: Path, content: bytes) -> None:
+def test_a_foreign_file_is_not_begun_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is not the beginning of a header of ours is somebody else's: --resume leaves it."""
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="not a nondet run file"):
-        writer(path, resume=True)
-    assert path.read_bytes() == content
+    for content in [b"my diary, without a line end", b'{"type":"heather"', b"\x00" * 100]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = tmp_path / "run.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="not a nondet run file"):
+            writer(path, resume=True)
+        assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("cut", range(1, 400, 23))
-def test_every_later_cut_resumes(tmp_path: Path, cut: int) -> None:
+def test_every_later_cut_resumes(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Wherever a run was killed after its header, resuming keeps the whole lines and completes the rest."""
-    path = finished(tmp_path / "run.jsonl")
-    whole = path.read_bytes()
-    header = whole.index(b"\n") + 1
-    path.write_bytes(whole[: max(header, len(whole) - cut)])
-    again = writer(path, resume=True)
-    for case in ("b", "a"):
-        if runfile_row(case).key not in again.done:
-            again.write(runfile_row(case))
-    again.finish()
-    run = read_run(path)
-    assert sorted(r.case for r in run.rows) == ["a", "b"]
-    assert run.complete
+    for cut in range(1, 400, 23):
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = finished(tmp_path / "run.jsonl")
+        whole = path.read_bytes()
+        header = whole.index(b"\n") + 1
+        path.write_bytes(whole[: max(header, len(whole) - cut)])
+        again = writer(path, resume=True)
+        for case in ("b", "a"):
+            if runfile_row(case).key not in again.done:
+                again.write(runfile_row(case))
+        again.finish()
+        run = read_run(path)
+        assert sorted(r.case for r in run.rows) == ["a", "b"]
+        assert run.complete
 
 
 def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
@@ -361,9 +350,9 @@ def test_a_dangling_link_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_resume_names_what_would_change_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The first half of a run and the second are computed by the same thing, or not at all."""
+    for field, value in [
         ("commit", "0123456789ab"),
         ("sources", "0" * 16),
         ("nondet", "9.9"),
@@ -373,28 +362,26 @@ def test_a_dangling_link_is_not_followed(tmp_path: Path) -> None:
         ("cublas", "1.2.3"),
         ("aten_cpu_capability", "DEFAULT"),
         ("float32_matmul_precision", "high"),
-    ],
-)
-def test_resume_names_what_would_change_bits(tmp_path: Path, field: str, value: Any) -> None:
-    """The first half of a run and the second are computed by the same thing, or not at all."""
-    path = tmp_path / "run.jsonl"
-    here = collect(0)
-    open_run(path, command="probe", plan={}, environment=here).close()
-    with pytest.raises(UserError, match=rf"another machine or toolchain \({field}\)"):
-        open_run(path, command="probe", plan={}, environment={**here, field: value}, resume=True)
-    open_run(path, command="probe", plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        path = tmp_path / "run.jsonl"
+        here = collect(0)
+        open_run(path, command="probe", plan={}, environment=here).close()
+        with pytest.raises(UserError, match=rf"another machine or toolchain \({field}\)"):
+            open_run(path, command="probe", plan={}, environment={**here, field: value}, resume=True)
+        open_run(path, command="probe", plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
 
 
-@pytest.mark.parametrize("name", ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"])
-def test_resume_names_a_variable_that_steers_a_library(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_resume_names_a_variable_that_steers_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set in one half only, it gives the same prompt two traces, and a false verdict; how threads wait does not."""
-    monkeypatch.delenv(name, raising=False)
-    before = collect(0)
-    monkeypatch.setenv(name, "AVX2")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert f"variables.{name}" in moved(before, collect(0))
-    assert "variables.OMP_WAIT_POLICY" not in moved(before, collect(0))
-    assert moved(before, before) == []
+    for name in ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"]:
+        monkeypatch.delenv(name, raising=False)
+        before = collect(0)
+        monkeypatch.setenv(name, "AVX2")
+        monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+        assert f"variables.{name}" in moved(before, collect(0))
+        assert "variables.OMP_WAIT_POLICY" not in moved(before, collect(0))
+        assert moved(before, before) == []
 
 
 def test_another_command_does_not_go_on_with_it(tmp_path: Path) -> None:
@@ -437,9 +424,9 @@ def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
+def test_secrets_do_not_reach_a_run_file() -> None:
+    """Run files are shared: tokens, passwords in addresses and NAME_TOKEN=... are not in them."""
+    for word in [
         "--model=hf_" + "a" * 34,
         "prefix ghp_" + "b" * 36,
         "github_pat_" + "c" * 30,
@@ -455,20 +442,21 @@ def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
         "https://gateway.example/t/hunter2/v1",
         "--endpoint=https://gateway.example/hunter2",
         "--compare-endpoint=HTTPS://gateway.example/v1?key=hunter2",
-    ],
-)
-def test_secrets_do_not_reach_a_run_file(word: str) -> None:
-    """Run files are shared: tokens, passwords in addresses and NAME_TOKEN=... are not in them."""
-    kept = safe_argv(["nondet", "sample", word])[2]
-    assert "<hidden>" in kept or "/(path " in kept
-    for secret in ("hunter2", "aaaa", "bbbb", "cccc", "dddd", "1234567890", "ABCDEFGH", "c2lnbmF0"):
-        assert secret not in kept
+    ]:
+        kept = safe_argv(["nondet", "sample", word])[2]
+        assert "<hidden>" in kept or "/(path " in kept
+        for secret in ("hunter2", "aaaa", "bbbb", "cccc", "dddd", "1234567890", "ABCDEFGH", "c2lnbmF0"):
+            assert secret not in kept
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["--max-tokens", "Tokens: 3 to 5", "others=60,budget=256", "a/b.jsonl", "mine:softmax", "http://127.0.0.1:8000/v1"],
-)
-def test_what_is_no_secret_stays(word: str) -> None:
+def test_what_is_no_secret_stays() -> None:
     """The command can be repeated from the header."""
-    assert safe_argv(["nondet", word])[1] == word
+    for word in [
+        "--max-tokens",
+        "Tokens: 3 to 5",
+        "others=60,budget=256",
+        "a/b.jsonl",
+        "mine:softmax",
+        "http://127.0.0.1:8000/v1",
+    ]:
+        assert safe_argv(["nondet", word])[1] == word

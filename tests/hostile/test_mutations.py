@@ -27,7 +27,7 @@ from nondet.verdict.gate import decide, exit_code
 from tests import build as factory
 from tests.build import failed, row, run_of, sampled, summaries_of
 
-SEEDS = range(8)
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 8))]
 PER_SEED = 60
 
 # What a field is replaced by: of its own type and of others, small and far out of range.
@@ -186,9 +186,9 @@ def edit(path: Path, place: int | str, **fields: Any) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "fields", "reason"),
-    [
+def test_a_contradiction_names_line_and_field(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fields that don't fit each other, their plan or the side file are one line that says where."""
+    for name, line, fields, reason in [
         ("probe", 1, {"labels": [0, 5]}, "line 2: labels"),
         ("probe", 1, {"class_sizes": [1, 1]}, "line 2: class_sizes"),
         ("probe", 1, {"kernels": [0]}, "line 2: kernels"),
@@ -208,29 +208,26 @@ def edit(path: Path, place: int | str, **fields: Any) -> None:
         ("sample", 1, {"tokens_digest": "0" * 16}, "tokens_digest"),
         ("sample", 1, {"n_tokens": 3}, "n_tokens"),
         ("sample", -1, {"records": 3}, "records"),
-    ],
-)
-def test_a_contradiction_names_line_and_field(
-    tmp_path: Path, name: str, line: int | str, fields: dict[str, Any], reason: str
-) -> None:
-    """Fields that don't fit each other, their plan or the side file are one line that says where."""
-    samples(tmp_path)
-    path = tmp_path / f"{name}.jsonl"
-    edit(path, line, **fields)
-    with pytest.raises(UserError, match=reason):
-        markdown.render([read_run(path)])
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        samples(tmp_path)
+        path = tmp_path / f"{name}.jsonl"
+        edit(path, line, **fields)
+        with pytest.raises(UserError, match=reason):
+            markdown.render([read_run(path)])
 
 
-@pytest.mark.parametrize("change", ["deleted", "doubled"])
-def test_records_that_were_deleted_or_doubled_are_missed(tmp_path: Path, change: str) -> None:
+def test_records_that_were_deleted_or_doubled_are_missed(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The end line counts the records, a round its completions, and no key is there twice."""
-    paths = samples(tmp_path)
-    assert len(paths) == 3
-    for path in paths:
-        lines = path.read_bytes().splitlines(keepends=True)
-        path.write_bytes(b"".join(lines[:1] + (lines[1:2] * 2 if change == "doubled" else []) + lines[2:]))
-        with pytest.raises(UserError, match="is malformed in line"):
-            read_run(path)
+    for change in ["deleted", "doubled"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        paths = samples(tmp_path)
+        assert len(paths) == 3
+        for path in paths:
+            lines = path.read_bytes().splitlines(keepends=True)
+            path.write_bytes(b"".join(lines[:1] + (lines[1:2] * 2 if change == "doubled" else []) + lines[2:]))
+            with pytest.raises(UserError, match="is malformed in line"):
+                read_run(path)
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(
@@ -372,7 +369,7 @@ def commands(text: str) -> list[str]:
     return [x for x in text.splitlines() if x.strip().startswith("::") or "##[" in x or "##vso[" in x]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_line_that_is_wrapped_is_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seed: int
 ) -> None:
@@ -414,13 +411,13 @@ def test_json_on_stdout_is_the_same_and_no_command(
     assert json.loads(out) == {"a": "##[error] ##vso[x] #1"}
 
 
-@pytest.mark.parametrize("bad", [0, 8, 0xB, 0x1F, 0x7F, 0x85, 0x2028, 0xD800, 0xFFFE, 0xFFFF, 0x1FFFE])
-def test_junit_is_xml_whatever_a_run_holds(bad: int) -> None:
+def test_junit_is_xml_whatever_a_run_holds() -> None:
     """No character that a parser refuses gets into the file: not by a name, a reason, nor what a header says."""
-    text = f"a{chr(bad)}b]]>&<"
-    run = run_of(failed(impl=text, case=text, reason=f"{text}\n{text}"), row((0, 1), impl=text, case=text))
-    run.header = msgspec.structs.replace(run.header, command=text, started=text)
-    xml = gate.junit(decide(run, rate=0.1, confidence=0.95, by="load"), run, 1.0)
-    root = ElementTree.fromstring(xml.encode("utf-8"))  # noqa: S314 - written a line above
-    assert "]]>&<" in str(root[0].get("timestamp"))
-    assert any("]]>&<" in str(case.get("name")) for case in root.iter("testcase"))
+    for bad in [0, 8, 0xB, 0x1F, 0x7F, 0x85, 0x2028, 0xD800, 0xFFFE, 0xFFFF, 0x1FFFE]:
+        text = f"a{chr(bad)}b]]>&<"
+        run = run_of(failed(impl=text, case=text, reason=f"{text}\n{text}"), row((0, 1), impl=text, case=text))
+        run.header = msgspec.structs.replace(run.header, command=text, started=text)
+        xml = gate.junit(decide(run, rate=0.1, confidence=0.95, by="load"), run, 1.0)
+        root = ElementTree.fromstring(xml.encode("utf-8"))  # noqa: S314 - written a line above
+        assert "]]>&<" in str(root[0].get("timestamp"))
+        assert any("]]>&<" in str(case.get("name")) for case in root.iter("testcase"))

@@ -101,10 +101,10 @@ def test_stock_by_the_same_kernel_is_said() -> None:
     assert cells_of(bench_of(cell(1, *both)))[0][-1] == "launcher; stock: launcher"
 
 
-@pytest.mark.parametrize(("us", "said"), [(0.004, "0.00"), (1.234, "1.23"), (123.44, "123.4"), (12345.6, "12,346")])
-def test_times_have_about_four_digits(us: float, said: str) -> None:
+def test_times_have_about_four_digits() -> None:
     """No more than was measured."""
-    assert bench.time_text(us) == said
+    for us, said in [(0.004, "0.00"), (1.234, "1.23"), (123.44, "123.4"), (12345.6, "12,346")]:
+        assert bench.time_text(us) == said
 
 
 def test_labels_name_what_differs() -> None:

@@ -24,10 +24,10 @@ from nondet.reports.classes import (
 from tests.build import REDUCE, h200_sweep, row
 
 
-@pytest.mark.parametrize(("label", "text"), [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")])
-def test_letters_go_on_after_z(label: int, text: str) -> None:
+def test_letters_go_on_after_z() -> None:
     """A row may have hundreds of classes, each with a letter of its own."""
-    assert letter(label) == text
+    for label, text in [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")]:
+        assert letter(label) == text
 
 
 def test_segments_split_at_classes_and_at_kernels() -> None:
@@ -82,9 +82,9 @@ def test_axis_names() -> None:
     assert axis_name(row(varied="query_chunk")) == "query chunk"
 
 
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
+def test_kernel_names_lose_what_hides_them() -> None:
+    """Template arguments of hundreds of characters don't hide which kernel it was; nothing acts on a terminal."""
+    for name, short in [
         (REDUCE, "splitKreduce_kernel"),
         ("nvjet_tst_64x8_coopB_splitK_TNT", "nvjet_tst_64x8_coopB_splitK_TNT"),
         ("void at::native::(anonymous namespace)::f<4, float>(int)", "f"),
@@ -97,11 +97,8 @@ def test_axis_names() -> None:
         ("a<b<c>>::d<e>", "d"),
         ("k" * 100, "k" * 55 + "…"),
         ("\x1b[31mred", "␛[31mred"),
-    ],
-)
-def test_kernel_names_lose_what_hides_them(name: str, short: str) -> None:
-    """Template arguments of hundreds of characters don't hide which kernel it was; nothing acts on a terminal."""
-    assert short_kernel(name) == short
+    ]:
+        assert short_kernel(name) == short
 
 
 def cells(lane: dict[str, Any]) -> list[tuple[float, float]]:
@@ -217,8 +214,8 @@ def test_a_map_s_lines_are_told_together_and_drawn_with_their_borders() -> None:
     assert "3: class B" in second["words"]
 
 
-@pytest.mark.parametrize("said", [{}, {"map": 3}, {"map": {"axis": "M x"}}, {"map": {"axis": ["N"]}}])
-def test_what_is_no_map_is_drawn_as_none(said: dict[str, Any]) -> None:
+def test_what_is_no_map_is_drawn_as_none() -> None:
     """A foreign file may hold anything there; so may its values be others than every M."""
-    assert product_map([row([0, 1], extra=said)]) is None
-    assert product_map([row([0, 1], values=[1, 3], shape={"N": 2}, extra={"map": {"axis": "N"}})]) is None
+    for said in [{}, {"map": 3}, {"map": {"axis": "M x"}}, {"map": {"axis": ["N"]}}]:
+        assert product_map([row([0, 1], extra=said)]) is None
+        assert product_map([row([0, 1], values=[1, 3], shape={"N": 2}, extra={"map": {"axis": "N"}})]) is None

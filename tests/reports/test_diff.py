@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from nondet.cli import main
-from nondet.core.records import AxisValue, Row, Run, Status
+from nondet.core.records import AxisValue, Run, Status
 from nondet.core.runfile import open_run
 from nondet.diff import RunDiff, diff_runs
 from nondet.errors import UnknownNameError
@@ -125,25 +125,20 @@ def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> Non
     assert "of 20 requests with one name 20 have equal tokens, 20 with equal bits" in text
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_answers_to_other_questions_are_not_compared(runs: tuple[Run, Run]) -> None:
+    """Equal digests there would be chance, and other ones no finding: the reason is told in their place."""
+    for change, reason in [
         ({"max_tokens": 9}, "another max tokens"),
         ({"temperature": 0.7}, "another temperature"),
         ({"prompts": [{"text": "Something else", "tokens": 4}]}, "only A has completions"),
         ({"model": {"name": "m", "weights": "sha256:1"}}, "models have other names"),
-    ],
-)
-def test_answers_to_other_questions_are_not_compared(
-    runs: tuple[Run, Run], change: dict[str, object], reason: str
-) -> None:
-    """Equal digests there would be chance, and other ones no finding: the reason is told in their place."""
-    a, b = runs
-    other = msgspec.structs.replace(b, header=msgspec.structs.replace(b.header, plan=b.header.plan | change))
-    diff = diff_runs(a, other)
-    assert all(reason in c.reason or "only B" in c.reason for c in diff.completions)
-    assert diff.parted == []
-    assert "can't be compared" in told(diff).splitlines()[-1]
+    ]:
+        a, b = runs
+        other = msgspec.structs.replace(b, header=msgspec.structs.replace(b.header, plan=b.header.plan | change))
+        diff = diff_runs(a, other)
+        assert all(reason in c.reason or "only B" in c.reason for c in diff.completions)
+        assert diff.parted == []
+        assert "can't be compared" in told(diff).splitlines()[-1]
 
 
 def test_one_implementation_is_held_against_another(runs: tuple[Run, Run]) -> None:
@@ -263,9 +258,9 @@ def test_completions_that_failed_or_were_not_compared_are_no_pass(
     assert moved(all_failed, all_failed, tmp_path) == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "code"),
-    [
+def test_a_row_that_is_measured_no_longer_is_worse(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skipping a case is no way to pass it, and cases that neither run measured compare nothing."""
+    for before, after, code in [
         (row([0, 0]), row([0, 0]), 0),
         (row([0, 0]), failed(Status.SKIPPED), 3),
         (row([0, 1]), failed(Status.SKIPPED), 3),
@@ -273,14 +268,12 @@ def test_completions_that_failed_or_were_not_compared_are_no_pass(
         (failed(Status.SKIPPED), row([0, 0]), 1),
         (failed(Status.ERROR), failed(Status.ERROR), 1),
         (failed(Status.ERROR), failed(Status.SKIPPED), 1),
-    ],
-)
-def test_a_row_that_is_measured_no_longer_is_worse(before: Row, after: Row, code: int, tmp_path: Path) -> None:
-    """Skipping a case is no way to pass it, and cases that neither run measured compare nothing."""
-    after = msgspec.structs.replace(after, **{name: getattr(before, name) for name in ("case", "inputs", "shape")})
-    assert before.key == after.key
-    assert moved(run_of(before), run_of(after), tmp_path) == code
-    assert not any(change.better for change in diff_runs(run_of(before), run_of(after)).changes)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        after = msgspec.structs.replace(after, **{name: getattr(before, name) for name in ("case", "inputs", "shape")})
+        assert before.key == after.key
+        assert moved(run_of(before), run_of(after), tmp_path) == code
+        assert not any(change.better for change in diff_runs(run_of(before), run_of(after)).changes)
 
 
 def test_implementations_are_told_in_the_order_of_the_first_run() -> None:

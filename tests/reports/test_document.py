@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
 from nondet.reports.document import (
@@ -41,18 +40,15 @@ def page(blocks: list[Block]) -> str:
     return render_page("diff.html.j2", a="a", b="b", answer="no", headline="", blocks=blocks)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_prose_has_its_code() -> None:
+    """Backticks in pairs mark code in our prose; one alone, and text that is not ours, stay as they are."""
+    for text, said in [
         ("a `b` c", [("a ", ""), ("b", "code"), (" c", "")]),
         ("one ` alone", [("one ` alone", "")]),
         (Bit("`x`"), [("`x`", "")]),
         ((Bit("a", "strong"), ": b"), [("a", "strong"), (": b", "")]),
-    ],
-)
-def test_prose_has_its_code(text: object, said: list[tuple[str, str]]) -> None:
-    """Backticks in pairs mark code in our prose; one alone, and text that is not ours, stay as they are."""
-    assert [tuple(bit) for bit in bits(text)] == said  # type: ignore[arg-type] # each kind of it
+    ]:
+        assert [tuple(bit) for bit in bits(text)] == said  # type: ignore[arg-type] # each kind of it
 
 
 def test_every_kind_of_block_is_printed_by_every_renderer() -> None:

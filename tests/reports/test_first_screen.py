@@ -155,25 +155,19 @@ def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
     return replace(report, runs=(replace(report.runs[0], axes=AxesTable(("stock",), tuple(told), 9, "", 0)),))
 
 
-@pytest.mark.parametrize(
-    ("lines", "text"),
-    [
+def test_the_chain_of_what_was_varied() -> None:
+    """The first place of all where traces differ; which axes they follow is the headline's."""
+    for lines, text in [
         (
             [("chunk", True, 9, 2), ("page", True, 4, 3), ("threads", True, None, 1)],
             "traces of stock differ, first in the bits of token 4",
         ),
         ([("chunk", True, None, 2)], "traces of stock differ"),
-        (
-            [("chunk", False, 6, 2), ("page", False, None, 1)],
-            "traces of stock differ, first in the bits of token 6",
-        ),
+        ([("chunk", False, 6, 2), ("page", False, None, 1)], "traces of stock differ, first in the bits of token 6"),
         ([("page", True, None, 1)], "no trace changes with what was varied"),
         ([("page", False, None, 3)], "traces of stock differ"),
-    ],
-)
-def test_the_chain_of_what_was_varied(lines: list[tuple[str, bool, int | None, int]], text: str) -> None:
-    """The first place of all where traces differ; which axes they follow is the headline's."""
-    assert steps_of(varied(*lines))["token"].text == text
+    ]:
+        assert steps_of(varied(*lines))["token"].text == text
 
 
 def test_causes_beyond_three_are_counted(endpoints: Report) -> None:
@@ -220,22 +214,23 @@ def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
     assert batch == "batch-dependent: the first operator to differ is `linear` of m"
 
 
-@pytest.mark.parametrize("cost", ["skipped", "unknown"])
-def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path: Path, cost: str) -> None:
+def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The rounds of a diagnosis are no timed rounds: without its cost step there is no ratio anywhere."""
-    run = sampled(tmp_path)
-    run.steps.extend(diagnosis(PARTED | {"cure": "yes", "cost": cost}).steps)
-    report = build([run])
-    text, command = said(run)["cure"]
-    assert text == "batch_invariant() left no divergence: what cure found; cost: not measured"
-    assert command == "nondet bench engine"
-    assert [s.speed for s in report.runs[0].samples] == [None]
-    figures = {"stock_tokens_per_second": 200.0, "invariant_tokens_per_second": 100.0}
-    run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
-    assert said(run)["cure"][0].endswith("; cost: not measured")
-    figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
-    run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
-    assert said(run)["cure"][0].endswith("; speed ratio 0.50 against stock (0.45 to 0.55, 2 rounds)")
+    for cost in ["skipped", "unknown"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        run = sampled(tmp_path)
+        run.steps.extend(diagnosis(PARTED | {"cure": "yes", "cost": cost}).steps)
+        report = build([run])
+        text, command = said(run)["cure"]
+        assert text == "batch_invariant() left no divergence: what cure found; cost: not measured"
+        assert command == "nondet bench engine"
+        assert [s.speed for s in report.runs[0].samples] == [None]
+        figures = {"stock_tokens_per_second": 200.0, "invariant_tokens_per_second": 100.0}
+        run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
+        assert said(run)["cure"][0].endswith("; cost: not measured")
+        figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
+        run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
+        assert said(run)["cure"][0].endswith("; speed ratio 0.50 against stock (0.45 to 0.55, 2 rounds)")
 
 
 def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
@@ -262,14 +257,16 @@ def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
     assert next_of(worse, run, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
 
 
-@pytest.mark.parametrize("outcome", ["skipped", "unknown"])
-def test_a_cure_that_was_not_seen_is_asked_for(outcome: str) -> None:
+def test_a_cure_that_was_not_seen_is_asked_for() -> None:
     """A pair's replacement is no cure of the load: the load under the cure comes before its cost."""
-    run = diagnosis(PARTED | {"cure": outcome}, **NAMED)
-    run.steps.append(Step(name="operator", outcome="yes", sentence="named", facts={"families": "matmul"}))
-    text, command = said(run)["cure"]
-    assert text.startswith("Replacing matmul by the invariant implementation removes the divergence of the pair traced")
-    assert command == "nondet sample --impl both"
+    for outcome in ["skipped", "unknown"]:
+        run = diagnosis(PARTED | {"cure": outcome}, **NAMED)
+        run.steps.append(Step(name="operator", outcome="yes", sentence="named", facts={"families": "matmul"}))
+        text, command = said(run)["cure"]
+        assert text.startswith(
+            "Replacing matmul by the invariant implementation removes the divergence of the pair traced"
+        )
+        assert command == "nondet sample --impl both"
 
 
 def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
@@ -315,9 +312,9 @@ MINE = {"impl": "mymodule:batchy", "shape": {"M": 256, "K": 256, "N": 64}, "devi
 DEMONSTRATION = {"probe": "float-sum", "operator": "float_sum", "varied": "order", "impl": "torch"}
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
+def test_what_is_next_after_operators() -> None:
+    """The question that stays open, with the options of this run that it takes."""
+    for run, said in [
         (by("probe", run_of(row([0, 1])), "matmul", "--threads", "1"), "nondet sample --threads 1  shows whether"),
         (by("probe", run_of(row([0, 0]), row([0, 0], impl="invariant"))), "nondet sample  shows whether"),
         (
@@ -350,11 +347,8 @@ DEMONSTRATION = {"probe": "float-sum", "operator": "float_sum", "varied": "order
             by("bench", run_of(row([0, 0], impl="invariant"), row([0, 1])), "--device", "cpu", "--m", "16"),
             "nondet sample --impl both --device cpu  ",
         ),
-    ],
-)  # fmt: skip
-def test_what_is_next_after_operators(run: Run, said: str) -> None:
-    """The question that stays open, with the options of this run that it takes."""
-    assert next_of(run).startswith(said)
+    ]:
+        assert next_of(run).startswith(said)
 
 
 def test_what_is_next_after_a_trace() -> None:
@@ -579,22 +573,22 @@ def test_every_row_of_the_table_is_a_command_that_can_be_typed(tmp_path: Path) -
     accepted(last)
 
 
-@pytest.mark.parametrize("probe", [name for name in PROBES if name != "all-reduce"])
-def test_a_case_of_a_users_function_can_be_asked_again(probe: str) -> None:
+def test_a_case_of_a_users_function_can_be_asked_again() -> None:
     """Whatever the probe: its command names the operator, sizes and inputs, and its plan holds the case."""
-    asked = {}
-    for case in load_probe(probe).cases(Options(device="cpu")):
-        if case.impls is None and case.operator in operators():
-            asked.setdefault((case.operator, case.inputs, case.varied), case)
-    for case in asked.values():
-        head = Job(load_probe(probe), case, "torch:matmul", "cpu").head
-        words = probe_of_mine(head, "torch:matmul")
-        accepted(shlex.join(words))
-        given = dict(zip(words[5::2], words[6::2], strict=True))
-        sizes = {axis: int(given[f"--{axis}"]) for axis in "mkn" if f"--{axis}" in given}
-        kinds = (given["--inputs"],) if "--inputs" in given else None
-        names = [c.name for c in load_probe(probe).cases(Options("cpu", (case.dtype,), inputs=kinds, **sizes))]
-        assert case.name in names or probe == "attention"  # whose sizes are a model's
+    for probe in [name for name in PROBES if name != "all-reduce"]:
+        asked = {}
+        for case in load_probe(probe).cases(Options(device="cpu")):
+            if case.impls is None and case.operator in operators():
+                asked.setdefault((case.operator, case.inputs, case.varied), case)
+        for case in asked.values():
+            head = Job(load_probe(probe), case, "torch:matmul", "cpu").head
+            words = probe_of_mine(head, "torch:matmul")
+            accepted(shlex.join(words))
+            given = dict(zip(words[5::2], words[6::2], strict=True))
+            sizes = {axis: int(given[f"--{axis}"]) for axis in "mkn" if f"--{axis}" in given}
+            kinds = (given["--inputs"],) if "--inputs" in given else None
+            names = [c.name for c in load_probe(probe).cases(Options("cpu", (case.dtype,), inputs=kinds, **sizes))]
+            assert case.name in names or probe == "attention"  # whose sizes are a model's
 
 
 def test_a_pinned_case_is_not_pinned_again() -> None:

@@ -11,8 +11,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nondet.core.records import Difference
 from nondet.reports import html
 from nondet.reports.html import embedded_json, render
@@ -185,9 +183,9 @@ def test_the_policy_allows_what_is_ours_and_nothing_else() -> None:
     assert text.index("Content-Security-Policy") < text.index("<style>")
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
+def test_odd_runs_still_make_a_page() -> None:
+    """Empty, failed, one class, many classes, long lists, missing figures: a page that says so."""
+    for run, said in [
         (run_of(), "nothing was measured."),
         (run_of(complete=False), "incomplete run, so far: nothing was measured."),
         (run_of(failed(), failed("skipped", "no kernel", impl="invariant")), "nothing was compared in 1 case"),
@@ -198,11 +196,8 @@ def test_the_policy_allows_what_is_ours_and_nothing_else() -> None:
         (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "identical"),
         (run_of(row([0, 1], difference=NOT_FINITE)), "1 not finite"),
         (run_of(row([0, 1]), complete=False), "This run did not come to its end"),
-    ],
-)  # fmt: skip
-def test_odd_runs_still_make_a_page(run: Any, said: str) -> None:
-    """Empty, failed, one class, many classes, long lists, missing figures: a page that says so."""
-    assert said in check(render([run])).text
+    ]:
+        assert said in check(render([run])).text
 
 
 def test_no_run_makes_a_page() -> None:
@@ -241,22 +236,22 @@ def _contrast(one: str, two: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("theme", [0, 1])
-def test_text_can_be_read(theme: int) -> None:
+def test_text_can_be_read() -> None:
     """WCAG: 4.5 for text on what it stands on, 3 for the colours of a map on its ground, in light and dark."""
-    style = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
-    colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", style.split(":root {")[theme + 1]))
-    for text, grounds in {
-        "ink": ("bg", "panel", "faint", "mark", "bad-bg"), "soft": ("bg", "panel", "faint"),
-        "good": ("bg", "panel", "good-bg"), "bad": ("bg", "panel", "bad-bg"), "dull": ("dull-bg",),
-    }.items():  # fmt: skip
-        for ground in grounds:
-            assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-    classes = [f"c{i}" for i in range(8)]
-    for name in ("stock", "invariant", "third", "fourth", *classes):
-        assert _contrast(colours[name], colours["faint"]) >= 3, name
-    for name in (*classes, "stock", "invariant"):  # the letter on its key
-        assert _contrast(colours["bg"], colours[name]) >= 4.5, name
+    for theme in [0, 1]:
+        style = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+        colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", style.split(":root {")[theme + 1]))
+        for text, grounds in {
+            "ink": ("bg", "panel", "faint", "mark", "bad-bg"), "soft": ("bg", "panel", "faint"),
+            "good": ("bg", "panel", "good-bg"), "bad": ("bg", "panel", "bad-bg"), "dull": ("dull-bg",),
+        }.items():  # fmt: skip
+            for ground in grounds:
+                assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+        classes = [f"c{i}" for i in range(8)]
+        for name in ("stock", "invariant", "third", "fourth", *classes):
+            assert _contrast(colours[name], colours["faint"]) >= 3, name
+        for name in (*classes, "stock", "invariant"):  # the letter on its key
+            assert _contrast(colours["bg"], colours[name]) >= 4.5, name
 
 
 def test_backticks_become_code_and_nothing_else() -> None:

@@ -30,34 +30,29 @@ def of_logprobs(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], in
     return (), number % 2 if impl == "stock" else 0
 
 
-@pytest.mark.parametrize(
-    ("how", "pill"),
-    [
+def test_of_completions(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Other tokens are another output; other logprobs alone are less; a run that is not complete says so far."""
+    for how, pill in [
         ({}, Pill.OUTPUT),
         ({"variants": of_logprobs}, Pill.LOGPROBS),
         ({"variants": lambda *_: ((), 0)}, Pill.NONE),
         ({"variants": lambda *_: ((), 0), "finish": False}, Pill.SO_FAR),
         ({"impls": ("invariant",)}, Pill.NO_STOCK),
-    ],
-)
-def test_of_completions(tmp_path: Path, how: dict[str, Any], pill: Pill) -> None:
-    """Other tokens are another output; other logprobs alone are less; a run that is not complete says so far."""
-    assert screen_of(sampled(tmp_path, **how)).pill is pill
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        assert screen_of(sampled(tmp_path, **how)).pill is pill
 
 
-@pytest.mark.parametrize(
-    ("run", "pill"),
-    [
+def test_of_operators() -> None:
+    """What differs beside any model changes nobody's output yet; a wrong result stands before all."""
+    for run, pill in [
         (run_of(row([0, 1])), Pill.KERNELS),
         (run_of(row([0, 0])), Pill.NONE),
         (run_of(row([0, 1]), complete=False), Pill.KERNELS),
         (run_of(row([0, 0], status="wrong")), Pill.WRONG),
         (run_of(failed()), Pill.NOTHING),
-    ],
-)
-def test_of_operators(run: Run, pill: Pill) -> None:
-    """What differs beside any model changes nobody's output yet; a wrong result stands before all."""
-    assert screen_of(run).pill is pill
+    ]:
+        assert screen_of(run).pill is pill
 
 
 def test_completions_stand_before_operators(tmp_path: Path) -> None:
@@ -65,21 +60,18 @@ def test_completions_stand_before_operators(tmp_path: Path) -> None:
     assert screen_of(run_of(row([0, 1])), sampled(tmp_path, variants=of_logprobs)).pill is Pill.LOGPROBS
 
 
-@pytest.mark.parametrize(
-    ("figures", "pill"),
-    [
+def test_of_a_trace() -> None:
+    """By its controls; of two recorded arms alone it is not known what other requests did."""
+    for figures, pill in [
         ({"parting": {"first_logprob": 4.0, "first_token": 9.0}}, Pill.OUTPUT),
         ({"parting": {"first_logprob": 4.0, "first_token": -1.0}, "company": {"tokens": 3.0}}, Pill.OUTPUT),
         ({"parting": {"first_logprob": 4.0, "first_token": -1.0}, "company": {"tokens": 0.0}}, Pill.LOGPROBS),
         ({"parting": {"first_logprob": 4.0, "first_token": -1.0}}, Pill.MODEL),
         ({}, Pill.MODEL),
-    ],
-)
-def test_of_a_trace(figures: dict[str, dict[str, float]], pill: Pill) -> None:
-    """By its controls; of two recorded arms alone it is not known what other requests did."""
-    controls = [Control(name=name, passed=None, sentence="", figures=of) for name, of in figures.items()]
-    verdict = TraceVerdict(finding="batch-dependent", culprits=[], families=None, sentences=["Output changes"])
-    assert screen_of(run_of(controls=controls, trace_verdicts=[verdict])).pill is pill
+    ]:
+        controls = [Control(name=name, passed=None, sentence="", figures=of) for name, of in figures.items()]
+        verdict = TraceVerdict(finding="batch-dependent", culprits=[], families=None, sentences=["Output changes"])
+        assert screen_of(run_of(controls=controls, trace_verdicts=[verdict])).pill is pill
 
 
 def test_of_a_diagnosis() -> None:
@@ -133,14 +125,14 @@ def test_of_axes(held: bool, texts: tuple[dict[str, int], ...], pill: Pill, monk
     assert screen.pill is pill
 
 
-@pytest.mark.parametrize(("top1", "pill"), [(1, Pill.NEIGHBOURS), (0, Pill.VECTORS)])
-def test_of_an_encoder(top1: int, pill: Pill) -> None:
+def test_of_an_encoder() -> None:
     """Whether a search would answer otherwise is another thing than other bits."""
-    beside = Neighbours(
-        impl="stock", arm="batch", pooling="mean", texts=4, parted=4, max_ulp=1, cosine_distance=0.0, k=2,
-        top1_changed=top1, topk_changed=0, topk_reordered=0,
-    )  # fmt: skip
-    assert screen_of(run_of(row([0, 1]), neighbours=[beside])).pill is pill
+    for top1, pill in [(1, Pill.NEIGHBOURS), (0, Pill.VECTORS)]:
+        beside = Neighbours(
+            impl="stock", arm="batch", pooling="mean", texts=4, parted=4, max_ulp=1, cosine_distance=0.0, k=2,
+            top1_changed=top1, topk_changed=0, topk_reordered=0,
+        )  # fmt: skip
+        assert screen_of(run_of(row([0, 1]), neighbours=[beside])).pill is pill
 
 
 def test_a_bench_has_a_card_of_its_own() -> None:

@@ -6,7 +6,6 @@ import io
 import re
 from pathlib import Path
 
-import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -84,9 +83,9 @@ def test_hostile_text_does_nothing(tmp_path: Path) -> None:
     assert not re.search("\x1b\\[31mred", text)
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
+def test_odd_runs_still_print() -> None:
+    """Empty, failed, incomplete, one class, many classes."""
+    for run, said in [
         (run_of(), "nothing was measured."),
         (run_of(failed(), failed("skipped", "no kernel")), "1 failed, 1 skipped"),
         (run_of(row([0, 1]), complete=False), "did not come to its end"),
@@ -94,11 +93,8 @@ def test_hostile_text_does_nothing(tmp_path: Path) -> None:
         (run_of(row(list(range(50)), varied="run")), "50 classes, the largest 1 of 50"),
         (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "no divergence observed"),
         (run_of(*[failed(case=f"c{i}") for i in range(20)]), "matmul: c19"),
-    ],
-)
-def test_odd_runs_still_print(run: Run, said: str) -> None:
-    """Empty, failed, incomplete, one class, many classes."""
-    assert said in flat(printed(run))
+    ]:
+        assert said in flat(printed(run))
 
 
 def test_agreement_as_bars() -> None:

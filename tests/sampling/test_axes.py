@@ -98,9 +98,9 @@ def test_drafts() -> None:
     assert sum(a != b for a, b in zip(earlier_text(range(16)), range(16), strict=True)) == 2
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_what_makes_no_sense_is_refused_in_one_line() -> None:
+    """Unknown axes, values that are none, axes that the device lacks: before a model is asked anything."""
+    for spec, message in [
         ("nonsense", "nonsense"),
         ("sharing,,chunk", "empty part"),
         ("sharing,sharing", "twice"),
@@ -119,14 +119,11 @@ def test_drafts() -> None:
         ("dtype=float8", "not one that models run in"),
         ("graphs", "CUDA"),
         ("budget=16", "no other value"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_in_one_line(spec: str, message: str) -> None:
-    """Unknown axes, values that are none, axes that the device lacks: before a model is asked anything."""
-    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cpu", (), 2)
-    with pytest.raises((UserError, UnknownNameError), match=message) as error:
-        plan_axes(parse_vary(spec), subject)
-    assert "\n" not in str(error.value)
+    ]:
+        subject = Subject(Conditions(parse_load(LOAD), "float32"), "cpu", (), 2)
+        with pytest.raises((UserError, UnknownNameError), match=message) as error:
+            plan_axes(parse_vary(spec), subject)
+        assert "\n" not in str(error.value)
 
 
 def test_all_leaves_out_what_the_device_lacks() -> None:
@@ -137,23 +134,23 @@ def test_all_leaves_out_what_the_device_lacks() -> None:
     assert not notes["graphs"]
 
 
-@pytest.mark.parametrize("name", sorted(AXES))
-def test_no_proof_without_figures(name: str) -> None:
+def test_no_proof_without_figures() -> None:
     """Where the engine tells nothing, no value is taken for proven but "none", which is told by zeros."""
-    axis = AXES[name]
-    subject = Subject(Conditions(parse_load(LOAD), "float32"), "cuda", (), 2)
-    nothing: Counter[str] = Counter()
-    proofs = {value: axis.proof(value, nothing, nothing) for value in axis.values(subject)}
-    assert all(isinstance(proof, Proof) for proof in proofs.values())
-    assert not [value for value, proof in proofs.items() if proof.holds and value != "none"]
+    for name in sorted(AXES):
+        axis = AXES[name]
+        subject = Subject(Conditions(parse_load(LOAD), "float32"), "cuda", (), 2)
+        nothing: Counter[str] = Counter()
+        proofs = {value: axis.proof(value, nothing, nothing) for value in axis.values(subject)}
+        assert all(isinstance(proof, Proof) for proof in proofs.values())
+        assert not [value for value, proof in proofs.items() if proof.holds and value != "none"]
 
 
-@pytest.mark.parametrize(("name", "figure"), [("sharing", "cached"), ("graphs", "graphs")])
-def test_off_is_proven_by_a_base_that_was_on(name: str, figure: str) -> None:
+def test_off_is_proven_by_a_base_that_was_on() -> None:
     """What the base never did can't be switched off: "off" takes effect only where the base did it."""
-    proof = AXES[name].proof
-    for now, before, holds in ((0, 3, True), (0, 0, False), (1, 3, False)):
-        assert proof("off", Counter({figure: now}), Counter({figure: before})).holds == holds
+    for name, figure in [("sharing", "cached"), ("graphs", "graphs")]:
+        proof = AXES[name].proof
+        for now, before, holds in ((0, 3, True), (0, 0, False), (1, 3, False)):
+            assert proof("off", Counter({figure: now}), Counter({figure: before})).holds == holds
 
 
 def test_a_draft_model_drafts_where_it_is_asked_to(tiny_float32: LoadedModel, tiny_folder: Path) -> None:
@@ -429,25 +426,23 @@ def test_a_round_of_several_engines_loses_nothing_of_theirs(monkeypatch: pytest.
     assert (session.figures["hits"], session.figures["replicas_most"]) == (3, 3)
 
 
-@pytest.mark.parametrize("drafts", ["lookup", "draft", "model", "edit"])
-def test_a_verify_step_keeps_the_ids_of_greedy_decoding(
-    tiny_float32: LoadedModel, tiny_folder: Path, drafts: str
-) -> None:
+def test_a_verify_step_keeps_the_ids_of_greedy_decoding(tiny_float32: LoadedModel, tiny_folder: Path) -> None:
     """With kernels whose bits follow no batch, drafts change steps and nothing else: ids, logprobs, margins."""
-    plan = plan_of(tiny_float32)
-    requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
-    with implementation("invariant"):
-        plain = run_session(tiny_float32.model, requests, plan.load)
-        earlier = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
-        if drafts == "edit":
-            earlier = earlier_text(earlier)
-        # the draft model is the model itself, but for the little of each text that a drafter sees
-        setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
-        drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
-    assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
-    for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
-        assert (a.token_ids, a.logprobs, a.margins, a.reason) == (b.token_ids, b.logprobs, b.margins, b.reason)
-    assert drafted.steps != plain.steps
+    for drafts in ["lookup", "draft", "model", "edit"]:
+        plan = plan_of(tiny_float32)
+        requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
+        with implementation("invariant"):
+            plain = run_session(tiny_float32.model, requests, plan.load)
+            earlier = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
+            if drafts == "edit":
+                earlier = earlier_text(earlier)
+            # the draft model is the model itself, but for the little of each text that a drafter sees
+            setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
+            drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
+        assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
+        for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
+            assert (a.token_ids, a.logprobs, a.margins, a.reason) == (b.token_ids, b.logprobs, b.margins, b.reason)
+        assert drafted.steps != plain.steps
 
 
 def test_right_drafts_save_steps_and_sharing_stays_sound(tiny_float32: LoadedModel) -> None:

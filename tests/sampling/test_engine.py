@@ -72,30 +72,30 @@ def test_the_load_changes_bits_and_its_absence_does_not(tiny_float32: LoadedMode
     assert len(traces(run(tiny_float32, "none,targets=4"))) == 1
 
 
-@pytest.mark.parametrize("sharing", ["on", "off"])
-def test_schedules_add_up_to_the_batches(tiny: LoadedModel, sharing: str) -> None:
+def test_schedules_add_up_to_the_batches(tiny: LoadedModel) -> None:
     """The exact batch of every step can be read off the schedules; no step exceeds the budget; nobody comes early."""
-    session = run(tiny, f"{MIXED},sharing={sharing},page=4")
-    sums: Counter[int] = Counter()
-    for outcome in session.outcomes:
-        assert outcome.finish == "length"
-        assert outcome.schedule[0][0] >= outcome.request.arrival_step
-        own = sum(steps * tokens for _, steps, tokens in outcome.schedule)
-        needed = len(outcome.request.prompt) + outcome.request.max_new_tokens - 1
-        assert own <= needed
-        if sharing == "off":
-            assert own == needed
-        for first, steps, tokens in outcome.schedule:
-            for step in range(first, first + steps):
-                sums[step] += tokens
-    assert len(sums) == session.steps
-    assert max(sums.values()) == 16
-    for outcome in session.outcomes:
-        mine = [sums[s] for first, steps, _ in outcome.schedule for s in range(first, first + steps)]
-        assert (outcome.batch_min, outcome.batch_max) == (min(mine), max(mine))
-    assert any(len(o.schedule) > 2 for o in session.outcomes), (
-        "no prefill was chunked: the load is too light to test it"
-    )
+    for sharing in ["on", "off"]:
+        session = run(tiny, f"{MIXED},sharing={sharing},page=4")
+        sums: Counter[int] = Counter()
+        for outcome in session.outcomes:
+            assert outcome.finish == "length"
+            assert outcome.schedule[0][0] >= outcome.request.arrival_step
+            own = sum(steps * tokens for _, steps, tokens in outcome.schedule)
+            needed = len(outcome.request.prompt) + outcome.request.max_new_tokens - 1
+            assert own <= needed
+            if sharing == "off":
+                assert own == needed
+            for first, steps, tokens in outcome.schedule:
+                for step in range(first, first + steps):
+                    sums[step] += tokens
+        assert len(sums) == session.steps
+        assert max(sums.values()) == 16
+        for outcome in session.outcomes:
+            mine = [sums[s] for first, steps, _ in outcome.schedule for s in range(first, first + steps)]
+            assert (outcome.batch_min, outcome.batch_max) == (min(mine), max(mine))
+        assert any(len(o.schedule) > 2 for o in session.outcomes), (
+            "no prefill was chunked: the load is too light to test it"
+        )
 
 
 def test_shared_prefixes_are_skipped(tiny: LoadedModel) -> None:
@@ -281,16 +281,19 @@ def test_outcomes_come_in_the_plans_order(tiny: LoadedModel) -> None:
     assert sum(tokens for _, tokens in counted) == session.tokens
 
 
-@pytest.mark.parametrize(
-    ("budget", "limits"), [(16, "requests=1"), (16, "requests=2"), (16, "requests=3,page=4"), (2, "page=4,sharing=off")]
-)
-def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel, budget: int, limits: str) -> None:
+def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel) -> None:
     """The cache is made for as many requests as a step takes: nobody is preempted, and nobody starves."""
-    session = run(tiny, f"others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget={budget},{limits}")
-    assert {o.finish for o in session.outcomes} == {"length"}
-    needed = [len(o.request.prompt) + o.request.max_new_tokens - 1 for o in session.outcomes]
-    done = [sum(steps * tokens for _, steps, tokens in o.schedule) for o in session.outcomes]
-    assert all(d <= n for d, n in zip(done, needed, strict=True)), "a preempted request is prefilled a second time"
+    for budget, limits in [
+        (16, "requests=1"),
+        (16, "requests=2"),
+        (16, "requests=3,page=4"),
+        (2, "page=4,sharing=off"),
+    ]:
+        session = run(tiny, f"others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget={budget},{limits}")
+        assert {o.finish for o in session.outcomes} == {"length"}
+        needed = [len(o.request.prompt) + o.request.max_new_tokens - 1 for o in session.outcomes]
+        done = [sum(steps * tokens for _, steps, tokens in o.schedule) for o in session.outcomes]
+        assert all(d <= n for d, n in zip(done, needed, strict=True)), "a preempted request is prefilled a second time"
 
 
 def test_a_cache_that_does_not_fit_is_the_users_to_shrink(tiny: LoadedModel) -> None:
@@ -338,13 +341,13 @@ def requests(tokens: int) -> list[Request]:
     return [Request(f"r{i}", True, tuple(range(1, 6 + 4 * i)), tokens, 0) for i in range(2)]
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_goes_around_the_cache_is_refused(name: str, tokens: int) -> None:
+def test_a_model_that_goes_around_the_cache_is_refused() -> None:
     """Falcon's own attention reads the tokens of the whole pack; DiffLlama's second call replaces its first one's."""
-    more, reason = MODELS[name]
-    with pytest.raises(UnservedError, match=reason):
-        run_session(model_of(name, **more), requests(tokens), _LOAD)
+    for tokens in [1, 3]:
+        for name in MODELS:
+            more, reason = MODELS[name]
+            with pytest.raises(UnservedError, match=reason):
+                run_session(model_of(name, **more), requests(tokens), _LOAD)
 
 
 def test_a_model_that_keeps_its_keys_is_served() -> None:
@@ -527,21 +530,21 @@ def test_a_ring_of_tops_forgets_no_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["stock-flash", "invariant"])
-def test_graphs_change_no_bit_of_the_invariant(impl: str) -> None:
+def test_graphs_change_no_bit_of_the_invariant() -> None:
     """Tokens, logprobs and margins with graphs are those without; stock runs, and its margins are kept as well."""
-    loaded = load_model(None, "bfloat16", "cuda")
-    spec = "others=12,targets=12,spread=24,prompt=8-64,tokens=8-32"
-    with implementation(impl):
-        apart, graphed = session_of(loaded, spec), session_of(loaded, f"{spec},graphs=on")
-    for session in (apart, graphed):
-        assert not session.fatal
-        assert all(len(o.margins) == 4 * len(o.token_ids) for o in session.outcomes)
-    assert not any(p.captured for p in apart.pace)
-    assert 0 < sum(p.captured for p in graphed.pace) < graphed.steps / 2
-    if impl == "invariant":
-        assert apart.outcomes == graphed.outcomes
-        assert len({(tuple(o.token_ids), o.logprobs) for o in graphed.outcomes if o.request.target}) == 1
+    for impl in ["stock-flash", "invariant"]:
+        loaded = load_model(None, "bfloat16", "cuda")
+        spec = "others=12,targets=12,spread=24,prompt=8-64,tokens=8-32"
+        with implementation(impl):
+            apart, graphed = session_of(loaded, spec), session_of(loaded, f"{spec},graphs=on")
+        for session in (apart, graphed):
+            assert not session.fatal
+            assert all(len(o.margins) == 4 * len(o.token_ids) for o in session.outcomes)
+        assert not any(p.captured for p in apart.pace)
+        assert 0 < sum(p.captured for p in graphed.pace) < graphed.steps / 2
+        if impl == "invariant":
+            assert apart.outcomes == graphed.outcomes
+            assert len({(tuple(o.token_ids), o.logprobs) for o in graphed.outcomes if o.request.target}) == 1
 
 
 def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -585,23 +588,23 @@ def test_a_warm_up_meets_the_sizes_that_graphs_have() -> None:
     assert sizes_of(graphed) == ([8, 16, 20], [5])
 
 
-@pytest.mark.parametrize(("spec", "sizes"), [("light", [8, 16, 24, 32]), ("default", [16, 32, 48, 64])])
-def test_rounds_in_graphs_have_few_shapes_between_them(tiny: LoadedModel, spec: str, sizes: list[int]) -> None:
+def test_rounds_in_graphs_have_few_shapes_between_them(tiny: LoadedModel) -> None:
     """Attention's shapes are query tokens by keys, in a mask as wide as the cache: dozens of rounds share a few, where
     steps of their own size have new ones round by round. Steps still have several sizes."""
-    load = parse_load(f"{spec},graphs=on")
-    drawn: dict[str, Any] = {"n": 30 * load.targets, "prompt": (1, 2, 3), "max_new_tokens": 64, "context": 2048}
-    rounds = build_plan(load, **drawn, seed=3, encode=tiny.encode_plain).rounds
-    assert len(rounds) == 30
-    assert sizes_of(load)[0] == sizes
-    configs = [batching_config(requests, load) for requests in rounds]
-    assert {c.q_padding_interval_size for c in configs} == {sizes[0]}
-    assert len({(c.num_blocks, c.kv_padding_interval_size) for c in configs}) <= 2
-    apart = [batching_config(requests, parse_load(spec)) for requests in rounds]
-    assert len({c.num_blocks for c in apart}) > 10
-    for one, other in zip(configs, apart, strict=True):
-        assert one.num_blocks >= other.num_blocks, "nobody loses a place in the cache"
-        assert one.num_blocks * load.page <= 4 * one.kv_padding_interval_size
+    for spec, sizes in [("light", [8, 16, 24, 32]), ("default", [16, 32, 48, 64])]:
+        load = parse_load(f"{spec},graphs=on")
+        drawn: dict[str, Any] = {"n": 30 * load.targets, "prompt": (1, 2, 3), "max_new_tokens": 64, "context": 2048}
+        rounds = build_plan(load, **drawn, seed=3, encode=tiny.encode_plain).rounds
+        assert len(rounds) == 30
+        assert sizes_of(load)[0] == sizes
+        configs = [batching_config(requests, load) for requests in rounds]
+        assert {c.q_padding_interval_size for c in configs} == {sizes[0]}
+        assert len({(c.num_blocks, c.kv_padding_interval_size) for c in configs}) <= 2
+        apart = [batching_config(requests, parse_load(spec)) for requests in rounds]
+        assert len({c.num_blocks for c in apart}) > 10
+        for one, other in zip(configs, apart, strict=True):
+            assert one.num_blocks >= other.num_blocks, "nobody loses a place in the cache"
+            assert one.num_blocks * load.page <= 4 * one.kv_padding_interval_size
 
 
 def test_sessions_on_a_gpu_take_turns_on_one_thread(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,16 +27,21 @@ from nondet.sampling.replay import tape_of
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
 
-@pytest.fixture(scope="module")
-def embedded() -> LoadedModel:
-    """The embedded model."""
-    return load_model(None, "bfloat16", "cpu")
+MODEL = "random:qwen3-1x256"
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def over_two(embedded):
+def loaded() -> LoadedModel:
+    """A layer with two key heads."""
+    return load_model(MODEL, "bfloat16", "cpu")
+
+
+@pytest.fixture(scope="module")
+def over_two(loaded):
     """It, on two ranks."""
-    with RanksEngine(embedded, 2) as engine:
+    with RanksEngine(loaded, 2) as engine:
         yield engine
 
 
@@ -69,13 +74,13 @@ def test_invariant_over_ranks_does_not_follow_the_company(over_two):
         assert coverage()["replaced: all_reduce"] > 0
 
 
-def test_rank_free_does_not_follow_the_ranks(embedded, over_two):
+def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
     """One rank and two give one trace; sums in the order of the ranks give two, or this would prove nothing."""
     traces = {}
     with torch.no_grad(), batch_invariant():
-        traces["invariant", 1] = _trace(run_session(embedded.model, _requests(1), LOAD))
-        with rank_free(embedded.model):
-            traces["rank-free", 1] = _trace(run_session(embedded.model, _requests(1), LOAD))
+        traces["invariant", 1] = _trace(run_session(loaded.model, _requests(1), LOAD))
+        with rank_free(loaded.model):
+            traces["rank-free", 1] = _trace(run_session(loaded.model, _requests(1), LOAD))
     for way in ("invariant", "rank-free"):
         with over_two.implementation(way):
             traces[way, 2] = _trace(over_two.run(_requests(1), LOAD))
@@ -83,21 +88,21 @@ def test_rank_free_does_not_follow_the_ranks(embedded, over_two):
     assert traces["invariant", 1] != traces["invariant", 2]
 
 
-def test_ranks_are_an_axis(embedded, over_two, tmp_path, monkeypatch):
+def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     """One rank and two in one run: proven by the share that a rank holds, one trace where rank-free, several else."""
     monkeypatch.setattr(collecting._Models, "over", lambda self, ranks: over_two)
     monkeypatch.setattr(collecting._Models, "close", lambda self: None)
     load = Load(others=1, targets=2, spread=2, prompt=(4, 9), tokens=(2, 3), budget=32, requests=8)
     plan = build_plan(
-        load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=1024, encode=embedded.encode_plain
+        load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=1024, encode=loaded.encode_plain
     )
     base = Conditions(load, "bfloat16")
     axes = plan_axes({"ranks": []}, Subject(base, "cpu", (), torch.get_num_threads(), heads=2))
     assert [value for value, _ in axes[0].values] == ["2"]
-    described = describe(embedded, plan, max_new_tokens=3, seed=0, impls=["invariant", "rank-free"])
+    described = describe(loaded, plan, max_new_tokens=3, seed=0, impls=["invariant", "rank-free"])
     path = tmp_path / "run.jsonl"
     writer = open_run(path, command="sample", plan=described, environment={"torch": "2"})
-    collecting.vary(embedded, plan, base, axes, ["invariant", "rank-free"], writer)
+    collecting.vary(loaded, plan, base, axes, ["invariant", "rank-free"], writer)
     writer.finish()
     writer.close()
     run = read_run(path)
@@ -115,7 +120,7 @@ def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
     monkeypatch.setattr(collecting, "RanksEngine", lambda loaded, ranks: nullcontext(over_two))
     monkeypatch.chdir(tmp_path)
     options = ("--n", "2", "--max-tokens", "2", "--load", "targets=2,others=0", "--impl", "invariant", "--quiet")
-    assert main(["sample", "--ranks", "2", "--device", "cpu", *options, "--out", "r.jsonl"]) == 0
+    assert main(["sample", "--model", MODEL, "--ranks", "2", "--device", "cpu", *options, "--out", "r.jsonl"]) == 0
     run = read_run(tmp_path / "r.jsonl")
     assert run.header.plan["ranks"] == 2
     assert {c.trace for c in run.completions if c.status == "ok"}
@@ -124,28 +129,27 @@ def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
         tape_of(run, run.completions[0])
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
+def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPathFactory, monkeypatch):
+    """Before anything is started, and no run file is begun."""
+    for argv, line in [
         (("--ranks", "2,4"), "several numbers"),
         (("--ranks", "two"), "no list of numbers"),
         (("--ranks", "2", "--vary", "chunk"), "exclude each other"),
         (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--ranks", "4", "--load", "none"), "has 2 key heads"),
         (("--vary", "ranks=4"), "can be cut by 2 at most"),
-    ],
-)
-def test_what_ranks_refuse_is_one_line(argv, line, capsys, tmp_path, monkeypatch):
-    """Before anything is started, and no run file is begun."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["sample", "--device", "cpu", "--n", "2", "--max-tokens", "2", *argv]) == 2
-    assert line in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        monkeypatch.chdir(tmp_path)
+        assert main(["sample", "--device", "cpu", "--n", "2", "--max-tokens", "2", *argv]) == 2
+        assert line in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
 
 
-def test_a_step_that_fails_on_one_rank_is_told_at_once(embedded):
+@pytest.mark.nightly
+def test_a_step_that_fails_on_one_rank_is_told_at_once(loaded):
     """The engine of a rank that failed waits for the others, which wait for it: the failure is the answer, in time."""
-    with RanksEngine(embedded, 2) as engine:
+    with RanksEngine(loaded, 2) as engine:
         assert engine._group is not None
         engine._group.ask("tests.ranks.tasks:break_a_step")
         started = time.monotonic()
@@ -165,7 +169,7 @@ def test_a_rank_that_dies_is_an_answer(over_two):
         over_two.run(_requests(1), LOAD)
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused(embedded):
+def test_ranks_that_do_not_divide_the_heads_are_refused(loaded):
     """Transformers would cut a head in two."""
     with pytest.raises(UserError, match="has 2 key heads"):
-        RanksEngine(embedded, 4)
+        RanksEngine(loaded, 4)

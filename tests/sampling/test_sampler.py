@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -47,29 +46,29 @@ def test_philox_gives_the_published_words() -> None:
     assert 0 <= min(bits) < max(bits) < 2**53
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (6, 0.9)])
-def test_tokens_come_as_often_as_their_probability_says(top_k: int, top_p: float) -> None:
+def test_tokens_come_as_often_as_their_probability_says() -> None:
     """Chi-square of 4,000 draws against the exact probabilities after temperature, top-k and nucleus."""
-    logits = np.random.default_rng(1).normal(0, 1.5, 16)
-    order = np.argsort(-logits)
-    p = np.exp(logits[order] / 0.8)
-    p[top_k or 16 :] = 0
-    p /= p.sum()
-    kept = int(np.searchsorted(np.cumsum(p), top_p - 1e-12)) + 1
-    p[kept:] = 0
-    p /= p.sum()
-    n = 4000
-    asked = [(Sampling(0.8, top_k, top_p, seed), position) for seed in range(80) for position in range(n // 80)]
-    rows = torch.tensor(logits, dtype=torch.float32).repeat(n, 1)
-    counts = Counter(d.token for d in draw_rows(rows, asked))
-    seen = np.array([counts[int(token)] for token in order])
-    assert seen[kept:].sum() == 0
-    statistic = float(((seen[:kept] - n * p[:kept]) ** 2 / (n * p[:kept])).sum())
-    # 99.9% of chi-square by Wilson and Hilferty's approximation
-    degrees = kept - 1
-    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
-    flat = n / kept
-    assert float(((seen[:kept] - flat) ** 2 / flat).sum()) > 20 * degrees  # the test would see other probabilities
+    for top_k, top_p in [(0, 1.0), (5, 1.0), (0, 0.8), (6, 0.9)]:
+        logits = np.random.default_rng(1).normal(0, 1.5, 16)
+        order = np.argsort(-logits)
+        p = np.exp(logits[order] / 0.8)
+        p[top_k or 16 :] = 0
+        p /= p.sum()
+        kept = int(np.searchsorted(np.cumsum(p), top_p - 1e-12)) + 1
+        p[kept:] = 0
+        p /= p.sum()
+        n = 4000
+        asked = [(Sampling(0.8, top_k, top_p, seed), position) for seed in range(80) for position in range(n // 80)]
+        rows = torch.tensor(logits, dtype=torch.float32).repeat(n, 1)
+        counts = Counter(d.token for d in draw_rows(rows, asked))
+        seen = np.array([counts[int(token)] for token in order])
+        assert seen[kept:].sum() == 0
+        statistic = float(((seen[:kept] - n * p[:kept]) ** 2 / (n * p[:kept])).sum())
+        # 99.9% of chi-square by Wilson and Hilferty's approximation
+        degrees = kept - 1
+        assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
+        flat = n / kept
+        assert float(((seen[:kept] - flat) ** 2 / flat).sum()) > 20 * degrees  # the test would see other probabilities
 
 
 def test_a_row_draws_the_same_in_every_batch() -> None:
@@ -216,9 +215,9 @@ def test_tokens_that_were_not_drawn_are_an_error(drawn: Run, tiny_float32: Loade
     assert digest_of(greedy) != digest_of(outcome)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_values_that_make_no_sense_are_refused() -> None:
+    """One line, with the value."""
+    for given, said in [
         ((-1.0, 0, 1.0, 1), "--temperature -1"),
         ((math.nan, 0, 1.0, 1), "--temperature nan"),
         ((0.8, -1, 1.0, 1), "--top-k -1"),
@@ -226,14 +225,11 @@ def test_tokens_that_were_not_drawn_are_an_error(drawn: Run, tiny_float32: Loade
         ((0.8, 0, 1.5, 1), "--top-p 1.5"),
         ((0.8, 0, 1.0, 0), "--seeds 0"),
         ((0.0, 5, 1.0, 1), "need a temperature"),
-    ],
-)
-def test_values_that_make_no_sense_are_refused(given: tuple[Any, ...], said: str) -> None:
-    """One line, with the value."""
-    with pytest.raises(UserError, match=said):
-        check_sampling(*given)
-    assert check_sampling(0.8, 50, 0.95, 20)
-    assert not check_sampling(0.0, 0, 1.0, 1)
+    ]:
+        with pytest.raises(UserError, match=said):
+            check_sampling(*given)
+        assert check_sampling(0.8, 50, 0.95, 20)
+        assert not check_sampling(0.0, 0, 1.0, 1)
 
 
 def test_a_tape_from_anywhere_is_checked() -> None:

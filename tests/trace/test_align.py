@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from nondet.sampling.plan import Span
@@ -32,15 +31,11 @@ def test_what_cannot_be_told_is_not_guessed() -> None:
     assert roles_of([(Sizes(2, 9, 1), (2, 16))] * 2) is None  # two may be the tokens, or a width
 
 
-@pytest.mark.parametrize(
-    ("window", "columns", "keys"),
-    # b computes positions 10 to 12 beside a's 0 to 3; with a window of 4 its keys begin at 7, and 11 sees 8 to 11
-    [(None, range(4, 16), 4 + 13), (4, range(5, 9), 4 + 3 + 3)],
-)
-def test_a_position_sees_its_own_keys(window: int | None, columns: range, keys: int) -> None:
+def test_a_position_sees_its_own_keys() -> None:
     """Keys of a request follow one another in the pack: all so far, or the last cached ones of a window."""
-    pack = (Span("a", 0, 4, True), Span("b", 10, 3, True))
-    assert visible_keys(pack, "b", 11, window) == (columns, keys)
+    for window, columns, keys in [(None, range(4, 16), 4 + 13), (4, range(5, 9), 4 + 3 + 3)]:
+        pack = (Span("a", 0, 4, True), Span("b", 10, 3, True))
+        assert visible_keys(pack, "b", 11, window) == (columns, keys)
 
 
 def record(tokens: int, row: int, calls: list[tuple[str, list[Any], list[Any]]]) -> StepRecord:
@@ -118,16 +113,16 @@ def test_a_row_is_found_wherever_it_is() -> None:
     assert part.flatten().tolist() == [6.0, 7.0, 18.0, 19.0]
 
 
-@pytest.mark.parametrize("predicted", [0, 2, -1])
-def test_a_predicted_row_is_its_own(predicted: int) -> None:
+def test_a_predicted_row_is_its_own() -> None:
     """Of the logits; None where this step predicts nothing for the request."""
-    logits = torch.arange(12.0).reshape(1, 3, 4)
-    part = select(logits, ("", "predicted", ""), StepRecord(Sizes(9, 0, 3), 1, range(0), predicted))
-    if predicted < 0:
-        assert part is None
-    else:
-        assert part is not None
-        assert part.flatten().tolist() == logits[0, predicted].tolist()
+    for predicted in [0, 2, -1]:
+        logits = torch.arange(12.0).reshape(1, 3, 4)
+        part = select(logits, ("", "predicted", ""), StepRecord(Sizes(9, 0, 3), 1, range(0), predicted))
+        if predicted < 0:
+            assert part is None
+        else:
+            assert part is not None
+            assert part.flatten().tolist() == logits[0, predicted].tolist()
 
 
 HEADS, GROUP, WIDTH = 2, 3, 4
@@ -155,42 +150,42 @@ def test_heads_of_a_single_query_are_brought_into_one_form() -> None:
     assert wide.shape == (1, HEADS * GROUP, 1, 1)
 
 
-@pytest.mark.parametrize(("tokens", "cached"), [(2, True), (1, False)])
-def test_nothing_else_is_taken_for_packed_heads(tokens: int, cached: bool) -> None:
+def test_nothing_else_is_taken_for_packed_heads() -> None:
     """Several queries, or no cache that would say how many heads there are."""
-    query = torch.randn(1, HEADS, GROUP, WIDTH)
-    event = list(canonical(attention(tokens, query, query, query, cached=cached)))[-1]
-    assert [s.shape for s in (*event.inputs[:3], *event.outputs)] == [tuple(query.shape)] * 4
+    for tokens, cached in [(2, True), (1, False)]:
+        query = torch.randn(1, HEADS, GROUP, WIDTH)
+        event = list(canonical(attention(tokens, query, query, query, cached=cached)))[-1]
+        assert [s.shape for s in (*event.inputs[:3], *event.outputs)] == [tuple(query.shape)] * 4
 
 
-@pytest.mark.parametrize("repeated", [True, False])
-def test_repeated_keys_are_one_for_each_group_again(repeated: bool) -> None:
+def test_repeated_keys_are_one_for_each_group_again() -> None:
     """And where they are no repetition after all they stay as they are."""
-    keys = torch.randn(1, HEADS, 5, WIDTH)
-    wide = keys.repeat_interleave(GROUP, 1)
-    if not repeated:
-        wide[0, 1, 4, 3] += 1
-    query = torch.randn(1, HEADS * GROUP, 2, WIDTH)
-    slot = list(canonical(attention(2, query, wide, query, cached=True)))[-1].inputs[1]
-    assert slot.value is not None
-    assert torch.equal(slot.value, keys if repeated else wide)
-    assert slot.shape == tuple(slot.value.shape)
-    bare = attention(2, query, wide, query, cached=True)
-    bare.events[-1].inputs[1].value = None  # a step of which only shapes are wanted
-    assert list(canonical(bare))[-1].inputs[1].shape == tuple(keys.shape)
-    odd = Slot("1", (1, HEADS * GROUP - 1, 5, WIDTH), torch.float32, False, None)
-    bare.events[-1].inputs[1] = odd  # heads that no whole number of groups makes
-    assert list(canonical(bare))[-1].inputs[1] == odd
+    for repeated in [True, False]:
+        keys = torch.randn(1, HEADS, 5, WIDTH)
+        wide = keys.repeat_interleave(GROUP, 1)
+        if not repeated:
+            wide[0, 1, 4, 3] += 1
+        query = torch.randn(1, HEADS * GROUP, 2, WIDTH)
+        slot = list(canonical(attention(2, query, wide, query, cached=True)))[-1].inputs[1]
+        assert slot.value is not None
+        assert torch.equal(slot.value, keys if repeated else wide)
+        assert slot.shape == tuple(slot.value.shape)
+        bare = attention(2, query, wide, query, cached=True)
+        bare.events[-1].inputs[1].value = None  # a step of which only shapes are wanted
+        assert list(canonical(bare))[-1].inputs[1].shape == tuple(keys.shape)
+        odd = Slot("1", (1, HEADS * GROUP - 1, 5, WIDTH), torch.float32, False, None)
+        bare.events[-1].inputs[1] = odd  # heads that no whole number of groups makes
+        assert list(canonical(bare))[-1].inputs[1] == odd
 
 
-@pytest.mark.parametrize("call", ["Tensor.index_select", "embedding", "add"])
-def test_where_a_call_reads_is_no_input_of_what_it_reads(call: str) -> None:
+def test_where_a_call_reads_is_no_input_of_what_it_reads() -> None:
     """Places in a pack differ by their nature; the same integers given to any other call are inputs."""
-    x = torch.ones(3, 4)
-    a, b = (record(3, 0, [(call, [x, torch.tensor(at)], [x + at])]) for at in (0, 1))
-    finding = first_guilty(a, b, [record(2, 0, [(call, [x[:2], torch.tensor(0)], [x[:2]])])])
-    assert (finding.guilty is None) == (call == "add")
-    assert (finding.after is None) == (call != "add")
+    for call in ["Tensor.index_select", "embedding", "add"]:
+        x = torch.ones(3, 4)
+        a, b = (record(3, 0, [(call, [x, torch.tensor(at)], [x + at])]) for at in (0, 1))
+        finding = first_guilty(a, b, [record(2, 0, [(call, [x[:2], torch.tensor(0)], [x[:2]])])])
+        assert (finding.guilty is None) == (call == "add")
+        assert (finding.after is None) == (call != "add")
 
 
 def parting() -> tuple[StepRecord, StepRecord]:
@@ -222,23 +217,23 @@ def test_what_decides_whether_inputs_are_equal() -> None:
         assert (finding.guilty, finding.after, finding.compared) == (None, None, 0)
 
 
-@pytest.mark.parametrize("through", [True, False])
-def test_a_shared_result_is_followed_to_whom_it_reaches(through: bool) -> None:
+def test_a_shared_result_is_followed_to_whom_it_reaches() -> None:
     """By way of another shared one too; but only where both arms' call takes what this call gave."""
-    steps = []
-    for x, row in ((torch.full((1, 4), 7.0), 0), (torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4]), 1)):
-        top = x.max()
-        scale = top * 2 if through or not row else torch.tensor(5.0)
-        calls = [("max", [x], [top]), ("scale", [top], [scale]), ("divide", [x, scale], [x / scale])]
-        steps.append(record(len(x), row, calls if through else [calls[0], calls[2]]))
-    if not through:  # the first arm's call takes the maximum itself, the second's something else
-        divide = steps[0].events[1].inputs[1]
-        divide.value = steps[0].events[0].outputs[0].value
-    finding = first_guilty(*steps, [])
-    if through:
-        assert finding.guilty is not None
-        assert finding.guilty.a.key.call == "max"
-    else:
-        assert finding.guilty is None
-        assert finding.after is not None
-        assert finding.after.a.key.call == "divide"
+    for through in [True, False]:
+        steps = []
+        for x, row in ((torch.full((1, 4), 7.0), 0), (torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4]), 1)):
+            top = x.max()
+            scale = top * 2 if through or not row else torch.tensor(5.0)
+            calls = [("max", [x], [top]), ("scale", [top], [scale]), ("divide", [x, scale], [x / scale])]
+            steps.append(record(len(x), row, calls if through else [calls[0], calls[2]]))
+        if not through:  # the first arm's call takes the maximum itself, the second's something else
+            divide = steps[0].events[1].inputs[1]
+            divide.value = steps[0].events[0].outputs[0].value
+        finding = first_guilty(*steps, [])
+        if through:
+            assert finding.guilty is not None
+            assert finding.guilty.a.key.call == "max"
+        else:
+            assert finding.guilty is None
+            assert finding.after is not None
+            assert finding.after.a.key.call == "divide"

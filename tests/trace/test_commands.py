@@ -123,9 +123,11 @@ def test_recorded_completions_are_played_and_traced(
     assert control.sentence.endswith(": repeated, it is bit-identical to the record")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_wrong_input_is_one_line(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong, before anything is measured: exit code 2, no traceback."""
+    for arguments, said in [
         (["trace", "--request", "t000000"], "--run goes with one --request"),
         (["trace", "--impl", "both"], "more than one implementation"),
         (["trace", "--load", "graphs=on"], "can't be traced"),
@@ -133,17 +135,13 @@ def test_recorded_completions_are_played_and_traced(
         (["trace", "--repro", "script.sh"], "not a .py file"),
         (["trace", "--run", "missing.jsonl", "--request", "t000000"], "no run file"),
         (["replay", "missing.jsonl", "--request", "t000000"], "no run file"),
-    ],
-)
-def test_wrong_input_is_one_line(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What is wrong, before anything is measured: exit code 2, no traceback."""
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert "Traceback" not in err
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        monkeypatch.chdir(tmp_path)
+        assert main(arguments) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert "Traceback" not in err
 
 
 def test_what_a_run_lacks_is_one_line(

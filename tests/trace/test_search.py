@@ -34,7 +34,10 @@ from tests.trace.conftest import LOAD, arms_of, model_of, trace
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("llama", "qwen3", "mistral", "gemma2"))],
+)
 def test_float32_models_are_traced_to_a_cure(name: str) -> None:
     """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures.
 
@@ -109,13 +112,13 @@ def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
     assert "it shows the difference" in write_and_run(tmp_path / "repro.py", guilty)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_clean_model_gives_no_culprit(dtype: torch.dtype) -> None:
+def test_a_clean_model_gives_no_culprit() -> None:
     """Under the invariant kernels there is nothing to find, and the trace says what it tried."""
-    traced = trace(model_of("qwen3", dtype), impl="invariant")
-    assert traced.verdict.finding == "no divergence observed"
-    assert not traced.culprits
-    assert "beside 6 other requests" in traced.verdict.sentences[0]
+    for dtype in [torch.float32, torch.float16]:
+        traced = trace(model_of("qwen3", dtype), impl="invariant")
+        assert traced.verdict.finding == "no divergence observed"
+        assert not traced.culprits
+        assert "beside 6 other requests" in traced.verdict.sentences[0]
 
 
 def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
@@ -538,31 +541,31 @@ def lost_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("function", [F_EXACT.linear, split])
-def test_rounding_is_no_bug(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+def test_rounding_is_no_bug() -> None:
     """Whatever the order, and with partial sums in half precision."""
-    if dtype == torch.float16 and function is split:
-        dtype = torch.float32  # its sums of ones need 10 bits on the way, as every fp16 sum of 1,000 does
-    assert exact(product(function, dtype), "linear").status == "identical"
+    for dtype in [torch.bfloat16, torch.float16, torch.float32]:
+        for function in [F_EXACT.linear, split]:
+            if dtype == torch.float16 and function is split:
+                dtype = torch.float32  # its sums of ones need 10 bits on the way, as every fp16 sum of 1,000 does
+            assert exact(product(function, dtype), "linear").status == "identical"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_mean_of_integers_that_cancel_is_no_bug(dtype: torch.dtype) -> None:
+def test_a_mean_of_integers_that_cancel_is_no_bug() -> None:
     """Near zero the distance in ULP is in the thousands, and means nothing."""
-    assert (
-        exact(attention(F_EXACT.scaled_dot_product_attention, dtype), "scaled_dot_product_attention").status
-        == "identical"
-    )
+    for dtype in [torch.bfloat16, torch.float16, torch.float32]:
+        assert (
+            exact(attention(F_EXACT.scaled_dot_product_attention, dtype), "scaled_dot_product_attention").status
+            == "identical"
+        )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("function", [lost_tail, flipped])
-def test_a_wrong_sum_is_a_bug(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+def test_a_wrong_sum_is_a_bug() -> None:
     """What is lost or of the wrong sign is beyond rounding."""
-    replay = exact(product(function, dtype), "linear")
-    assert replay.status == "divergent"
-    assert "a bug" in replay.sentence
+    for dtype in [torch.bfloat16, torch.float32]:
+        for function in [lost_tail, flipped]:
+            replay = exact(product(function, dtype), "linear")
+            assert replay.status == "divergent"
+            assert "a bug" in replay.sentence
 
 
 def test_lost_keys_are_a_bug() -> None:
@@ -665,14 +668,14 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_a_trace_ends_with_the_trees_of_both_arms(name: str) -> None:
+def test_a_trace_ends_with_the_trees_of_both_arms() -> None:
     """A planted order is named in both arms; one order in other digits is not called another order."""
-    operator, function, said = TREES[name]
-    replay = tree_of(operator, function)
-    assert said in replay.sentence
-    assert (replay.status == "divergent") == (said in _TURNED)
-    assert ("each proven by the bits of" in replay.sentence) == (name != "coarser")
+    for name in TREES:
+        operator, function, said = TREES[name]
+        replay = tree_of(operator, function)
+        assert said in replay.sentence
+        assert (replay.status == "divergent") == (said in _TURNED)
+        assert ("each proven by the bits of" in replay.sentence) == (name != "coarser")
 
 
 def test_a_product_of_two_arguments_of_the_request_s_own_has_no_tree_and_says_why() -> None:
@@ -698,9 +701,9 @@ def kept_of(rows: dict[tuple[str, int], list[int]], readers: str = "", **logits:
 T0, T1, D0 = ("t", 0), ("t", 1), ("d", 0)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "site"),
-    [
+def test_the_least_place_is_the_first_that_differs() -> None:
+    """By position, then in the order of computation, and the logits last."""
+    for a, b, site in [
         (kept_of({T0: [1, 2, 3]}), kept_of({T0: [1, 2, 3]}), None),
         (kept_of({T0: [1, 2, 3]}), kept_of({T0: [1, 5, 6]}), Site(("t", "t"), 0, "0.k")),
         # a position of which one arm has no record says nothing, and hides nothing behind it
@@ -709,8 +712,5 @@ T0, T1, D0 = ("t", 0), ("t", 1), ("d", 0)
         (kept_of({T0: [1, 2, 3]}), kept_of({D0: [1, 2, 4]}, "t"), None),
         (kept_of({T0: [1, 2, 3]}), kept_of({D0: [1, 4, 4]}, "t"), Site(("t", "d"), 0, "0.k")),
         (kept_of({T0: [1, 2, 3]}, t=7), kept_of({T0: [1, 2, 3]}, t=8), Site(("t", "t"), 0, "logits")),
-    ],
-)  # fmt: skip
-def test_the_least_place_is_the_first_that_differs(a: CoarseCapture, b: CoarseCapture, site: Site | None) -> None:
-    """By position, then in the order of computation, and the logits last."""
-    assert least_site(a, b, ("t", "t")) == site
+    ]:
+        assert least_site(a, b, ("t", "t")) == site

@@ -190,29 +190,29 @@ def traced(engine: Engine) -> tuple[TraceVerdict, dict[str, Control], list[Culpr
     return verdict, {r.name: r for r in wrote if isinstance(r, Control)}, [r for r in wrote if isinstance(r, Culprit)]
 
 
-@pytest.mark.parametrize("second", [False, True])
-def test_nothing_is_named_where_nothing_differs(second: bool) -> None:
+def test_nothing_is_named_where_nothing_differs() -> None:
     """And what was compared is said."""
-    verdict, controls, culprits = traced(Engine(second))
-    assert verdict.finding == "no divergence observed"
-    assert controls["run to run"].passed
-    assert controls["capture"].passed
-    assert controls["company"].figures == {"requests": 1, "logprobs": 0}
-    assert not culprits
+    for second in [False, True]:
+        verdict, controls, culprits = traced(Engine(second))
+        assert verdict.finding == "no divergence observed"
+        assert controls["run to run"].passed
+        assert controls["capture"].passed
+        assert controls["company"].figures == {"requests": 1, "logprobs": 0}
+        assert not culprits
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("second", [False, True])
-def test_attention_that_follows_its_step_is_named(layer: int, second: bool) -> None:
+def test_attention_that_follows_its_step_is_named() -> None:
     """From its fifth position on, beside two others at least; who was in that step is told."""
-    engine = Engine(second)
-    engine.model.layers[layer].attn.faulty = True
-    verdict, controls, [culprit] = traced(engine)
-    assert verdict.finding == "batch-dependent"
-    assert (culprit.module, culprit.call) == (f"layers.{layer}.attn", "Attention")
-    assert (culprit.layer, culprit.position, culprit.token) == (str(layer), 6, 1)
-    assert next(iter(culprit.differences.values())).mismatched
-    assert "prefills of b0" in controls["step"].sentence or "next tokens" in controls["step"].sentence
+    for layer in [0, 1, 2]:
+        for second in [False, True]:
+            engine = Engine(second)
+            engine.model.layers[layer].attn.faulty = True
+            verdict, controls, [culprit] = traced(engine)
+            assert verdict.finding == "batch-dependent"
+            assert (culprit.module, culprit.call) == (f"layers.{layer}.attn", "Attention")
+            assert (culprit.layer, culprit.position, culprit.token) == (str(layer), 6, 1)
+            assert next(iter(culprit.differences.values())).mismatched
+            assert "prefills of b0" in controls["step"].sentence or "next tokens" in controls["step"].sentence
 
 
 def test_a_product_that_follows_its_rows_is_named_by_its_operator() -> None:
@@ -254,27 +254,21 @@ def test_a_capture_that_changes_answers_names_nobody() -> None:
     assert not culprits
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
+def test_what_it_can_not_do_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for argv, says in [
         (("--run", "x.jsonl", "--request", "t0"), "--engine vllm and --run exclude each other"),
         (("--repro", "x.py"), "--engine vllm and --repro exclude each other"),
         (("--impl", "invariant:attention"), "unknown implementation under vLLM 'invariant:attention'"),
         ((), "vLLM is not installed"),
-    ],
-)
-def test_what_it_can_not_do_is_one_line(
-    argv: tuple[str, ...],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    assert main(["trace", "--engine", "vllm", "--device", "cpu", *argv, "--out", "t.jsonl"]) == 2
-    assert says in capsys.readouterr().err
-    assert not (tmp_path / "t.jsonl").exists()
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+        assert main(["trace", "--engine", "vllm", "--device", "cpu", *argv, "--out", "t.jsonl"]) == 2
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "t.jsonl").exists()
 
 
 @pytest.mark.vllm

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nondet.cli import main
-from nondet.core.records import Completion, Round, Row, Run, Status
+from nondet.core.records import Completion, Round, Run, Status
 from nondet.core.runfile import open_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import gate
@@ -21,9 +21,9 @@ from tests.build import failed, header, replayed, row, run_of, sampled
 WRONG = row([0, 0], status=Status.WRONG, reason="the result is float32, not bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("rows", "code"),
-    [
+def test_the_code_follows_the_verdicts() -> None:
+    """3 on divergence and on wrong results, 1 on no answer, with one line; 0 is for what was compared and agreed."""
+    for rows, code in [
         ([row([0, 0])], 0),
         ([row([0, 1])], 3),
         ([row([0, 1], replays=0)], 3),
@@ -37,16 +37,13 @@ WRONG = row([0, 0], status=Status.WRONG, reason="the result is float32, not bflo
         ([failed(Status.SKIPPED, "no such kernel")], 1),
         ([row([0])], 1),
         ([], 1),
-    ],
-)
-def test_the_code_follows_the_verdicts(rows: list[Row], code: int) -> None:
-    """3 on divergence and on wrong results, 1 on no answer, with one line; 0 is for what was compared and agreed."""
-    got, line = exit_code(run_of(*rows), "divergent")
-    assert got == code
-    assert bool(line) == (code == 1)
-    assert "\n" not in line
-    measured = not rows or any(r.measured for r in rows)
-    assert exit_code(run_of(*rows), None)[0] == (0 if measured else 1)
+    ]:
+        got, line = exit_code(run_of(*rows), "divergent")
+        assert got == code
+        assert bool(line) == (code == 1)
+        assert "\n" not in line
+        measured = not rows or any(r.measured for r in rows)
+        assert exit_code(run_of(*rows), None)[0] == (0 if measured else 1)
 
 
 def test_a_run_that_was_killed_is_no_pass() -> None:
@@ -149,13 +146,13 @@ def decision(run: Run, rate: float = 0.1, confidence: float = 0.95, by: str = "l
     return decide(run, rate=rate, confidence=confidence, by=by, **options)  # type: ignore[arg-type] # of decide's own
 
 
-@pytest.mark.parametrize(("rate", "needed"), [(0.1, 29), (0.01, 299), (0.001, 2995), (0.5, 5)])
-def test_how_many_tries_see_a_rate(rate: float, needed: int) -> None:
+def test_how_many_tries_see_a_rate() -> None:
     """The figures that everybody can check: 1 - (1 - p)^n reaches 95% at n, and not at n - 1."""
-    assert Power("stock", 1, 1, rate, 0.95, "load").needed == needed
-    for tries, enough in ((needed, True), (needed - 1, False)):
-        power = Power("stock", tries, tries, rate, 0.95, "load")
-        assert (power.enough, power.seen("load") >= 0.95, power.bound("load") <= rate) == (enough,) * 3
+    for rate, needed in [(0.1, 29), (0.01, 299), (0.001, 2995), (0.5, 5)]:
+        assert Power("stock", 1, 1, rate, 0.95, "load").needed == needed
+        for tries, enough in ((needed, True), (needed - 1, False)):
+            power = Power("stock", tries, tries, rate, 0.95, "load")
+            assert (power.enough, power.seen("load") >= 0.95, power.bound("load") <= rate) == (enough,) * 3
 
 
 def test_enough_loads_open_the_gate_and_one_fewer_does_not() -> None:
@@ -230,10 +227,10 @@ def test_a_sweep_has_counts_and_no_rate() -> None:
     assert decision(run_of(row([0, 0], status=Status.WRONG, reason="zeros"))).outcome == Outcome.SHUT
 
 
-@pytest.mark.parametrize("rows", [[], [row([0])], [row([0, 0]), failed()]])
-def test_no_answer_is_not_open(rows: list[Row]) -> None:
+def test_no_answer_is_not_open() -> None:
     """Nothing compared, or something failed."""
-    assert decision(run_of(*rows)).code == 1
+    for rows in [[], [row([0])], [row([0, 0]), failed()]]:
+        assert decision(run_of(*rows)).code == 1
 
 
 def test_implementations_are_judged_alone_where_they_are_named() -> None:
@@ -287,37 +284,31 @@ def test_too_few_is_a_failure_to_ci(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "gate open" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("argv", "word"),
-    [
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and the value that was given."""
+    for argv, word in [
         (["gate"], "Name a run file"),
         (["gate", "missing.jsonl"], "missing.jsonl"),
         (["gate", "x", "--rate", "2"], "--rate '2'"),
         (["gate", "x", "--rate", "0%"], "'0%'"),
         (["gate", "x", "--confidence", "sure"], "'sure'"),
         (["gate", "x", "--by", "token"], "'token'"),
-    ],
-)
-def test_bad_input_is_one_line(argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, and the value that was given."""
-    assert main(argv) == 2
-    seen = capsys.readouterr()
-    assert word in seen.err
-    assert (seen.err.count("\n"), seen.out) == (1, "")
+    ]:
+        assert main(argv) == 2
+        seen = capsys.readouterr()
+        assert word in seen.err
+        assert (seen.err.count("\n"), seen.out) == (1, "")
 
 
-@pytest.mark.parametrize(
-    ("findings", "said"),
-    [
+def test_a_gate_that_is_shut_says_which() -> None:
+    """A divergence and a wrong result are mended in two ways."""
+    for findings, said in [
         ([row([0, 1])], "gate shut: it diverged: stock: batch-dependent"),
         ([row([0, 0], status=Status.WRONG, reason="zeros")], "gate shut: it is wrong: stock: wrong"),
         ([row([0, 1], status=Status.WRONG, reason="zeros")], "gate shut: it is wrong and it diverged: stock: wrong"),
-    ],
-)
-def test_a_gate_that_is_shut_says_which(findings: list[Row], said: str) -> None:
-    """A divergence and a wrong result are mended in two ways."""
-    run = run_of(*findings)
-    assert gate.text(decision(run), run)[-1].startswith(said)
+    ]:
+        run = run_of(*findings)
+        assert gate.text(decision(run), run)[-1].startswith(said)
 
 
 def typed(run: Run, *argv: str) -> Run:
@@ -325,34 +316,36 @@ def typed(run: Run, *argv: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    ("argv", "prompts", "by", "command"),
-    [
+def test_too_few_names_the_command_that_is_enough() -> None:
+    """With the run's own model, prompts and load; a run that it plans has the loads and the requests."""
+    for argv, prompts, by, command in [
         ([], 1, "load", "nondet sample --impl stock --load targets=2 --n 60"),
         (
             ["--load", "heavy,targets=9", "--model", "my model", "--n", "40", "--out", "x.jsonl", "--dtype=float32"],
-            1, "load",
+            1,
+            "load",
             "nondet sample --impl stock --load heavy,targets=2 --n 60 --model 'my model' --dtype=float32",
         ),
-        (["--prompts", "p.txt", "--trust-remote-code"], 5, "load",
-         "nondet sample --impl stock --load targets=2 --n 13 --prompts p.txt --trust-remote-code"),
+        (
+            ["--prompts", "p.txt", "--trust-remote-code"],
+            5,
+            "load",
+            "nondet sample --impl stock --load targets=2 --n 13 --prompts p.txt --trust-remote-code",
+        ),
         (["--load=light"], 1, "request", "nondet sample --impl stock --load light --n 300"),
-    ],
-)  # fmt: skip
-def test_too_few_names_the_command_that_is_enough(argv: list[str], prompts: int, by: str, command: str) -> None:
-    """With the run's own model, prompts and load; a run that it plans has the loads and the requests."""
-    run = typed(loads(3, prompts=prompts), *argv)
-    rate = 0.1 if by == "load" else 0.01
-    last = gate.text(decision(run, rate, by=by), run)[-1]
-    assert last.startswith("gate not enough was compared: ")
-    assert last.endswith(f" Run: {command}")
-    n = int(command.partition("--n ")[2].split()[0])
-    if by == "load":
-        subjects = [[i for i in range(n * prompts) if i % prompts == p] for p in range(prompts)]
-        tried = {i // 2 for mine in subjects for i in mine if i // 2 != mine[0] // 2}
-        assert len(tried) >= 29
-    else:
-        assert decision(loads(150), rate, by=by).outcome == Outcome.OPEN
+    ]:
+        run = typed(loads(3, prompts=prompts), *argv)
+        rate = 0.1 if by == "load" else 0.01
+        last = gate.text(decision(run, rate, by=by), run)[-1]
+        assert last.startswith("gate not enough was compared: ")
+        assert last.endswith(f" Run: {command}")
+        n = int(command.partition("--n ")[2].split()[0])
+        if by == "load":
+            subjects = [[i for i in range(n * prompts) if i % prompts == p] for p in range(prompts)]
+            tried = {i // 2 for mine in subjects for i in mine if i // 2 != mine[0] // 2}
+            assert len(tried) >= 29
+        else:
+            assert decision(loads(150), rate, by=by).outcome == Outcome.OPEN
 
 
 def test_loads_that_varied_nothing_are_not_advised_again() -> None:

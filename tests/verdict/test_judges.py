@@ -74,34 +74,34 @@ def untested(run: Run) -> tuple[Verdict, int]:
     return verdict, exit_code(run, "divergent")[0]
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_nothing_compared_hides_no_wrong_answer(value: float) -> None:
+def test_nothing_compared_hides_no_wrong_answer() -> None:
     """One completion, an axis without effect, one answer of a server: wrong is said before that."""
-    lone, sample = simple(loads=0), of_samples(value)
-    runs = [
-        msgspec.structs.replace(sample, completions=sample.completions[:1]),
-        computed(varied(BASE | {"chunk=5": "AAAA"}, "chunk=5"), value),
-        computed(msgspec.structs.replace(lone, completions=lone.completions[:1]), value),
-    ]
-    told = [untested(run) for run in runs]
-    assert [(verdict.findings, code) for verdict, code in told] == [((Finding.WRONG, Finding.UNTESTED), 3)] * 3
-    assert all("hold NaN or infinite logprobs: wrong; " in verdict.text for verdict, _ in told)
+    for value in VALUES:
+        lone, sample = simple(loads=0), of_samples(value)
+        runs = [
+            msgspec.structs.replace(sample, completions=sample.completions[:1]),
+            computed(varied(BASE | {"chunk=5": "AAAA"}, "chunk=5"), value),
+            computed(msgspec.structs.replace(lone, completions=lone.completions[:1]), value),
+        ]
+        told = [untested(run) for run in runs]
+        assert [(verdict.findings, code) for verdict, code in told] == [((Finding.WRONG, Finding.UNTESTED), 3)] * 3
+        assert all("hold NaN or infinite logprobs: wrong; " in verdict.text for verdict, _ in told)
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_a_diagnosis_calls_it_wrong_and_no_cure(value: float) -> None:
+def test_a_diagnosis_calls_it_wrong_and_no_cure() -> None:
     """What the model computes comes before the batch; completions that agree in NaN show no cure."""
-    mine = Outcome(
-        request=Request("r0", True, (1, 2), 2, 0), token_ids=[7, 7], logprobs=logprobs(value), margins=b"",
-        runner_up=[], finish="length", schedule=[], batch_min=1, batch_max=1,
-    )  # fmt: skip
-    session = Session(outcomes=[mine], steps=2, tokens=2, seconds=1.0, tops={"r0": [(value, 1.0, 7, 8)] * 2})
-    run = Run(header=header("diagnose", {}), steps=[greedy_step((session,), str)])
-    assert conclude(run).finding == Finding.WRONG
-    assert cure_step(under_the_cure(), IMPL, "a", ()).outcome == "yes"
-    cure = cure_step(computed(under_the_cure(), value), IMPL, "a", ())
-    assert cure.outcome == "no"
-    assert "6 completions hold NaN or infinite logprobs" in cure.sentence
+    for value in VALUES:
+        mine = Outcome(
+            request=Request("r0", True, (1, 2), 2, 0), token_ids=[7, 7], logprobs=logprobs(value), margins=b"",
+            runner_up=[], finish="length", schedule=[], batch_min=1, batch_max=1,
+        )  # fmt: skip
+        session = Session(outcomes=[mine], steps=2, tokens=2, seconds=1.0, tops={"r0": [(value, 1.0, 7, 8)] * 2})
+        run = Run(header=header("diagnose", {}), steps=[greedy_step((session,), str)])
+        assert conclude(run).finding == Finding.WRONG
+        assert cure_step(under_the_cure(), IMPL, "a", ()).outcome == "yes"
+        cure = cure_step(computed(under_the_cure(), value), IMPL, "a", ())
+        assert cure.outcome == "no"
+        assert "6 completions hold NaN or infinite logprobs" in cure.sentence
 
 
 # Whole verdicts and what a gate makes of them, word for word: no clause, no note and no reason goes unseen.
@@ -297,12 +297,12 @@ def section(part: Callable[[], Iterator[tuple[str, Run]]]) -> str:
     return "".join(f"# {part.__name__}: {name}\n" + "".join(f"{line}\n" for line in told(run)) for name, run in part())
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_whole_verdicts_are_what_they_were(part: Callable[[], Iterator[tuple[str, Run]]]) -> None:
+def test_whole_verdicts_are_what_they_were() -> None:
     """Every branch of every judge has its words here."""
-    made_now = section(part)
-    assert made_now.count("# ") > 10
-    assert made_now in KEPT.read_text(encoding="utf-8")
+    for part in PARTS:
+        made_now = section(part)
+        assert made_now.count("# ") > 10
+        assert made_now in KEPT.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

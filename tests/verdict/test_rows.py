@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from nondet.core.records import Axis, Status
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
@@ -39,10 +37,10 @@ def test_a_clean_verdict_says_which_sizes_were_tried() -> None:
     assert "batch sizes" not in none.text
 
 
-@pytest.mark.parametrize("varied", ["batch_size", "position", "query_chunk", "cache", "load", "prompt_length"])
-def test_every_way_to_vary_the_batch_counts_as_batch(varied: str) -> None:
+def test_every_way_to_vary_the_batch_counts_as_batch() -> None:
     """Whatever rides along, comes before or shares the call is the batch."""
-    assert judge_rows([row([0, 1], varied=varied)])[0].finding == Finding.BATCH
+    for varied in ["batch_size", "position", "query_chunk", "cache", "load", "prompt_length"]:
+        assert judge_rows([row([0, 1], varied=varied)])[0].finding == Finding.BATCH
 
 
 def test_the_same_call_again_is_run_to_run() -> None:
@@ -149,20 +147,12 @@ def test_unknown_axes_are_called_by_their_name() -> None:
     assert verdict.text == "bits depend on memory format in 1 of 1 case (conv)"
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [failed()],
-        [failed(Status.SKIPPED, "no such kernel")],
-        [row([0])],
-        [row([], trials=0)],
-    ],
-)
-def test_nothing_compared_is_no_verdict(rows: list[object]) -> None:
+def test_nothing_compared_is_no_verdict() -> None:
     """Failures, skips and single variants show nothing, neither good nor bad."""
-    (verdict,) = judge_rows(rows)  # type: ignore[arg-type] # rows of the factory
-    assert verdict.finding == Finding.UNTESTED
-    assert "nothing was compared" in verdict.text
+    for rows in [[failed()], [failed(Status.SKIPPED, "no such kernel")], [row([0])], [row([], trials=0)]]:
+        (verdict,) = judge_rows(rows)  # type: ignore[arg-type] # rows of the factory
+        assert verdict.finding == Finding.UNTESTED
+        assert "nothing was compared" in verdict.text
 
 
 def test_failures_are_counted_beside_a_clean_verdict() -> None:

@@ -118,13 +118,13 @@ def test_parting_in_unknown_batches_is_blamed_on_nothing(counts: dict[str, Sampl
     assert "batch-dependent" not in verdict.text
 
 
-@pytest.mark.parametrize("n", [0, 1])
-def test_a_single_completion_compares_nothing(counts: dict[str, SampleCounts], n: int) -> None:
+def test_a_single_completion_compares_nothing(counts: dict[str, SampleCounts]) -> None:
     """One completion agrees with itself: that is no result."""
-    lone = replace(counts["invariant"], n=n, failed=3)
-    verdict = judge_counts(lone, VARIED)
-    assert verdict.finding == Finding.UNTESTED
-    assert verdict.notes == ("3 failed requests are counted in no other figure.",)
+    for n in [0, 1]:
+        lone = replace(counts["invariant"], n=n, failed=3)
+        verdict = judge_counts(lone, VARIED)
+        assert verdict.finding == Finding.UNTESTED
+        assert verdict.notes == ("3 failed requests are counted in no other figure.",)
 
 
 def test_a_run_that_contradicts_itself_gets_no_verdict(counts: dict[str, SampleCounts]) -> None:
@@ -194,14 +194,14 @@ def test_a_repeated_round_that_agrees_leaves_the_batch_to_blame(counts: dict[str
     assert verdict.notes == ("Run again: 1 round (60 requests), bit-identical.",)
 
 
-@pytest.mark.parametrize("impl", ["stock", "invariant"])
-def test_a_repeated_round_that_parts_is_run_to_run(counts: dict[str, SampleCounts], impl: str) -> None:
+def test_a_repeated_round_that_parts_is_run_to_run(counts: dict[str, SampleCounts]) -> None:
     """Neither batch dependence nor a clean sample survives requests that come out otherwise in the same batches."""
-    verdict = judge_counts(counts[impl], VARIED, [replay(3)])
-    assert verdict.finding == Finding.RUN_TO_RUN
-    assert "batch-dependent" not in verdict.text
-    assert "no divergence" not in verdict.text
-    assert "Run again: 3 of 60 requests in 1 round differed." in verdict.notes
+    for impl in ["stock", "invariant"]:
+        verdict = judge_counts(counts[impl], VARIED, [replay(3)])
+        assert verdict.finding == Finding.RUN_TO_RUN
+        assert "batch-dependent" not in verdict.text
+        assert "no divergence" not in verdict.text
+        assert "Run again: 3 of 60 requests in 1 round differed." in verdict.notes
 
 
 def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) -> None:
@@ -256,18 +256,18 @@ def test_completions_of_nan_are_wrong_however_alike(counts: dict[str, SampleCoun
     )
 
 
-@pytest.mark.parametrize(("completions", "traces"), [(1, 1), (1, 2), (2, 2), (2, 1)])
-def test_tokens_are_a_part_of_a_trace(counts: dict[str, SampleCounts], completions: int, traces: int) -> None:
+def test_tokens_are_a_part_of_a_trace(counts: dict[str, SampleCounts]) -> None:
     """At the limit: as many traces as completions or more; two completions in one trace are a contradiction."""
-    made = replace(
-        counts["stock"], completions={f"c{i}": 30 for i in range(completions)},
-        traces={0: {f"t{i}": 30 for i in range(traces)}}, answers={},
-    )  # fmt: skip
-    if completions > traces:
-        with pytest.raises(UserError, match=r"stock has 2 completions in one trace\b.*edited by hand"):
-            judge_counts(made, VARIED)
-    else:
-        assert judge_counts(made, VARIED).finding.is_divergence == (traces > 1)
+    for completions, traces in [(1, 1), (1, 2), (2, 2), (2, 1)]:
+        made = replace(
+            counts["stock"], completions={f"c{i}": 30 for i in range(completions)},
+            traces={0: {f"t{i}": 30 for i in range(traces)}}, answers={},
+        )  # fmt: skip
+        if completions > traces:
+            with pytest.raises(UserError, match=r"stock has 2 completions in one trace\b.*edited by hand"):
+                judge_counts(made, VARIED)
+        else:
+            assert judge_counts(made, VARIED).finding.is_divergence == (traces > 1)
 
 
 # Axes varied alone: a verdict and a gate rest on what was compared, and on values that took effect.
@@ -318,9 +318,9 @@ def varied(arms: Arms, unproven: str = "", per_round: int = 4, note: str = "", l
 BASE: Arms = {"base": "AAAA"}
 
 
-@pytest.mark.parametrize(
-    ("run", "finding", "code"),
-    [
+def test_a_gate_opens_on_axes_that_were_compared() -> None:
+    """3 where bits parted, 1 where an axis that was asked for said nothing, 0 where every axis was compared."""
+    for run, finding, code in [
         (varied(BASE | {"chunk=5": "AAAA"}), Finding.CLEAN, 0),
         (varied(BASE | {"chunk=5": "AAAA"}, note="needs CUDA"), Finding.CLEAN, 0),
         (varied(BASE | {"chunk=5": "BBBB"}), Finding.OTHER, 3),
@@ -337,14 +337,11 @@ BASE: Arms = {"base": "AAAA"}
         (varied(BASE | {"chunk=5": "BBBB"}, "chunk=5"), Finding.UNATTRIBUTED, 3),
         # what moved in the second round alone, which nobody ran again
         (varied(BASE | {"chunk=5": "AAAB"}, per_round=2), Finding.UNATTRIBUTED, 3),
-    ],
-)
-def test_a_gate_opens_on_axes_that_were_compared(run: Run, finding: Finding, code: int) -> None:
-    """3 where bits parted, 1 where an axis that was asked for said nothing, 0 where every axis was compared."""
-    (verdict,) = judge(run)
-    assert verdict.finding == finding
-    got, line = exit_code(run, "divergent")
-    assert (got, bool(line)) == (code, code == 1)
+    ]:
+        (verdict,) = judge(run)
+        assert verdict.finding == finding
+        got, line = exit_code(run, "divergent")
+        assert (got, bool(line)) == (code, code == 1)
 
 
 def test_what_followed_an_axis_is_told_from_what_the_run_may_have_done() -> None:
@@ -372,18 +369,20 @@ def beside(stock: Run, other: Run, impl: str = "invariant") -> Run:
     return msgspec.structs.replace(stock, **{name: getattr(stock, name) + moved[name] for name in fields})
 
 
-@pytest.mark.parametrize("other", ["AAAA", "BBBB"])
-def test_nan_that_agrees_with_itself_is_wrong(other: str) -> None:
+def test_nan_that_agrees_with_itself_is_wrong() -> None:
     """Whatever else is found: the gate is shut, and the count of such completions comes first."""
-    run = varied(BASE | {"chunk=5": other}, lost="A")
-    (verdict,) = judge(run)
-    assert verdict.finding == Finding.WRONG
-    assert (Finding.OTHER in verdict.findings) == (other == "BBBB")
-    assert verdict.text.startswith(f"{8 if other == 'AAAA' else 4} completions hold NaN or infinite logprobs: wrong")
-    sound = judge(varied(BASE | {"chunk=5": other}))[0]
-    kept = sound.counts[:-1] if other == "AAAA" else sound.counts  # what else was counted is told as well
-    assert (verdict.counts[1:], verdict.bounds) == (kept, ())
-    assert exit_code(run, "divergent") == (3, "")
+    for other in ["AAAA", "BBBB"]:
+        run = varied(BASE | {"chunk=5": other}, lost="A")
+        (verdict,) = judge(run)
+        assert verdict.finding == Finding.WRONG
+        assert (Finding.OTHER in verdict.findings) == (other == "BBBB")
+        assert verdict.text.startswith(
+            f"{8 if other == 'AAAA' else 4} completions hold NaN or infinite logprobs: wrong"
+        )
+        sound = judge(varied(BASE | {"chunk=5": other}))[0]
+        kept = sound.counts[:-1] if other == "AAAA" else sound.counts  # what else was counted is told as well
+        assert (verdict.counts[1:], verdict.bounds) == (kept, ())
+        assert exit_code(run, "divergent") == (3, "")
 
 
 def test_each_implementation_has_its_own_completions() -> None:
@@ -427,10 +426,7 @@ def test_one_failed_request_takes_no_other_with_it() -> None:
 
 def test_notes_say_what_was_run_again_and_what_was_not() -> None:
     """Each of the three notes where it holds, and nowhere else; an axis that was not run keeps its reason."""
-    again, other = (
-        "Run again: 1 round (4 requests), bit-identical.",
-        "in rounds that were not repeated",
-    )
+    again, other = ("Run again: 1 round (4 requests), bit-identical.", "in rounds that were not repeated")
     first, later = (judge(varied(BASE | {"chunk=5": traces}, per_round=2))[0] for traces in ("BAAA", "AAAB"))
     assert first.notes == (again,)
     assert later.notes == (again, later.notes[-1])

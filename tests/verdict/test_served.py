@@ -142,12 +142,12 @@ def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
     assert [v for v in verdicts if Finding.UNATTRIBUTED in v.findings]
 
 
-@pytest.mark.parametrize("run", [simple(status="error"), simple(loads=0), simple(prompt=1)])
-def test_a_planned_load_without_an_answer_is_no_clean_one(run: Run) -> None:
+def test_a_planned_load_without_an_answer_is_no_clean_one() -> None:
     """It failed, was never asked, or was another prompt's: that nothing parted alone says nothing of loads."""
-    assert judge(run)[0].finding == Finding.UNPROVEN
-    assert "planned under load, and got no answer" in told(run)
-    assert exit_code(run, "divergent")[0] == 1
+    for run in [simple(status="error"), simple(loads=0), simple(prompt=1)]:
+        assert judge(run)[0].finding == Finding.UNPROVEN
+        assert "planned under load, and got no answer" in told(run)
+        assert exit_code(run, "divergent")[0] == 1
 
 
 def test_neighbours_alone_prove_no_load() -> None:
@@ -192,22 +192,23 @@ def test_each_server_has_its_own_loads() -> None:
     assert (watcher.loads, watcher.diverged) == (6, False)
 
 
-@pytest.mark.parametrize("arm", ["loaded", "solo"])
-def test_another_end_is_another_answer(arm: str) -> None:
+def test_another_end_is_another_answer() -> None:
     """Equal tokens and logprobs, and one request that ended otherwise: told, and never clean."""
-    run = simple()
-    assert judge(run)[0].finding == Finding.CLEAN
-    odd = [i for i, c in enumerate(run.completions) if c.arm == arm][-3:]
-    for i in odd:
-        run.completions[i] = msgspec.structs.replace(run.completions[i], finish="eos")
-    verdict = judge(run)[0]
-    assert verdict.finding.is_divergence
-    assert "3 of which ended for another reason than equal ones" in verdict.text
-    assert "differ, none in tokens" in verdict.text
-    assert "Completions ended for different reasons: eos 3, length 121; 3 of them for another reason than most" in told(
-        run
-    )
-    assert exit_code(run, "divergent")[0] == 3
+    for arm in ["loaded", "solo"]:
+        run = simple()
+        assert judge(run)[0].finding == Finding.CLEAN
+        odd = [i for i, c in enumerate(run.completions) if c.arm == arm][-3:]
+        for i in odd:
+            run.completions[i] = msgspec.structs.replace(run.completions[i], finish="eos")
+        verdict = judge(run)[0]
+        assert verdict.finding.is_divergence
+        assert "3 of which ended for another reason than equal ones" in verdict.text
+        assert "differ, none in tokens" in verdict.text
+        assert (
+            "Completions ended for different reasons: eos 3, length 121; 3 of them for another reason than most"
+            in told(run)
+        )
+        assert exit_code(run, "divergent")[0] == 3
 
 
 def test_a_role_is_no_first_token() -> None:
@@ -228,16 +229,16 @@ def test_a_role_is_no_first_token() -> None:
     assert text is not None
 
 
-@pytest.mark.parametrize("known_by", [KnownBy.IDS, KnownBy.BYTES])
-def test_lost_logprobs_are_incomparable(known_by: KnownBy) -> None:
+def test_lost_logprobs_are_incomparable() -> None:
     """An answer without them, where others have them, is not another trace."""
-    answer = Answer(ask="a", text="ab", token_ids=(1, 2), token_bytes=(b"a", b"b"), finish="length")
-    assert not isinstance(Tokens(known_by).trace(answer), str)
-    tokens = Tokens(known_by)
-    tokens.with_logprobs = True
-    assert tokens.trace(answer) == "it has no logprobs, and others of this run do"
-    empty = Answer(ask="a", text="", token_ids=(), token_bytes=(), finish="eos")
-    assert not isinstance(tokens.trace(empty), str)
+    for known_by in [KnownBy.IDS, KnownBy.BYTES]:
+        answer = Answer(ask="a", text="ab", token_ids=(1, 2), token_bytes=(b"a", b"b"), finish="length")
+        assert not isinstance(Tokens(known_by).trace(answer), str)
+        tokens = Tokens(known_by)
+        tokens.with_logprobs = True
+        assert tokens.trace(answer) == "it has no logprobs, and others of this run do"
+        empty = Answer(ask="a", text="", token_ids=(), token_bytes=(), finish="eos")
+        assert not isinstance(tokens.trace(empty), str)
 
 
 def changed(run: Run, change: Callable[[Completion], dict[str, Any]]) -> Run:
@@ -295,17 +296,17 @@ def test_each_server_is_credited_with_its_own_loads() -> None:
     assert proven_tries(alone, "server") == (119, 29)  # the first of each is what the others are held against
 
 
-@pytest.mark.parametrize(("decoding", "running", "loads"), [(2, None, 30), (1, None, 0), (0, 2.0, 30), (0, 1.0, 0)])
-def test_two_at_a_time_are_a_load_and_one_is_none(decoding: int, running: float | None, loads: int) -> None:
+def test_two_at_a_time_are_a_load_and_one_is_none() -> None:
     """At the limit, by streams and by what the server says it runs."""
-    run = simple()
-    for i, r in enumerate(run.rounds):
-        if r.arm == "loaded" and r.traffic is not None:
-            traffic = msgspec.structs.replace(r.traffic, decoding_most=decoding, running_most=running)
-            run.rounds[i] = msgspec.structs.replace(r, traffic=traffic)
-    loaded = evidence(run)["server", 0]["loaded"]
-    assert (loaded.rounds, bool(loaded.proof), proven_tries(run, "server")[1]) == (loads, loads > 0, loads)
-    assert judge(run)[0].finding == (Finding.CLEAN if loads else Finding.UNPROVEN)
+    for decoding, running, loads in [(2, None, 30), (1, None, 0), (0, 2.0, 30), (0, 1.0, 0)]:
+        run = simple()
+        for i, r in enumerate(run.rounds):
+            if r.arm == "loaded" and r.traffic is not None:
+                traffic = msgspec.structs.replace(r.traffic, decoding_most=decoding, running_most=running)
+                run.rounds[i] = msgspec.structs.replace(r, traffic=traffic)
+        loaded = evidence(run)["server", 0]["loaded"]
+        assert (loaded.rounds, bool(loaded.proof), proven_tries(run, "server")[1]) == (loads, loads > 0, loads)
+        assert judge(run)[0].finding == (Finding.CLEAN if loads else Finding.UNPROVEN)
 
 
 def test_one_failed_request_is_counted_apart() -> None:
@@ -339,14 +340,14 @@ def test_an_arm_that_nothing_is_held_against_is_held_against_itself() -> None:
     )
 
 
-@pytest.mark.parametrize(("warm", "finding"), [("BBBBBB", Finding.CACHE), ("BBBBBC", Finding.UNATTRIBUTED)])
-def test_a_cache_is_named_where_what_it_gives_is_one_answer(warm: str, finding: Finding) -> None:
+def test_a_cache_is_named_where_what_it_gives_is_one_answer() -> None:
     """An arm that does not agree with itself may have parted by the run."""
-    completions = [completion(i, "cold", round_=i) for i in range(6)]
-    completions += [completion(i, "warm", trace, round_=6 + i, cached=5) for i, trace in enumerate(warm)]
-    [comparison] = subjects(made(completions, []))[0].comparisons
-    assert (comparison.arm, comparison.base, comparison.finding) == ("warm", "cold", finding)
-    assert comparison.why == (() if finding == Finding.CACHE else ("Warm does not agree with itself.",))
+    for warm, finding in [("BBBBBB", Finding.CACHE), ("BBBBBC", Finding.UNATTRIBUTED)]:
+        completions = [completion(i, "cold", round_=i) for i in range(6)]
+        completions += [completion(i, "warm", trace, round_=6 + i, cached=5) for i, trace in enumerate(warm)]
+        [comparison] = subjects(made(completions, []))[0].comparisons
+        assert (comparison.arm, comparison.base, comparison.finding) == ("warm", "cold", finding)
+        assert comparison.why == (() if finding == Finding.CACHE else ("Warm does not agree with itself.",))
 
 
 def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
@@ -362,33 +363,30 @@ def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
     assert pooled_odds(evidence(made(completions, [])), "server") == {}
 
 
-@pytest.mark.parametrize(
-    ("arm", "cached", "proven", "words"),
-    [
+def test_a_cache_is_proven_by_every_answer() -> None:
+    """Cold where none had a token cached, warm where all had one."""
+    for arm, cached, proven, words in [
         ("cold", (0, 0), True, "the server had 0 prompt tokens cached"),
         ("cold", (0, 1), False, "the server had 0 to 1 prompt tokens cached, so it was not cold"),
         ("warm", (5, 5), True, "the server had 5 prompt tokens cached"),
         ("warm", (1, 5), True, "the server had 1 to 5 prompt tokens cached"),
         ("warm", (0, 5), False, "the server had 0 to 5 prompt tokens cached, so it was not warm"),
-    ],
-)
-def test_a_cache_is_proven_by_every_answer(arm: str, cached: tuple[int, int], proven: bool, words: str) -> None:
-    """Cold where none had a token cached, warm where all had one."""
-    run = made([completion(i, arm, round_=i, cached=n) for i, n in enumerate(cached)], [])
-    seen = evidence(run)["server", 0][arm]
-    assert (seen.proof, seen.proof_words) == ("metrics" if proven else "", words)
+    ]:
+        run = made([completion(i, arm, round_=i, cached=n) for i, n in enumerate(cached)], [])
+        seen = evidence(run)["server", 0][arm]
+        assert (seen.proof, seen.proof_words) == ("metrics" if proven else "", words)
 
 
-@pytest.mark.parametrize(("arm", "hits", "proven"), [("cold", 0.0, True), ("cold", 3.0, False), ("warm", 3.0, True)])
-def test_a_cache_is_proven_by_the_servers_counter(arm: str, hits: float, proven: bool) -> None:
+def test_a_cache_is_proven_by_the_servers_counter() -> None:
     """Where its answers do not say; a counter that stood still says it of every answer."""
-    completions = [completion(i, arm, round_=i) for i in range(2)]
-    run = changed(made(completions, [ended(i, arm, 1, 0) for i in range(2)]), lambda c: {"served": Served()})
-    for i, r in enumerate(run.rounds):
-        assert r.traffic is not None
-        counted = msgspec.structs.replace(r.traffic, counters={"vllm:prefix_cache_hits_total": hits / 2})
-        run.rounds[i] = msgspec.structs.replace(r, traffic=counted)
-    seen = evidence(run)["server", 0][arm]
-    assert (seen.proof == "metrics") == proven
-    assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
-    assert seen.proof_words.endswith("so it was not cold") == (not proven)
+    for arm, hits, proven in [("cold", 0.0, True), ("cold", 3.0, False), ("warm", 3.0, True)]:
+        completions = [completion(i, arm, round_=i) for i in range(2)]
+        run = changed(made(completions, [ended(i, arm, 1, 0) for i in range(2)]), lambda c: {"served": Served()})
+        for i, r in enumerate(run.rounds):
+            assert r.traffic is not None
+            counted = msgspec.structs.replace(r.traffic, counters={"vllm:prefix_cache_hits_total": hits / 2})
+            run.rounds[i] = msgspec.structs.replace(r, traffic=counted)
+        seen = evidence(run)["server", 0][arm]
+        assert (seen.proof == "metrics") == proven
+        assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
+        assert seen.proof_words.endswith("so it was not cold") == (not proven)
