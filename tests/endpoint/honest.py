@@ -306,7 +306,8 @@ def openai_completion(steps: list[Step], told: Told, own: bool) -> dict[str, Any
             "text_offset": list(range(len(steps))),
         }
     if own and told.body.get("return_token_ids"):
-        choice |= {"token_ids": [s.id for s in steps], "prompt_token_ids": list(told.prompt)}
+        choice["token_ids"] = [s.id for s in steps]
+        choice |= {} if told.body.get("stream") else {"prompt_token_ids": list(told.prompt)}
     return {"object": "text_completion", "model": MODEL, "choices": [choice]}
 
 
@@ -448,6 +449,7 @@ class Cheats:
     temperature_ignored: bool = False  # greedy at any temperature
     one_draw: bool = False  # without a seed, requests that run at the same time share their draws
     context: int = 0  # what /v1/models says of it; 0 says nothing
+    split_names: bool = False  # a token in three has no text, as half a character, and the answer's text is another
     deterministic: bool = False  # what /server_info says of its mode, and at a temperature a seed of its own
     restart_changes: bool = False  # `restart()` gives another model
     no_ids: bool = False  # no token ids, as an old version
@@ -467,6 +469,7 @@ class Honest(Server):
 
     Attributes:
         requests: Bodies of all completions asked for, in order.
+        pages: Paths of everything that was asked for.
         most_running: Most requests at work at once so far.
     """
 
@@ -481,6 +484,7 @@ class Honest(Server):
         self._weights = ""
         self._cache: set[bytes] = set()
         self._count = itertools.count()
+        self.pages: list[str] = []
         self._answered = self._batches = self._beside = 0
         self._prompts: dict[int, tuple[int, ...]] = {}
 
@@ -496,6 +500,7 @@ class Honest(Server):
         self._cache.clear()
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        self.pages.append(request.path)
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             writer.write(json_response({"error": {"message": "wrong key"}}, 401))
             return True
@@ -556,7 +561,10 @@ class Honest(Server):
                 steps.append(new)
                 told = dataclasses.replace(told, finish=finish)
                 if stream:
-                    writer.write(event(word(steps if self.dialect == "sglang" else [new], told, True, chat)[0]))
+                    said = word(steps if self.dialect == "sglang" else [new], told, True, chat)[0]
+                    if self.cheats.split_names and new.id % 3 == 0:
+                        said["choices"][0]["logprobs"]["tokens"] = ["bytes:\\xe2"]
+                    writer.write(event(said))
                     await writer.drain()
         finally:
             self.running -= 1
