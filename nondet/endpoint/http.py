@@ -211,7 +211,7 @@ _SHOWN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,
 
 
 # The first part of a host that looks like a key in its place: what may be one is in no message and no file.
-_TOKEN = re.compile(r"((sk|pk|hf|gh[opsu]|gsk|nvapi|xai|pplx|r8|key|token)[-_][\w-]{6,}|[0-9a-z_]{24,})(\..*)?", re.I)
+_TOKEN = re.compile(r"(((sk|pk|xai|pplx|nvapi)-|(hf|gh[opsu]|gsk|r8)_)[\w-]{12,}|\w{24,})(\..*)?", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
