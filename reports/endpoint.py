@@ -110,8 +110,8 @@ class ArmFigures:
     @property
     def far(self) -> float:
         """How far, in nats, some answer is from what rounding does: a margin at a fork, or a gap before one."""
-        forks = [p.margin for p, _ in self.partings if p.margin is not None and not self.drawn]
-        return max([self.gap, *forks], default=0.0)
+        forks = [p.margin for p, _ in self.partings if p.margin is not None]
+        return 0.0 if self.drawn else max([self.gap, *forks])
 
     @property
     def gap_requests(self) -> int:

@@ -96,6 +96,16 @@ class ArmEvidence:
         """Whether all of them agree in every bit, and in how they ended."""
         return len(self.answers) <= 1
 
+    @property
+    def steady(self) -> bool:
+        """Whether those do that found as many cached tokens."""
+        return all(len(answers) <= 1 for answers in self.by_cache.values())
+
+    def held_against(self, base: ArmEvidence) -> Iterator[tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]]:
+        """The answers with each number of cached tokens, and the base's, where it has none with as many all of them."""
+        for cached, answers in self.by_cache.items():
+            yield answers, base.by_cache.get(cached, base.answers)
+
     def beside(self, *others: ArmEvidence | None) -> ArmEvidence:
         """The arm, and what others know of numbers of cached tokens that it never met."""
         more = [(cached, some) for arm in others if arm and arm.proof for cached, some in arm.by_cache.items()]
@@ -288,8 +298,7 @@ def off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
 
 def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
     """Answers of the arm of which the base has none with these tokens, logprobs and end; with these tokens."""
-    traces_off = sum(off(some, base.by_cache.get(cached, base.answers)) for cached, some in arm.by_cache.items())
-    return traces_off, off(arm.completions, base.completions)
+    return sum(off(*pair) for pair in arm.held_against(base)), off(arm.completions, base.completions)
 
 
 def _parted(n: int, traces_off: int, tokens_off: int) -> Reason:
@@ -439,7 +448,8 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
         caches_agree = bool(cold.proof and warm.proof) and set(cold.answers) == set(warm.answers)
     for arm in (some[name] for name in LOADED if name in some):
         if solo is not None:
-            yield _against(arm, solo.beside(cold, warm), doubts, Finding.BATCH, caches_agree, odds.get(arm.arm))
+            base = _base_of(some, "solo")
+            yield _against(arm, base, doubts, Finding.BATCH, caches_agree, odds.get(arm.arm))
         elif arm.n > 1:
             yield _itself(arm, [*doubts, reason("no-solo")])
 
@@ -453,6 +463,11 @@ def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
     if len(fingerprints) > 1:
         doubts.append(reason("servers", n=len(fingerprints)))
     return doubts
+
+
+def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
+    """What an arm is held against: the load's base also knows what cold and warm answers alone were."""
+    return arms[name].beside(arms.get("cold"), arms.get("warm")) if name == "solo" else arms[name]
 
 
 def _opening(first: ArmEvidence, alone: Sequence[ArmEvidence], doubts: Sequence[Reason]) -> Comparison | None:
@@ -484,16 +499,17 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
     return Comparison(arm.arm, "itself", arm.n, traces_off, tokens_off, finding, tuple(why))
 
 
-def chance_of(arm: ArmEvidence, base: ArmEvidence, odd: int | None = None) -> float:
+def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
     """The odd ones of the arm, dealt at random over both: the chance that none of them falls to the base.
 
-    If the two arms differ in nothing, every deal is as likely as the one that was seen.
+    If the two arms differ in nothing, every deal is as likely as the one that was seen; those of each number of cached
+    tokens are dealt apart.
     """
-    odd = off(arm.answers, base.answers) if odd is None else odd
-    both = arm.n + base.n
-    return math.exp(
-        math.lgamma(both - odd + 1) - math.lgamma(arm.n - odd + 1) - (math.lgamma(both + 1) - math.lgamma(arm.n + 1))
-    )
+    chance = 0.0
+    for some, held in arm.held_against(base):
+        n, both, odd = some.total(), some.total() + held.total(), off(some, held)
+        chance += math.lgamma(both - odd + 1) - math.lgamma(n - odd + 1) - (math.lgamma(both + 1) - math.lgamma(n + 1))
+    return math.exp(chance)
 
 
 def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl: str) -> dict[str, float]:
@@ -504,9 +520,9 @@ def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl
     """
     odds: dict[str, float] = {}
     for arm, base in (("warm", "cold"), ("chunked", "solo"), ("loaded", "solo")):
-        mine = [(arms[arm], arms[base]) for (name, _), arms in known.items() if name == impl and {arm, base} <= {*arms}]
-        pairs = [(a, b) for a, b in mine if a.n and b.n]
-        if pairs and all(b.consistent for _, b in pairs):
+        mine = [arms for (name, _), arms in known.items() if name == impl and {arm, base} <= {*arms}]
+        pairs = [(arms[arm], _base_of(arms, base)) for arms in mine if arms[arm].n and arms[base].n]
+        if pairs and all(b.steady for _, b in pairs):
             odds[arm] = math.prod(chance_of(a, b) for a, b in pairs)
     return odds
 
@@ -523,12 +539,12 @@ def _against(
     traces_off, tokens_off = _apart(arm, base)
     if not traces_off:
         return Comparison(arm.arm, base.arm, arm.n, 0, 0, Finding.CLEAN if arm.proof else Finding.UNPROVEN)
-    chance = chance_of(arm, base, traces_off)
-    if pooled is not None and base.consistent:
+    chance = chance_of(arm, base)
+    if pooled is not None and base.steady:
         chance = min(chance, pooled)
     names = {"arm": arm.arm, "base": base.arm}
     why = list(doubts)
-    if not all(len(some) <= 1 for some in base.by_cache.values()):
+    if not base.steady:
         why.append(reason("base-unsteady", **names))
     if not arm.proof:
         why.append(reason("not-shown", arm=arm.arm, proof=arm.shown))
