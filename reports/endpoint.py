@@ -291,22 +291,17 @@ class EndpointSection:
         on = [line for line in self.servers if DETERMINISTIC in line]
         if on and len(on) == len(self.servers):
             other = ": try --attention-backend triton" if "attention fa3" in on[0] else ""
-            return f"its own mode is on (--enable-deterministic-inference), and did not help{other}"
-        return (
-            "not tried: switch on the server's own (vLLM: VLLM_BATCH_INVARIANT=1, SGLang: "
-            "--enable-deterministic-inference)"
-        )
+            differ = f", and answers differ{other}" if self.parted else ""
+            return f"its own mode is on (--enable-deterministic-inference){differ}"
+        modes = "vLLM: VLLM_BATCH_INVARIANT=1, SGLang: --enable-deterministic-inference"
+        return f"not tried: switch on the server's own ({modes})"
 
     @property
     def not_rounding(self) -> str:
         """A warning where answers differ by more than rounding does; else nothing."""
         far = max((f.far for f in self.figures if f.arm != "first"), default=0.0)
-        return (
-            f"Some answers differ by {number_text(far)} nats: rounding does not do that. Look for a defect, such as "
-            "keys or positions of another request that are read."
-            if far > _FAR
-            else ""
-        )
+        said = f"Some answers differ by {number_text(far)} nats: rounding does not do that. Look for a defect, such as "
+        return f"{said}keys or positions of another request that are read." if far > _FAR else ""
 
     def answered(self, *kinds: str) -> list[str]:
         """Questions that any server answers so."""

@@ -70,7 +70,7 @@ _NOT_THERE = {"http-401", "http-403", "http-404", "http-405", "http-501"}
 class _Model(Struct):
     id: str
     owned_by: str | None = None
-    max_model_len: int | None = None
+    max_model_len: Any = None
 
 
 class _Models(Struct):
@@ -302,7 +302,7 @@ class HttpClient:
             listed = []
         owners = [self._transport.key.reason(model.owned_by or "", 40) for model in listed]
         self.server = await self._known_page([_OWNERS[owner] for owner in owners if owner in _OWNERS])
-        self.context = min((m.max_model_len for m in listed if m.max_model_len), default=None)
+        self.context = min((m.max_model_len for m in listed if isinstance(m.max_model_len, int)), default=None)
         name = self.server.partition(" ")[0]
         if self.protocol == "auto":
             path = self._transport.address.protocol
@@ -324,13 +324,14 @@ class HttpClient:
         return named[0] if named else ""
 
     async def _mode(self, server: str) -> str:
-        """Version, mode and attention of a SGLang, by the page that it had under two names; "" of others."""
-        for path in ("/server_info", "/get_server_info") if server == "sglang" else ():
-            with contextlib.suppress(AttemptError):
-                said = read(parse(await self._page("GET", path)), _Sglang)
-                parts = [said.version, DETERMINISTIC if said.enable_deterministic_inference else ""]
-                parts += [f"attention {said.attention_backend}" if said.attention_backend else ""]
-                return self._transport.key.reason(", ".join(filter(None, parts)), 80)
+        """Version, mode and attention of a SGLang; "" of others."""
+        if server != "sglang":
+            return ""
+        with contextlib.suppress(AttemptError):
+            said = read(parse(await self._page("GET", "/server_info")), _Sglang)
+            mode = [DETERMINISTIC] if said.enable_deterministic_inference else []
+            backend = [f"attention {said.attention_backend}"] if said.attention_backend else []
+            return self._transport.key.reason(", ".join([said.version or "of no version", *mode, *backend]), 80)
         return ""
 
     async def _openai(self, owners: list[str]) -> str:

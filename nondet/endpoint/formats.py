@@ -122,11 +122,9 @@ def _drop_holes(parts: Parts, text: str) -> None:
         if usage not in (count, count + ended):
             parts.note(f"{count} of {'unknown' if usage is None else usage} token ids (none taken)")
             parts.ids, parts.bytes, parts.chosen, parts.top = None, None, [], []
-    if parts.ids is not None and parts.named:
-        parts.bytes = None
-    if parts.ids is not None or parts.bytes is None or parts.named:
-        return
-    if not b"".join(parts.bytes).startswith(text.encode()):
+    if parts.named:
+        parts.bytes = None if parts.ids is not None else parts.bytes
+    elif parts.ids is None and parts.bytes is not None and not b"".join(parts.bytes).startswith(text.encode()):
         parts.note("bytes of tokens that are not the text's (not taken)")
         parts.bytes = None
 
@@ -460,7 +458,7 @@ class _Finish(Struct):
 
 class _Meta(_Counts):
     weight_version: str | None = None
-    num_retractions: int | None = None
+    num_retractions: Any = None
     finish_reason: _Finish | None = None
     output_token_logprobs: list[_Entry] | None = None
     output_top_logprobs: list[list[_Entry]] | None = None

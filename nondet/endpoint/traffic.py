@@ -71,9 +71,11 @@ _POLL_FIRST_SECONDS, _POLL_SECONDS = 0.005, 0.2
 _RUNNING = (":num_requests_running", ":num_running_reqs", ":requests_processing", "tgi_batch_current_size")
 _WAITING = (":num_requests_waiting", ":num_queue_reqs", ":requests_deferred", "tgi_queue_size")
 # Counters that a round's record keeps the movement of: cache hits, requests that ended, preemptions.
-_COUNTED = ("prefix_cache", "cached_tokens", "cache_hit", "request_success", "num_requests_total", "preempt")
+_COUNTED = (
+    *("prefix_cache_hits", "prefix_cache_queries", "cache_hits", "cached_tokens"),  # cache_hit_rate is a gauge
+    *("request_success", "num_requests_total", "preempt"),
+)
 _RETRACTED = "num_retracted_reqs"  # SGLang's preemptions: a gauge, of which the most is kept
-_RATE = "_rate"  # ends the names of gauges, which count nothing
 
 OnAnswer = Callable[[Planned, Answer, Served], None]
 
@@ -135,7 +137,7 @@ def counters(before: dict[str, float], after: dict[str, float]) -> dict[str, flo
     moved = {
         name: after[name] - value
         for name, value in before.items()
-        if name in after and any(word in name for word in _COUNTED) and not name.endswith(_RATE)
+        if name in after and any(word in name for word in _COUNTED)
     }
     return {name: by for name, by in moved.items() if math.isfinite(by)}
 

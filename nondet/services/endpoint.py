@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nondet.errors import UserError
-from nondet.sampling.plan import long_prompts
 from nondet.services import options as o
 
 if TYPE_CHECKING:
@@ -83,21 +82,18 @@ def server(request: Any, impl: str, url: str | None, model: str | None) -> Serve
     return Server(impl, make, make().url, model or "")
 
 
+def chosen(request: Any) -> bool:
+    """Whether somebody chose the prompts, which then are asked as they are."""
+    return any(getattr(request, name, None) is not None for name in ("prompt", "prompt_file", "prompts"))
+
+
 def meet(
-    request: Any, output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, *, chosen: bool
+    request: Any, output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, more: Sequence[str]
 ) -> list[str]:
-    """Connect, and give the prompts to ask: beside the default one long ones, where they fit the servers' context.
-
-    Args:
-        chosen: Whether somebody chose the prompts: then they are asked as they are.
-
-    Raises:
-        UserError: as `reach`.
-    """
+    """Connect, as `reach`, and give the prompts to ask: these, and of some more those that fit the servers' context."""
     if not output.sink.quiet:
         output.sink.say(f"connecting to {' and '.join(s.url for s in servers)} ...")
     context = reach(servers, cuts=any(s.top_k for s in request.samplings))
-    more = [] if chosen else long_prompts()
     return [*prompts, *(t for t in more if context is None or len(t) // _CHARACTERS_LEAST + length <= context)]
 
 

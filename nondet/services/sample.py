@@ -224,12 +224,7 @@ def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, co
 
 def _riders(request: SampleRequest) -> list[str]:
     """What is completed beside the default prompt; nothing beside prompts that somebody chose, or without a load."""
-    return [] if _chosen(request) or not request.engine_load.others else long_prompts()
-
-
-def _chosen(request: SampleRequest) -> bool:
-    """Whether somebody chose the prompts."""
-    return request.prompt is not None or request.prompt_file is not None or request.prompts is not None
+    return [] if e.chosen(request) or not request.engine_load.others else long_prompts()
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -471,7 +466,7 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
     if request.compare_endpoint is not None:
         model = request.compare_model or request.model
         servers.append(e.server(request, "server-2", request.compare_endpoint, model))
-    texts = e.meet(request, output, servers, texts, request.length, chosen=_chosen(request))
+    texts = e.meet(request, output, servers, texts, request.length, [] if e.chosen(request) else long_prompts())
     subjects = len(texts) * max(1, len(request.samplings))
     n = max(_N_LOADED_LEAST, _N_LOADED // subjects) if request.n is None else request.n
     arms = parse_arms(request.arms or _ARMS, n, subjects)

@@ -34,8 +34,7 @@ from nondet.verdict.wording import Reason, reason, words
 ALONE = ("solo", "cold", "warm", "first")
 LOADED = ("chunked", "loaded")
 # Counters of cached prompt tokens that were used, by parts of their names.
-_HITS = ("prefix_cache_hits", "cached_tokens", "cache_hit")
-_RATE = "_rate"  # ends the names of gauges, which count nothing
+_HITS = ("prefix_cache_hits", "cached_tokens", "cache_hits")
 
 
 def is_endpoint(run: Run) -> bool:
@@ -191,10 +190,7 @@ def _formed(traffic: Traffic) -> bool:
 
 def _hits(traffic: Sequence[Traffic]) -> float | None:
     """Cached prompt tokens that the server's own counter counted over the rounds; None where it has none."""
-    moved = [
-        [v for name, v in t.counters.items() if any(h in name for h in _HITS) and not name.endswith(_RATE)]
-        for t in traffic
-    ]
+    moved = [[v for name, v in t.counters.items() if any(h in name for h in _HITS)] for t in traffic]
     return sum(map(sum, moved)) if moved and all(moved) else None
 
 
