@@ -192,8 +192,8 @@ def sample(
     """Complete one prompt n times under a changing load, as `nondet sample` does.
 
     Args:
-        n: Completions; None: 1,000, or of an endpoint what its arms need by default.
-        prompt: The prompt; None: the embedded model's.
+        n: Completions; None: 1,200, or of an endpoint what its arms need by default.
+        prompt: The prompt; None: the embedded model's, with two long ones beside it.
         model: Folder, hub name, or random weights such as "random:qwen3-12x1024"; None: the embedded model.
         impl: "stock", "stock-no-cudnn", "invariant", "both", "invariant:attention", ...; None: both.
         load: "none", "light", "default", "heavy", or keys such as "others=60,budget=256".

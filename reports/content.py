@@ -408,7 +408,7 @@ def run_blocks(report: Report, number: int) -> list[Block]:
 
 
 def _head(report: Report, section: RunSection) -> list[Block]:
-    run, machine = section.run, environment_line(section.run.header.environment)
+    run, machine = section.run, _load("endpoint:machine_line")(section.run)
     end = sentence(section.headline)
     made: list[Block] = [
         Heading(Bit(section.title), level=2, only="mp"),

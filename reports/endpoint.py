@@ -11,16 +11,19 @@ import numpy as np
 
 from nondet.core.records import Completion, Round, Run, Served
 from nondet.core.traces import Trace
+from nondet.endpoint.arms import DETERMINISTIC
 from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
 from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Items, Paragraph, Table, grid
-from nondet.reports.text import counted
+from nondet.reports.text import counted, environment_line
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
-from nondet.verdict.findings import plural, subject_name, subject_unit
+from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
 from nondet.verdict.served import ArmEvidence, Comparison, evidence, subjects
 
 _COMPARISONS_MOST = 40
+# Nats: where the likeliest token leads by so much, or a logprob moves by so much, no rounding of a layer did it.
+_FAR = 1.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,12 @@ class ArmFigures:
     def gap(self) -> float:
         """The largest of any trace."""
         return max((p.gap for p, _ in self.partings), default=0.0)
+
+    @property
+    def far(self) -> float:
+        """How far, in nats, some answer is from what rounding does: a margin at a fork, or a gap before one."""
+        forks = [p.margin for p, _ in self.partings if p.margin is not None]
+        return 0.0 if self.drawn else max([self.gap, *forks])
 
     @property
     def gap_requests(self) -> int:
@@ -271,9 +280,28 @@ class EndpointSection:
         several = len({subject for _, subject, _ in self.comparisons}) > 1
         return [
             f"{f'prompt {s}, ' if several and s.isdecimal() else f'{s}, ' if several else ''}{c.text}: {c.finding}"
+            + (f" ({c.why[0].rstrip('.')})" if c.finding == Finding.UNATTRIBUTED and c.why else "")
             for _, s, c in self.comparisons
             if c.traces_off
         ]
+
+    @property
+    def cure(self) -> str:
+        """What to try next: a server's own mode, unless it is on."""
+        on = [line for line in self.servers if DETERMINISTIC in line]
+        if on and len(on) == len(self.servers):
+            other = ": try --attention-backend triton" if "attention fa3" in on[0] else ""
+            differ = f", and answers differ{other}" if self.parted else ""
+            return f"its own mode is on (--enable-deterministic-inference){differ}"
+        modes = "vLLM: VLLM_BATCH_INVARIANT=1, SGLang: --enable-deterministic-inference"
+        return f"not tried: switch on the server's own ({modes})"
+
+    @property
+    def not_rounding(self) -> str:
+        """A warning where answers differ by more than rounding does; else nothing."""
+        far = max((f.far for f in self.figures if f.arm != "first"), default=0.0)
+        said = f"Some answers differ by {number_text(far)} nats: rounding does not do that. Look for a defect, such as "
+        return f"{said}keys or positions of another request that are read." if far > _FAR else ""
 
     def answered(self, *kinds: str) -> list[str]:
         """Questions that any server answers so."""
@@ -285,6 +313,13 @@ class EndpointSection:
         requests = sum(f.gap_requests for f in self.figures)
         largest = max((f.gap for f in self.figures), default=0.0)
         return f"logprobs off by up to {number_text(largest)} at {counted(requests)} requests" if requests else ""
+
+
+def machine_line(run: Run, *, commit: bool = True) -> str:
+    """The machine in one line; of a server, which has its own, what it says of itself, and who asked."""
+    here = environment_line({k: v for k, v in run.header.environment.items() if commit or k != "commit"})
+    servers = dict.fromkeys(s.software or s.url for s in run.servers)
+    return one_line(f"{', '.join(servers)} · asked from: {here}", 400) if servers else here
 
 
 def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection:
@@ -312,6 +347,7 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
         return f"{f.impl}, {f.arm}" if several else f.arm
 
     briefs = [*told.servers, *_contract_line(told), *(f"{name(f)}: {f.line}" for f in told.figures)]
+    briefs += [told.not_rounding] if told.not_rounding else []
     made: list[Block] = [
         *(Paragraph(line, only=BRIEF) for line in briefs),
         Heading("Servers", f"servers-{number}", "servers"),
@@ -341,6 +377,7 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
             "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
         )
         made += [Heading("Arms", level=4), Paragraph(note, "soft"), arms]
+        made += [Paragraph(told.not_rounding, "warn")] if told.not_rounding else []
     if told.comparisons:
         seen = grid(
             told.comparisons,

@@ -24,6 +24,7 @@ from nondet.reports.bench import speed_table
 from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, Table, grid
+from nondet.reports.endpoint import machine_line
 from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.samples import SampleSection, tree_of
 from nondet.reports.traces import Story, embed_steps, pair_of
@@ -141,13 +142,9 @@ def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
     greedy = "; a trace is greedy, and shows only what the logits do" if any(is_drawn(r) for r in report.runs) else ""
     told = f"a server does not show it: trace the model's folder in process{greedy}"
     operator = Step("operator", told, known=False, command=command)
-    cure = Step(
-        "cure",
-        "not tried: switch on the server's own (vLLM: VLLM_BATCH_INVARIANT=1, SGLang: "
-        "--enable-deterministic-inference), sample again, and compare the two runs",
-        known=False,
-        command="nondet diff BEFORE.jsonl AFTER.jsonl",
-    )
+    cures = dict.fromkeys(r.endpoint.cure for r in report.runs if r.endpoint is not None)
+    again = f"{'; '.join(cures)}; sample again, and compare the two runs"
+    cure = Step("cure", again, known=False, command="nondet diff BEFORE.jsonl AFTER.jsonl")
     return cause, operator, cure
 
 
@@ -519,8 +516,7 @@ def first_screen(report: Report) -> FirstScreen | None:
 
 
 def _machines(report: Report) -> tuple[str, ...]:
-    named = ({k: v for k, v in r.run.header.environment.items() if k != "commit"} for r in report.runs)
-    return tuple(dict.fromkeys(map(figures.environment_line, named)))
+    return tuple(dict.fromkeys(machine_line(r.run, commit=False) for r in report.runs))
 
 
 def _of_mismatch(report: Report, data: dict[str, Any] | None) -> FirstScreen:

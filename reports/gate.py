@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 from nondet.core.records import Run
 from nondet.core.statistics import percent
 from nondet.errors import one_line
-from nondet.reports.text import code, environment_line, escape, own_options, table
+from nondet.reports.endpoint import machine_line
+from nondet.reports.text import code, escape, own_options, table
 from nondet.verdict.findings import Finding, Verdict, subject_name
 from nondet.verdict.gate import Decision, Outcome, power_text
 from nondet.verdict.served import is_endpoint
@@ -69,7 +70,9 @@ def enough_command(decision: Decision, run: Run) -> str:
         return shlex.join(["nondet", "gate", *own_options(run.header, _SERVER), *share])
     words = ["nondet", "sample", *(word for p in short for word in ("--impl", p.impl))]
     load = [word.removeprefix("--load=") for word in own_options(run.header, ["--load"])[-1:]]
-    subjects = max(1, len(run.header.plan.get("prompts") or []))
+    plan = run.header.plan
+    listed = max(1, len(plan.get("prompts") or []))
+    subjects = listed - plan.get("riders", 0) * plan.get("sampling", {}).get("seeds", 1)  # riders come with each round
     if power.by == "load":
         parts = load[0].split(",") if load and any(p.requests for p in short) else []  # of a load that varied batches
         load = [",".join([*(part for part in parts if not part.strip().startswith("targets")), f"targets={_TARGETS}"])]
@@ -120,7 +123,7 @@ def summary(decision: Decision, run: Run) -> str:
                 ],
             )
         )
-    where = escape(environment_line(run.header.environment))
+    where = escape(machine_line(run))
     blocks.append(f"{code(f'nondet {run.header.command}', cell=False)} on {where}")
     return "\n\n".join(blocks) + "\n"
 

@@ -183,8 +183,9 @@ ARMS: dict[str, str] = {
     "chunked": "while a long neighbour arrived in mid-answer",
     "loaded": "among others, as the load says",
 }
+DETERMINISTIC = "deterministic inference"  # in what a server says of itself: its own mode is on
 _FEW = 6  # tell a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%
-_SOLO_MOST, _ARM_MOST = 32, 1_000_000
+_SOLO_MOST, _SOLO_LEAST, _ARM_MOST = 32, 10, 1_000_000
 _CHARACTERS_PER_TOKEN = 4
 _LONG_NEIGHBOUR = 4  # times the longest background prompt
 
@@ -199,6 +200,7 @@ class Planned:
     text: str  # of a background request; a target's is the prompt's
     max_tokens: int
     wait: float = 0.0  # seconds after the round begins, or of a long neighbour the share of a solo answer
+    cold: bool = False  # whether it must find no cached prefix
 
 
 @dataclass(frozen=True)
@@ -246,8 +248,8 @@ class ArmPlan:
         return f"{text}, and {beside:,} beside them" if beside else text
 
 
-def parse_arms(spec: str, n: int) -> dict[str, int]:
-    """Read `--arms`: names, each with the completions of each prompt that it makes ("solo=50,loaded").
+def parse_arms(spec: str, n: int, prompts: int = 1) -> dict[str, int]:
+    """Read `--arms`: names, each with the completions of each of the prompts that it makes ("solo=50,loaded").
 
     An unknown arm, one twice, or a number that makes no sense is a `UserError`.
     """
@@ -259,7 +261,8 @@ def parse_arms(spec: str, n: int) -> dict[str, int]:
             raise UnknownNameError("arm", name, ARMS)
         if equals and not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _ARM_MOST):
             raise UserError(f"--arms: {name}={digits} makes no sense", f"Give a whole number from 1 to {_ARM_MOST:,}.")
-        fallback = {"loaded": n, "solo": min(n, _SOLO_MOST)}.get(name, min(n, _FEW))
+        solo = max(_SOLO_LEAST, _SOLO_MOST // prompts)
+        fallback = {"loaded": n, "solo": min(n, solo)}.get(name, min(n, _FEW))
         arms[name] = int(digits) if equals else fallback
     return arms
 
@@ -272,17 +275,22 @@ def build_arms(
     max_tokens: int,
     seed: int,
     texts: Sequence[str],
+    opening: bool = False,
 ) -> ArmPlan:
     """Draw the plan.
 
-    Solo comes first and again at the end, so that what changed with time is not taken for the load's doing.
+    Solo comes first and again at the end, so that what changed with time is not taken for the load's doing. Where cold
+    answers are asked for, every second request of a prompt under load finds no cached prefix either.
 
     Args:
         arms: Arm -> completions of each prompt.
         prompts: How many prompts are under study.
         texts: What background prompts are cut from.
+        opening: Whether the very first answer is kept, as the arm "first", and the same is asked again at the end.
     """
-    rounds = _Rounds(load, prompts, max_tokens, seed, texts)
+    rounds = _Rounds(load, prompts, max_tokens, seed, texts, "cold" in arms)
+    if opening:
+        rounds.first(0)
     solo = arms.get("solo", 0)
     # half before and half after, and two before where there are two at all: they are what the rest is held against
     before = solo if len(arms) == 1 else min(solo, max(2, (solo + 1) // 2))
@@ -299,7 +307,9 @@ def build_arms(
         rounds.loaded(targets[first : first + load.targets])
     if solo > before:
         rounds.single("solo", solo - before, before)
-    return ArmPlan(dict(arms), tuple(rounds.drawn))
+    if opening:
+        rounds.first(1)
+    return ArmPlan(({"first": 2} if opening else {}) | dict(arms), tuple(rounds.drawn))
 
 
 @dataclass
@@ -311,7 +321,13 @@ class _Rounds:
     max_tokens: int
     seed: int
     texts: Sequence[str]
+    cold: bool = False
     drawn: list[ArmRound] = field(default_factory=list)
+
+    def first(self, index: int) -> None:
+        """The request that a run begins with, and ends with."""
+        requests = (self._target("first", 0, index),)
+        self.drawn.append(ArmRound(len(self.drawn), "first", requests, 1, 0.0, False, "one at a time"))
 
     def single(self, arm: str, count: int, first: int = 0) -> None:
         """One request at a time."""
@@ -341,7 +357,7 @@ class _Rounds:
         mix = rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts"))
         ramp = rng.random() < 0.5
         low, high = load.prompt
-        requests = [self._target("loaded", p, i) for p, i in targets]
+        requests = [replace(self._target("loaded", p, i), cold=self.cold and i % 2 == 1) for p, i in targets]
         for j in range(load.others):
             length = {
                 "mixed lengths": rng.randint(low, high),
@@ -408,7 +424,7 @@ class Settings:
             id=planned.id,
             prompt=self.prompts[planned.prompt] if target else planned.text,
             max_tokens=planned.max_tokens,
-            cached=False if arm == "cold" and planned.target else None,
+            cached=False if planned.cold or (arm == "cold" and target and planned.target) else None,
             **drawn,
         )
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 from httpx import Response
 from msgspec import Struct, defstruct
 
-from nondet.endpoint.arms import Answer, Ask
+from nondet.endpoint.arms import DETERMINISTIC, Answer, Ask
 from nondet.endpoint.formats import FORMATS, Parts, answer_from
 from nondet.endpoint.http import (
     FULL,
@@ -70,10 +70,19 @@ _NOT_THERE = {"http-401", "http-403", "http-404", "http-405", "http-501"}
 class _Model(Struct):
     id: str
     owned_by: str | None = None
+    max_model_len: Any = None
 
 
 class _Models(Struct):
     data: list[_Model]
+
+
+class _Sglang(Struct):
+    """What of /server_info says how it computes."""
+
+    version: str = ""
+    enable_deterministic_inference: bool = False
+    attention_backend: str | None = None
 
 
 class _Slot(Struct):
@@ -83,8 +92,8 @@ class _Slot(Struct):
 _ROUTES = defstruct("_Routes", [("load_model", dict)], rename={"load_model": "/load_model"})
 # Server, a page that only this kind has, what is on it, and what of that is its version.
 _PAGES: tuple[tuple[str, str, tuple[str, type], str], ...] = (
-    ("sglang", "/get_model_info", ("is_generation", bool), ""),
     ("sglang", "/model_info", ("is_generation", bool), ""),
+    ("sglang", "/get_model_info", ("is_generation", bool), ""),  # of older ones, and deprecated
     ("llama.cpp", "/props", ("default_generation_settings", dict), "build_info"),
     ("tgi", "/info", ("max_total_tokens", int), "version"),
     ("vllm", "/version", ("version", str), "version"),
@@ -157,7 +166,8 @@ class HttpClient:
 
     Attributes:
         protocol: The format in use, a key of `FORMATS`; set on entry, like the following.
-        server: What the server seems to be, with its version where it says one.
+        server: What the server seems to be, with its version and mode where it says them.
+        context: The least context of its models, in tokens, where it says one.
     """
 
     def __init__(self, transport: Transport, *, model: str | None, protocol: str, stream: bool) -> None:
@@ -171,6 +181,7 @@ class HttpClient:
         self.protocol = protocol
         self.model = model or ""
         self.server = ""
+        self.context: int | None = None
 
     def __repr__(self) -> str:
         return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"
@@ -291,6 +302,7 @@ class HttpClient:
             listed = []
         owners = [self._transport.key.reason(model.owned_by or "", 40) for model in listed]
         self.server = await self._known_page([_OWNERS[owner] for owner in owners if owner in _OWNERS])
+        self.context = min((m.max_model_len for m in listed if isinstance(m.max_model_len, int)), default=None)
         name = self.server.partition(" ")[0]
         if self.protocol == "auto":
             path = self._transport.address.protocol
@@ -308,8 +320,19 @@ class HttpClient:
                 version = self._transport.key.reason(read(page.get(version_key) or "", str), 40)
             except AttemptError:
                 continue
-            return f"{server} {version}".rstrip()
+            return f"{server} {version or await self._mode(server)}".rstrip()
         return named[0] if named else ""
+
+    async def _mode(self, server: str) -> str:
+        """Version, mode and attention of a SGLang; "" of others."""
+        if server != "sglang":
+            return ""
+        with contextlib.suppress(AttemptError):
+            said = read(parse(await self._page("GET", "/server_info")), _Sglang)
+            mode = [DETERMINISTIC] if said.enable_deterministic_inference else []
+            backend = [f"attention {said.attention_backend}"] if said.attention_backend else []
+            return self._transport.key.reason(", ".join([said.version or "of no version", *mode, *backend]), 80)
+        return ""
 
     async def _openai(self, owners: list[str]) -> str:
         """Chat, or whether a server has /v1/completions: an empty request is refused there, but not as unknown."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -35,7 +36,7 @@ from nondet.endpoint.arms import (
     Tokens,
 )
 from nondet.endpoint.contract import Contract
-from nondet.endpoint.traffic import play, run
+from nondet.endpoint.traffic import play, run, served_of
 from nondet.errors import ServerStoppedError, UnrecordableError, UserError, one_line
 
 _KEY_HINT = "Put its key into NONDET_API_KEY, or name its variable with --key-env."
@@ -68,6 +69,9 @@ def check_same(first: ServerSeen, now: ServerSeen) -> None:
 def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
     """Refuse, as a `UserError` with what the contract saw, a server that is not shown to keep to a seed."""
     seen = next((a for a in contract if a.question == "seed"), None)
+    greedy = next((a for a in contract if a.question == "tempered" and a.answer == "no"), None)
+    if greedy is not None:
+        raise UserError(f"{url} ignores the temperature: {greedy.evidence}", "Gate it at temperature 0.")
     if seen is None or seen.answer != "yes":
         known = seen is not None and seen.answer == "no"
         shown = "does not respect a seed" if known else "is not shown to respect a seed"
@@ -82,6 +86,7 @@ def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
 # Looking after each load is free while nothing diverged: see `nondet.verdict.gate`.
 
 SOLO = 4  # answers of each prompt alone: two before the loads, two after them
+CACHE = 2  # without a cached prefix, and as many with one
 _SPARE = 1.5  # loads that are planned for each one that is needed: not every load forms
 _SPARE_LEAST = 4
 
@@ -139,8 +144,9 @@ class Watcher:
 
 
 Progress = Callable[[str, str, int], None]
-# Called with each round and its completions when it has ended: True ends the run, but for the solo rounds at its end.
+# Called with each round and its completions when it has ended: True ends the run, but for what is asked at its end.
 Enough = Callable[[Round, Sequence[Completion]], bool]
+_ENDS = ("solo", "first")  # arms whose last rounds are asked even so
 # So many failures in a row, and nothing in between that succeeds: the server is gone.
 _GONE = 24
 # Failures of a connection, in which no server said anything, or nothing but that it takes no requests now.
@@ -206,13 +212,14 @@ class _Collector(RoundCollector):
         ended = [r for r in before.rounds if r.impl == self.impl] if before else []
         over = any(self._enough(r) for r in ended)
         left = [self.plan.rounds[number] for number in self.missing(range(len(self.plan.rounds)))]
-        if ("server", self.impl, "0") in self.writer.done and not any(r.arm == "solo" or not over for r in left):
+        if ("server", self.impl, "0") in self.writer.done and not any(r.arm in _ENDS or not over for r in left):
             return
         try:
             async with self.server.connect() as client:
-                await self._meet(client)
+                if (opening := await self._meet(client)) is not None:
+                    over, left = self._enough(opening), left[1:]
                 for round_ in left:
-                    if not over or round_.arm == "solo":
+                    if not over or round_.arm in _ENDS:
                         over = self._enough(await self._round(client, round_)) or over
         except BaseExceptionGroup as group:  # what a task raised, a full disk say, is what went wrong
             raise _first_of(group) from None
@@ -220,13 +227,23 @@ class _Collector(RoundCollector):
     def _enough(self, ended: Round) -> bool:
         return self.enough is not None and self.enough(ended, self.kept[ended.round])
 
-    async def _meet(self, client: Client) -> None:
-        """The contract when the run begins; when it goes on, whether this is still the same server."""
+    async def _meet(self, client: Client) -> Round | None:
+        """The contract when the run begins; when it goes on, whether this is still the same server.
+
+        A run begins with a request under study, before anything has warmed the server up: its round, where one is due.
+        """
         listed = [one_line(name, 200) for name in await client.models()][:200]
         model = getattr(client, "model", "") or self.server.model
         servers = [s for s in self.before.servers if s.impl == self.impl] if self.before else []
         answers = [a for a in self.before.contract if a.impl == self.impl] if self.before else []
-        contract = Contract(client, self.settings.prompts[0], self.impl, model, listed)
+        first = None if servers or self.plan.rounds[0].arm != "first" else self.plan.rounds[0]
+        began, opening = time.monotonic(), None
+        if first is not None:
+            opening = await client.complete(self.settings.ask(first.requests[0], first.arm))
+            if not opening.ok:
+                raise refused(self.server.url, self.server.model, opening, listed)
+        drawn = bool(self.settings.samplings)
+        contract = Contract(client, self.settings.prompts[0], self.impl, model, listed, drawn)
         checked = await contract.check({a.question for a in answers})
         if not checked.first.ok:
             raise refused(self.server.url, self.server.model, checked.first, listed)
@@ -249,6 +266,15 @@ class _Collector(RoundCollector):
             check_same(first, seen)
         self.tokens.known_by, self.tokens.with_logprobs = KnownBy(seen.known_by), seen.logprobs
         self.write(*checked.answers, seen)
+        if first is None or opening is None:
+            return None
+        self._take(first, first.requests[0], opening, served_of(opening, began, 1))
+        ended = Round(
+            impl=self.impl, round=first.number, targets=1, others=0, steps=0, tokens=opening.completion_tokens or 0,
+            seconds=max(0.0, opening.done - began), arm=first.arm,
+        )  # fmt: skip
+        self.write(ended)
+        return ended
 
     async def _round(self, client: Client, round_: ArmRound) -> Round:
         kept = {c.request for c in self.kept[round_.number]}

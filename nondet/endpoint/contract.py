@@ -6,7 +6,9 @@ claim less. All requests go one at a time, of one prompt, with few tokens.
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +31,8 @@ QUESTIONS: dict[str, str] = {
     "repeatable-bits": "the same request, sent twice solo, gives the same logprob bits",
     "varies": "temperature 1 without a seed varies",
     "seed": "temperature 1 with one seed gives one answer",
+    "tempered": "temperature 1 draws, where temperature 0 takes the likeliest token",
+    "independent": "requests at the same time at temperature 1 without a seed are drawn independently",
     "distribution": "logprobs are of the distribution that is sampled from",
     "sums": "probabilities of the two most likely tokens add up to at most 1",
     "running": "the server reports how many requests it runs",
@@ -36,6 +40,7 @@ QUESTIONS: dict[str, str] = {
 }
 _TOKENS = 16
 _DRAWS = 4
+_AT_ONCE = 8
 # Chance of a wrong "no": that all draws agree although they vary.
 _CHANCE = 0.001
 
@@ -52,18 +57,23 @@ class ContractResult:
 
 @dataclass
 class Contract:
-    """The questions of one server, whose completions are filed under `impl` and which lists these models."""
+    """The questions of one server, whose completions are filed under `impl` and which lists these models.
+
+    Attributes:
+        drawn: Whether the run is at a temperature: then it is asked whether requests of one batch share a draw.
+    """
 
     client: Client
     prompt: str
     impl: str
     model: str
     listed: list[str]
+    drawn: bool = False
     number: int = 0
 
     async def check(self, known: Collection[str] = ()) -> ContractResult:
         """Ask all questions; where all have an answer already, only two requests go out."""
-        met = all(q in known for q in QUESTIONS)
+        met = all(q in known for q in QUESTIONS if self.drawn or q != "independent")
         once = await self.ask()
         if not once.ok:
             return ContractResult(once, KnownBy.TEXT, False, ())
@@ -78,7 +88,7 @@ class Contract:
             self._greedy([a for a in (once, again) if a.ok]),
             self._max_tokens(once, known_by),
             *self._repeatable(once, again, known_by),
-            *await self._sampled(known_by),
+            *await self._sampled(once, known_by),
             await self._distribution(),
             self._sums(once),
             self._answer(
@@ -163,12 +173,12 @@ class Contract:
             text = f"{off} of {count} logprobs differ, by up to {gap:.3g}"
         yield self._answer("repeatable-bits", "no" if off else "yes" if count else "unknown", text + cached)
 
-    async def _sampled(self, known_by: KnownBy) -> list[ContractAnswer]:
+    async def _sampled(self, once: Answer, known_by: KnownBy) -> list[ContractAnswer]:
         free = [await self.ask(temperature=1.0) for _ in range(_DRAWS)]
         good = [a for a in free if a.ok]
         if len(good) < 2:
             why = f"requests at temperature 1 failed: {free[0].reason}"
-            return [self._answer("varies", "unknown", why), self._answer("seed", "unknown", why)]
+            return [self._answer(question, "unknown", why) for question in ("varies", "seed", "tempered")]
         distinct = len({_tokens(a, known_by) for a in good})
         chance = _all_alike(good)
         if distinct > 1:
@@ -177,19 +187,51 @@ class Contract:
             varies, text = "no", f"{len(good)} identical answers, by chance in {percent(chance, 'up')} of cases"
         else:
             varies, text = "unknown", f"{len(good)} identical answers; this prompt may leave no choice"
+        answers = [self._answer("varies", varies, text)]
+        if self.drawn:
+            answers.append(await self._independent(known_by, varies))
         pair = [await self.ask(temperature=1.0, seed=s) for s in (1, 1, 2)]
+        answers.append(self._tempered(once, [*good, *(a for a in pair if a.ok)], known_by))
         if not all(a.ok for a in pair):
             bad = next(a for a in pair if not a.ok)
-            return [self._answer("varies", varies, text), self._answer("seed", "unknown", f"it failed: {bad.reason}")]
+            return [*answers, self._answer("seed", "unknown", f"it failed: {bad.reason}")]
         one, same, other = (_tokens(a, known_by) for a in pair)
         if one != same:
             seed, words = "no", "one seed, two answers"
-        elif varies == "yes":
+        elif varies == "yes" or other != one:
             seed = "yes"
             words = "one seed, one answer; another seed, " + ("the same one" if other == one else "another one")
         else:
             seed, words = "unknown", "one seed, one answer, but nothing varies without a seed either"
-        return [self._answer("varies", varies, text), self._answer("seed", seed, words)]
+        return [*answers, self._answer("seed", seed, words)]
+
+    def _tempered(self, once: Answer, drawn: list[Answer], known_by: KnownBy) -> ContractAnswer:
+        """Whether answers at temperature 1 are the greedy one; those without a seed may all be one draw."""
+        greedy = _tokens(once, known_by)
+        other = sum(_tokens(a, known_by) != greedy for a in drawn)
+        if other:
+            return self._answer("tempered", "yes", f"{other} of {len(drawn)} answers are not the one at temperature 0")
+        text = f"all {len(drawn)} answers at temperature 1 are the one at temperature 0"
+        chance = _chance_of(drawn[0])
+        if chance is None or chance**2 >= _CHANCE:
+            return self._answer("tempered", "unknown", f"{text}; this prompt may leave no choice")
+        return self._answer("tempered", "no", f"{text}, by chance in {percent(chance**2, 'up')} of cases")
+
+    async def _independent(self, known_by: KnownBy, varies: str) -> ContractAnswer:
+        """Whether requests that are sent at once draw alike, where one after another they do not."""
+        sent = await asyncio.gather(*(self.ask(temperature=1.0) for _ in range(_AT_ONCE)))
+        answers = {_tokens(a, known_by): a for a in sent if a.ok}
+        alike = Counter(_tokens(a, known_by) for a in sent if a.ok)
+        most = max(alike, key=alike.__getitem__, default=None)
+        if most is None or varies != "yes":
+            return self._answer("independent", "unknown", "one after another they do not vary either")
+        if alike[most] == 1:
+            return self._answer("independent", "yes", f"{alike.total()} requests at once, as many distinct answers")
+        text = f"{alike[most]} of {alike.total()} requests at once have one answer, and one after another they vary"
+        chance = _chance_of(answers[most])
+        if chance is None or math.comb(alike.total(), 2) * chance >= _CHANCE:
+            return self._answer("independent", "unknown", f"{text}; that may be chance")
+        return self._answer("independent", "no", f"{text}; two agree by chance in {percent(chance, 'up')} of cases")
 
     async def _distribution(self) -> ContractAnswer:
         """The first position's margin at two temperatures: a scaled one doubles when the temperature halves."""
@@ -242,12 +284,16 @@ def _logprobs_words(once: Answer) -> str:
     return f"{len(once.logprobs) // 4} of them, {margins}"
 
 
-def _all_alike(answers: list[Answer]) -> float | None:
-    """The chance that draws agree so: what the model gave the answer that all agree on, once for each after the first.
+def _chance_of(answer: Answer) -> float | None:
+    """The chance of drawing it at temperature 1; None where that is not known.
 
     Logprobs of a model before temperature are those at temperature 1, and processed ones are as well.
     """
-    if any(not a.logprobs for a in answers):
-        return None
-    total = float(_floats(answers[0].logprobs).astype(np.float64).sum())
-    return math.exp(min(0.0, total)) ** (len(answers) - 1) if math.isfinite(total) else None
+    total = float(_floats(answer.logprobs).astype(np.float64).sum())
+    return math.exp(min(0.0, total)) if answer.logprobs and math.isfinite(total) else None
+
+
+def _all_alike(answers: list[Answer]) -> float | None:
+    """The chance that draws agree so: that of the answer that all agree on, once for each after the first."""
+    chance = _chance_of(answers[0])
+    return None if chance is None else chance ** (len(answers) - 1)

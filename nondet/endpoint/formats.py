@@ -46,6 +46,7 @@ class Parts:
     fingerprint: str = ""
     model: str = ""
     notes: list[str] = field(default_factory=list)
+    named: bool = False  # whether `bytes` are names of tokens, which need not be the text's
     ids_of_logprobs: bool = False  # whether ids came with logprobs, and leave out what those do
     streamed: bool = False  # whether it came as a stream
     ended: bool = False  # whether the server marked the end of the answer
@@ -121,7 +122,9 @@ def _drop_holes(parts: Parts, text: str) -> None:
         if usage not in (count, count + ended):
             parts.note(f"{count} of {'unknown' if usage is None else usage} token ids (none taken)")
             parts.ids, parts.bytes, parts.chosen, parts.top = None, None, [], []
-    if parts.ids is None and parts.bytes is not None and not b"".join(parts.bytes).startswith(text.encode()):
+    if parts.named:
+        parts.bytes = None if parts.ids is not None else parts.bytes
+    elif parts.ids is None and parts.bytes is not None and not b"".join(parts.bytes).startswith(text.encode()):
         parts.note("bytes of tokens that are not the text's (not taken)")
         parts.bytes = None
 
@@ -292,19 +295,20 @@ class _Lists(Struct):
     top_logprobs: list[dict[str, Any] | None] | None = None
 
 
+def _name(token: str) -> bytes:
+    return token.encode("utf-8", "surrogatepass")
+
+
 def _take_content(content: Any, parts: Parts) -> None:
     """Logprobs as a list of objects, one a token.
 
-    Bytes count only as long as every token has some; ids are taken where the server sends them here.
+    A token without bytes is known by its name; ids are taken where the server sends them here.
     """
     for token in read(content, list[_Chosen]):
-        if not parts.chosen:
-            parts.bytes = []
         parts.chosen.append(token.alternative)
-        if parts.bytes is not None and token.bytes is not None and len(parts.bytes) + 1 == len(parts.chosen):
-            parts.bytes.append(bytes(token.bytes))
-        else:
-            parts.bytes = None
+        parts.named |= token.bytes is None
+        parts.bytes = parts.bytes or []
+        parts.bytes.append(_name(token.token) if token.bytes is None else bytes(token.bytes))
         if token.id is not None:
             parts.add_ids([token.id])
             parts.ids_of_logprobs = True
@@ -316,6 +320,7 @@ def _take_lists(lists: _Lists, parts: Parts) -> None:
     if len(lists.tokens) != len(lists.token_logprobs) or (tops is not None and len(tops) != len(lists.tokens)):
         raise malformed("logprobs of different lengths")
     parts.chosen += [_Named(*pair).alternative for pair in zip(lists.tokens, lists.token_logprobs, strict=True)]
+    parts.bytes, parts.named = [*(parts.bytes or ()), *map(_name, lists.tokens)], True
     for top in tops or ():  # a value of null is a token that can't occur
         pairs = (pair for pair in (top or {}).items() if pair[1] is not None)
         parts.top.append([_Named(*pair).alternative for pair in pairs])
@@ -453,6 +458,7 @@ class _Finish(Struct):
 
 class _Meta(_Counts):
     weight_version: str | None = None
+    num_retractions: Any = None
     finish_reason: _Finish | None = None
     output_token_logprobs: list[_Entry] | None = None
     output_top_logprobs: list[list[_Entry]] | None = None
@@ -499,7 +505,10 @@ class SglangGenerate(Format):
             parts.ids, parts.text, parts.chosen, parts.top = [], [], [], []
         parts.add_ids(ids)
         parts.text.append(whole.text)
-        parts.fingerprint = meta.weight_version or ""
+        if meta.weight_version not in (None, "default"):  # which every server is called
+            parts.fingerprint = f"weight_version {meta.weight_version}"
+        if meta.num_retractions:
+            parts.note("preempted while it ran")
         if meta.finish_reason is not None:
             parts.finish = meta.finish_reason.type
             if parts.finish == "abort":

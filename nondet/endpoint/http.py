@@ -210,6 +210,10 @@ _PREFIX_LEAST, _PART_LEAST = 4, 8  # characters of what is taken out of lines: "
 _SHOWN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?|[\w.-]+:\d{1,5})(?=[/?#]|$)", re.I)
 
 
+# The first part of a host that looks like a key in its place: what may be one is in no message and no file.
+_TOKEN = re.compile(r"(((sk|pk|xai|pplx|nvapi)-|(hf|gh[opsu]|gsk|r8)_)[\w-]{12,}|\w{24,})(\..*)?", re.I)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Address:
     """Where a server is."""
@@ -230,7 +234,8 @@ class Address:
     @property
     def url(self) -> str:
         """Origin, and what tells its prefix from others, as records show it."""
-        return without_path(self.origin + self.prefix)
+        origin = f"{self.scheme}://HOST-NOT-REPEATED" if _TOKEN.fullmatch(self.host) else self.origin
+        return without_path(origin + self.prefix)
 
     @property
     def secrets(self) -> tuple[Key, ...]:
@@ -256,6 +261,7 @@ def read_address(url: str) -> Address:
     """
     hint = "Give it as http://HOST:PORT or https://HOST/v1."
     match = _SHOWN.match(url.strip()) if "@" not in url else None
+    match = None if match and _TOKEN.fullmatch(match[2] or match[0].rpartition(":")[0]) else match
     shown = repr(one_line(match[0], 80)) if match else "(not repeated: it may hold a secret)"
     try:
         parts = urlsplit(url.strip())

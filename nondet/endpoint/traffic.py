@@ -71,7 +71,11 @@ _POLL_FIRST_SECONDS, _POLL_SECONDS = 0.005, 0.2
 _RUNNING = (":num_requests_running", ":num_running_reqs", ":requests_processing", "tgi_batch_current_size")
 _WAITING = (":num_requests_waiting", ":num_queue_reqs", ":requests_deferred", "tgi_queue_size")
 # Counters that a round's record keeps the movement of: cache hits, requests that ended, preemptions.
-_COUNTED = ("prefix_cache", "cached_tokens", "cache_hit", "request_success", "num_requests_total", "preempt")
+_COUNTED = (
+    *("prefix_cache_hits", "prefix_cache_queries", "cache_hits", "cached_tokens"),  # cache_hit_rate is a gauge
+    *("request_success", "num_requests_total", "preempt"),
+)
+_RETRACTED = "num_retracted_reqs"  # SGLang's preemptions: a gauge, of which the most is kept
 
 OnAnswer = Callable[[Planned, Answer, Served], None]
 
@@ -92,6 +96,7 @@ class Played:
     others_failed: Counter[str] = field(default_factory=Counter)
     fingerprints: Counter[str] = field(default_factory=Counter)
     odd: set[str] = field(default_factory=set)
+    retracted: dict[str, float] = field(default_factory=dict)
 
     def traffic(self, round_: ArmRound, parts: int) -> Traffic:
         """What goes into the round's record."""
@@ -107,7 +112,7 @@ class Played:
             decoding_most=_most_at_once([(first, done) for first, done, _ in self.streams]),
             in_company=self._in_company(),
             parts=parts,
-            counters=counters(self.before, self.after),
+            counters=counters(self.before, self.after) | self.retracted,
             others_failed=dict(self.others_failed),
             fingerprints=dict(self.fingerprints),
             odd=sorted(self.odd)[:100],
@@ -227,6 +232,8 @@ async def _poll(client: Client, played: Played) -> None:
     while True:
         values = await client.metrics()
         played.polls += 1
+        for name in (name for name in values if name.endswith(_RETRACTED)):
+            played.retracted[name] = max(values[name], played.retracted.get(name, 0.0))
         running = _sum(values, _RUNNING)
         played.odd |= _odd(values)
         if running is not None:

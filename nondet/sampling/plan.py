@@ -152,7 +152,7 @@ PRESETS: dict[str, Load] = {
     # one request a step, nothing shared: every completion meets the same shapes, so this is the control
     "none": Load(others=0, targets=50, spread=1, prompt=(1, 1), tokens=(1, 1), budget=64, requests=1, sharing=False),
     "light": Load(others=6, targets=10, spread=96, prompt=(4, 48), tokens=(8, 64), budget=32, requests=32),
-    "default": Load(others=20, targets=40, spread=64, prompt=(8, 128), tokens=(16, 96), budget=64, requests=64),
+    "default": Load(others=20, targets=40, spread=32, prompt=(8, 128), tokens=(16, 64), budget=64, requests=64),
     "heavy": Load(others=120, targets=60, spread=96, prompt=(8, 256), tokens=(16, 128), budget=256, requests=256),
 }
 
@@ -276,6 +276,19 @@ def background_text() -> list[str]:
     return [topics[name] for name in sorted(topics) if len(topics[name]) > 2000]
 
 
+# Attention's key tiles begin to matter at 129 keys, and a tile or a split may be of 256 or 512: beside a short default
+# prompt one is cut to some 250 tokens, and one to more than 600, in characters, as a server's tokenizer is its own.
+_LONG_PROMPTS = (1_100, 3_000)
+KEYS_LEAST = 512  # a test in which no request has more keys than this does not speak of long ones
+
+
+def long_prompts() -> list[str]:
+    """What is completed beside the default prompt: two pieces of Python's documentation."""
+    text = next((t for t in background_text() if len(t) > sum(_LONG_PROMPTS)), "")
+    ends = [0, *itertools.accumulate(_LONG_PROMPTS)]
+    return [text[a:b].strip() for a, b in itertools.pairwise(ends)] if text else []
+
+
 def build_plan(
     load: Load,
     *,
@@ -288,6 +301,7 @@ def build_plan(
     texts: Sequence[str] | None = None,
     prompts: Sequence[Sequence[int]] = (),
     samplings: Sequence[Sampling] = (),
+    riders: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """Draw the plan.
 
@@ -299,6 +313,8 @@ def build_plan(
         prompt: Token ids of the request under study, where there is one.
         samplings: For each prompt, one a seed; () for greedy requests. Background requests draw likewise, each with a
             seed of its own.
+        riders: Further prompts, each twice in every full round: one computes its keys, one may find them cached. Their
+            subjects follow the others'; at a temperature their seeds take turns by round.
         context: Positions that the model has: background requests are cut to fit.
         encode: Text to token ids, without special tokens.
         texts: What background prompts are cut from; None: Python's documentation.
@@ -317,6 +333,13 @@ def build_plan(
             tokens, drawn = subjects[subject]
             arrival = rng.randrange(load.spread)
             requests.append(Request(f"t{i:06d}", True, tokens, max_new_tokens, arrival, subject, drawn))
+        full = len(requests) == load.targets
+        for k, rider in itertools.product(range(2), range(len(riders) if full else 0)):
+            turn = index % len(samplings or (None,))
+            subject, drawn = len(subjects) + rider * len(samplings or (None,)) + turn, (samplings or (None,))[turn]
+            arrival = rng.randrange(load.spread)
+            name = f"l{index:05d}-{rider}-{k}"
+            requests.append(Request(name, True, tuple(riders[rider]), max_new_tokens, arrival, subject, drawn))
         for j in range(load.others):
             request = _background(f"r{index}-b{j:03d}", load, rng, context, encode, texts)
             if samplings:

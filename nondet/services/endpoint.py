@@ -34,6 +34,8 @@ ALLOW_PLAIN_HTTP = Annotated[
 INSECURE = Annotated[bool, o.opt("Accept any TLS certificate of the server.", "--insecure", panel=PANEL)]
 CA_FILE = Annotated[str | None, o.opt("TLS certificates to trust instead.", panel=PANEL)]
 
+_CHARACTERS_LEAST = 3  # a token of a text, in a server's own tokenizer
+
 LENGTHS = o.Range(1, 1_000_000, "Give the tokens of each completion.")
 # Options that say how a server is reached, by the names that `nondet.endpoint.client.connect` has for them.
 _CONNECTION = ("protocol", "stream", "key_env", "allow_plain_http", "insecure", "ca_file")
@@ -80,11 +82,26 @@ def server(request: Any, impl: str, url: str | None, model: str | None) -> Serve
     return Server(impl, make, make().url, model or "")
 
 
+def chosen(request: Any) -> bool:
+    """Whether somebody chose the prompts, which then are asked as they are."""
+    return any(getattr(request, name, None) is not None for name in ("prompt", "prompt_file", "prompts"))
+
+
+def meet(
+    request: Any, output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, more: Sequence[str]
+) -> list[str]:
+    """Connect, as `reach`, and give the prompts to ask: these, and of some more those that fit the servers' context."""
+    if not output.sink.quiet:
+        output.sink.say(f"connecting to {' and '.join(s.url for s in servers)} ...")
+    context = reach(servers, cuts=any(s.top_k for s in request.samplings))
+    return [*prompts, *(t for t in more if context is None or len(t) // _CHARACTERS_LEAST + length <= context)]
+
+
 def ask(
     command: str, request: Any, output: Output, prompts: Sequence[str], servers: Sequence[Server], load: EndpointLoad,
     arms: Mapping[str, int], length: int, watcher: Watcher | None = None, **described: Any,
 ) -> None:  # fmt: skip
-    """Ask the servers, arm by arm: the one way of `nondet sample` and `nondet gate`.
+    """Ask the servers, which `meet` has met, arm by arm: the one way of `nondet sample` and `nondet gate`.
 
     Args:
         watcher: Whether what was answered will do. With it answers mean nothing unless a server keeps to its seeds.
@@ -97,15 +114,12 @@ def ask(
     samplings = request.samplings
     plan = build_arms(
         arms, load, prompts=len(prompts) * max(1, len(samplings)), max_tokens=length, seed=request.seed,
-        texts=background_text() if {"loaded", "chunked"} & arms.keys() else (),
+        texts=background_text() if {"loaded", "chunked"} & arms.keys() else (), opening=True,
     )  # fmt: skip
     settings = Settings([text for text in prompts for _ in samplings or [None]], length, [*samplings] * len(prompts))
     header = describe(
         servers, plan, settings, load, seed=request.seed, protocol=request.protocol, stream=request.stream
     )
-    if not output.sink.quiet:
-        output.sink.say(f"connecting to {' and '.join(s.url for s in servers)} ...")
-    reach(servers, cuts=any(s.top_k for s in samplings))
     if not output.sink.quiet:
         each = f" of each of {len(servers)} servers" if len(servers) > 1 else ""
         output.sink.say(f"{'at most ' if watcher is not None else ''}{plan.sentence}{each}")
@@ -125,8 +139,8 @@ def ask(
         )  # fmt: skip
 
 
-def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:
-    """Connect to each server and leave again, before any file is begun or overwritten.
+def reach(servers: Sequence[Server], *, cuts: bool = False) -> int | None:
+    """Connect to each server and leave again, before any file is begun; their least context, where they say it.
 
     Args:
         cuts: Whether requests are going to say top_k.
@@ -137,11 +151,11 @@ def reach(servers: Sequence[Server], *, cuts: bool = False) -> None:
     from nondet.endpoint.formats import FORMATS
     from nondet.endpoint.traffic import run
 
-    async def once(server: Server) -> None:
+    async def once(server: Server) -> int | None:
         async with server.connect() as client:
-            protocol = getattr(client, "protocol", "")
+            protocol, context = getattr(client, "protocol", ""), getattr(client, "context", None)
         if cuts and protocol in FORMATS and not FORMATS[protocol].cuts:
             raise UserError(f"the protocol {protocol} of {server.url} has no --top-k", "Leave --top-k out.")
+        return context
 
-    for server in servers:
-        run(once(server))
+    return min((context for server in servers if (context := run(once(server))) is not None), default=None)

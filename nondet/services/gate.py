@@ -142,23 +142,26 @@ def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) 
         ServerStoppedError: it stopped answering; what was finished is on disk.
     """
     from nondet.endpoint.arms import parse_endpoint_load
-    from nondet.endpoint.collect import SOLO, Watcher, loaded_each
+    from nondet.endpoint.collect import CACHE, SOLO, Watcher, loaded_each
+    from nondet.sampling.plan import long_prompts
 
     (rate, confidence), by = request.power, request.unit
     output = Output(request, "gate", sink)
     output.check_side_file()
-    prompts = prompts or prompt_texts(request.prompt, None, request.prompts, None)
-    subjects = len(prompts) * max(1, len(request.samplings))
     load = parse_endpoint_load(request.load)
-    each = loaded_each(load, subjects, rate, confidence, by)
-    if each * subjects // load.targets > _LOADS_MOST:
+    servers = [e.server(request, "server", request.endpoint, request.model)]
+    texts = prompts or prompt_texts(request.prompt, None, request.prompts, None)
+    if loaded_each(load, 1, rate, confidence, by) // load.targets > _LOADS_MOST:
         raise UserError(
             f"--rate {rate:g} with {confidence:.0%} takes more than {_LOADS_MOST:,} loads",
             "Give a larger --rate, or --by request.",
         )
+    more = [] if prompts or e.chosen(request) else long_prompts()
+    texts = e.meet(request, output, servers, texts, request.max_tokens, more)
+    subjects = len(texts) * max(1, len(request.samplings))
+    arms = {"solo": SOLO, "cold": CACHE, "warm": CACHE, "loaded": loaded_each(load, subjects, rate, confidence, by)}
     e.ask(
-        "gate", request, output, prompts, [e.server(request, "server", request.endpoint, request.model)], load,
-        {"solo": SOLO, "loaded": each}, request.max_tokens, Watcher(rate, confidence, by, subjects),
-        gate={"rate": rate, "confidence": confidence, "by": by},
+        "gate", request, output, texts, servers, load, arms, request.max_tokens,
+        Watcher(rate, confidence, by, subjects), gate={"rate": rate, "confidence": confidence, "by": by},
     )  # fmt: skip
     return output.path

@@ -16,7 +16,7 @@ from nondet.core.runfile import read_whole
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import parse_ranks
-from nondet.sampling.plan import DRAWN, build_plan, draws_itself, load_prompts, parse_load
+from nondet.sampling.plan import DRAWN, build_plan, draws_itself, load_prompts, long_prompts, parse_load
 from nondet.services import endpoint as e
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
@@ -44,8 +44,8 @@ _OWN_ENGINE = (
     *("impl", "dtype", "device", "threads", "trust_remote_code"),
     *("vary", "draft_model", "ranks", "cuda_graphs", "engine"),
 )
-# Long enough for most prompts of the embedded model to part, short enough for 1,200 completions in a minute or two.
-_MAX_TOKENS = 64
+# Most prompts of the embedded model have parted by then; so many completions take about a minute on two cores.
+_MAX_TOKENS = 48
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
 _BOTH = ("stock", "invariant")
 # Rounds run again beside the first, where it alone does not tell the batch from the run.
@@ -71,8 +71,9 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
         int | None,
         o.opt(
             "Completions of each prompt; with --vary, of each value.",
-            shown="1200 of one prompt; 1200 in all and at least 20 each of several; 40 with --vary; of an endpoint's "
-            "loaded arm 200 in all and at least 10 each",
+            shown="1200 of one prompt, and beside the default one two each of two long prompts for every 40; 1200 in "
+            "all and at least 20 each of several; 40 with --vary; of an endpoint's loaded arm 200 in all and at least "
+            "10 each",
         ),
         o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),
     ] = None
@@ -221,6 +222,11 @@ def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, co
     return load_prompts(prompts, column)
 
 
+def _riders(request: SampleRequest) -> list[str]:
+    """What is completed beside the default prompt; nothing beside prompts that somebody chose, or without a load."""
+    return [] if e.chosen(request) or not request.engine_load.others else long_prompts()
+
+
 def prompt_text(prompt: str | None, file: Path | None) -> str:
     """The text of the prompt.
 
@@ -262,9 +268,12 @@ def open_model(request: Any, sink: Sink) -> LoadedModel:
 
 def planned(
     loaded: LoadedModel, load: Load, texts: Sequence[str], n: int, length: int, seed: int, impls: Sequence[str],
-    samplings: Sequence[Sampling] = (),
+    samplings: Sequence[Sampling] = (), riders: Sequence[str] = (),
 ) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
     """The rounds in which the prompts are completed, and what a run's header says of them.
+
+    Args:
+        riders: Prompts that ride along in full rounds: those that fit the context.
 
     Raises:
         UserError: a prompt without tokens, or that does not fit the context with its completion; of a file, its place
@@ -281,14 +290,21 @@ def planned(
         except UserError as error:
             place = getattr(text, "place", "")
             raise (UserError(f"{place}: {error.what}", error.hint) if place else error) from None
+    context = loaded.context or 2**31
+    fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
+    if n * len(texts) * max(1, len(samplings)) < load.targets:
+        fit = {}  # no round is full
     plan = build_plan(
-        load, n=n, seed=seed, prompts=tokens, samplings=samplings, max_new_tokens=length,
-        context=loaded.context or 2**31, encode=loaded.encode_plain,
+        load, n=n, seed=seed, prompts=tokens, samplings=samplings, max_new_tokens=length, context=context,
+        encode=loaded.encode_plain, riders=list(fit.values()),
     )  # fmt: skip
-    listed: list[dict[str, Any]] = [{"text": str(t), "tokens": len(ids)} for t, ids in zip(texts, tokens, strict=True)]
+    listed: list[dict[str, Any]] = [
+        {"text": str(text), "tokens": len(ids)} for text, ids in [*zip(texts, tokens, strict=True), *fit.items()]
+    ]
     if samplings:
         listed = [subject | {"seed": sampling.seed} for subject in listed for sampling in samplings]
-    return plan, describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls)
+    described = describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls)
+    return plan, described | ({"riders": len(fit)} if fit else {})
 
 
 def names_graphs(spec: str) -> bool:
@@ -446,14 +462,16 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
     """Sample a server or two, arm by arm."""
     from nondet.endpoint.arms import parse_arms, parse_endpoint_load
 
-    subjects = len(texts) * max(1, len(request.samplings))
     load = parse_endpoint_load(request.load, concurrency=request.concurrency, rate=request.rate)
-    n = max(_N_LOADED_LEAST, _N_LOADED // subjects) if request.n is None else request.n
-    arms = parse_arms(request.arms or _ARMS, n)
+    parse_arms(request.arms or _ARMS, 1)  # what is wrong with it is said before anybody is asked
     servers = [e.server(request, "server", request.endpoint, request.model)]
     if request.compare_endpoint is not None:
         model = request.compare_model or request.model
         servers.append(e.server(request, "server-2", request.compare_endpoint, model))
+    texts = e.meet(request, output, servers, texts, request.length, [] if e.chosen(request) else long_prompts())
+    subjects = len(texts) * max(1, len(request.samplings))
+    n = max(_N_LOADED_LEAST, _N_LOADED // subjects) if request.n is None else request.n
+    arms = parse_arms(request.arms or _ARMS, n, subjects)
     e.ask("sample", request, output, texts, servers, load, arms, request.length)
 
 
@@ -482,7 +500,9 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
         request.cuda_graphs, request.load, request.engine_load, device, loaded.model,
         plain=not samplings and world == 1, say=sink.say,
     )  # fmt: skip
-    plan, described = planned(loaded, load, texts, n, request.length, request.seed, impls, samplings)
+    plan, described = planned(
+        loaded, load, texts, n, request.length, request.seed, impls, samplings, riders=_riders(request)
+    )
     if samplings:
         described["sampling"] = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")}
     if world > 1:
@@ -511,7 +531,9 @@ def _sample_vllm(
     if device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
         load = replace(load, graphs=True)
         output.sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
-    plan, described = planned(loaded, load, texts, n, request.length, request.seed, request.impls)
+    plan, described = planned(
+        loaded, load, texts, n, request.length, request.seed, request.impls, riders=_riders(request)
+    )
     engine = VllmEngine(loaded, load, longest_of(plan))
     try:
         described["engine"] = engine.describe()

@@ -114,7 +114,6 @@ class Endpoint:
         """
         __tracebackhide__ = True
         from nondet.core.runfile import read_run
-        from nondet.embedded import DEFAULT_PROMPT
         from nondet.services.gate import GateRequest, ask_endpoint
         from nondet.services.run import Sink
 
@@ -123,7 +122,7 @@ class Endpoint:
             max_tokens=max_tokens, load=load, seed=seed, out=self.folder / f"endpoint-{next(self._numbers)}.jsonl",
             **options,
         )  # fmt: skip
-        run = read_run(ask_endpoint(request, Sink(), prompts or (DEFAULT_PROMPT,)))
+        run = read_run(ask_endpoint(request, Sink(), prompts))
         assert_open(run, rate=rate, confidence=confidence, by=by)
         return run
 

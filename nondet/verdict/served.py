@@ -16,6 +16,7 @@ from typing import Any
 
 from nondet.core.records import Completion, ContractAnswer, Round, Run, ServerSeen, Traffic
 from nondet.core.statistics import one_sided_bound
+from nondet.sampling.plan import KEYS_LEAST
 from nondet.verdict.findings import (
     Finding,
     Verdict,
@@ -30,10 +31,10 @@ from nondet.verdict.findings import (
 from nondet.verdict.wording import Reason, reason, words
 
 # Arms whose requests go one at a time, and those under load.
-ALONE = ("solo", "cold", "warm")
+ALONE = ("solo", "cold", "warm", "first")
 LOADED = ("chunked", "loaded")
 # Counters of cached prompt tokens that were used, by parts of their names.
-_HITS = ("prefix_cache_hits", "cached_tokens", "cache_hit")
+_HITS = ("prefix_cache_hits", "cached_tokens", "cache_hits")
 
 
 def is_endpoint(run: Run) -> bool:
@@ -57,6 +58,7 @@ class ArmEvidence:
         shown: The same with figures.
         in_company: Completions that are known to have run beside another request: no fewer than these.
         rounds: Rounds that have an end on record; under load those in which a request under study had company.
+        opening: Of its earliest completion: digest of the tokens, trace, reason why it ended.
     """
 
     arm: str
@@ -73,6 +75,7 @@ class ArmEvidence:
     in_company: int
     rounds: int
     traffic: Sequence[Traffic]
+    opening: tuple[str, str, str]
 
     @property
     def traces(self) -> Mapping[str, int]:
@@ -91,6 +94,23 @@ class ArmEvidence:
     def consistent(self) -> bool:
         """Whether all of them agree in every bit, and in how they ended."""
         return len(self.answers) <= 1
+
+    @property
+    def steady(self) -> bool:
+        """Whether those do that found as many cached tokens."""
+        return all(len(answers) <= 1 for answers in self.by_cache.values())
+
+    def held_against(self, base: ArmEvidence) -> Iterator[tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]]:
+        """The answers with each number of cached tokens, and the base's, where it has none with as many all of them."""
+        for cached, answers in self.by_cache.items():
+            yield answers, base.by_cache.get(cached, base.answers)
+
+    def beside(self, *others: ArmEvidence | None) -> ArmEvidence:
+        """The arm, and what others know of numbers of cached tokens that it never met."""
+        more = [(cached, some) for arm in others if arm and arm.proof for cached, some in arm.by_cache.items()]
+        known = {cached: some for cached, some in more if cached not in self.by_cache and None not in self.by_cache}
+        answers = sum(known.values(), self.answers)
+        return replace(self, n=answers.total(), answers=answers, by_cache={**self.by_cache, **known})
 
 
 def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
@@ -119,6 +139,7 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         by_cache.setdefault(0 if cached is None and hits == 0 else cached, []).append(c)
     # which of a round's targets were alone is not on record: they may all have been this prompt's
     good_in = Counter(c.round for c in good)
+    opening = min(good, key=lambda c: (c.round, c.request), default=None)
     company = sum(
         max(0, good_in[r.round] - max(0, r.targets - t.in_company)) for r, t in zip(rounds, traffic, strict=True)
     )
@@ -140,6 +161,7 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         in_company=company,
         rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
         traffic=traffic,
+        opening=(opening.tokens_digest, opening.trace, opening.finish) if opening else ("", "", ""),
     )
 
 
@@ -189,7 +211,7 @@ def _proof(
         return ("metrics", shown) if fits else ("", reason("was-not", proof=shown, arm=arm))
     polls = sum(t.polls for t in traffic)
     running = max((t.running_most for t in traffic if t.running_most is not None), default=None)
-    if arm == "solo":
+    if arm in ALONE:
         if running is None or not polls:
             return "", reason("one-at-a-time")
         if running <= 1:
@@ -220,6 +242,7 @@ class Server:
         seen: As it was met; None where that is not on record.
         drawn: Whether tokens were drawn.
         loads: Planned arms under load.
+        keys: Most tokens of a request, prompt and answer; None where that is not known.
     """
 
     impl: str
@@ -227,6 +250,7 @@ class Server:
     seen: ServerSeen | None
     drawn: bool
     loads: tuple[str, ...]
+    keys: int | None
 
     def answer(self, question: str) -> str:
         """Of the contract; "" where it was not asked."""
@@ -239,12 +263,15 @@ class Server:
 
 def server_of(run: Run, impl: str) -> Server:
     """The one of that name."""
+    good = successful(c for c in run.completions if c.impl == impl)
+    counted = [(c, c.served.prompt_tokens) for c in good if c.served and c.served.prompt_tokens is not None]
     return Server(
         impl=impl,
         contract={a.question: a for a in run.contract if a.impl == impl},
         seen=next((s for s in run.servers if s.impl == impl), None),
         drawn=bool(run.header.plan.get("temperature")),
         loads=tuple(name for name in LOADED if name in run.header.plan.get("arms", {})),
+        keys=max((c.n_tokens + prompt for c, prompt in counted), default=None) if counted else None,
     )
 
 
@@ -267,7 +294,7 @@ def off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
 
 def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
     """Answers of the arm of which the base has none with these tokens, logprobs and end; with these tokens."""
-    return off(arm.answers, base.answers), off(arm.completions, base.completions)
+    return sum(off(*pair) for pair in arm.held_against(base)), off(arm.completions, base.completions)
 
 
 def _parted(n: int, traces_off: int, tokens_off: int) -> Reason:
@@ -314,6 +341,8 @@ def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
     ]
     if server.answer("greedy") == "unknown" and not server.drawn:
         reasons.append(reason("greedy-unknown"))
+    if server.keys is not None and server.keys <= KEYS_LEAST and server.loads:
+        reasons.append(reason("few-keys", n=server.keys))
     for arm in arms.values():
         if arm.arm in (*LOADED, "cold", "warm") and not arm.proof:
             reasons.append(reason("arm-unproven", arm=arm.arm, proof=arm.shown))
@@ -404,8 +433,10 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
     """
     doubts = _doubts(server, arms)
     some = {name: arm for name, arm in arms.items() if arm.n}
-    solo, cold, warm = (some.get(name) for name in ALONE)
+    first, solo, cold, warm = (some.get(name) for name in ("first", "solo", "cold", "warm"))
     caches_agree = False
+    if first is not None and (opened := _opening(first, [arm for arm in (solo, cold, warm) if arm], doubts)):
+        yield opened
     if solo is not None and solo.n > 1:
         yield _itself(solo, doubts)
     if cold is not None and warm is not None:
@@ -413,7 +444,8 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
         caches_agree = bool(cold.proof and warm.proof) and set(cold.answers) == set(warm.answers)
     for arm in (some[name] for name in LOADED if name in some):
         if solo is not None:
-            yield _against(arm, solo, doubts, Finding.BATCH, caches_agree, odds.get(arm.arm))
+            base = _base_of(some, "solo")
+            yield _against(arm, base, doubts, Finding.BATCH, caches_agree, odds.get(arm.arm))
         elif arm.n > 1:
             yield _itself(arm, [*doubts, reason("no-solo")])
 
@@ -427,6 +459,24 @@ def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
     if len(fingerprints) > 1:
         doubts.append(reason("servers", n=len(fingerprints)))
     return doubts
+
+
+def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
+    """What an arm is held against: the load's base also knows what cold and warm answers alone were."""
+    return arms[name].beside(arms.get("cold"), arms.get("warm")) if name == "solo" else arms[name]
+
+
+def _opening(first: ArmEvidence, alone: Sequence[ArmEvidence], doubts: Sequence[Reason]) -> Comparison | None:
+    """The very first answer, held against all others that came one at a time; None where there is no other."""
+    digest, *answer = first.opening
+    later = sum((arm.answers for arm in alone), first.answers - Counter([tuple(answer)]))
+    if not later:
+        return None
+    if tuple(answer) in later:
+        return Comparison("first", "solo", 1, 0, 0, Finding.CLEAN)
+    texts = sum((Counter(arm.completions) for arm in alone), Counter(first.completions) - Counter([digest]))
+    why = reason("first-alone") if len(later) == 1 else reason("first-unsteady")
+    return Comparison("first", "solo", 1, 1, int(digest not in texts), Finding.UNATTRIBUTED, (*doubts, why))
 
 
 def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
@@ -448,13 +498,14 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
     """The odd ones of the arm, dealt at random over both: the chance that none of them falls to the base.
 
-    If the two arms differ in nothing, every deal is as likely as the one that was seen.
+    If the two arms differ in nothing, every deal is as likely as the one that was seen; those of each number of cached
+    tokens are dealt apart.
     """
-    odd = off(arm.answers, base.answers)
-    both = arm.n + base.n
-    return math.exp(
-        math.lgamma(both - odd + 1) - math.lgamma(arm.n - odd + 1) - (math.lgamma(both + 1) - math.lgamma(arm.n + 1))
-    )
+    chance = 0.0
+    for some, held in arm.held_against(base):
+        n, both, odd = some.total(), some.total() + held.total(), off(some, held)
+        chance += math.lgamma(both - odd + 1) - math.lgamma(n - odd + 1) - (math.lgamma(both + 1) - math.lgamma(n + 1))
+    return math.exp(chance)
 
 
 def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl: str) -> dict[str, float]:
@@ -465,9 +516,9 @@ def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl
     """
     odds: dict[str, float] = {}
     for arm, base in (("warm", "cold"), ("chunked", "solo"), ("loaded", "solo")):
-        mine = [(arms[arm], arms[base]) for (name, _), arms in known.items() if name == impl and {arm, base} <= {*arms}]
-        pairs = [(a, b) for a, b in mine if a.n and b.n]
-        if pairs and all(b.consistent for _, b in pairs):
+        mine = [arms for (name, _), arms in known.items() if name == impl and {arm, base} <= {*arms}]
+        pairs = [(arms[arm], _base_of(arms, base)) for arms in mine if arms[arm].n and arms[base].n]
+        if pairs and all(b.steady for _, b in pairs):
             odds[arm] = math.prod(chance_of(a, b) for a, b in pairs)
     return odds
 
@@ -485,11 +536,11 @@ def _against(
     if not traces_off:
         return Comparison(arm.arm, base.arm, arm.n, 0, 0, Finding.CLEAN if arm.proof else Finding.UNPROVEN)
     chance = chance_of(arm, base)
-    if pooled is not None and base.consistent:
+    if pooled is not None and base.steady:
         chance = min(chance, pooled)
     names = {"arm": arm.arm, "base": base.arm}
     why = list(doubts)
-    if not base.consistent:
+    if not base.steady:
         why.append(reason("base-unsteady", **names))
     if not arm.proof:
         why.append(reason("not-shown", arm=arm.arm, proof=arm.shown))
@@ -546,7 +597,11 @@ def _judge(subject: Subject, first: Subject | None) -> Verdict:
         verdict = replace(verdict, counts=(reason("no-tokens", n=n),))
     else:
         verdict = _judge_bits(subject, _distinct(n, arms, server.seen), verdict)
-    return called_wrong(verdict, reason("nonfinite", n=lost, of=n)) if lost else verdict
+    verdict = called_wrong(verdict, reason("nonfinite", n=lost, of=n)) if lost else verdict
+    for question in ("tempered", "independent"):
+        if server.drawn and server.answer(question) == "no":
+            verdict = called_wrong(verdict, reason(question, evidence=server.contract[question].evidence))
+    return verdict
 
 
 def _judge_bits(subject: Subject, clauses: list[Reason], verdict: Verdict) -> Verdict:

@@ -148,6 +148,13 @@ WORDS: dict[str, str] = {
     "seed-yes": "the server respects a seed",
     "seed-no": "the server does not respect a seed",
     "seed-unknown": "whether the server respects a seed is not known",
+    "tempered": "the server ignores the temperature: wrong ({evidence})",
+    "independent": "requests of one batch share a draw: wrong ({evidence})",
+    "few-keys": "No request had more than {n:,} tokens, prompt and answer together: attention over more keys was not "
+    "tested.",
+    "first-alone": "The very first answer is unlike all later ones, which agree: something that a server does once (an "
+    "empty cache, a warm-up, a compilation), and not the load. Restart it and compare the two runs.",
+    "first-unsteady": "The very first answer is unlike all later ones, which do not agree with each other either.",
     "greedy-unknown": "Contract: whether temperature 0 is greedy is not known.",
     "arm-unproven": "The arm {arm} is unproven: {proof}.",
     "arm-shown": "{arm:capital}: {proof}{unshown}.",

@@ -306,7 +306,8 @@ def openai_completion(steps: list[Step], told: Told, own: bool) -> dict[str, Any
             "text_offset": list(range(len(steps))),
         }
     if own and told.body.get("return_token_ids"):
-        choice |= {"token_ids": [s.id for s in steps], "prompt_token_ids": list(told.prompt)}
+        choice["token_ids"] = [s.id for s in steps]
+        choice |= {} if told.body.get("stream") else {"prompt_token_ids": list(told.prompt)}
     return {"object": "text_completion", "model": MODEL, "choices": [choice]}
 
 
@@ -442,6 +443,14 @@ class Cheats:
     # logits multiplied by up to one plus this while more than one request runs: tokens stay, logprobs move
     batch_scale: float = 0.0
     cache_noise: float = 0.0  # as batch_noise, where a prefix came from the cache
+    beyond: int = 0  # batch_noise and batch_scale with more keys than this alone; a key is four characters of a prompt
+    first_differs: bool = False  # the first answer after a start goes another way from its fifth token on
+    confuses: int = 0  # each so many-th request beside one of another length goes on in the other's text
+    temperature_ignored: bool = False  # greedy at any temperature
+    one_draw: bool = False  # without a seed, requests that run at the same time share their draws
+    context: int = 0  # what /v1/models says of it; 0 says nothing
+    split_names: bool = False  # a token in three has no text, as half a character, and the answer's text is another
+    deterministic: bool = False  # what /server_info says of its mode, and at a temperature a seed of its own
     restart_changes: bool = False  # `restart()` gives another model
     no_ids: bool = False  # no token ids, as an old version
     no_logprobs: bool = False  # requests for logprobs are ignored
@@ -460,6 +469,7 @@ class Honest(Server):
 
     Attributes:
         requests: Bodies of all completions asked for, in order.
+        pages: Paths of everything that was asked for.
         most_running: Most requests at work at once so far.
     """
 
@@ -472,13 +482,16 @@ class Honest(Server):
         self.running = self.most_running = 0
         self.hits = self.queries = 0
         self._weights = ""
-        self._cache: set[tuple[object, tuple[int, ...]]] = set()
+        self._cache: set[bytes] = set()
         self._count = itertools.count()
+        self.pages: list[str] = []
+        self._answered = self._batches = self._beside = 0
+        self._prompts: dict[int, tuple[int, ...]] = {}
 
     def restart(self) -> None:
         """As if the server had been started anew: an empty cache, counters at zero, another model if it cheats so."""
         self.flush()
-        self.hits = self.queries = 0
+        self.hits = self.queries = self._answered = 0
         if self.cheats.restart_changes:
             self._weights += "x"
 
@@ -487,6 +500,7 @@ class Honest(Server):
         self._cache.clear()
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        self.pages.append(request.path)
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             writer.write(json_response({"error": {"message": "wrong key"}}, 401))
             return True
@@ -512,7 +526,13 @@ class Honest(Server):
             return response(200, _METRICS[self.dialect].format(self=self).encode(), "text/plain")
         if request.path == "/v1/models":
             owner = {"llama.cpp": "llamacpp", "openai": "hash"}.get(self.dialect, self.dialect)
-            return json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": owner}]})
+            listed = {"id": MODEL, "object": "model", "owned_by": owner}
+            listed |= {"max_model_len": self.cheats.context} if self.cheats.context else {}
+            return json_response({"object": "list", "data": [listed]})
+        if request.path == "/server_info" and self.dialect == "sglang":
+            mode = self.cheats.deterministic
+            said = {"enable_deterministic_inference": mode, "attention_backend": "fa3", "tp_size": 1}
+            return json_response({"version": "0.0.9", **said})
         document = _PAGES.get((self.dialect, request.path))
         return None if document is None else json_response(document)
 
@@ -525,7 +545,10 @@ class Honest(Server):
             writer.write(json_response({"error": {"message": "no prompt"}}, 400))
             return
         self.requests.append(dict(body))
+        number = len(self.requests)
+        self._batches += not self.running
         self.running += 1
+        self._prompts[number] = prompt
         self.most_running = max(self.most_running, self.running)
         try:
             cached = self._hit(body, prompt)
@@ -534,14 +557,18 @@ class Honest(Server):
                 writer.write(STREAM_HEAD)
             steps: list[Step] = []
             told = Told({k: v for k, v in body.items() if not self._unknown(k)}, prompt, cached, "", self._weights)
-            async for new, finish in self._steps(body, prompt, cached):
+            async for new, finish in self._steps(body, prompt, cached, number):
                 steps.append(new)
                 told = dataclasses.replace(told, finish=finish)
                 if stream:
-                    writer.write(event(word(steps if self.dialect == "sglang" else [new], told, True, chat)[0]))
+                    said = word(steps if self.dialect == "sglang" else [new], told, True, chat)[0]
+                    if self.cheats.split_names and new.id % 3 == 0:
+                        said["choices"][0]["logprobs"]["tokens"] = ["bytes:\\xe2"]
+                    writer.write(event(said))
                     await writer.drain()
         finally:
             self.running -= 1
+            del self._prompts[number]
         documents = word(steps, told, stream, chat)
         if not stream:
             writer.write(json_response(documents[0]))
@@ -560,9 +587,12 @@ class Honest(Server):
     def _hit(self, body: dict[str, Any], prompt: tuple[int, ...]) -> int:
         """Tokens of the prompt that the prefix cache has; the prompt is in it from now on."""
         salt = body.get("cache_salt") or body.get("extra_key")
-        usable = range((len(prompt) - 1) // _BLOCK * _BLOCK, 0, -_BLOCK)
-        cached = next((end for end in usable if (salt, prompt[:end]) in self._cache), 0)
-        self._cache |= {(salt, prompt[:end]) for end in usable}
+        chain, prefixes = hashlib.sha256(repr(salt).encode()), list[bytes]()
+        for first in range(0, (len(prompt) - 1) // _BLOCK * _BLOCK, _BLOCK):
+            chain.update(bytes(prompt[first : first + _BLOCK]))
+            prefixes.append(chain.digest())
+        cached = _BLOCK * sum(1 for _ in itertools.takewhile(self._cache.__contains__, prefixes))
+        self._cache.update(prefixes)
         if self.dialect == "llama.cpp" and body.get("cache_prompt") is False:
             cached = 0
         self.queries += len(prompt)
@@ -570,7 +600,7 @@ class Honest(Server):
         return cached
 
     async def _steps(
-        self, body: dict[str, Any], prompt: tuple[int, ...], cached: int
+        self, body: dict[str, Any], prompt: tuple[int, ...], cached: int, number: int
     ) -> AsyncIterator[tuple[Step, str]]:
         """Each token as it is generated, with the reason to end there, or ""."""
         cheats, sampling = self.cheats, body.get("sampling_params", body)
@@ -580,13 +610,24 @@ class Honest(Server):
         seed = sampling.get("seed", sampling.get("sampling_seed"))
         if cheats.greedy_samples:
             temperature, seed = temperature or 0.7, None
-        if (seed is None or cheats.seed_ignored) and not cheats.never_varies:
+        if cheats.temperature_ignored:
+            temperature = 0.0
+        if seed is None and cheats.one_draw:
+            seed = f"batch {self._batches}"
+        elif (seed is None or cheats.seed_ignored) and not (cheats.never_varies or cheats.deterministic):
             seed = f"drawn {next(self._count)}"
+        first, self._answered = not self._answered, self._answered + 1
         context = Context(prompt, self._weights)
         last = (2 * wanted if cheats.max_tokens_ignored else wanted) - 1
         for position in range(last + 1):
             await asyncio.sleep(self.token_s)
-            beside = self.running if self.running > 1 else 0
+            if position == 4 and first and cheats.first_differs:
+                context.append(1)
+            others = [p for n, p in self._prompts.items() if n != number and len(p) != len(prompt)]
+            self._beside += position == 3 and bool(others)
+            if cheats.confuses and position == 3 and others and self._beside % cheats.confuses == 0:
+                context = Context(others[0], self._weights)
+            beside = self.running if self.running > 1 and len(prompt) // 4 + position > cheats.beyond else 0
             warm = cached if cheats.cache_noise else 0
             new = step(
                 context,
@@ -623,7 +664,7 @@ _OPENAI = ("/v1/completions", "/v1/chat/completions")
 _COMPLETIONS = {"sglang": ("/generate",), "llama.cpp": ("/completion",)}
 _PAGES: dict[tuple[str, str], Any] = {
     ("vllm", "/version"): {"version": "0.0.hash"},
-    ("sglang", "/get_model_info"): {"model_path": MODEL, "is_generation": True},
+    ("sglang", "/model_info"): {"model_path": MODEL, "is_generation": True, "weight_version": "default"},
     ("llama.cpp", "/props"): {"default_generation_settings": {}, "total_slots": 4, "build_info": "b0-hash"},
     ("transformers", "/openapi.json"): {"paths": {"/load_model": {}, "/v1/completions": {}}},
 }
@@ -634,7 +675,10 @@ _METRICS = {
         'vllm:prefix_cache_queries_total{{model_name="hash-1"}} {self.queries}.0\n'
         'vllm:prefix_cache_hits_total{{model_name="hash-1"}} {self.hits}.0\n'
     ),
-    "sglang": "sglang:num_running_reqs {self.running}\nsglang:cached_tokens_total {self.hits}\n",
+    "sglang": (
+        "sglang:num_running_reqs {self.running}\nsglang:cached_tokens_total {self.hits}\n"
+        "sglang:num_retracted_reqs 0\nsglang:cache_hit_rate 0.{self.running}\n"
+    ),
     "llama.cpp": "llamacpp:requests_processing {self.running}\nllamacpp:requests_deferred 0\n",
 }
 _OF_TRANSFORMERS = {

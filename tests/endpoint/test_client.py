@@ -50,7 +50,7 @@ def expected(prompt: str, tokens: int) -> tuple[tuple[int, ...], np.ndarray, np.
 @pytest.mark.parametrize(
     ("dialect", "protocol", "known_by"),
     [
-        ("openai", "openai", KnownBy.TEXT),
+        ("openai", "openai", KnownBy.BYTES),
         ("vllm", "vllm", KnownBy.IDS),
         ("sglang", "sglang", KnownBy.IDS),
         ("llama.cpp", "llama.cpp", KnownBy.IDS),

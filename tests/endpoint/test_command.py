@@ -25,7 +25,8 @@ from nondet.verdict.gate import judge
 from tests.build import Command
 from tests.endpoint.honest import Honest, Request, in_thread, json_response, serving
 
-SMALL = ("--n", "12", "--max-tokens", "8", "--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
+PROMPT = ("--prompt", "For example, the")
+SMALL = ("--n", "12", "--max-tokens", "8", "--load", "others=6,targets=6,prompt=4-16,tokens=4-12", *PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +48,10 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
         "--fail-on", "divergent",
     )  # fmt: skip
     assert code == 0, err
-    assert err.startswith("solo 12, cold 6, warm 6, chunked 6, loaded 12: 42 requests, and ")
+    assert err.startswith("first 2, solo 12, cold 6, warm 6, chunked 6, loaded 12: 44 requests, and ")
     assert "no divergence observed" in out
     made = read_run(tmp_path / "a.jsonl")
-    assert {c.arm for c in made.completions} == {"solo", "cold", "warm", "chunked", "loaded"}
+    assert {c.arm for c in made.completions} == {"first", "solo", "cold", "warm", "chunked", "loaded"}
     assert made.servers[0].known_by == "ids"
     code, again, _ = run("report", "a.jsonl")
     assert code == 0
@@ -87,7 +88,8 @@ def test_every_dialect_has_its_run(run: Command, tmp_path: Path, dialect: str) -
 def test_several_prompts_from_a_file(run: Command, vllm: Honest, tmp_path: Path) -> None:
     """A set of prompts: each has its completions and its verdict."""
     (tmp_path / "p.txt").write_text("one prompt of a set\nanother one\n")
-    code, _, err = run("sample", "--endpoint", vllm.url, *SMALL, "--n", 3, "--prompts", "p.txt", "--out", "a.jsonl")
+    several = (*SMALL[:-2], "--n", 3, "--prompts", "p.txt", "--out", "a.jsonl")
+    code, _, err = run("sample", "--endpoint", vllm.url, *several)
     assert code == 0, err
     assert [v.prompt for v in judge(read_run(tmp_path / "a.jsonl"))] == [0, 1]
 
@@ -255,7 +257,8 @@ def test_a_token_in_the_path_is_left_nowhere(run: Command, tmp_path: Path, monke
 
 # `nondet gate --endpoint`: asked until it diverges or until that would have been seen, and never open on less.
 
-LOAD = ("--max-tokens", "6", "--load", "others=4,targets=3,prompt=4-8,tokens=4-8")
+LOAD = ("--max-tokens", "6", "--load", "others=4,targets=3,prompt=4-8,tokens=4-8", *PROMPT)
+ROUNDS = ["first", "solo", "cold", "warm", *["loaded"] * 3, "solo", "first"]
 
 
 def gate(url: str, folder: Path, *more: str) -> int:
@@ -274,7 +277,7 @@ def test_an_invariant_server_opens_it_as_soon_as_that_is_valid(
     assert (power["compared"]["load"], power["needed"], power["enough"]) == (3, 3, True)
     assert power["compared"]["request"] <= 9
     run = read_run(tmp_path / "g.jsonl")
-    assert [r.arm for r in run.rounds] == ["solo", *["loaded"] * 3, "solo"]
+    assert [r.arm for r in run.rounds] == ROUNDS
     assert run.header.plan["gate"] == {"rate": 0.7, "confidence": 0.95, "by": "load"}
     assert main(["gate", str(tmp_path / "g.jsonl"), "--rate", "70%"]) == 0  # the file says the same
     assert main(["gate", str(tmp_path / "g.jsonl")]) == 4  # and is no proof of a tenth
@@ -308,12 +311,12 @@ def test_a_gate_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureF
         whole = read_run(path)
         lines = path.read_bytes().splitlines(True)
         ended = [i for i, line in enumerate(lines) if b'"round"' in line[:20]]
-        path.write_bytes(b"".join(lines[: ended[1] + 3]))  # one load, and two completions of the second
+        path.write_bytes(b"".join(lines[: ended[4] + 3]))  # one load, and two completions of the second
         kept = {c.request for c in read_run(path, allow_truncated=True).completions}
         before = len(server.requests)
         assert main(["gate", "--endpoint", server.url, *resumed]) == 0
         asked, after = len(server.requests) - before, read_run(path)
-        assert [r.arm for r in after.rounds] == ["solo", *["loaded"] * 3, "solo"]
+        assert [r.arm for r in after.rounds] == ROUNDS
         assert {c.request: c.trace for c in after.completions} == {c.request: c.trace for c in whole.completions}
         assert kept
         assert asked < before

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import pytest
 
+from nondet.cli import main
 from nondet.endpoint.arms import Ask
 from nondet.endpoint.client import connect
 from nondet.endpoint.http import (
@@ -84,6 +85,8 @@ def test_a_url_is_read_with_or_without_its_path(url: str, shown: str, protocol: 
         "http://host:notaport/?key=hunter2",
         "hunter2",
         "sk-hunter2hunter2/",
+        "sk-hunter2hunter2:443",
+        "https://sk-hunter2hunter2/v1?a=b",
         "http://host /hunter2",
     ],
 )
@@ -93,6 +96,18 @@ def test_other_urls_are_refused_without_showing_a_secret(url: str) -> None:
         read_address(url)
     assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["sk-hunter2hunter2", "hf_hunter2hunter2.host", "hunter2abcdefabcdef0123456789"])
+def test_a_key_in_the_place_of_a_host_is_in_no_message(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is connected to, and why that failed, say that it is not repeated; names of machines are."""
+    assert "hunter2" not in read_address(f"https://{host}:8443/v1").url
+    assert main(["sample", "--endpoint", f"http://{host}"]) == 2
+    said = capsys.readouterr().err
+    assert "HOST-NOT-REPEATED" in said
+    assert "hunter2" not in said
+    for name in ("vllm-server-production-deployment-7f6d9-x2x", "key-server-production", "sk-gpu-1.example.org"):
+        assert name in read_address(f"http://{name}:8000").url
 
 
 @pytest.mark.parametrize(

@@ -390,3 +390,24 @@ def test_a_cache_is_proven_by_the_servers_counter() -> None:
         assert (seen.proof == "metrics") == proven
         assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
         assert seen.proof_words.endswith("so it was not cold") == (not proven)
+
+
+def cold_and_cached(alone: tuple[str, str], loaded: str) -> Run:
+    """Six answers without and 16 with a cached prefix alone, and 40 of each under load, with these traces."""
+    solo = [completion(i, "solo", alone[1], round_=i, cached=16) for i in range(10)]
+    cold = [completion(i, "cold", alone[0], round_=10 + i) for i in range(6)]
+    warm = [completion(i, "warm", alone[1], round_=20 + i, cached=16) for i in range(6)]
+    traces = [(cached, loaded[i % len(loaded)] if cached else alone[0]) for cached in (0, 16) for i in range(40)]
+    under = [completion(i, "loaded", t, round_=30 + i % 20, cached=c) for i, (c, t) in enumerate(traces)]
+    rounds = [ended(number, "solo", 1, 0) for number in (*range(10), *range(10, 16), *range(20, 26))]
+    rounds = [msgspec.structs.replace(r, arm={0: "solo", 1: "cold", 2: "warm"}[r.round // 10]) for r in rounds]
+    return made([*solo, *cold, *warm, *under], [*rounds, *(ended(30 + i, "loaded", 4, 4) for i in range(20))])
+
+
+def test_an_answer_under_load_is_held_against_those_that_found_as_much_cached() -> None:
+    """Cached ones that give the bits of a cold prefix under load depend on the load, though cold ones gave these bits
+    alone; where only the cache decides, or chance, no load is blamed."""
+    assert judge(cold_and_cached(("A", "A"), "A"))[0].finding == Finding.CLEAN
+    assert judge(cold_and_cached(("A", "B"), "A"))[0].findings == (Finding.BATCH, Finding.CACHE)
+    assert judge(cold_and_cached(("A", "B"), "B"))[0].findings == (Finding.CACHE,)
+    assert judge(cold_and_cached(("A", "B"), "B" * 39 + "C"))[0].findings == (Finding.CACHE, Finding.UNATTRIBUTED)

@@ -1,0 +1,153 @@
+"""Faults of servers that people have reported, each planted in the fake one: what `nondet sample` says of it.
+
+They are asked in OpenAI's plain form, which has names of tokens and logprobs and no ids.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
+from nondet.reports.content import build
+from nondet.reports.first_screen import chain
+from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.gate import judge
+from tests.build import Command
+from tests.endpoint.honest import serving
+
+FEW = ("--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
+ONE = ("--prompt", "For example, the")
+
+
+def asked(
+    run: Command, folder: Path, *argv: object, dialect: str = "openai", prompt: str = "For example, the", **cheats: Any
+) -> Run:
+    """A run over the server with this fault."""
+    files = ("--prompt", prompt, "--out", "a.jsonl", "--report", "a.md")
+    with serving(dialect, token_s=0.001, **cheats) as server:
+        code, _, err = run("sample", "--endpoint", server.url, *FEW, *argv, *files)
+    assert code == 0, err
+    return read_run(folder / "a.jsonl")
+
+
+def verdict(made: Run) -> Verdict:
+    """Of its first prompt."""
+    return judge(made)[0]
+
+
+def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
+    """All tokens agree and their logprobs do not: by names of tokens alone that is seen."""
+    made = asked(run, tmp_path, "--arms", "solo=8,loaded", "--n", 18, "--max-tokens", 8, batch_scale=1e-6)
+    assert made.servers[0].known_by == "bytes"
+    assert len({c.tokens_digest for c in made.completions}) == 1
+    assert len({c.trace for c in made.completions}) > 1
+    assert verdict(made).is_fault
+
+
+def test_names_that_are_no_text_are_names_all_the_same(run: Command, tmp_path: Path) -> None:
+    """Half a character has no text of its own: the name that stands for it is compared, and no answer is lost."""
+    made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, split_names=True)
+    assert made.servers[0].known_by == "bytes"
+    assert {c.status for c in made.completions} == {"ok"}
+    assert verdict(made).finding == Finding.CLEAN
+
+
+@pytest.mark.parametrize("arms", ["solo=4,loaded", "loaded"])
+def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path, arms: str) -> None:
+    """It was kept, and the same request at the end differs: divergent, and neither the load nor chance is blamed."""
+    made = asked(run, tmp_path, "--arms", arms, "--n", 6, "--max-tokens", 8, first_differs=True)
+    told = verdict(made)
+    assert told.finding == Finding.UNATTRIBUTED
+    assert any("very first answer is unlike all later ones, which agree" in note for note in told.notes)
+    assert Finding.BATCH not in told.findings
+    assert "very first answer" in (tmp_path / "a.md").read_text().split("## ")[1]
+
+
+def test_a_gate_stays_shut_on_it(run: Command) -> None:
+    """And asks for no load, since one difference is enough."""
+    with serving("vllm", token_s=0.001, first_differs=True) as server:
+        argv = (*FEW, *ONE, "--max-tokens", 8, "--rate", "70%", "--out", "g.jsonl")
+        code, out, _ = run("gate", "--endpoint", server.url, *argv)
+    assert code == 3
+    assert "very first answer" in out
+
+
+def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) -> None:
+    """Batch-dependent, by nats: the report says that no order of additions does this."""
+    made = asked(
+        run,
+        tmp_path,
+        "--arms",
+        "solo=12,loaded",
+        "--n",
+        60,
+        "--max-tokens",
+        8,
+        dialect="vllm",
+        confuses=6,
+        prompt="The class is",
+    )
+    assert verdict(made).is_fault
+    text = (tmp_path / "a.md").read_text()
+    assert "rounding does not do that" in text
+    asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 12, "--max-tokens", 8, "--force", batch_scale=1e-6)
+    assert "rounding does not do that" not in (tmp_path / "a.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("cheat", "said"),
+    [
+        ({"temperature_ignored": True}, "the server ignores the temperature: wrong"),
+        ({"one_draw": True}, "requests of one batch share a draw: wrong"),
+        ({}, ""),
+        ({"never_varies": True}, ""),
+    ],
+)
+def test_draws_that_are_none(run: Command, tmp_path: Path, cheat: dict[str, Any], said: str) -> None:
+    """At a temperature: greedy answers, and one draw for a whole batch, are wrong, however equal; one seed is not."""
+    made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, "--temperature", 1.5, **cheat)
+    told = verdict(made)
+    assert (told.finding == Finding.WRONG) == bool(said), told.text
+    assert said in told.text
+    if not said:
+        assert told.finding == Finding.CLEAN
+
+
+def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:
+    """Three answers show that it keeps to a seed; its mode is on, so nobody is told to switch it on."""
+    one = ("--arms", "solo=6,loaded", "--n", 18, "--max-tokens", 8, "--temperature", 0.8)
+    made = asked(run, tmp_path, *one, dialect="sglang", deterministic=True, batch_noise=0.02)
+    assert made.servers[0].software == "sglang 0.0.9, deterministic inference, attention fa3"
+    assert made.servers[0].fingerprint == ""
+    assert {a.question: a.answer for a in made.contract}["seed"] == "yes"
+    moved = {name for r in made.rounds if r.traffic for name in r.traffic.counters}
+    assert moved == {"sglang:cached_tokens_total", "sglang:num_retracted_reqs"}
+    assert verdict(made).finding == Finding.BATCH
+    cure = chain(build([made]))[-1].text
+    assert "its own mode is on" in cure
+    assert "--attention-backend triton" in cure
+    assert "not tried" not in cure
+    asked(run, tmp_path, *one, "--force", dialect="sglang", batch_noise=0.02)
+    assert "not tried: switch on the server's own" in chain(build([read_run(tmp_path / "a.jsonl")]))[-1].text
+
+
+def test_a_gate_at_a_temperature_opens_on_one(run: Command) -> None:
+    """Whose answers without a seed are all alike."""
+    with serving("sglang", token_s=0.001, deterministic=True) as server:
+        argv = (*FEW, *ONE, "--max-tokens", 8, "--rate", "70%", "--temperature", 0.8, "--out", "g.jsonl")
+        code, out, err = run("gate", "--endpoint", server.url, *argv)
+        assert all(path != "/get_model_info" for path in server.pages)
+    assert code == 0, out + err
+
+
+def test_the_page_names_the_server_and_who_asked(run: Command, tmp_path: Path) -> None:
+    """A client's CPU is no machine of the server's; why nothing but "divergent" is said stands beside it."""
+    asked(run, tmp_path, "--arms", "solo=1,loaded", "--n", 3, "--max-tokens", 8, dialect="vllm", batch_noise=1e-6)
+    text = (tmp_path / "a.md").read_text()
+    assert "vllm 0.0.hash · asked from: " in text
+    head = text.split("\n## ")[0]
+    assert "divergent (If the answers that differ fell at random" in head

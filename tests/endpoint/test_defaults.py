@@ -1,0 +1,134 @@
+"""What is asked where nobody chose a prompt: attention over more than 128 and 512 keys, alone and beside others.
+
+A fault that begins at so many keys is a stub's: of a server over HTTP, or of an engine under `nondet sample`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nondet.cli import main
+from nondet.core.records import Run
+from nondet.core.runfile import read_run
+from nondet.sampling.plan import ENGINES, Load, Outcome, Request, Session, build_plan, long_prompts, parse_load
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
+from tests.build import Command
+from tests.endpoint.honest import serving
+
+FEW = ("--n", "8", "--max-tokens", "6", "--load", "others=4,targets=6,prompt=4-8,tokens=4-8")
+
+
+def findings(run: Run, impl: str = "server") -> list[Finding]:
+    """The strongest of each prompt."""
+    return [v.finding for v in judge(run) if v.impl == impl]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("beyond", "hit"), [(128, [1, 2]), (512, [2]), (5000, [])])
+def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int, hit: list[int]) -> None:
+    """Its short prompt agrees; the two that ride along do not. A gate shuts as well, and opens on a sound one."""
+    with serving("vllm", token_s=0.001, batch_noise=1e-6, beyond=beyond) as server:
+        assert run("sample", "--endpoint", server.url, *FEW, "--out", "a.jsonl")[0] == 0
+        wanted = [Finding.BATCH if p in hit else Finding.CLEAN for p in range(3)]
+        assert findings(read_run(tmp_path / "a.jsonl")) == wanted
+        code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "70%", "--out", "g.jsonl")
+    assert code == (3 if hit else 0), out + err
+
+
+def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command, tmp_path: Path) -> None:
+    """Cold and cached, more than 600 tokens long, and each is held against what was alone with as much cached."""
+    with serving("vllm", token_s=0.001) as server:
+        arms = ("--arms", "solo=2,cold=2,warm=2,loaded", "--out", "a.jsonl")
+        assert run("sample", "--endpoint", server.url, *FEW, *arms)[0] == 0
+    made = read_run(tmp_path / "a.jsonl")
+    loaded = [c for c in made.completions if c.arm == "loaded" and c.served]
+    assert Counter((c.prompt, not c.served.cached_tokens) for c in loaded if c.served) == {
+        (prompt, cold): 4 for prompt in range(3) for cold in (False, True)
+    }
+    assert [len(p["text"]) // 5 >= 580 for p in made.header.plan["prompts"]] == [False, False, True]
+    assert findings(made) == [Finding.CLEAN] * 3
+
+
+def test_a_prompt_that_somebody_chose_is_asked_alone_and_its_keys_are_said(run: Command, tmp_path: Path) -> None:
+    """What a short prompt cannot show stands beside the verdict; a context too short for a long one leaves it out."""
+    with serving("vllm", token_s=0.001) as server:
+        run("sample", "--endpoint", server.url, *FEW, "--prompt", "For example, the", "--out", "a.jsonl")
+        made = read_run(tmp_path / "a.jsonl")
+        assert len(made.header.plan["prompts"]) == 1
+        assert any("attention over more keys was not tested" in note for v in judge(made) for note in v.notes)
+    with serving("vllm", token_s=0.001, context=700) as server:
+        run("sample", "--endpoint", server.url, *FEW, "--arms", "solo=2", "--out", "b.jsonl")
+    lengths = [len(p["text"]) for p in read_run(tmp_path / "b.jsonl").header.plan["prompts"]]
+    assert len(lengths) == 2
+    assert lengths[1] == len(long_prompts()[0])
+
+
+def test_long_prompts_ride_in_full_rounds_alone() -> None:
+    """Twice each, one after the other's subjects; the rest of the plan is as it was without them."""
+    load = parse_load("others=3,targets=5,prompt=4-8,tokens=4-8")
+    given: dict[str, Any] = {
+        "seed": 1,
+        "prompt": (1, 2),
+        "max_new_tokens": 4,
+        "context": 99,
+        "encode": lambda t: [7] * 9,
+    }
+    plan = build_plan(load, n=12, texts=["x" * 999], riders=[(3,) * 40, (4,) * 50], **given)
+    counts = [Counter((r.subject, len(r.prompt)) for r in requests if r.target) for requests in plan.rounds]
+    assert counts == [{(0, 2): 5, (1, 40): 2, (2, 50): 2}] * 2 + [{(0, 2): 2}]
+    ids = [r.id for requests in plan.rounds for r in requests]
+    assert len(ids) == len(set(ids))
+    assert all(keys > least for keys, least in zip(map(len, long_prompts()), (900, 2800), strict=True))
+
+
+class Hashes:
+    """An engine whose tokens are hashes, and whose logprobs depend on the batch where a request has many keys."""
+
+    beyond = 0
+
+    def __init__(self, model: Any) -> None:
+        pass
+
+    def describe(self) -> dict[str, Any]:
+        """As `nondet.sampling.plan.Engine`."""
+        return {"name": "hashes", "logprobs": True}
+
+    def run(self, requests: Sequence[Request], load: Load, **_: Any) -> Session:
+        """All decode together from their arrival on, one token a step."""
+        ends = [r.arrival_step + r.max_new_tokens for r in requests]
+        busy = Counter(s for r in requests for s in range(r.arrival_step, r.arrival_step + r.max_new_tokens))
+        outcomes = []
+        for r in requests:
+            tokens, logprobs = [], []
+            for i in range(r.max_new_tokens):
+                digest = hashlib.sha256(repr((r.prompt[-8:], i)).encode()).digest()
+                off = 2**-20 * busy[r.arrival_step + i] if len(r.prompt) + i > self.beyond else 0.0
+                tokens.append(digest[0])
+                logprobs.append(-1.0 - digest[1] / 256 + off)
+            schedule = [[r.arrival_step, r.max_new_tokens, 1]]
+            data = np.array(logprobs, "<f4").tobytes()
+            outcomes.append(Outcome(r, tokens, data, finish="length", schedule=schedule, batch_min=1, batch_max=9))
+        return Session(outcomes, steps=max(ends), tokens=sum(len(o.token_ids) for o in outcomes), seconds=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("beyond", "hit"), [(128, [False, True, True]), (512, [False, False, True])])
+def test_an_engine_that_differs_beyond_some_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], beyond: int, hit: list[bool]
+) -> None:
+    """`nondet sample` as it comes: 1,200 completions of the short prompt agree, 60 of each long one do not."""
+    monkeypatch.setitem(ENGINES, "transformers", f"{__name__}:Hashes")
+    monkeypatch.setattr(Hashes, "beyond", beyond)
+    assert main(["sample", "--impl", "stock", "--threads", "1", "--out", str(tmp_path / "a.jsonl")]) == 0
+    capsys.readouterr()
+    made = read_run(tmp_path / "a.jsonl")
+    assert Counter(c.prompt for c in made.completions) == {0: 1200, 1: 60, 2: 60}
+    assert [f.is_divergence for f in findings(made, "stock")] == hit
