@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from nondet.core.records import Run
-from nondet.core.runfile import read_run
+from nondet.core.runfile import check_outputs, read_run
 from nondet.errors import UnknownNameError, one_line
 
 if TYPE_CHECKING:
@@ -436,6 +436,7 @@ def _measured(
             arguments[name] = _listed(value)
     given = {name for name, value in arguments.items() if value != defaults[name]} | options.keys()
     path = _path(out, service.__name__)
+    check_outputs({**arguments, **options, "out": path})
     return load(service(request(given=frozenset(given), out=path, **arguments, **options), Sink()))
 
 

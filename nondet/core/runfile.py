@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import BufferedIOBase
@@ -80,6 +80,46 @@ def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite
         raise UserError(f"{path} is a symbolic link", _LINK)
     if path.exists() and not force:
         raise UserError(f"{path} exists", hint)
+
+
+def check_outputs(options: Mapping[str, Any]) -> None:
+    """Refuse a file to write that the same command reads, or writes twice: --force would destroy it.
+
+    Args:
+        options: A command's options by name: those of `_OUTPUTS` are written, every other that names a file is read.
+
+    Raises:
+        UserError: as said, by whatever names the two go; the files beside a run, of traces, count as well.
+    """
+    written, read = [], []
+    for name, value in options.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, str | Path) and str(one):
+                (written if name in _OUTPUTS else read).append((f"--{name.replace('_', '-')}", Path(one)))
+    for number, (option, path) in enumerate(written):
+        for other, taken in (*read, *written[:number]):
+            if any(_same_file(a, b) for a in (path, _beside(path)) for b in (taken, _beside(taken))):
+                what = "reads" if (other, taken) in read else "writes as well"
+                raise UserError(f"{option} {path} is a file that this command {what}", "Give the output another name.")
+            if other == "--rollouts" and path.exists() and taken.resolve() in path.resolve().parents:
+                raise UserError(f"{option} {path} is one of the rollouts", "Give the output another name.")
+
+
+_OUTPUTS = frozenset({"out", "report", "junit", "summary", "repro"})
+
+
+def _beside(run: Path) -> Path:
+    """Where the traces of a run are: RUN.traces.jsonl; itself where it is no run file."""
+    stem, found, packed = run.name.partition(".jsonl")
+    return run.with_name(f"{stem}.traces{found}{packed}") if found else run
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    """Whether two paths are one file on disk, or will be; a terminal or a pipe is none."""
+    try:
+        return a.samefile(b) and a.is_file()
+    except (OSError, ValueError):  # one is not there, or no path at all
+        return os.path.abspath(a) == os.path.abspath(b)
 
 
 def no_link(name: str, flags: int) -> int:
