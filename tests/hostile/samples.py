@@ -1,4 +1,4 @@
-"""A run file of every command, cut down to a few records of each kind: what is made of one must take any change of it."""
+"""A run file of every command, cut down to a few records of each kind, for tests that change one of its fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EACH = 3  # records of a kind that are left
 
 
 def cut(name: str, folder: Path) -> Path:
-    """The run of that name with few records: whole rounds, steps and arms are not needed, a report says what is missing.
+    """The run of that name with few records: a report says what is missing of rounds and arms.
 
     What its plan counts on is left out of the plan, and the end line counts what is left.
     """
@@ -38,11 +38,12 @@ def cut(name: str, folder: Path) -> Path:
         kind = record["type"]
         if kind == "mismatch-rollout":
             kind += record["impl"]
-        limit = 40 if kind in ("step", "axis", "completion") else _EACH
+        limit = 40 if kind in ("step", "axis") else _EACH
         left[kind] = left.get(kind, 0) + 1
         if left[kind] <= limit and kind != "round":
             records.append(record)
-    header["plan"].pop("texts", None), header["plan"].pop("steps", None), header["plan"].pop("scored", None)
+    for counted in ("texts", "steps", "scored"):
+        header["plan"].pop(counted, None)
     whole = [header, *records, {"type": "end", "records": len(records), "seconds": 1.0}]
     path = folder / f"{name.replace(' ', '-')}.jsonl"
     if (side := traces_path(EVIDENCE / KEPT[name])).exists():

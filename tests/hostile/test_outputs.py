@@ -31,7 +31,12 @@ DESTROYED = [
     "gate --endpoint http://127.0.0.1:9 --prompts {} --out {}",
     "gate --endpoint http://127.0.0.1:9 --out {} --summary {}",
 ]
-OF_A_REPORT = ["report {} --out {}", "export {} --out {}", "diff {} other.jsonl --out {}", "diff other.jsonl {} --out {}"]
+OF_A_REPORT = [
+    "report {} --out {}",
+    "export {} --out {}",
+    "diff {} other.jsonl --out {}",
+    "diff other.jsonl {} --out {}",
+]
 
 
 @pytest.mark.parametrize("typed", DESTROYED, ids=lambda typed: " ".join(typed.split()[:2]))
@@ -100,7 +105,9 @@ def test_unrelated_files_and_devices_are_let_through(tmp_path: Path) -> None:
     """Another file, one that is not there yet, text that is no path, a terminal that is read and written."""
     there = tmp_path / "a.jsonl"
     there.write_bytes(line(row()))
-    runfile.check_outputs({"run": there, "out": tmp_path / "b.jsonl", "report": [tmp_path / "b.html"], "prompt": "x" * 9999})
+    runfile.check_outputs(
+        {"run": there, "out": tmp_path / "b.jsonl", "report": [tmp_path / "b.html"], "prompt": "x" * 9999}
+    )
     runfile.check_outputs({"run": Path("/dev/null"), "summary": Path("/dev/null"), "junit": None, "prompt": "a\0b"})
     with pytest.raises(UserError, match="writes as well"):
         runfile.check_outputs({"out": tmp_path / "new.jsonl", "summary": tmp_path / "new.jsonl"})
