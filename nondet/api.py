@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from nondet.core.records import Run
-from nondet.core.runfile import read_run
+from nondet.core.runfile import check_outputs, read_run
 from nondet.errors import UnknownNameError, one_line
 
 if TYPE_CHECKING:
@@ -305,8 +305,8 @@ def check(
 
     `make_inputs(size)` gives the inputs of a batch: a tensor, a tuple for `fn(*inputs)` or a mapping for
     `fn(**inputs)`. The leading requests must be the same in every batch, as many as the smallest has, and their part of
-    the result is what is compared, bit for bit. `nondet.probes.functions.check` says what that covers and what it does
-    not.
+    the result is compared, bit for bit; then every request of the largest batch with itself in the smallest.
+    `nondet.probes.functions.check` says what that covers and what it does not.
 
     Args:
         over: Two or more batch sizes, or with `select` any numbers or names.
@@ -319,7 +319,7 @@ def check(
         force: Overwrite it.
 
     Returns:
-        The run, of one row.
+        The run, of a row or two.
 
     Raises:
         UserError: fewer than two values, inputs that are not the same requests, or that `fn` can't be called with.
@@ -436,6 +436,7 @@ def _measured(
             arguments[name] = _listed(value)
     given = {name for name, value in arguments.items() if value != defaults[name]} | options.keys()
     path = _path(out, service.__name__)
+    check_outputs({**arguments, **options, "out": path})
     return load(service(request(given=frozenset(given), out=path, **arguments, **options), Sink()))
 
 

@@ -146,8 +146,8 @@ def test_any_function_is_checked(tmp_path: Path) -> None:
     run = nondet.check(steady, lambda size: rows[:size], over=[1, 2, 3, 64])
     assert "no divergence observed" in run.verdict()
     run = nondet.check(by_size, lambda size: rows[:size], over=[1, 2, 3, 64], name="mine", out=tmp_path / "mine.jsonl")
-    assert "mine: batch-dependent in 1 of 1 case" in repr(run)
-    assert run.frame("classes")["label"].tolist() == [0, 1, 0, 1]
+    assert "mine: batch-dependent in 2 of 2 cases" in repr(run)
+    assert run.frame("classes")["label"].tolist() == [0, 1, 0, 1, 0, 1]
     run = nondet.check_operator(wrong_mean, "mean", m=4, k=64, inputs="bell", varied=("batch_size",))
     assert "wrong" in run.verdict()
 

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 def _gate(request: GateRequest, sink: Terminal) -> None:
     """Pass or fail a run in CI. Exit 3: divergence or a wrong result; 4: too few samples for the power asked."""
-    from nondet.core.runfile import read_run
+    from nondet.core.runfile import check_outputs, read_run
     from nondet.verdict.gate import decide
     from nondet.verdict.mismatch import Thresholds
 
     started = time.perf_counter()
+    check_outputs({"run": request.run, "summary": os.environ.get("GITHUB_STEP_SUMMARY")})
     path = request.run or ask_endpoint(request, sink)
     if request.run is None and not sink.quiet:
         say(f"run file: {path}")

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from nondet.core.registry import REPORTERS
-from nondet.core.runfile import check_free
+from nondet.core.runfile import check_free, check_outputs
 from nondet.errors import UserError, no_commands, one_line
 from nondet.services import options as o
 from nondet.services.run import Sink, end_now
@@ -268,6 +268,7 @@ def command_of(
         values["given"] = frozenset(n for n, source in sources.items() if source and source.name == "COMMANDLINE")
         terminal = sink(**{f.name: values.pop(f.name) for f in options[sink]})
         o.check_fields(terminal)
+        check_outputs(values | {"report": terminal.report})
         check_shown(terminal.report or [], force=values["force"], verbose=terminal.verbose, quiet=terminal.quiet)
         service(request(**values), terminal)
 

@@ -14,7 +14,7 @@ from nondet.commands.output import PipedConsole, check_shown, drop_stdout, put, 
 from nondet.core.operator import ANY, Family
 from nondet.core.records import FORMAT
 from nondet.core.registry import PROBES, REPORTERS, classes, declared, operators
-from nondet.core.runfile import check_free, lines_of, read_run, replace_text, replacing
+from nondet.core.runfile import check_free, check_outputs, lines_of, read_run, replace_text, replacing
 from nondet.errors import UserError
 from nondet.probes.models import PRESETS
 from nondet.sampling.plan import PRESETS as LOADS
@@ -45,8 +45,10 @@ def report(
     quiet: o.QUIET = False,
 ) -> None:
     """Turn run files into one report: terminal, .md or .html."""
+    files = run_files(runs)
+    check_outputs({"out": out, "runs": files})
     check_shown(out or [], force=force, verbose=verbose, quiet=quiet)
-    read = [read_run(path, allow_truncated=allow_truncated) for path in run_files(runs)]
+    read = [read_run(path, allow_truncated=allow_truncated) for path in files]
     if not out:
         from nondet.reports.terminal import render
 
@@ -112,8 +114,10 @@ def export(
     if out.suffix not in (*TABLES, *_FIGURES):
         known = ", ".join((*TABLES, *_FIGURES))
         raise UserError(f"--out {str(out)!r} has a suffix that is not known", f"Known: {known}.")
+    files = run_files(runs)
+    check_outputs({"out": out, "runs": files})
     check_free(out, force=force, hint="Use --force to overwrite it, or another --out.")
-    read = [read_run(path, allow_truncated=allow_truncated) for path in run_files(runs)]
+    read = [read_run(path, allow_truncated=allow_truncated) for path in files]
     for option, name, part, field in (("section", section, "cells", "section"), ("probe", probe, "rows", "probe")):
         if name is not None:
             _check_named(option, name, (getattr(record, field) for run in read for record in getattr(run, part)))
@@ -215,6 +219,7 @@ def diff(
     from nondet.reports import diff as diff_text
     from nondet.verdict.findings import plural
 
+    check_outputs({"out": out, "runs": [a, b]})
     if out is not None:
         check_free(out, force=force)
     runs = tuple(read_run(path, allow_truncated=allow_truncated) for path in (a, b))

@@ -364,7 +364,8 @@ class Step(Record, frozen=True, tag="step", kw_only=True):
     """One step of a diagnosis that came to its end: the unit of resuming."""
 
     keyed_by = ("name",)
-    name: str  # a key of `nondet.diagnose.verdict.QUESTIONS`
+    # a key of `nondet.diagnose.verdict.QUESTIONS`
+    name: Annotated[str, msgspec.Meta(pattern=r"\A(greedy|run|batch|axes|operator|margin|cure|cost)\Z")]
     outcome: str  # the answer in a word, "yes" or "no" to the question, "unknown" where it has none, or "skipped"
     sentence: str
     figures: dict[str, float] = msgspec.field(default_factory=dict)
@@ -1034,6 +1035,8 @@ def _row(row: Row) -> None:
         if error is not None:
             _count(f"{name}.max_ulp", error.max_ulp, most=_ULP_MOST)
     _tree("extra", row.extra)
+    if row.probe == "certify":
+        msgspec.convert(row.extra, _Certified)  # a ValueError, which names the entry
     for name in _COUNTED & row.extra.keys():
         value = row.extra[name]
         _need(isinstance(value, int | float) and value >= 0, f"extra.{name}", f"{str(value)[:40]!r} is no figure")
@@ -1093,6 +1096,40 @@ def _training_step(step: TrainingStep) -> None:
     _tree("training-step", msgspec.to_builtins(step))
 
 
+def _step(step: Step) -> None:
+    _tree("step", msgspec.to_builtins(step))
+    lacks = {"n", "rounds"} - step.figures.keys() if step.name == "batch" and step.outcome in ("yes", "no") else ()
+    _need(not lacks, "figures", f"an answer without {' and '.join(sorted(lacks))}")
+
+
+def _culprit(culprit: Culprit) -> None:
+    _tree("culprit", msgspec.to_builtins(culprit))
+    for place, axes in culprit.axes.items():
+        sizes = [shapes[place] for shapes in culprit.shapes if place in shapes]
+        _need(all(len(axes) <= len(shape) for shape in sizes), "shapes", f"{place[:40]} has fewer sizes than axes")
+
+
+def _mismatch_place(place: MismatchPlace) -> None:
+    _tree("mismatch-place", msgspec.to_builtins(place))
+    _need(len(place.rows) in (0, 2), "rows", f"{len(place.rows)} numbers, not one for either side")
+
+
+class _First(msgspec.Struct):
+    at: Value
+    element: list[Count] | None
+    inputs: str
+    max_ulp: Count
+
+
+class _Certified(msgspec.Struct):
+    """What is read of a certified row's extra entries."""
+
+    left_at: list[Value] = []
+    unanswered_at: list[Value] = []
+    inputs: list[str] = []
+    first: _First | None = None
+
+
 def _mismatch_rollout(r: MismatchRollout) -> None:
     _need(r.status in ("ok", "error"), "status", f"{r.status[:40]!r} is unknown")
     _need(r.status == "error" or 0 < r.tokens < len(r.ids), "tokens", "a rollout without any, or without a prompt")
@@ -1109,6 +1146,9 @@ _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     Round: _round,
     Cell: _cell,
     TrainingStep: _training_step,
+    Step: _step,
+    Culprit: _culprit,
+    MismatchPlace: _mismatch_place,
     MismatchRollout: _mismatch_rollout,
 }
 

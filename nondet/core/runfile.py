@@ -17,10 +17,10 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader, RawIOBase
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -49,8 +49,49 @@ except ImportError:  # Windows has none: there only the exclusive create keeps t
 LINE_MOST = 32 * 2**20
 # What a packed file may unpack to: this much, or so many times its size. Runs that were kept have 2 to 25 times.
 _UNPACKED_LEAST, _UNPACKED_TIMES = 256 * 2**20, 200
-PACKED: dict[str, Callable[[Path], BufferedIOBase]] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
+# Lists and objects of a file, each at least 60 bytes of memory: this many, or so many for each byte on disk, and of a
+# line no more than the first. Runs that were kept have 2 a byte packed; a round of 100,000 requests takes 600,000.
+_NESTED_LEAST, _NESTED_TIMES = 2**21, 16
 _LINK = "Name the file itself, or remove the link."
+
+
+class _Xz(RawIOBase):
+    """An .xz file unpacked: what stands behind its last stream is an error, where `lzma` leaves it out in silence."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._stream = path.open("rb"), lzma.LZMADecompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """As `RawIOBase`."""
+        while True:
+            if self._stream.eof:  # padding of zeros may follow, and another stream
+                data = (self._stream.unused_data or self._file.read(2**16)).lstrip(b"\0")
+                if data:
+                    self._stream = lzma.LZMADecompressor()
+                elif not self._file.peek(1):
+                    return 0
+            else:
+                data = self._file.read(2**16) if self._stream.needs_input else b""
+                if self._stream.needs_input and not data:
+                    raise EOFError("it is cut off")
+            out = self._stream.decompress(data, len(buffer)) if data or not self._stream.eof else b""
+            if out:
+                buffer[: len(out)] = out
+                return len(out)
+
+    def close(self) -> None:
+        """As `RawIOBase`."""
+        self._file.close()
+        super().close()
+
+
+PACKED: dict[str, Callable[[Path], BufferedIOBase]] = {
+    ".gz": gzip.GzipFile,
+    ".xz": lambda path: BufferedReader(_Xz(path)),
+}
 # A file system without locks (some network ones) says one of these: the exclusive create must do there.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
@@ -62,9 +103,8 @@ def disk_errors(path: Path, hint: str = "Choose another --out.") -> Iterator[Non
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"the disk is full: {path}", "Free some space and go on with --resume; what was written is kept."
-            ) from error
+            kept = "go on with --resume; what was written is kept" if path.suffix == ".jsonl" else "try again"
+            raise UserError(f"the disk is full: {path}", f"Free some space and {kept}.") from error
         if error.errno == errno.ELOOP:
             raise UserError(f"{path} is a symbolic link", _LINK) from error
         raise UserError(f"can't write {path}: {error.strerror or error}", hint) from error
@@ -80,6 +120,46 @@ def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite
         raise UserError(f"{path} is a symbolic link", _LINK)
     if path.exists() and not force:
         raise UserError(f"{path} exists", hint)
+
+
+def check_outputs(options: Mapping[str, Any]) -> None:
+    """Refuse a file to write that the same command reads, or writes twice: --force would destroy it.
+
+    Args:
+        options: A command's options by name: those of `_OUTPUTS` are written, every other that names a file is read.
+
+    Raises:
+        UserError: as said, by whatever names the two go; the files beside a run, of traces, count as well.
+    """
+    written, read = [], []
+    for name, value in options.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, str | Path) and str(one):
+                (written if name in _OUTPUTS else read).append((f"--{name.replace('_', '-')}", Path(one)))
+    for number, (option, path) in enumerate(written):
+        for other, taken in (*read, *written[:number]):
+            if any(_same_file(a, b) for a in (path, _beside(path)) for b in (taken, _beside(taken))):
+                what = "reads" if (other, taken) in read else "writes as well"
+                raise UserError(f"{option} {path} is a file that this command {what}", "Give the output another name.")
+            if other == "--rollouts" and path.exists() and taken.resolve() in path.resolve().parents:
+                raise UserError(f"{option} {path} is one of the rollouts", "Give the output another name.")
+
+
+_OUTPUTS = frozenset({"out", "report", "junit", "summary", "repro"})
+
+
+def _beside(run: Path) -> Path:
+    """Where the traces of a run are: RUN.traces.jsonl; itself where it is no run file."""
+    stem, found, packed = run.name.partition(".jsonl")
+    return run.with_name(f"{stem}.traces{found}{packed}") if found else run
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    """Whether two paths are one file on disk, or will be; a terminal or a pipe is none."""
+    try:
+        return a.samefile(b) and a.is_file()
+    except (OSError, ValueError):  # one is not there, or no path at all
+        return os.path.abspath(a) == os.path.abspath(b)
 
 
 def no_link(name: str, flags: int) -> int:
@@ -220,12 +300,16 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
 
     Raises:
         FileNotFoundError: it isn't there.
-        UserError: it is no file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more than a run would.
+        UserError: it is no file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more than a run would, in
+            bytes or in lists and objects.
     """
     regular(path)
-    number = read = 0
+    number = read = nested = 0
     try:
-        most = max(_UNPACKED_LEAST, _UNPACKED_TIMES * path.stat().st_size)
+        most, nested_most = (
+            max(least, times * path.stat().st_size)
+            for least, times in ((_UNPACKED_LEAST, _UNPACKED_TIMES), (_NESTED_LEAST, _NESTED_TIMES))
+        )
         with PACKED[path.suffix](path) if path.suffix in PACKED else path.open("rb") as stream:
             while line := stream.readline(LINE_MOST + 1):
                 number, read = number + 1, read + len(line)
@@ -236,6 +320,10 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
                         f"{path} has a line of more than {LINE_MOST >> 20} MiB, line {number}",
                         "Is it a run file? No line of one is that long.",
                     )
+                nested += (here := line.count(b"[") + line.count(b"{"))
+                if here > _NESTED_LEAST or nested > nested_most:
+                    what = f"more than {_NESTED_LEAST if here > _NESTED_LEAST else nested_most:,} lists and objects"
+                    raise UserError(f"{path} has {what} by line {number}", "No run file has so many.")
                 whole = line.endswith(b"\n")
                 yield number, line[:-1] if whole else line, whole
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:

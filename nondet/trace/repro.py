@@ -114,7 +114,7 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
     Raises:
         UserError: the disk is full, or the path can't be written.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     function = _callable_name(guilty.calls[1].function)
     if function is None:
@@ -146,7 +146,8 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
         what=what,
     )
     with replacing(data) as scratch:
-        save_file({k: v.detach().cpu().contiguous() for k, v in held.items()}, str(scratch))
+        # not save_file: a full disk would be an error of its own kind there
+        scratch.write_bytes(save({k: v.detach().cpu().contiguous() for k, v in held.items()}))
     replace_text(path, text)
     return f"python -P {shlex.quote(str(path))}: {_run(path)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def by_rows(x: torch.Tensor) -> torch.Tensor:
 def test_any_callable_is_compared_over_its_batch_sizes() -> None:
     """Classes, the border between them and the bits at the first mismatch are in one row."""
     faulty = check(by_rows, rows_of, [1, 2, 7, 8, 9, 20])
-    [row] = faulty.rows
+    row = faulty.rows[0]
     assert finding(faulty) == Finding.BATCH
     assert (row.values, row.labels) == ([1, 2, 7, 8, 9, 20], [0, 0, 0, 1, 1, 1])
     assert (row.varied, row.axis, row.dtype, row.shape["M"]) == ("batch_size", Axis.BATCH, "float32", 20)
@@ -135,7 +136,7 @@ def test_a_weight_as_long_as_a_batch_is_not_taken_for_one() -> None:
 
 
 def test_select_says_what_is_compared() -> None:
-    """A request at the end of its batch is treated otherwise; the leading rows alone do not show it, and say so."""
+    """A request at the end of its batch is treated otherwise; the leading rows alone do not show it."""
 
     def last(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.cat([rows_of(size)[1:], rows_of(1)]), rows_of(5)
@@ -143,8 +144,8 @@ def test_select_says_what_is_compared() -> None:
     sizes = [8, 9, 16]
     run = check(toys.linear_tail_rows, last, sizes, varied="position", select=lambda out, _: out[-1:])
     assert (run.rows[0].labels, finding(run)) == ([0, 1, 0], Finding.BATCH)
-    head = check(toys.linear_tail_rows, lambda size: (rows_of(size), rows_of(5)), sizes)
-    assert (head.rows[0].extra["rows"], finding(head)) == (8, Finding.CLEAN)
+    head = check(toys.linear_tail_rows, lambda size: (rows_of(size), rows_of(5)), sizes[:2])
+    assert (head.rows[0].extra["rows"], head.rows[0].status, finding(head)) == (8, "identical", Finding.BATCH)
 
 
 def test_wrong_is_wrong_however_identical() -> None:
@@ -276,3 +277,41 @@ def test_errors_of_its_own_stay_rows(run: Any, tmp_path: Path, name: str, failed
     rows = read_run(Path("a.jsonl")).rows
     assert {"error"} <= {r.status for r in rows} if failed else rows[0].status == "divergent"
     assert any(r.status == "identical" for r in rows)
+
+
+def first_angles(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """The fault of a rotary embedding that turns all requests by the angles of request 0."""
+    return x * angles[:1].cos()
+
+
+def test_every_request_is_held_against_itself_in_the_largest_batch() -> None:
+    """The leading rows agree, and every other request has other bits solo; sound functions pass, packed ones say so."""
+    angles = torch.arange(8.0)[:, None]
+    faulty = check(first_angles, lambda size: (rows_of(size), angles[:size]), [1, 2, 8])
+    leading, each = faulty.rows
+    assert (leading.status, each.status, each.values) == ("identical", "divergent", [1, 8])
+    assert each.difference is not None
+    assert each.difference.first_mismatch == [1, 0]
+    assert (each.difference.compared, leading.extra["elements"]) == (8 * WIDTH, 8 * WIDTH)
+    sound = check(
+        lambda x, angles: x * angles.cos(), lambda size: {"x": rows_of(size), "angles": angles[:size]}, [2, 7]
+    )
+    assert (finding(sound), sound.rows[1].case) == (Finding.CLEAN, "7 of 7 requests, each in batches of 2 and 7")
+    packed = check(lambda x: x.double().sum(-1), lambda size: rows_of(3 * size), [1, 4])
+    assert (len(packed.rows), finding(packed)) == (1, Finding.CLEAN)
+    assert "only the first 1 of each batch were compared: a tensor among the inputs" in packed.rows[0].reason
+    sizes = check(lambda x, n: x.double().sum(-1) / n, lambda size: (rows_of(size), float(size) * 0 + 1), [1, 4])
+    assert len(sizes.rows) == 2
+    named = check(lambda x, n: x.double().sum(-1), lambda size: (rows_of(size), size), [1, 4])
+    assert "an input that is no tensor" in named.rows[0].reason
+
+
+def test_so_few_elements_that_a_cut_of_k_would_not_show_are_a_warning() -> None:
+    """32 numbers of bfloat16: one in 10,000 differs where a sum is cut in two. Enough of them, or float32, are none."""
+    make = lambda size: rows_of(size).bfloat16()  # noqa: E731
+    with pytest.warns(UserWarning, match=r"only 32 elements of bfloat16 were compared: .*takes 30,000"):
+        run = check(lambda x: x.double().sum(-1).bfloat16(), make, [1, 32], name="sum")
+    assert "30,000" in run.rows[0].reason
+    with warnings.catch_warnings(action="error"):
+        check(lambda x: x.double().sum(-1), make, [1, 32])
+        check(lambda x: x.double().sum(-1, keepdim=True).expand(-1, 1000).bfloat16(), make, [1, 32])

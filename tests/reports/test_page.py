@@ -36,7 +36,7 @@ Browse = Callable[..., Any]
 def browse(tmp_path: Path) -> Browse:
     """Opens a page, runs a script in it after the page's own, and returns what the script returns."""
 
-    def ran(page: str, script: str, *, width: int = 1400, dark: bool = False) -> Any:
+    def ran(page: str, script: str, *, width: int = 1400, dark: bool = False, at: str = "") -> Any:
         code = (
             f"(async () => {{ {script} }})().catch(String).then((said) => {{"
             "const pre = document.body.appendChild(document.createElement('pre'));"
@@ -49,7 +49,7 @@ def browse(tmp_path: Path) -> Browse:
         path.write_text(page.replace("</body>", f"<script>{code}</script></body>"), encoding="utf-8")
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
         options += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={int(not dark)}"]
-        command = [CHROMIUM, *options, path.as_uri()]
+        command = [CHROMIUM, *options, path.as_uri() + at]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         said = re.search(r'<pre id="said">([^<]*)</pre>', done.stdout)
         assert said is not None, done.stdout[-2000:]
@@ -215,3 +215,20 @@ def test_a_map_of_a_product_is_told_by_size_and_fits_a_narrow_page(browse: Brows
     assert said["heights"][0] == said["heights"][1]
     assert said["wide"] <= 500
     assert said["operator"] == "linear"
+
+
+def test_a_link_that_is_no_name_stops_nothing(browse: Browse, page: str) -> None:
+    """report.html#%: the rest of the script runs all the same, and a link into a fold still opens it."""
+    said = browse(
+        page,
+        """
+        const fold = document.querySelector("details.part");
+        fold.open = false;
+        location.hash = "#" + fold.id;
+        await new Promise((done) => setTimeout(done, 50));
+        return { open: fold.open, buttons: document.querySelectorAll(".next button").length };
+        """,
+        at="#%",
+    )
+    assert said["open"]
+    assert said["buttons"]

@@ -1,0 +1,113 @@
+"""What a command writes is none of what it reads, and nothing that it writes already: --force destroys no input."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import nondet
+from nondet import cli
+from nondet.core import runfile
+from nondet.core.traces import traces_path
+from nondet.errors import UserError
+from tests.build import Command, line, row, run_of, sampled
+
+# What is typed, {} being a file that is there.
+DESTROYED = [
+    "trace --run {} --request t000001 --out {}",
+    "replay {} --request t000001 --out {}",
+    "mismatch {} --out {}",
+    "mismatch --rollouts {} --out {}",
+    "probe --from-trace {} --out {}",
+    "sample --prompts {} --out {}",
+    "sample --prompt-file {} --out {}",
+    "bench --check {} --out {}",
+    "embed --model m --texts {} --out {}",
+    "gate {} --junit {}",
+    "gate {} --summary {}",
+    "gate --endpoint http://127.0.0.1:9 --prompts {} --out {}",
+    "gate --endpoint http://127.0.0.1:9 --out {} --summary {}",
+]
+OF_A_REPORT = [
+    "report {} --out {}",
+    "export {} --out {}",
+    "diff {} other.jsonl --out {}",
+    "diff other.jsonl {} --out {}",
+]
+
+
+@pytest.mark.parametrize("typed", DESTROYED, ids=lambda typed: " ".join(typed.split()[:2]))
+def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path, typed: str) -> None:
+    """By its name, by a hard link, by another spelling: one line, and the file is as it was."""
+    made = sampled(tmp_path / "runs", n=2, length=4)
+    path = Path(made.source)
+    (path.parent / "linked.jsonl").hardlink_to(path)
+    before = path.read_bytes()
+    first, second = typed.split("{}", 1)
+    for other in (path, path.parent / ".." / "runs" / path.name, path.parent / "linked.jsonl"):
+        words = f"{first}{path}{second.replace('{}', str(other))} --force".split()
+        code, out, err = run(*words)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert "is a file that this command" in err
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("typed", OF_A_REPORT)
+def test_no_report_replaces_its_run(run: Command, tmp_path: Path, typed: str) -> None:
+    """A run that is called like a report or a table."""
+    (path := tmp_path / f"run{'.json' if 'export' in typed else '.html'}").write_bytes(line(run_of().header))
+    code, out, err = run(*typed.replace("{}", str(path)).split(), "--force")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "is a file that this command reads" in err
+    assert path.read_bytes() == line(run_of().header)
+
+
+def test_the_traces_beside_a_run_and_a_folder_of_rollouts_are_inputs_too(run: Command, tmp_path: Path) -> None:
+    """--out a.traces.jsonl, or a run whose traces would lie where the prompts do; a file among the rollouts."""
+    path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
+    side = traces_path(path)
+    for words in (
+        ["replay", path, "--request", "t000001", "--out", side],
+        ["sample", "--prompts", side, "--out", path],
+        ["mismatch", "--rollouts", path.parent, "--out", path],
+    ):
+        code, _, err = run(*words, "--force")
+        assert (code, err.count("\n")) == (2, 1), err
+        assert "Give the output another name" in err
+    assert side.read_bytes().count(b"\n") > 1
+
+
+def test_python_refuses_it_too_and_a_summary_of_the_environment(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nondet.find_mismatch(run, out=run)`; $GITHUB_STEP_SUMMARY that names the run."""
+    path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="a file that this command reads"):
+        nondet.find_mismatch(path, out=path, force=True)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
+    assert run("gate", path)[0] == 2
+    assert path.read_bytes() == before
+
+
+def test_every_option_that_writes_is_known() -> None:
+    """The help of each says so, and `check_outputs` goes by their names."""
+    commands = typer.main.get_command(cli.application()).commands  # type: ignore[attr-defined] # a group
+    writes = re.compile(r"(also )?write\b|append\b|.* to write\b", re.IGNORECASE)
+    options = [p for command in commands.values() for p in command.params if p.param_type_name == "option"]
+    assert {p.name for p in options if writes.match(p.help or "")} == runfile._OUTPUTS
+
+
+def test_unrelated_files_and_devices_are_let_through(tmp_path: Path) -> None:
+    """Another file, one that is not there yet, text that is no path, a terminal that is read and written."""
+    there = tmp_path / "a.jsonl"
+    there.write_bytes(line(row()))
+    runfile.check_outputs(
+        {"run": there, "out": tmp_path / "b.jsonl", "report": [tmp_path / "b.html"], "prompt": "x" * 9999}
+    )
+    runfile.check_outputs({"run": Path("/dev/null"), "summary": Path("/dev/null"), "junit": None, "prompt": "a\0b"})
+    with pytest.raises(UserError, match="writes as well"):
+        runfile.check_outputs({"out": tmp_path / "new.jsonl", "summary": tmp_path / "new.jsonl"})
