@@ -584,6 +584,12 @@ def _publish() -> None:
     replace_now(Active(wanted, tuple(block.coverage() for block in _entered), tuple(_hooks), unseen, training))
 
 
+def make_ready() -> None:
+    """Make now what the first block of a process makes as it is entered, seconds on a GPU; torch stays as it is."""
+    with _lock:
+        _registration.prepare()
+
+
 def _enter_first() -> None:
     _registration.enter()
     try:

@@ -7,6 +7,7 @@ carried from step to step in memory but the model.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -36,6 +37,7 @@ from nondet.diagnose.verdict import (
     steps_of,
 )
 from nondet.errors import EngineStoppedError
+from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.analysis import NAME
 from nondet.sampling.axes import AXES, Conditions, Subject
 from nondet.sampling.collect import collect
@@ -464,6 +466,8 @@ class Diagnoser:
         earlier = sum(step.seconds for step in self._so_far().steps)
         self._spent = Budget(self.within_s, earlier, self.clock)
         self._budget = self._spent if self.bound else Budget(clock=self.clock)
+        if self.loaded.device == "cuda":  # while stock's sessions wait for cuDNN's plans, outside of Python
+            threading.Thread(target=make_ready, name="nondet-ready", daemon=True).start()
         with pinned(self.threads), cheap_collections():
             for number, ((name, question), take) in enumerate(zip(QUESTIONS.items(), takes, strict=True), 1):
                 so_far = self._so_far()

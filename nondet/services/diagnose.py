@@ -24,7 +24,8 @@ from nondet.services.sample import open_model, planned, prompt_text
 # Many short rounds: completions of one round are not independent, and a difference shows within a few tokens.
 _LOAD, _N, _MAX_TOKENS = "default,targets=12,others=12,spread=12", 60, 64
 _MOST = 10_000
-_CORES_LEAST, _WEIGHTS_MOST = 8, 4 * 2**30  # for compiling in another process meanwhile: cores; bytes of the model
+# For compiling in other processes meanwhile: cores; bytes of the model; what is some 640 tokens of most text.
+_CORES_LEAST, _WEIGHTS_MOST, _FAR_CHARACTERS = 8, 4 * 2**30, 2600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,27 +104,29 @@ def _can_compile_ahead(request: DiagnoseRequest) -> bool:
 
 @contextmanager
 def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
-    """Meanwhile two other processes complete a round of this load under the invariant kernels.
+    """Meanwhile three other processes complete requests under the invariant kernels.
 
-    One has attention invariant alone, which is the first replacement that most traces try, and which launches the
-    kernels in other forms. Their results are thrown away, and whether they succeed does not matter: what they compile
-    and prove is kept on disk, where the diagnosis finds it when it comes to the cure.
+    Two run this load: one with attention invariant alone, which is the first replacement that most traces try, and
+    which launches the kernels in other forms. The third runs a long prompt. Their results are thrown away, and whether
+    they succeed does not matter: what they compile and prove is kept on disk, where the diagnosis finds it when it
+    comes to the cure.
     """
     with tempfile.TemporaryDirectory(prefix="nondet-ahead-") as folder:
-        prompt = Path(folder, "prompt.txt")
+        prompt, far = Path(folder, "prompt.txt"), Path(folder, "far.txt")
         prompt.write_text(text, encoding="utf-8")
-        options = {
-            "model": request.model, "prompt-file": prompt, "load": request.load, "n": request.engine_load.targets,
-            "max-tokens": request.max_tokens, "seed": request.seed, "dtype": request.dtype, "device": request.device,
-        }  # fmt: skip
+        far.write_text(text * (1 + _FAR_CHARACTERS // len(text)), encoding="utf-8")
+        same = ["--prompt-file", str(prompt), "--load", request.load, "--n", str(request.n or _N)]
+        long = ["--prompt-file", str(far), "--load", f"{request.load},budget=1100", "--n", "1"]
+        options = {"model": request.model, "seed": request.seed, "dtype": request.dtype, "device": request.device}
+        options |= {"max-tokens": request.max_tokens}
         argv = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         argv += ["--no-cuda-graphs", *(["--trust-remote-code"] if request.trust_remote_code else [])]
         children = [
             subprocess.Popen(  # noqa: S603 - this program
-                [sys.executable, "-m", "nondet", "sample", *argv, "--impl", impl, "--out", f"{folder}/{number}.jsonl"],
+                [sys.executable, "-m", "nondet", "sample", *argv, *own, "--impl", impl, "--out", f"{folder}/{i}.jsonl"],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
-            for number, impl in enumerate(("invariant:attention", "invariant"))
+            for i, (impl, own) in enumerate([("invariant:attention", same), ("invariant", same), ("invariant", long)])
         ]  # fmt: skip
         try:
             yield
