@@ -42,7 +42,7 @@ _BY_TIER = [*(p for p in PLANTED if p.name in _SHORT), *at_length(*(p for p in P
 @pytest.mark.parametrize("planted", _BY_TIER, ids=lambda p: p.name)
 def test_the_verdict_of_planted(planted: Planted) -> None:
     """The finding is right, and of a fault a case shows it that is about its cause."""
-    told = judge(planted, SEED)
+    told = judge(planted, SEED, hasty=planted.name in _SHORT)
     assert told.right(planted), f"seed {SEED}: {told}"
     assert told.cause(planted), f"seed {SEED}: {told}"
 
@@ -199,9 +199,11 @@ def test_operators_without_a_probe_are_few_and_named() -> None:
 
 # Faults in whole models are found where they are and named for what they are; all: python -m tests.faults.
 
-# A fault of the batch and one that is none, each under as many loads as it needs; a fault of each kind at length.
-_HERE = ("splits_by_rows in down_proj", "scale_of_each_row in down_proj")
-_MORE = ("shared_scale in down_proj", "drifts in down_proj", "long_request_joins")
+# A fault of the batch; at length one of each kind, and one that is none, under as many loads as each needs.
+_HERE = ("splits_by_rows in down_proj",)
+_MORE = (
+    "shared_scale in down_proj", "drifts in down_proj", "long_request_joins", "scale_of_each_row in down_proj",
+)  # fmt: skip
 
 
 @pytest.mark.slow
