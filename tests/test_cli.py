@@ -28,7 +28,7 @@ from nondet.services import options
 from nondet.services.probe import ProbeRequest, _as_operator, _probe_names
 from nondet.services.run import Output, Sink
 from nondet.services.sample import SampleRequest
-from tests.build import Command
+from tests.build import Command, tiers
 
 COMMANDS = typer.main.get_command(cli.application()).commands  # type: ignore[attr-defined] # a group, as there are several commands
 
@@ -443,7 +443,7 @@ def test_a_closed_pipe_is_quiet() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [[], pytest.param(["--json"], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("form", tiers([[]], [["--json"]]))
 def test_a_closed_pipe_costs_no_report(tmp_path: Path, form: list[str]) -> None:
     """`nondet probe ... --report r.md | head` still writes the report, says where things are, and keeps its code."""
     ours = f"'{sys.executable}' -m nondet.cli probe float-sum --device cpu --out r.jsonl --report r.md {' '.join(form)}"

@@ -11,6 +11,7 @@ import pytest
 
 from nondet.cli import main
 from nondet.core.runfile import read_run
+from tests.build import tiers
 
 LOAD = "others=3,targets=3,spread=6,prompt=4-16,tokens=4-8,budget=16,page=4"
 
@@ -173,7 +174,7 @@ def test_what_a_run_lacks_is_one_line(
     assert "is not whole" in said(str(copies["broken"]), "--request", "t000000")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dtype", tiers(["bfloat16"], ["float32"]))
 def test_a_trace_of_the_embedded_model_ends_with_its_culprit_s_trees(tmp_path: Path, dtype: str) -> None:
     """Whatever differs first on this machine: where it is a sum that has a tree, both arms are told, with the proof."""
     out, report = tmp_path / "trace.jsonl", tmp_path / "trace.md"

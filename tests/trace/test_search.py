@@ -27,15 +27,13 @@ from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact, replays
 from nondet.trace.repro import write_and_run
 from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
-from tests.trace.conftest import LOAD, arms_of, model_of, trace
+from tests.build import tiers
+from tests.trace.conftest import ARCHITECTURES, LOAD, arms_of, model_of, trace
 
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3_moe", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("llama", "qwen3", "mistral", "gemma2"))],
-)
+@pytest.mark.parametrize("name", tiers(["qwen3_moe"], ARCHITECTURES))
 def test_float32_models_are_traced_to_a_cure(name: str) -> None:
     """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures.
 
@@ -606,13 +604,7 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n in ("turned", "values", "digits", "coarser") else pytest.param(n, marks=pytest.mark.nightly)
-        for n in TREES
-    ],
-)
+@pytest.mark.parametrize("name", tiers(("turned", "values", "digits", "coarser"), TREES))
 def test_a_trace_ends_with_the_trees_of_both_arms(name: str) -> None:
     """A planted order is named in both arms; one order in other digits is not called another order."""
     operator, function, said = TREES[name]

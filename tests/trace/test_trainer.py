@@ -22,6 +22,7 @@ from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Spec, score
 from nondet.sampling.model import LoadedModel, load_model
+from tests.build import tiers
 from tests.trace.conftest import model_of
 
 ASKED = Asked(("For example, the", "Return a"), 3, 12, 0)
@@ -120,7 +121,7 @@ def test_the_trainer_makes_calls_of_every_kind() -> None:
     assert len(calls()) > 40
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 20))])
+@pytest.mark.parametrize("seed", tiers(range(2), range(2, 20)))
 def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
     """Drawn by seed over kinds of operators and their calls, under each layout of the batch."""
     rng = random.Random(seed)  # noqa: S311 - a draw of tests
@@ -138,11 +139,7 @@ def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
     assert found.difference.mismatched
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [2, *(pytest.param(i, marks=pytest.mark.nightly) for i in (0, 1, 3))],
-    ids=["packed", "right", "left", "solo"],
-)
+@pytest.mark.parametrize("layout", tiers([2], [0, 1, 3]))
 def test_a_sound_pair_has_no_place(layout: int) -> None:
     """No bit of any token differs; asked all the same, no layer of any rollout does: only the formula is left."""
     values = trainer_logprobs(LAYOUTS[layout])
@@ -162,9 +159,7 @@ def test_stock_kernels_have_a_place() -> None:
     assert found.family in FAMILIES
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "qwen3_moe"))]
-)
+@pytest.mark.parametrize("name", tiers(["mistral"], ["llama", "qwen3_moe"]))
 def test_windows_and_experts(name: str) -> None:
     """Stock: a call is named, of a batch that is padded on the left; invariant: none is."""
 
