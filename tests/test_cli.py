@@ -117,6 +117,7 @@ def test_cuda_without_a_device_is_said_plainly(run: Command) -> None:
         assert "--device cuda" in err
 
 
+@pytest.mark.slow
 def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
     """Which takes many times as long as the check."""
     wrong = [
@@ -405,6 +406,7 @@ def test_help_all_is_an_option_like_help(run: Command) -> None:
     assert (code, "Usage" in err) == (2, False)
 
 
+@pytest.mark.slow
 def test_a_shell_completes_every_option() -> None:
     """Those of the short help, and those that --help-all shows."""
     environment = os.environ | {
@@ -434,6 +436,7 @@ def test_list_names_everything(run: Command) -> None:
     assert "float-sum" in run("list")[1]
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_quiet() -> None:
     """`nondet list | head -1` ends without a traceback."""
     command = f"{sys.executable} -m nondet.cli list | head -n 1; exit ${{PIPESTATUS[0]}}"
@@ -524,6 +527,7 @@ sys.exit(8)
 """
 
 
+@pytest.mark.slow
 def test_what_is_done_at_the_end() -> None:
     """The code, what is still to be written and what was registered; threads that are no daemons are waited for."""
     for words, code, out in [
