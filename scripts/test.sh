@@ -20,6 +20,7 @@ if [ "${1:-}" = --all ]; then
     export NONDET_ALL_TESTS=1 # read by tests/conftest.py
 fi
 install "[dev]"
+unset PYTHONDONTWRITEBYTECODE # what one process compiled, the dozens that tests start load
 export CI="${CI:-1}" # what a test needs and lacks is then a failure, not a skip
 
 "$bin/ruff" check .
