@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Because we ship a plugin, pytest would rewrite the asserts of all our modules, which have none: seconds a process.
+    """Because we ship a plugin, pytest would rewrite the asserts of all our modules, which costs seconds a process.
 
     What Python compiles instead is also what the processes that tests start load.
     """
