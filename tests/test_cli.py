@@ -226,11 +226,17 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
 
 
 def test_fail_on_divergent_gives_three(run: Command) -> None:
-    """A divergence is a finding, a failure only where asked to be one; sums reordered on purpose are none."""
-    Path("shifted.py").write_text("def softmax(x):\n    return x + x.shape[0]\n")
-    small = ("probe", "softmax", "--impl", "shifted:softmax", "--dtype", "float32", "--k", "64")
+    """A divergence of a user's own function is a failure where asked to be one; sums reordered on purpose are none."""
+    Path("mine.py").write_text(
+        "def softmax(x):\n"
+        "    # the number of partial sums depends on the number of rows: must be found out\n"
+        "    e = (x.float() - x.float().amax(-1, keepdim=True)).exp()\n"
+        "    total = sum(part.sum(-1, keepdim=True) for part in e.chunk(1 + x.shape[0] % 7, -1))\n"
+        "    return (e / total).to(x.dtype)\n"
+    )
+    small = ("probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--k", "64")
     rows = _rows(run, *small)
-    assert {r.impl for r in rows} == {"shifted:softmax"}
+    assert {r.impl for r in rows} == {"mine:softmax"}
     assert Status.DIVERGENT in {r.status for r in rows}
     assert run(*small, "--fail-on", "divergent")[0] == 3
     assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 0
