@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,13 @@ from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 from nondet.reports.content import build
 from nondet.sampling.analysis import SampleSummary
+
+
+def tiers(always: Iterable[Any], nightly: Iterable[Any]) -> list[Any]:
+    """Parameters of every run, and those of nightly runs alone."""
+    first = list(always)
+    return [*first, *(pytest.param(value, marks=pytest.mark.nightly) for value in nightly if value not in first)]
+
 
 Command = Callable[..., tuple[int, str, str]]  # a command's arguments -> its exit code, stdout and stderr
 # torch 2.11 has products with a scale for each row on a GPU alone

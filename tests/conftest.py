@@ -28,6 +28,16 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is imported, so it has to be set before
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Because we ship a plugin, pytest would rewrite the asserts of all our modules, which costs seconds a process.
+
+    What Python compiles instead is also what the processes that tests start load.
+    """
+    hook: Any = config.pluginmanager.rewrite_hook
+    hook._must_rewrite.discard("nondet")
+    hook._marked_for_rewrite_cache.clear()
+
+
 def pytest_sessionfinish() -> None:
     """Nothing of ours stays in the temporary folder, and what was set apart from the collector is its again."""
     gc.unfreeze()

@@ -72,6 +72,7 @@ def test_a_block_says_what_it_covers() -> None:
         nondet.batch_invariant(["matmull"])
 
 
+@pytest.mark.slow
 def test_import_nondet_loads_nothing_heavy() -> None:
     """`import nondet; nondet.probe` costs neither torch nor pandas."""
     code = (

@@ -185,6 +185,7 @@ def test_a_change_is_asked_by_its_nearest_tests() -> None:
     assert names("reports/templates/report.html.j2")
 
 
+@pytest.mark.slow
 def test_a_quick_run_ends(tmp_path: Path) -> None:
     """What its time does not reach is skipped and counted, and is no failure."""
     (tmp_path / "conftest.py").write_text((house.ROOT / "tests" / "conftest.py").read_text())

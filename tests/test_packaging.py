@@ -50,12 +50,14 @@ def wheel(built: Path) -> list[str]:
     return zipfile.ZipFile(built).namelist()
 
 
+@pytest.mark.slow
 def test_the_only_top_level_name_is_nondet(wheel: list[str]) -> None:
     """A top-level `kernels` would shadow the PyPI package that transformers imports."""
     tops = {name.split("/")[0] for name in wheel}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"nondet"}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
     """The folders behind symlinks, the embedded model and the templates come along."""
     for folder in ("probes", "kernels", "reports"):
@@ -69,6 +71,7 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
         assert f"nondet/kernels/matmul/tables/{table.name}" in wheel
 
 
+@pytest.mark.slow
 def test_the_metadata_name_what_was_tried(built: Path) -> None:
     """Python versions and the system are those of the run files; pictures get addresses with the first URL."""
     with zipfile.ZipFile(built) as archive:
@@ -102,6 +105,7 @@ def test_nothing_imports_the_folders_by_their_bare_names() -> None:
     assert [str(p) for p in files if bare.search(p.read_text(encoding="utf-8"))] == []
 
 
+@pytest.mark.slow
 def test_help_loads_nothing_heavy() -> None:
     """`nondet --help` must not import torch, transformers, pandas or matplotlib: that is what keeps it under 0.3 s."""
     code = (
@@ -144,6 +148,7 @@ def test_good():
 """
 
 
+@pytest.mark.slow
 def test_a_new_project_tests_its_kernels(built: Path, tmp_path: Path) -> None:
     """As a new user has it: the plugin comes with the wheel; a faulty kernel is told M, class and place, a good passes.
 
@@ -172,6 +177,7 @@ def test_a_new_project_tests_its_kernels(built: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_plugin_costs_other_projects_nothing() -> None:
     """pytest imports it wherever nondet is installed: no torch, no numpy, no httpx; nothing is marked or collected."""
     code = (
@@ -186,6 +192,7 @@ def test_the_plugin_costs_other_projects_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_wheel_and_its_checkout_have_one_digest_of_sources(built: Path, tmp_path: Path) -> None:
     """A run that was begun in one is gone on with in the other."""
     zipfile.ZipFile(built).extractall(tmp_path)

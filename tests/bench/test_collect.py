@@ -235,6 +235,7 @@ def _run(*argv: str) -> int:
     return main(["bench", *argv, "--quiet"])
 
 
+@pytest.mark.nightly
 def test_sums_and_layers_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell has times of all its implementations, and what claims one class of bits has one."""
     monkeypatch.chdir(tmp_path)
@@ -255,6 +256,7 @@ def test_sums_and_layers_over_two_ranks(tmp_path: Path, monkeypatch: pytest.Monk
     assert "B/s)" in (tmp_path / "r.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_measures_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run killed before its last row is completed, and its cells stay as they are."""
     monkeypatch.chdir(tmp_path)
@@ -268,6 +270,7 @@ def test_a_resumed_run_measures_what_is_missing(tmp_path: Path, monkeypatch: pyt
     assert [json.loads(line)["type"] for line in again[4:]] == ["row", "end"]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_is_an_error_in_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on to its end, with the reason in each entry."""
     monkeypatch.chdir(tmp_path)

@@ -231,6 +231,7 @@ def _split(records: list[Record]) -> tuple[list[Cell], dict[str, Row]]:
     return [r for r in records if isinstance(r, Cell)], rows
 
 
+@pytest.mark.nightly
 def test_implementations_take_turns_over_ranks(kept: OverRanks, tmp_path: Path) -> None:
     """The command: a figure a run for each, stock the divisor, bits for each; ranks in section, shape, plan, report."""
     path = tmp_path / "r.jsonl"
@@ -258,6 +259,7 @@ def test_implementations_take_turns_over_ranks(kept: OverRanks, tmp_path: Path) 
     assert "Over ranks a run" in text, "whose time it is"
 
 
+@pytest.mark.nightly
 def test_waves_are_equal_and_rank_free_ones_are_those_of_one_process(over_two: OverRanks) -> None:
     """The very weights, batches and, where rank-free, bits of the model in this process; invariant ones are others."""
     case = _cases(3)[0]
@@ -278,6 +280,7 @@ def test_waves_are_equal_and_rank_free_ones_are_those_of_one_process(over_two: O
     assert traces["invariant", 1] != traces["invariant", 2], "the test would prove nothing"
 
 
+@pytest.mark.nightly
 def test_a_share_is_what_transformers_loads(over_two: OverRanks, tmp_path: Path) -> None:
     """Cut in memory or loaded from a folder: the same bits at the same strides, and nothing of the whole is held."""
     random_model(random_config(MODEL, 512), torch.bfloat16).save_pretrained(tmp_path)
@@ -288,6 +291,7 @@ def test_a_share_is_what_transformers_loads(over_two: OverRanks, tmp_path: Path)
         assert set(map(len, share.values())) == {0}
 
 
+@pytest.mark.nightly
 def test_ranks_that_came_to_other_answers_are_a_failure(kept: OverRanks) -> None:
     """Of that implementation, in that load, with its reason; the others' figures stand."""
     assert kept._group is not None
@@ -301,6 +305,7 @@ def test_ranks_that_came_to_other_answers_are_a_failure(kept: OverRanks) -> None
     assert all(rows[t.impl].status == "error" for t in failed)
 
 
+@pytest.mark.nightly
 def test_a_dead_rank_is_an_error_of_its_load_and_the_next_asks_for_new_ranks(
     kept: OverRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

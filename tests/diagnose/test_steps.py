@@ -29,7 +29,7 @@ from tests.diagnose.test_verdict import run_of, traced
 from tests.sampling.conftest import planned
 from tests.trace.conftest import model_of
 
-_LOAD = "default,targets=5,others=4,spread=10,prompt=8-60,tokens=4-16,budget=32,page=4"
+_LOAD = "default,targets=5,others=3,spread=8,prompt=8-40,tokens=4-8,budget=32,page=4"
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def embedded() -> LoadedModel:
 def plan_of(loaded: LoadedModel, n: int = 10) -> tuple[Plan, dict[str, Any]]:
     text = "For example, the"
     tokens = loaded.encode(text)
-    plan = planned(loaded, _LOAD, text, n=n, new=12)
-    more = {"prompt": text, "prompt_tokens": len(tokens), "max_new_tokens": 12, "seed": 0, "impls": ["stock"]}
+    plan = planned(loaded, _LOAD, text, n=n, new=8)
+    more = {"prompt": text, "prompt_tokens": len(tokens), "max_new_tokens": 8, "seed": 0, "impls": ["stock"]}
     return plan, describe(loaded, plan, **more)
 
 
@@ -85,6 +85,7 @@ def comparable(run: Run) -> list[Any]:
     return records
 
 
+@pytest.mark.slow
 def test_stock_attention_is_named_and_the_cure_holds(whole: Run) -> None:
     """The embedded model's completions depend on their batch on every CPU tried, and attention alone does it."""
     run = whole
@@ -105,6 +106,7 @@ def test_stock_attention_is_named_and_the_cure_holds(whole: Run) -> None:
     assert all(a.traces == 0 for a in run.axes if a.impl == "invariant")
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_part_gets_a_clean_verdict(embedded: LoadedModel, tmp_path: Path) -> None:
     """Under the invariant implementation the same model, load and questions show nothing, and nothing is blamed."""
     with implementation("invariant"):
@@ -121,6 +123,7 @@ def test_a_model_that_does_not_part_gets_a_clean_verdict(embedded: LoadedModel, 
     assert sum(a.tried for a in run.axes) > 70  # it was not clean for want of comparisons
 
 
+@pytest.mark.nightly
 def test_a_killed_diagnosis_goes_on_to_the_same_records(embedded: LoadedModel, tmp_path: Path, whole: Run) -> None:
     """Steps that are on disk are not taken again, and nothing that a dead process knew is missed."""
     path, stop_at = tmp_path / "run.jsonl", "axes"

@@ -17,7 +17,7 @@ import nondet
 from nondet.cli import main
 from nondet.commands import output
 from nondet.services.run import interruptible
-from tests.build import Command
+from tests.build import Command, tiers
 
 NONDET = (sys.executable, "-m", "nondet")
 
@@ -123,6 +123,7 @@ def test_out_of_memory_is_one_line(run: Command, monkeypatch: pytest.MonkeyPatch
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_bytes_in_variables_and_names_break_no_run(tmp_path: Path) -> None:
     """A variable that is no UTF-8 is kept as an escape: the run, its page and its JSON (in ASCII) are made."""
     environment = {**os.environ, "MKL_CBWR": "a\udcff", "NONDET_COMMIT": "\udcfe", "PYTHONIOENCODING": "ascii"}
@@ -141,6 +142,7 @@ def test_list_is_one_object_a_line(run: Command) -> None:
     assert [bool(json.loads(line)) for line in out.splitlines()] == [True]
 
 
+@pytest.mark.slow
 def test_nothing_of_ours_comes_from_the_current_folder(tmp_path: Path) -> None:
     """A json.py, torch.py or rich.py lying there is not executed; the user's own module is, asked for by name."""
     for name in ("json", "torch", "rich", "msgspec", "typing", "signal", "numpy", "triton"):
@@ -154,6 +156,7 @@ def test_nothing_of_ours_comes_from_the_current_folder(tmp_path: Path) -> None:
     assert b"mine:softmax" in (tmp_path / "r.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize("where", ["/dev/full", "closed"])
 def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, where: str) -> None:
@@ -200,6 +203,7 @@ print(sys.path[-1])
 """
 
 
+@pytest.mark.slow
 def test_workers_of_a_clone_that_is_not_installed_find_nondet() -> None:
     """`python -m nondet` there takes its folder from the path, where a torch.py would be taken for torch."""
     here = str(Path(nondet.__file__).parents[1])
@@ -223,7 +227,8 @@ sys.exit(m.main())
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "nondet.services.probe", "torch", "torch.nn"])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", tiers(["typer", "torch.nn"], ["nondet.services.probe", "torch"]))
 def test_an_early_interrupt_is_quiet(tmp_path: Path, module: str) -> None:
     """Ctrl-C while typer, torch and the rest are being imported: 130 and one line, no traceback, no file."""
     code = START.replace("sys.argv[1]", repr(module))

@@ -19,6 +19,7 @@ import pytest
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.core.traces import check_traces, read_traces
+from tests.build import tiers
 
 COMMANDS: dict[str, list[str]] = {
     "probe": ["probe", "pointwise", "atomics", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],
@@ -30,7 +31,6 @@ COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 CPU = ("--threads", "1", "--device", "cpu")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-KILLS = {"probe": 8, "sample": 6, "bench": 6}
 
 # One process that imports everything and then forks a child for each run: importing torch and the parts of transformers
 # that load late 40 times would be the test.
@@ -146,16 +146,18 @@ def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("kills", tiers([3], [16]))
 def test_kills_lose_and_double_nothing(
-    server: Server, whole: dict[str, tuple[dict[Any, Any], int]], tmp_path: Path, name: str
+    server: Server, whole: dict[str, tuple[dict[Any, Any], int]], tmp_path: Path, name: str, kills: int
 ) -> None:
     """Stopped at a random place, resumed: every record once, bits and the kernels that ran as if never stopped."""
     rng = random.Random(f"kills of {name}")  # noqa: S311 - moments, not secrets
     expected, size = whole[name]
     codes: Counter[int] = Counter()
-    for number in range(KILLS[name]):
+    for number in range(kills):
         path = tmp_path / f"{number}.jsonl"
         argv = [*COMMANDS[name], *CPU, "--out", str(path)]
         pid = server.start(argv)
@@ -163,7 +165,7 @@ def test_kills_lose_and_double_nothing(
         time.sleep(rng.random() * 0.005)
         try:
             with suppress(ProcessLookupError):  # it was through already
-                os.kill(pid, SIGNALS[number % len(SIGNALS)])
+                os.kill(pid, SIGNALS[(number + len(name)) % len(SIGNALS)])
         finally:
             codes[int(server.line())] += 1
         assert server.run([*argv, "--resume"]) == 0, path
@@ -173,4 +175,4 @@ def test_kills_lose_and_double_nothing(
         if name == "sample":
             check_traces(run, read_traces(path)[0])
     assert 99 not in codes, codes  # no traceback
-    assert sum(codes[code] for code in (130, -9, -15, -1)) >= KILLS[name] // 3, codes  # most kills did hit
+    assert sum(codes[code] for code in (130, -9, -15, -1)) >= kills // 3, codes  # most kills did hit

@@ -27,7 +27,7 @@ from nondet.verdict.gate import decide, exit_code
 from tests import build as factory
 from tests.build import failed, row, run_of, sampled, summaries_of
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 8))]
+SEEDS = factory.tiers([0], range(1, 8))
 PER_SEED = 60
 
 # What a field is replaced by: of its own type and of others, small and far out of range.

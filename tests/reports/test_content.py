@@ -136,6 +136,7 @@ def test_a_side_file_of_another_run_is_refused(tmp_path: Path) -> None:
         build([run])
 
 
+@pytest.mark.slow
 def test_reports_need_no_torch() -> None:
     """A run file is read anywhere: no reporter imports torch, transformers, pandas or matplotlib."""
     heavy = "torch transformers pandas matplotlib triton"

@@ -27,7 +27,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 AXE = os.environ.get("NONDET_AXE", "")
 KEPT = ("sample", "probe-logits", "diagnose", "trace", "axes", "embed", "engine-avx512", "ci")
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium is on the path (Debian: apt-get install chromium)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium is on the path (Debian: apt-get install chromium)"),
+]
 
 Browse = Callable[..., Any]
 

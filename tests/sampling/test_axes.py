@@ -188,8 +188,8 @@ def by_rows() -> Iterator[None]:
     """A stock product with a planted fault: what a row gets follows how many rows there are."""
 
     def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out = (rows.double()[:, None] * w.double()).sum(-1) * (1.0 + len(rows) / 2**20)
+        rows, weight = x.reshape(-1, x.shape[-1]).double(), w.double()
+        out = torch.stack([torch.mv(weight, row) for row in rows]) * (1.0 + len(rows) / 2**20)
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)
 
     library = torch.library.Library("aten", "IMPL")

@@ -27,15 +27,13 @@ from nondet.sampling.replay import tape_of
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
 
-MODEL = "random:qwen3-1x256"
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """A layer with two key heads."""
-    return load_model(MODEL, "bfloat16", "cpu")
+    """The embedded model."""
+    return load_model(None, "bfloat16", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +64,7 @@ def test_a_session_over_two_ranks_is_the_engines_own(over_two):
     assert over_two.describe()["ranks"] == 2
 
 
+@pytest.mark.nightly
 def test_invariant_over_ranks_does_not_follow_the_company(over_two):
     """One trace alone and beside others, with sums over ranks replaced; what stood under it is told."""
     with over_two.implementation("invariant") as coverage:
@@ -88,6 +87,7 @@ def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
     assert traces["invariant", 1] != traces["invariant", 2]
 
 
+@pytest.mark.nightly
 def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     """One rank and two in one run: proven by the share that a rank holds, one trace where rank-free, several else."""
     monkeypatch.setattr(collecting._Models, "over", lambda self, ranks: over_two)
@@ -115,12 +115,13 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     assert any(name.startswith("replaced: all_reduce") for r in run.rounds for name in r.ran)
 
 
+@pytest.mark.nightly
 def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
     """The command's completions come from the ranks, its header says so, and no rank of its own plays them again."""
     monkeypatch.setattr(collecting, "RanksEngine", lambda loaded, ranks: nullcontext(over_two))
     monkeypatch.chdir(tmp_path)
     options = ("--n", "2", "--max-tokens", "2", "--load", "targets=2,others=0", "--impl", "invariant", "--quiet")
-    assert main(["sample", "--model", MODEL, "--ranks", "2", "--device", "cpu", *options, "--out", "r.jsonl"]) == 0
+    assert main(["sample", "--ranks", "2", "--device", "cpu", *options, "--out", "r.jsonl"]) == 0
     run = read_run(tmp_path / "r.jsonl")
     assert run.header.plan["ranks"] == 2
     assert {c.trace for c in run.completions if c.status == "ok"}

@@ -28,16 +28,13 @@ from nondet.trace.replays import RecordedCall, exact, operators_of, replays
 from nondet.trace.repro import write_and_run
 from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
 from nondet.verdict.gate import exit_code
-from tests.build import run_of
-from tests.trace.conftest import LOAD, arms_of, model_of, trace
+from tests.build import run_of, tiers
+from tests.trace.conftest import ARCHITECTURES, LOAD, arms_of, model_of, trace
 
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3_moe", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("llama", "qwen3", "mistral", "gemma2"))],
-)
+@pytest.mark.parametrize("name", tiers(["qwen3_moe"], ARCHITECTURES))
 def test_float32_models_are_traced_to_a_cure(name: str) -> None:
     """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures.
 
@@ -114,11 +111,10 @@ def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
 
 def test_a_clean_model_gives_no_culprit() -> None:
     """Under the invariant kernels there is nothing to find, and the trace says what it tried."""
-    for dtype in [torch.float32, torch.float16]:
-        traced = trace(model_of("qwen3", dtype), impl="invariant")
-        assert traced.verdict.finding == "no divergence observed"
-        assert not traced.culprits
-        assert "beside 6 other requests" in traced.verdict.sentences[0]
+    traced = trace(model_of("qwen3"), impl="invariant")
+    assert traced.verdict.finding == "no divergence observed"
+    assert not traced.culprits
+    assert "beside 6 other requests" in traced.verdict.sentences[0]
 
 
 def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
@@ -668,14 +664,14 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
 }
 
 
-def test_a_trace_ends_with_the_trees_of_both_arms() -> None:
+@pytest.mark.parametrize("name", tiers(("turned", "values", "digits", "coarser"), TREES))
+def test_a_trace_ends_with_the_trees_of_both_arms(name: str) -> None:
     """A planted order is named in both arms; one order in other digits is not called another order."""
-    for name in TREES:
-        operator, function, said = TREES[name]
-        replay = tree_of(operator, function)
-        assert said in replay.sentence
-        assert (replay.status == "divergent") == (said in _TURNED)
-        assert ("each proven by the bits of" in replay.sentence) == (name != "coarser")
+    operator, function, said = TREES[name]
+    replay = tree_of(operator, function)
+    assert said in replay.sentence
+    assert (replay.status == "divergent") == (said in _TURNED)
+    assert ("each proven by the bits of" in replay.sentence) == (name != "coarser")
 
 
 def test_a_product_of_two_arguments_of_the_request_s_own_has_no_tree_and_says_why() -> None:

@@ -22,6 +22,7 @@ from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Spec, score
 from nondet.sampling.model import LoadedModel, load_model
+from tests.build import tiers
 from tests.trace.conftest import model_of
 
 ASKED = Asked(("For example, the", "Return a"), 3, 12, 0)
@@ -120,7 +121,7 @@ def test_the_trainer_makes_calls_of_every_kind() -> None:
     assert len(calls()) > 40
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(s, marks=pytest.mark.nightly) for s in range(4, 20))])
+@pytest.mark.parametrize("seed", tiers(range(2), range(2, 20)))
 def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
     """Drawn by seed over kinds of operators and their calls, under each layout of the batch."""
     rng = random.Random(seed)  # noqa: S311 - a draw of tests
@@ -138,14 +139,14 @@ def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
     assert found.difference.mismatched
 
 
-def test_a_sound_pair_has_no_place() -> None:
+@pytest.mark.parametrize("layout", tiers([2], [0, 1, 3]))
+def test_a_sound_pair_has_no_place(layout: int) -> None:
     """No bit of any token differs; asked all the same, no layer of any rollout does: only the formula is left."""
-    for spec in LAYOUTS:
-        values = trainer_logprobs(spec)
-        bits = np.concatenate([rollout.sampler for rollout in drawn()]).view(np.uint32)
-        assert (values.view(np.uint32) == bits).all()
-        found = place(spec)
-        assert (found.position, found.layer, found.call) == (-1, "formula", "")
+    values = trainer_logprobs(LAYOUTS[layout])
+    bits = np.concatenate([rollout.sampler for rollout in drawn()]).view(np.uint32)
+    assert (values.view(np.uint32) == bits).all()
+    found = place(LAYOUTS[layout])
+    assert (found.position, found.layer, found.call) == (-1, "formula", "")
 
 
 def test_stock_kernels_have_a_place() -> None:
@@ -158,19 +159,19 @@ def test_stock_kernels_have_a_place() -> None:
     assert found.family in FAMILIES
 
 
-def test_windows_and_experts() -> None:
+@pytest.mark.parametrize("name", tiers(["mistral"], ["llama", "qwen3_moe"]))
+def test_windows_and_experts(name: str) -> None:
     """Stock: a call is named, of a batch that is padded on the left; invariant: none is."""
-    for name in ["llama", "mistral", "qwen3_moe"]:
 
-        def encode(text: str) -> list[int]:
-            return [3 + ord(c) % 150 for c in text]
+    def encode(text: str) -> list[int]:
+        return [3 + ord(c) % 150 for c in text]
 
-        model = model_of(name)
-        tiny: Any = SimpleNamespace(model=model, dtype="float32", encode=encode)
-        for arm in ("stock", "invariant"):
-            block = batch_invariant() if arm == "invariant" else nullcontext()
-            with block:
-                rollouts = sampled(tiny, ASKED)
-            found = place_of(arm, tiny, model, ASKED, rollouts, LAYOUTS[1])
-            assert bool(found.call) == (arm == "stock"), found
-            assert found.layer == ("0" if arm == "stock" else "formula")
+    model = model_of(name)
+    tiny: Any = SimpleNamespace(model=model, dtype="float32", encode=encode)
+    for arm in ("stock", "invariant"):
+        block = batch_invariant() if arm == "invariant" else nullcontext()
+        with block:
+            rollouts = sampled(tiny, ASKED)
+        found = place_of(arm, tiny, model, ASKED, rollouts, LAYOUTS[1])
+        assert bool(found.call) == (arm == "stock"), found
+        assert found.layer == ("0" if arm == "stock" else "formula")
