@@ -109,7 +109,7 @@ QUICK = Limits(page_s=1)
         ("openai", "/v1/chat/completions", "openai-chat", ""),
         ("vllm", "/v1", "vllm", "vllm 0.0.hash"),
         ("vllm", "/v1/chat/completions", "vllm-chat", "vllm 0.0.hash"),
-        ("sglang", "", "sglang", "sglang"),
+        ("sglang", "", "sglang", "sglang 0.0.9, attention fa3"),
         ("llama.cpp", "", "llama.cpp", "llama.cpp b0-hash"),
         ("transformers", "", "transformers", "transformers"),
         ("transformers", "/v1/chat/completions", "transformers-chat", "transformers"),

@@ -26,7 +26,7 @@ from tests.build import Command
 from tests.endpoint.honest import Honest, Request, in_thread, json_response, serving
 
 PROMPT = ("--prompt", "For example, the")
-SMALL = ("--n", "12", "--max-tokens", "8", "--load", "others=6,targets=6,prompt=4-16,tokens=4-12", *PROMPT)
+SMALL = ("--n", "6", "--max-tokens", "6", "--load", "others=3,targets=3,prompt=4-8,tokens=4-8", *PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
         "--fail-on", "divergent",
     )  # fmt: skip
     assert code == 0, err
-    assert err.startswith("first 2, solo 12, cold 6, warm 6, chunked 6, loaded 12: 44 requests, and ")
+    assert err.startswith("first 2, solo 6, cold 6, warm 6, chunked 6, loaded 6: 32 requests, and ")
     assert "no divergence observed" in out
     made = read_run(tmp_path / "a.jsonl")
     assert {c.arm for c in made.completions} == {"first", "solo", "cold", "warm", "chunked", "loaded"}
@@ -71,7 +71,9 @@ def test_a_dishonest_one_is_caught(run: Command, tmp_path: Path, cheat: dict[str
     assert judge(read_run(tmp_path / "a.jsonl"))[0].finding == finding
 
 
-@pytest.mark.parametrize("dialect", ["openai", "openai-chat", "sglang", "llama.cpp", "transformers"])
+@pytest.mark.parametrize(
+    "dialect", ["transformers", *(pytest.param(d, marks=pytest.mark.nightly) for d in ("openai-chat", "llama.cpp"))]
+)
 def test_every_dialect_has_its_run(run: Command, tmp_path: Path, dialect: str) -> None:
     """What a server lacks is said, and nothing stops: no ids, no logprobs, no counters."""
     name = "openai" if dialect == "openai-chat" else dialect
@@ -98,8 +100,8 @@ def test_several_prompts_from_a_file(run: Command, vllm: Honest, tmp_path: Path)
     ("cheat", "findings"),
     [
         ({}, {Finding.CLEAN}),
-        ({"batch_noise": 0.02}, {Finding.BATCH}),
-        ({"seed_ignored": True}, {Finding.UNATTRIBUTED}),
+        pytest.param({"batch_noise": 0.02}, {Finding.BATCH}, marks=pytest.mark.nightly),
+        pytest.param({"seed_ignored": True}, {Finding.UNATTRIBUTED}, marks=pytest.mark.nightly),
         ({"seed_ignored": True, "batch_noise": 0.02}, {Finding.UNATTRIBUTED}),
     ],
     ids=["honest", "batch", "no seeds", "no seeds, batch"],

@@ -86,7 +86,7 @@ def test_long_prompts_ride_in_full_rounds_alone() -> None:
     assert counts == [{(0, 2): 5, (1, 40): 2, (2, 50): 2}] * 2 + [{(0, 2): 2}]
     ids = [r.id for requests in plan.rounds for r in requests]
     assert len(ids) == len(set(ids))
-    assert all(keys > least for keys, least in zip(map(len, long_prompts()), (900, 2800), strict=True))
+    assert all(keys > least for keys, least in zip(map(len, long_prompts()), (1_000, 2_800), strict=True))
 
 
 class Hashes:
