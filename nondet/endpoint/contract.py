@@ -31,7 +31,7 @@ QUESTIONS: dict[str, str] = {
     "repeatable-bits": "the same request, sent twice solo, gives the same logprob bits",
     "varies": "temperature 1 without a seed varies",
     "seed": "temperature 1 with one seed gives one answer",
-    "tempered": "temperature 1 draws, where temperature 0 takes the likeliest token",
+    "tempered": "temperature 1 draws, where temperature 0 takes the most likely token",
     "independent": "requests at the same time at temperature 1 without a seed are drawn independently",
     "distribution": "logprobs are of the distribution that is sampled from",
     "sums": "probabilities of the two most likely tokens add up to at most 1",

@@ -152,7 +152,7 @@ PRESETS: dict[str, Load] = {
     # one request a step, nothing shared: every completion meets the same shapes, so this is the control
     "none": Load(others=0, targets=50, spread=1, prompt=(1, 1), tokens=(1, 1), budget=64, requests=1, sharing=False),
     "light": Load(others=6, targets=10, spread=96, prompt=(4, 48), tokens=(8, 64), budget=32, requests=32),
-    "default": Load(others=20, targets=40, spread=32, prompt=(8, 128), tokens=(16, 64), budget=64, requests=64),
+    "default": Load(others=16, targets=40, spread=24, prompt=(8, 96), tokens=(8, 40), budget=96, requests=64),
     "heavy": Load(others=120, targets=60, spread=96, prompt=(8, 256), tokens=(16, 128), budget=256, requests=256),
 }
 
@@ -278,7 +278,7 @@ def background_text() -> list[str]:
 
 # Attention's key tiles begin to matter at 129 keys, and a tile or a split may be of 256 or 512: beside a short default
 # prompt one is cut to some 250 tokens, and one to more than 600, in characters, as a server's tokenizer is its own.
-_LONG_PROMPTS = (1_100, 3_000)
+_LONG_PROMPTS = (1_100, 2_900)
 KEYS_LEAST = 512  # a test in which no request has more keys than this does not speak of long ones
 
 

@@ -45,7 +45,7 @@ _OWN_ENGINE = (
     *("vary", "draft_model", "ranks", "cuda_graphs", "engine"),
 )
 # Most prompts of the embedded model have parted by then; so many completions take about a minute on two cores.
-_MAX_TOKENS = 48
+_MAX_TOKENS = 40
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
 _BOTH = ("stock", "invariant")
 # Rounds run again beside the first, where it alone does not tell the batch from the run.
@@ -292,8 +292,8 @@ def planned(
             raise (UserError(f"{place}: {error.what}", error.hint) if place else error) from None
     context = loaded.context or 2**31
     fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
-    if n * len(texts) * max(1, len(samplings)) < load.targets:
-        fit = {}  # no round is full
+    if n * len(texts) * max(1, len(samplings)) < 2 * load.targets:
+        fit = {}  # in a round alone there would be nothing to compare
     plan = build_plan(
         load, n=n, seed=seed, prompts=tokens, samplings=samplings, max_new_tokens=length, context=context,
         encode=loaded.encode_plain, riders=list(fit.values()),

@@ -109,7 +109,7 @@ QUICK = Limits(page_s=1)
         ("openai", "/v1/chat/completions", "openai-chat", ""),
         ("vllm", "/v1", "vllm", "vllm 0.0.hash"),
         ("vllm", "/v1/chat/completions", "vllm-chat", "vllm 0.0.hash"),
-        ("sglang", "", "sglang", "sglang"),
+        ("sglang", "", "sglang", "sglang 0.0.9, attention fa3"),
         ("llama.cpp", "", "llama.cpp", "llama.cpp b0-hash"),
         ("transformers", "", "transformers", "transformers"),
         ("transformers", "/v1/chat/completions", "transformers-chat", "transformers"),
@@ -331,6 +331,7 @@ async def test_an_honest_server_gives_one_answer_under_any_load() -> None:
     assert all(answer.chosen_is_top == 12 for answer in solo)
 
 
+@pytest.mark.nightly
 @awaited
 async def test_batch_noise_flips_tokens_or_logprobs_alone() -> None:
     """Large noise changes completions under load, a factor their traces only; alone nothing changes."""
@@ -390,6 +391,7 @@ async def test_seeds_are_kept_or_not(dialect: str, cheat: dict[str, bool], seed:
     assert (len(texts) > len(PROMPTS)) == varies
 
 
+@pytest.mark.nightly
 @awaited
 async def test_other_cheats_do_what_they_say() -> None:
     """More tokens than asked for, logprobs of another distribution, no ids, no logprobs, a change at restart."""

@@ -121,6 +121,7 @@ def test_a_server_that_is_full_for_ever_holds_no_run(tmp_path: Path, arms: dict[
 
 KILLS = int(os.environ.get("NONDET_KILLS", "3"))
 OPTIONS = (
+    "--prompt", "A prompt",
     "--n", "12", "--max-tokens", "6", "--arms", "solo=4,cold=2,warm=2,chunked=2,loaded", "--load",
     "others=4,targets=4,prompt=4-8,tokens=2-6", "--concurrency", "6",
 )  # fmt: skip
@@ -147,6 +148,7 @@ def _wait_for(path: Path, size: float) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
 def test_kills_lose_and_double_nothing(server: ServerProcess, tmp_path: Path) -> None:
     """Whatever was on disk when it was killed is there afterwards as it was, and the rest is asked for once."""

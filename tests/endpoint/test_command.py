@@ -26,7 +26,7 @@ from tests.build import Command
 from tests.endpoint.honest import Honest, Request, in_thread, json_response, serving
 
 PROMPT = ("--prompt", "For example, the")
-SMALL = ("--n", "12", "--max-tokens", "8", "--load", "others=6,targets=6,prompt=4-16,tokens=4-12", *PROMPT)
+SMALL = ("--n", "6", "--max-tokens", "6", "--load", "others=3,targets=3,prompt=4-8,tokens=4-8", *PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
         "--fail-on", "divergent",
     )  # fmt: skip
     assert code == 0, err
-    assert err.startswith("first 2, solo 12, cold 6, warm 6, chunked 6, loaded 12: 44 requests, and ")
+    assert err.startswith("first 2, solo 6, cold 6, warm 6, chunked 6, loaded 6: 32 requests, and ")
     assert "no divergence observed" in out
     made = read_run(tmp_path / "a.jsonl")
     assert {c.arm for c in made.completions} == {"first", "solo", "cold", "warm", "chunked", "loaded"}
@@ -61,17 +61,23 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("cheat", "finding"), [({"batch_noise": 1e-6}, Finding.BATCH), ({"cache_noise": 0.02}, Finding.CACHE)]
+    ("cheat", "arms", "finding"),
+    [({"batch_noise": 1e-6}, "solo,loaded", Finding.BATCH), ({"cache_noise": 0.02}, "cold,warm", Finding.CACHE)],
 )
-def test_a_dishonest_one_is_caught(run: Command, tmp_path: Path, cheat: dict[str, float], finding: Finding) -> None:
+def test_a_dishonest_one_is_caught(
+    run: Command, tmp_path: Path, cheat: dict[str, float], arms: str, finding: Finding
+) -> None:
     """Over HTTP as in memory: bits under load, tokens behind a cached prefix."""
     with serving("vllm", token_s=0.001, **cheat) as server:
-        code, _, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl", "--fail-on", "divergent")
+        argv = ("--arms", arms, "--out", "a.jsonl", "--fail-on", "divergent")
+        code, _, err = run("sample", "--endpoint", server.url, *SMALL, *argv)
     assert code == 3, err
     assert judge(read_run(tmp_path / "a.jsonl"))[0].finding == finding
 
 
-@pytest.mark.parametrize("dialect", ["openai", "openai-chat", "sglang", "llama.cpp", "transformers"])
+@pytest.mark.parametrize(
+    "dialect", ["transformers", *(pytest.param(d, marks=pytest.mark.nightly) for d in ("openai-chat", "llama.cpp"))]
+)
 def test_every_dialect_has_its_run(run: Command, tmp_path: Path, dialect: str) -> None:
     """What a server lacks is said, and nothing stops: no ids, no logprobs, no counters."""
     name = "openai" if dialect == "openai-chat" else dialect
@@ -88,7 +94,7 @@ def test_every_dialect_has_its_run(run: Command, tmp_path: Path, dialect: str) -
 def test_several_prompts_from_a_file(run: Command, vllm: Honest, tmp_path: Path) -> None:
     """A set of prompts: each has its completions and its verdict."""
     (tmp_path / "p.txt").write_text("one prompt of a set\nanother one\n")
-    several = (*SMALL[:-2], "--n", 3, "--prompts", "p.txt", "--out", "a.jsonl")
+    several = (*SMALL[:-2], "--n", 2, "--arms", "solo,loaded", "--prompts", "p.txt", "--out", "a.jsonl")
     code, _, err = run("sample", "--endpoint", vllm.url, *several)
     assert code == 0, err
     assert [v.prompt for v in judge(read_run(tmp_path / "a.jsonl"))] == [0, 1]
@@ -97,9 +103,9 @@ def test_several_prompts_from_a_file(run: Command, vllm: Honest, tmp_path: Path)
 @pytest.mark.parametrize(
     ("cheat", "findings"),
     [
-        ({}, {Finding.CLEAN}),
-        ({"batch_noise": 0.02}, {Finding.BATCH}),
-        ({"seed_ignored": True}, {Finding.UNATTRIBUTED}),
+        pytest.param({}, {Finding.CLEAN}, marks=pytest.mark.nightly),
+        pytest.param({"batch_noise": 0.02}, {Finding.BATCH}, marks=pytest.mark.nightly),
+        pytest.param({"seed_ignored": True}, {Finding.UNATTRIBUTED}, marks=pytest.mark.nightly),
         ({"seed_ignored": True, "batch_noise": 0.02}, {Finding.UNATTRIBUTED}),
     ],
     ids=["honest", "batch", "no seeds", "no seeds, batch"],
@@ -200,7 +206,7 @@ def test_a_server_of_another_kind_is_said(run: Command, tmp_path: Path) -> None:
 def test_a_server_that_loses_its_ids_goes_on_and_says_so(run: Command, tmp_path: Path) -> None:
     """Without ids by bytes, without logprobs by tokens alone; the verdict says which."""
     with serving("openai", token_s=0.001, no_logprobs=True) as server:
-        code, out, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl")
+        code, out, err = run("sample", "--endpoint", server.url, *SMALL, "--arms", "solo,loaded", "--out", "a.jsonl")
     assert code == 0, err
     assert "without logprobs" in " ".join(out.split())
     assert "compared by text" in " ".join(out.split())
@@ -327,6 +333,7 @@ def test_a_gate_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureF
     capsys.readouterr()
 
 
+@pytest.mark.nightly
 def test_a_gate_that_had_seen_it_stays_shut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What parted before the stop counts after it, and no further load is asked for."""
     path = tmp_path / "g.jsonl"
@@ -369,7 +376,8 @@ def test_a_server_that_keeps_to_no_seed_has_no_answer(tmp_path: Path, capsys: py
         assert gate(server.url, tmp_path, *DRAWN) == 2
         assert "one seed, two answers" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
-        assert main(["sample", "--endpoint", server.url, *LOAD, *DRAWN[:4], "--n", "6", "--out", str(path)]) == 0
+        few = ("--n", "3", "--arms", "solo=2,loaded", "--out", str(path))
+        assert main(["sample", "--endpoint", server.url, *LOAD, *DRAWN[:4], *few]) == 0
     assert main(["gate", str(path), "--json", "--junit", str(tmp_path / "g.xml")]) == 1
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["outcome"] == "no answer"

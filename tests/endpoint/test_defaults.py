@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ from nondet.cli import main
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.sampling.plan import ENGINES, Load, Outcome, Request, Session, build_plan, long_prompts, parse_load
+from nondet.services.sample import SampleRequest, planned
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import Command
 from tests.endpoint.honest import serving
 
-FEW = ("--n", "8", "--max-tokens", "6", "--load", "others=4,targets=6,prompt=4-8,tokens=4-8")
+FEW = ("--n", "8", "--max-tokens", "4", "--load", "others=3,targets=6,prompt=4-8,tokens=4-8")
+ARMS = ("--arms", "solo=8,cold=2,warm=2,loaded")
 
 
 def findings(run: Run, impl: str = "server") -> list[Finding]:
@@ -36,7 +39,7 @@ def findings(run: Run, impl: str = "server") -> list[Finding]:
 def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int, hit: list[int]) -> None:
     """Its short prompt agrees; the two that ride along do not. A gate shuts as well, and opens on a sound one."""
     with serving("vllm", token_s=0.001, batch_noise=1e-6, beyond=beyond) as server:
-        assert run("sample", "--endpoint", server.url, *FEW, "--out", "a.jsonl")[0] == 0
+        assert run("sample", "--endpoint", server.url, *FEW, *ARMS, "--out", "a.jsonl")[0] == 0
         wanted = [Finding.BATCH if p in hit else Finding.CLEAN for p in range(3)]
         assert findings(read_run(tmp_path / "a.jsonl")) == wanted
         code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "70%", "--out", "g.jsonl")
@@ -46,21 +49,21 @@ def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, be
 def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command, tmp_path: Path) -> None:
     """Cold and cached, more than 600 tokens long, and each is held against what was alone with as much cached."""
     with serving("vllm", token_s=0.001) as server:
-        arms = ("--arms", "solo=2,cold=2,warm=2,loaded", "--out", "a.jsonl")
-        assert run("sample", "--endpoint", server.url, *FEW, *arms)[0] == 0
+        assert run("sample", "--endpoint", server.url, *FEW, *ARMS, "--out", "a.jsonl")[0] == 0
     made = read_run(tmp_path / "a.jsonl")
     loaded = [c for c in made.completions if c.arm == "loaded" and c.served]
     assert Counter((c.prompt, not c.served.cached_tokens) for c in loaded if c.served) == {
         (prompt, cold): 4 for prompt in range(3) for cold in (False, True)
     }
-    assert [len(p["text"]) // 5 >= 580 for p in made.header.plan["prompts"]] == [False, False, True]
+    assert [len(p["text"]) / 4.7 > 600 for p in made.header.plan["prompts"]] == [False, False, True]
     assert findings(made) == [Finding.CLEAN] * 3
 
 
 def test_a_prompt_that_somebody_chose_is_asked_alone_and_its_keys_are_said(run: Command, tmp_path: Path) -> None:
     """What a short prompt cannot show stands beside the verdict; a context too short for a long one leaves it out."""
     with serving("vllm", token_s=0.001) as server:
-        run("sample", "--endpoint", server.url, *FEW, "--prompt", "For example, the", "--out", "a.jsonl")
+        one = ("--prompt", "For example, the", "--arms", "solo=2,loaded", "--out", "a.jsonl")
+        run("sample", "--endpoint", server.url, *FEW, *one)
         made = read_run(tmp_path / "a.jsonl")
         assert len(made.header.plan["prompts"]) == 1
         assert any("attention over more keys was not tested" in note for v in judge(made) for note in v.notes)
@@ -86,7 +89,7 @@ def test_long_prompts_ride_in_full_rounds_alone() -> None:
     assert counts == [{(0, 2): 5, (1, 40): 2, (2, 50): 2}] * 2 + [{(0, 2): 2}]
     ids = [r.id for requests in plan.rounds for r in requests]
     assert len(ids) == len(set(ids))
-    assert all(keys > least for keys, least in zip(map(len, long_prompts()), (900, 2800), strict=True))
+    assert all(keys > least for keys, least in zip(map(len, long_prompts()), (1_000, 2_800), strict=True))
 
 
 class Hashes:
@@ -119,9 +122,32 @@ class Hashes:
         return Session(outcomes, steps=max(ends), tokens=sum(len(o.token_ids) for o in outcomes), seconds=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("beyond", "hit"), [(128, [False, True, True]), (512, [False, False, True])])
-def test_an_engine_that_differs_beyond_some_keys(
+KEYS = pytest.mark.parametrize(("beyond", "hit"), [(128, [False, True, True]), (512, [False, False, True])])
+
+
+@KEYS
+def test_an_engine_that_differs_beyond_some_keys(monkeypatch: pytest.MonkeyPatch, beyond: int, hit: list[bool]) -> None:
+    """Two full rounds of the default load: the short prompt agrees, four completions of each long one do not."""
+    monkeypatch.setattr(Hashes, "beyond", beyond)
+    engine, request = Hashes(None), SampleRequest()
+    loaded: Any = SimpleNamespace(
+        name="hashes", identity={}, context=1024, device="cpu", dtype="float32", vocabulary=256,
+        encode=lambda text: list(text.encode()[::4]), encode_plain=lambda text: list(text.encode()[::4]),
+    )  # fmt: skip
+    given = (["For example, the"], 80, request.length, 0, ["stock"])
+    plan, described = planned(loaded, request.engine_load, *given, riders=long_prompts())
+    assert [p["tokens"] for p in described["prompts"]] == [4, *(len(text.encode()[::4]) for text in long_prompts())]
+    bits: dict[int, set[bytes]] = {}
+    for requests in plan.rounds:
+        for outcome in engine.run(requests, plan.load).outcomes:
+            if outcome.request.target:
+                bits.setdefault(outcome.request.subject, set()).add(outcome.logprobs)
+    assert [len(bits[subject]) > 1 for subject in range(3)] == hit
+
+
+@pytest.mark.nightly
+@KEYS
+def test_the_command_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], beyond: int, hit: list[bool]
 ) -> None:
     """`nondet sample` as it comes: 1,200 completions of the short prompt agree, 60 of each long one do not."""

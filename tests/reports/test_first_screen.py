@@ -182,7 +182,7 @@ def endpoints() -> Report:
     seen = ("s0", "s1", "s2", "s3")
 
     class Endpoint:
-        parted = tuple(f"{text}: bits" for text in seen)
+        parted, cure = tuple(f"{text}: bits" for text in seen), "not tried"
 
     return replace(report, runs=(replace(report.runs[0], endpoint=Endpoint()),))  # type: ignore[arg-type] # only that
 
