@@ -877,10 +877,6 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
     (lambda e: e.command == "certify" or any(c.tokens for c in e.run.run.cells), lambda e: ("", "")),
     (lambda e: e.command == "bench", _of_bench),
     (
-        lambda e: e.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in e.run.run.steps),
-        lambda e: ("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within"),
-    ),
-    (
         lambda e: e.command == "probe" and not e.asked,
         lambda e: (
             e.again("probe", "all", names=_MACHINE),
@@ -908,12 +904,16 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
         lambda e: e.diverged and cure_refuted(e.report),
         lambda e: (_again(e.report, "trace", "--impl", "invariant"), "names the operator that diverges under it, too"),
     ),
+    (
+        lambda e: e.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in e.run.run.steps),
+        lambda e: ("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within"),
+    ),
     (lambda e: e.diverged, _cured),
     (
         lambda e: stock_summaries(e.report) and e.command == "sample",
         lambda e: (
             shlex.join(["nondet", "gate", one_line(e.run.run.source, 200), *e.gated]),
-            "says how rare a divergence these completions would have shown, and exits with 0 or 4: for CI",
+            "passes or fails this run in CI, and says how rare a divergence it would have shown",
         ),
     ),
     (

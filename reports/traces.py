@@ -192,7 +192,7 @@ def story_headline(told: Story) -> str:
 
 
 def batch_brief(told: Story) -> str:
-    """How many completions the batch changes, without the intervals, which are in its step; "" where it is not known."""
+    """How many completions the batch changes, without its step's intervals; "" where it is not known."""
     batch = next((s.figures for s in told.steps if s.name == "batch" and s.outcome == "yes"), {})
     if told.finding != Finding.BATCH or not {"n", "tokens", "traces"} <= batch.keys():
         return ""
