@@ -25,7 +25,8 @@ from nondet.core.records import (
     Timed,
 )
 from nondet.errors import UnknownNameError
-from nondet.verdict.findings import plural, successful
+from nondet.verdict.findings import Finding, Verdict, plural, successful
+from nondet.verdict.gate import judge
 
 # Completions of two runs: the same requests, so the same digests, or not; and where they part.
 #
@@ -217,6 +218,7 @@ class RunDiff:
     changes: tuple[Change, ...]
     completions: tuple[CompletionDiff, ...]
     notes: tuple[str, ...]
+    verdicts: tuple[str, ...] = ()  # of implementations that diverge in one run, and in the other do not
 
     @property
     def worse(self) -> int:
@@ -282,7 +284,23 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
         changes=tuple(sorted(changes, key=lambda change: (not change.worse, not change.better))),
         completions=tuple(compare_completions(a, b)),
         notes=tuple(notes),
+        verdicts=tuple(_verdicts(a, b)),
     )
+
+
+def _verdicts(a: Run, b: Run) -> Iterator[str]:
+    """What each run by itself came to, of an implementation that has a fault in one of the two alone."""
+    order = list(Finding)
+    found: tuple[dict[str, Verdict], dict[str, Verdict]] = ({}, {})
+    for run, of in zip((a, b), found, strict=True):
+        for verdict in judge(run):
+            worst = of.setdefault(verdict.impl, verdict)
+            if order.index(verdict.finding) < order.index(worst.finding):
+                of[verdict.impl] = verdict
+    for impl, mine in found[0].items():
+        theirs = found[1].get(impl)
+        if theirs is not None and mine.is_fault != theirs.is_fault:
+            yield f"{impl}: {mine.finding} in A, {theirs.finding} in B"
 
 
 def _of(run: Run, impl: str, name: str) -> Run:

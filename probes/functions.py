@@ -182,7 +182,7 @@ class Subject:
         return torch.cat([result[start * each : (start + self.kept) * each] for start in starts])
 
     def _cut(self, small: Any, large: Any, start: int) -> Any:
-        """Those requests' part of the largest batch's inputs: tensors that are as long as the batch have rows of theirs,
+        """Those requests' part of the largest batch's inputs: of tensors as long as the batch their rows,
         and what is the same in the smallest batch belongs to all."""
         if isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor):
             if small.shape == large.shape:

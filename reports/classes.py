@@ -170,7 +170,8 @@ def map_text(row: Row, most: int = 8) -> str:
     Without listed values: "102 classes, the largest 812 of 10000".
     """
     if row.distinct > 1 and (not row.labels or row.varied == "run"):  # which run gave which says nothing
-        return f"{len(row.class_sizes)} classes, the largest {max(row.class_sizes)} of {row.trials}"
+        largest = f", the largest {max(row.class_sizes)} of {row.trials}" if row.class_sizes else ""
+        return f"{row.distinct} classes{largest}"
     if not row.labels:
         return f"all {row.trials}: A" if row.class_sizes else ""
     sets = kernel_sets(row)

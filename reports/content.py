@@ -255,7 +255,8 @@ class RunSection:
         of = next((str(name).rpartition("/")[2] for name in names if name), "")
         of = "a server" if self.endpoint is not None else of.removesuffix("ForCausalLM").removesuffix("Model")
         machine = header.environment.get("gpu") or header.environment.get("cpu")
-        on = str(machine).partition(" (family")[0] if machine else ""
+        # a server's machine is not the one that asks it
+        on = str(machine).partition(" (family")[0] if machine and self.endpoint is None else ""
         done = _TITLES.get(header.command, header.command.capitalize())
         return one_line(f"{done}{f' of {of}' * bool(of)}{f' on {on}' * bool(on)}", 120)
 

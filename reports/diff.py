@@ -24,7 +24,7 @@ Parting = Mapping[int, tuple[int | None, int | None]]
 
 def headline(diff: RunDiff) -> str:
     """One sentence, which claims nothing that was not compared."""
-    parts = []
+    parts = list(diff.verdicts)
     if diff.worse:
         parts.append(f"{plural(diff.worse, 'record')} got worse in B")
     better = sum(change.better for change in diff.changes)
@@ -171,6 +171,8 @@ def render(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
     the same, "not known" where something was not compared."""
     moved = diff.changes or diff.parted or diff.failed_more
     answer = "yes" if moved else "no" if diff.compared else "not known"
-    a, b = (one_line(name, 200) for name in names)
+    first, second = (one_line(name, 200) for name in names)
     said = one_line(headline(diff), 1500)
-    return render_page("diff.html.j2", a=a, b=b, answer=answer, headline=said, blocks=blocks(diff, parting))
+    return render_page(
+        "diff.html.j2", first=first, second=second, answer=answer, headline=said, blocks=blocks(diff, parting)
+    )

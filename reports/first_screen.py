@@ -24,10 +24,9 @@ from nondet.reports.bench import speed_table
 from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, Table, grid
-from nondet.reports.endpoint import machine_line
 from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.samples import SampleSection, tree_of
-from nondet.reports.traces import Story, embed_steps, pair_of
+from nondet.reports.traces import Story, batch_brief, embed_steps, pair_of
 from nondet.reports.training import PLOTS, Training
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Finding, Verdict, plural, successful
@@ -68,7 +67,7 @@ _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of a mod
 # Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
 _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
 # Those of what was compared one by one: they are in tables.
-_DETAILS = ("arms", "axis-apart")
+_DETAILS = ("axis-apart",)
 
 
 class Pill(StrEnum):
@@ -129,7 +128,31 @@ def chain(report: Report) -> tuple[Step, ...]:
         run = report.runs[0].run
         typed = f" {shlex.join(figures.own_options(run.header, _EMBED))}".rstrip()
         return tuple(Step(label, text, known, more and more + typed) for label, text, known, more in embed_steps(run))
+    if report.runs and all(r.run.header.command == "certify" for r in report.runs):
+        return (_of_classes(report),)
+    if own_rows(report):  # nobody's completions: what is known is of the function alone
+        return _operator(report), _kernel(report)
     return _token(report), _operator(report), _kernel(report), _cure(report)
+
+
+def _of_classes(report: Report) -> Step:
+    """Which members left their numerics class, by operator."""
+    rows = [row for r in report.runs for row in r.run.rows if row.measured]
+    members = dict.fromkeys(row.impl for row in rows)
+    left = {
+        impl: dict.fromkeys(r.operator for r in rows if r.impl == impl and (r.parted or r.wrong)) for impl in members
+    }
+    named = [f"{impl} ({', '.join(operators)})" for impl, operators in left.items() if operators]
+    if named:
+        return Step("operator", one_line(f"not in the class everywhere: {'; '.join(named)}", 320))
+    return Step("operator", f"{plural(len(members), 'member')} tested, each in its class at every shape tested")
+
+
+def own_rows(report: Report) -> list[Row]:
+    """Rows of a user's function, where the run is of one alone."""
+    commands = {r.run.header.command for r in report.runs}
+    rows = asked_rows(report) if len(report.runs) == 1 and commands <= {"probe", "check"} else []
+    return [row for row in rows if role_of(row.impl) == Role.OTHER]
 
 
 def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
@@ -318,8 +341,13 @@ def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
 
 
 def parted_rows(report: Report) -> list[Row]:
-    """Rows of what the answer is about whose bits depend on the batch."""
-    return [row for row in asked_rows(report) if row.parted and axis_of(row) in (Axis.BATCH, Axis.RUN)]
+    """Rows whose bits depend on the batch or the run: of what the answer is about, else of any implementation."""
+    every = [row for r in report.runs for p in r.probes if not p.demonstration for c in p.cases for row in c.measured]
+    of = [
+        [row for row in rows if (row.parted or row.replays_parted) and axis_of(row) in (Axis.BATCH, Axis.RUN)]
+        for rows in (asked_rows(report), every)
+    ]
+    return of[0] or of[1]
 
 
 def asked_rows(report: Report) -> list[Row]:
@@ -390,9 +418,16 @@ def clearest(rows: Sequence[Row]) -> Row:
         rows,
         key=lambda r: (
             axis_of(r) != Axis.BATCH, "by meaning" in r.reason, not r.labels, r.varied != "batch_size",
-            not r.kernel_sets, role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, -r.distinct,
+            not r.kernel_sets, role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, _coarse(r),
+            -r.distinct,
         ),
     )  # fmt: skip
+
+
+def _coarse(row: Row) -> int:
+    """The largest step between two values of different bits: where a border is not known to one."""
+    pairs = zip(row.values, row.values[1:], row.labels, row.labels[1:], strict=False)
+    return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
 
 
 def _cure(report: Report) -> Step:
@@ -489,7 +524,7 @@ class FirstScreen:
             Items([Bit(line) for line in self.machines], only=MARKDOWN),
             *([table] if self.steps else []),
             *([self.table] if self.table else []),
-            Paragraph(("Next: ", command, ": ", why), only=MARKDOWN),
+            *([Paragraph(("Next: ", command, ": ", why), only=MARKDOWN)] if self.command else []),
         ]
 
 
@@ -512,11 +547,20 @@ def first_screen(report: Report) -> FirstScreen | None:
     if pill is Pill.SPEED:
         table = speed_table([section for r in report.runs if r.bench for section in r.bench.sections])
         return FirstScreen(affected, pill, answer, machines, (), command, why, None, table)
-    return FirstScreen(affected, pill, answer, machines, steps, command, why, _picture(report))
+    own = [(Report((r,)), *_affected(Report((r,)))[1:]) for r in report.runs if len(report.runs) > 1]
+    alike = [(one, said) for one, of, said in own if of is pill]  # a headline of one run over that run's picture
+    said_by = next((one for one, said in alike if answer.startswith(said)), alike[0][0] if alike else report)
+    return FirstScreen(affected, pill, answer, machines, steps, command, why, _picture(said_by))
 
 
 def _machines(report: Report) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(machine_line(r.run, commit=False) for r in report.runs))
+    lines = []
+    for r in report.runs:
+        here = figures.environment_line({k: v for k, v in r.run.header.environment.items() if k != "commit"})
+        for s in r.run.servers:
+            lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
+        lines.append(f"asked from: {here}" if r.run.servers else here)
+    return tuple(dict.fromkeys(lines))
 
 
 def _of_mismatch(report: Report, data: dict[str, Any] | None) -> FirstScreen:
@@ -524,13 +568,25 @@ def _of_mismatch(report: Report, data: dict[str, Any] | None) -> FirstScreen:
     section = report.runs[0]
     faults = [v for r in report.runs for v in r.verdicts if v.is_fault]
     pill = Pill.SIDES if faults else Pill.NONE if all(r.run.complete for r in report.runs) else Pill.SO_FAR
-    typed = figures.own_options(section.run.header, ("--model", "--dtype", *_MACHINE))
-    command = shlex.join(["nondet", "rl", *typed, "--steps", "20"])
-    why = "shows what becomes of it over steps of reinforcement learning"
+    command, why = _after_mismatch(section.run)
     picture = Figure("mismatch", data, "fig-answer", "Where sampler and trainer differ") if data else None
     machines = dict.fromkeys(figures.environment_line(r.run.header.environment) for r in report.runs)
     answer, affected = one_line(section.headline, 900), "yes" if faults else "none observed"
     return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, picture)
+
+
+def _after_mismatch(run: Run) -> tuple[str, str]:
+    """Of rollouts from a file the same with what computes hypotheses; else steps of reinforcement learning."""
+    typed = figures.own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *_MACHINE))
+    flags = {word.partition("=")[0] for word in typed}
+    if "--rollouts" in flags and "--model" not in flags:
+        return shlex.join(["nondet", "mismatch", *typed, "--model", "FOLDER"]), "tests what kind of mismatch it is"
+    if "--rollouts" in flags and "--older" not in flags:
+        again = shlex.join(["nondet", "mismatch", *typed, "--older", "CHECKPOINT"])
+        return again, "tests whether a side has weights of before"
+    kept = figures.own_options(run.header, ("--model", "--dtype", *_MACHINE))
+    why = "shows what becomes of it over steps of reinforcement learning"
+    return shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why
 
 
 def _of_training(report: Report, told: Training) -> FirstScreen:
@@ -538,7 +594,7 @@ def _of_training(report: Report, told: Training) -> FirstScreen:
     section = report.runs[0]
     faults = [v for r in report.runs for v in r.verdicts if v.is_fault]
     pill = Pill.SIDES if faults else Pill.NONE if all(r.run.complete for r in report.runs) else Pill.SO_FAR
-    typed = figures.own_options(section.run.header, ("--model", "--task", "--dtype", *_MACHINE))
+    typed = figures.typed_words(section.run.header)[1:] if figures.typed_words(section.run.header)[:1] == ["rl"] else []
     seeds = {c.seed for c in told.courses}
     if not {"stock", "invariant"} <= {c.impl for c in told.courses}:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
@@ -548,9 +604,20 @@ def _of_training(report: Report, told: Training) -> FirstScreen:
         more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
     picture = Figure("training", told.figure, "fig-answer", PLOTS) if told.figure else None
     machines = _machines(report)
-    command = shlex.join(["nondet", "rl", *typed, *more])
+    command = shlex.join(["nondet", "rl", *_without(typed, more[0], "--out", "-o", "--report", "--force"), *more])
     answer, affected = one_line(section.headline, 900), "yes" if faults else "none observed"
     return FirstScreen(affected, pill, answer, machines, (), command, why, picture)
+
+
+def _without(typed: Sequence[str], *names: str) -> list[str]:
+    """A command's words without these options and their values."""
+    kept, words = [], iter(typed)
+    for word in words:
+        if word.partition("=")[0] not in names:
+            kept.append(word)
+        elif "=" not in word and word != "--force":
+            next(words, "")
+    return kept
 
 
 def _affected(report: Report) -> tuple[str, Pill, str]:
@@ -564,12 +631,7 @@ def _affected(report: Report) -> tuple[str, Pill, str]:
         affected = "none observed" if told.finding == Finding.CLEAN else "yes"
         if told.finding in (UNKNOWN, NOT_GREEDY, Finding.WRONG):
             affected = "not known"
-        text = told.answers.get("Whether", told.finding)
-        batch = next((s.figures for s in told.steps if s.name == "batch" and s.outcome == "yes"), {})
-        if told.finding == Finding.BATCH and {"n", "tokens", "traces"} <= batch.keys():  # the intervals are in its step
-            n, tokens, traces = (f"{batch[key]:,.0f}" for key in ("n", "tokens", "traces"))
-            text = f"{told.finding}: of {n} completions {tokens} have other tokens than the same prompt solo, {traces} "
-            text += "other logprobs"
+        text = batch_brief(told) or told.answers.get("Whether", told.finding)
         return affected, _diagnosed(told), one_line(text, 400)
     traced = [v for r in report.runs for v in r.run.trace_verdicts]
     largest_first = sorted(report.runs, key=lambda r: -len(r.run.completions))
@@ -711,8 +773,7 @@ class _Ended:
     @cached_property
     def own(self) -> list[Row]:
         """Rows of a user's function."""
-        rows = asked_rows(self.report) if self.command in ("probe", "check") else []
-        return [row for row in rows if role_of(row.impl) == Role.OTHER]
+        return own_rows(self.report)
 
     @cached_property
     def asked(self) -> list[Row]:
@@ -727,6 +788,12 @@ class _Ended:
         asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure")]
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
         return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
+
+    @property
+    def gated(self) -> list[str]:
+        """The implementation that a gate of this run is of, where it holds several."""
+        impls = {c.impl for c in self.run.run.completions}
+        return ["--impl", "stock"] if len(impls) > 1 and "stock" in impls else []
 
     def typed(self, names: Collection[str]) -> list[str]:
         """Of these options those of the first run."""
@@ -802,10 +869,8 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
     ),
     (lambda e: e.command == "trace", _after_trace),
     (lambda e: e.own, _of_own),
-    (
-        lambda e: e.command == "certify",
-        lambda e: (e.page, "shows at which sizes each kernel has the bits of its class"),
-    ),
+    # a certificate and an engine's times are answers: nothing follows from them
+    (lambda e: e.command == "certify" or any(c.tokens for c in e.run.run.cells), lambda e: ("", "")),
     (lambda e: e.command == "bench", _of_bench),
     (
         lambda e: e.command == "probe" and not e.asked,
@@ -835,7 +900,18 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
         lambda e: e.diverged and cure_refuted(e.report),
         lambda e: (_again(e.report, "trace", "--impl", "invariant"), "names the operator that diverges under it, too"),
     ),
+    (
+        lambda e: e.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in e.run.run.steps),
+        lambda e: ("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within"),
+    ),
     (lambda e: e.diverged, _cured),
+    (
+        lambda e: stock_summaries(e.report) and e.command == "sample",
+        lambda e: (
+            shlex.join(["nondet", "gate", one_line(e.run.run.source, 200), *e.gated]),
+            "passes or fails this run in CI, and says how rare a divergence it would have shown",
+        ),
+    ),
     (
         lambda e: stock_summaries(e.report),
         lambda e: (

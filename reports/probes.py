@@ -218,15 +218,35 @@ def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> l
             made.append(Heading("Demonstrations"))
             made.append(Paragraph("Built to show a cause; no finding about a library.", "soft"))
         if probe.demonstration and probe.parted:
-            made.append(Paragraph(f"{probe.name} (a demonstration, counted apart): {probe.summary}", only=BRIEF))
+            made.append(Paragraph(f"{probe.name} (a demonstration, counted apart): {_shown_by(probe)}", only=BRIEF))
         place, mark = f"probe-{number}-{i}", ", differs" if probe.parted and not probe.demonstration else ""
         parts, said = _probe(probe, place, opened), sentence(probe.summary)
+        made += _first_tree(probe)
         unfolded = opened and not probe.demonstration
         made.append(Details(probe.name, parts, place, said, probe.name + mark, opened=unfolded))
     clean = [probe.name for probe in probes if probe.clean and not probe.parted]
     if clean:
         made.append(Paragraph(f"no difference in any case of {', '.join(clean)}", only=BRIEF))
     return made
+
+
+def _shown_by(probe: ProbeSection) -> str:
+    """What a demonstration counted, where it drew orders; else as its summary."""
+    drawn = [row for case in probe.parted for row in case.measured if row.distinct > 1 and not row.labels]
+    said = [f"{row.case}: {counted(row.distinct)} distinct results" for row in drawn]
+    return "; ".join(said) or probe.summary
+
+
+def _first_tree(probe: ProbeSection) -> list[Block]:
+    """On a terminal one tree: a proven one, of several classes of bits before one of a single."""
+    found = [(case, tree) for case in probe.cases for tree in orders(case)]
+    if not found:
+        return []
+    case, tree = min(found, key=lambda one: (not one[1].proven, -one[0].measured[0].distinct, len(one[1].lines)))
+    lines = ["· " * depth + text for depth, _, text in tree.lines[:_TREE_LINES]]
+    lines += [f"… and {plural(len(tree.lines) - _TREE_LINES, 'more line')}"] if len(tree.lines) > _TREE_LINES else []
+    head = (Bit(tree.impl, "code"), f", {_named(case)}, M = {tree.m}, {'proven' if tree.proven else tree.said}")
+    return [Paragraph(head, only=BRIEF), Items(lines, only=BRIEF)]
 
 
 def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
@@ -304,6 +324,7 @@ class OrderDrawn:
 # What a line of a folded tree begins with or holds -> the glyph that a page draws.
 _GLYPHS = (("binary tree", "tree"), ("lanes", "lanes"), ("splits", "lanes"), ("parts", "lanes"), ("step", "step"))
 _DRAWN_DEEP = 8
+_TREE_LINES = 6  # of a tree on a terminal
 
 
 def orders(case: CaseGroup) -> list[OrderDrawn]:

@@ -185,7 +185,7 @@ def _line(text: str, style: str = "", limit: int = 240) -> Text:
 def _last_words(report: Report, screen: FirstScreen | None, console: Console, *, next_too: bool) -> list[Text]:
     """What to run next, then the verdict."""
     words = []
-    if next_too and screen is not None:
+    if next_too and screen is not None and screen.command:
         words.append(Text.assemble(("next: ", "dim"), one_line(screen.command, 200), (f"  {screen.why}", "dim")))
     if any(not section.run.complete for section in report.runs):
         words.append(_line(INCOMPLETE, "bold yellow"))

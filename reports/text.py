@@ -9,6 +9,7 @@ from typing import Any
 from nondet.core.records import Axis, Difference, ErrorFigures, Header, Row
 from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.errors import one_line, printable
+from nondet.verdict.findings import plural
 from nondet.verdict.rows import axis_of
 
 _LABELS = {
@@ -64,9 +65,9 @@ def share_text(d: Difference) -> str:
         return "no elements"
     share = d.mismatched / d.compared
     if d.mismatched == d.compared:
-        return f"all {counted(d.compared)} elements"
+        return f"all {counted(d.compared)} elements" if d.compared > 1 else "its one element"
     shown = f"{share:.1%}" if share >= 0.001 else counted(d.mismatched)
-    return f"{shown} of {counted(d.compared)} elements"
+    return f"{shown} of {plural(d.compared, 'element')}"
 
 
 def apart_text(d: Difference) -> str:
@@ -113,7 +114,8 @@ def environment_line(environment: dict[str, Any]) -> str:
     device = environment.get("gpu") or environment.get("cpu")
     parts = [str(device)] if device else []
     if environment.get("gpu") is None and environment.get("num_threads"):
-        parts.append(f"{environment['num_threads']} threads")
+        threads = environment["num_threads"]
+        parts.append(f"{threads} thread{'' if threads == 1 else 's'}")
     for key, name in {"torch": "torch", "triton": "Triton", "transformers": "transformers", "driver": "driver"}.items():
         if environment.get(key):
             parts.append(f"{name} {environment[key]}")

@@ -191,6 +191,16 @@ def story_headline(told: Story) -> str:
     return text + ("; batch_invariant() left no divergence" if cured else "")
 
 
+def batch_brief(told: Story) -> str:
+    """How many completions the batch changes, without its step's intervals; "" where it is not known."""
+    batch = next((s.figures for s in told.steps if s.name == "batch" and s.outcome == "yes"), {})
+    if told.finding != Finding.BATCH or not {"n", "tokens", "traces"} <= batch.keys():
+        return ""
+    n, tokens, traces = (f"{batch[key]:,.0f}" for key in ("n", "tokens", "traces"))
+    text = f"{told.finding}: of {n} completions {tokens} have other tokens than the same prompt solo, {traces} other"
+    return f"{text} logprobs"
+
+
 def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     """The answers, the steps, what was varied, what was not asked."""
     numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
@@ -214,8 +224,10 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
         },
     )
     answers = [((Bit(f"{label}. ", "strong"), text), 2 + 2 * (label == "Why")) for label, text in told.answers.items()]
+    short = batch_brief(told)
+    first = [((Bit("Whether. ", "strong"), f"{short[:1].upper()}{short[1:]}."), 2)] if short else answers[:1]
     made: list[Block] = [
-        *(Paragraph(answer, only=BRIEF, room=room) for answer, room in answers),
+        *(Paragraph(answer, only=BRIEF, room=room) for answer, room in [*first, *answers[1:]]),
         Heading("Answers", only="vm"),
         Items([answer for answer, _ in answers], only="vm"),  # a page has them in its steps
     ]

@@ -49,14 +49,13 @@ def report(
     check_outputs({"out": out, "runs": files})
     check_shown(out or [], force=force, verbose=verbose, quiet=quiet)
     read = [read_run(path, allow_truncated=allow_truncated) for path in files]
-    if not out:
+    for path in write_reports(out or [], read, full=full):
+        if not quiet:
+            say(f"report: {path}")
+    if quiet or not out:
         from nondet.reports.terminal import render
 
         render(read, PipedConsole(), verbose=verbose, quiet=quiet)
-        return
-    for path in write_reports(out, read, full=full):
-        if not quiet:
-            say(f"report: {path}")
 
 
 def run_files(paths: list[Path]) -> list[Path]:

@@ -162,6 +162,8 @@ def percent(share: float, rounding: str = "near") -> str:
     if value <= 0.0 or value >= 100.0:
         return "0%" if value <= 0.0 else "100%"
     digits = 1 if value >= 10.0 else max(2, 1 - math.floor(math.log10(value)))
+    if digits > 12:  # not a line of zeros; half a unit of its last digit keeps a bound one
+        return f"{value * {'near': 1.0, 'up': 1.005, 'down': 0.995}[rounding]:.2e}%"
     scale = 10.0**digits
     # 1e-9 keeps figures that are round already from being moved by their own binary representation
     scaled = {

@@ -1,0 +1,194 @@
+"""What somebody meets who reads a report for the first time: its main number, the next step, whose figure is whose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nondet.core.records import Difference, Run
+from nondet.core.runfile import read_run
+from nondet.core.statistics import percent
+from nondet.diff import diff_runs
+from nondet.reports import diff, html, markdown
+from nondet.reports.content import build
+from nondet.reports.first_screen import clearest, first_screen
+from nondet.reports.text import environment_line, share_text
+from tests.build import ENVIRONMENT, Command, header, line, row, run_of, sampled, six_rounds
+from tests.reports.golden import nondet
+
+KEPT = Path(__file__).resolve().parents[2] / "docs" / "evidence"
+
+
+def screen_of(*runs: Run) -> Any:
+    screen = first_screen(build(list(runs)))
+    assert screen is not None
+    return screen
+
+
+def kept(name: str, *typed: str) -> Run:
+    run = read_run(KEPT / name)
+    run.header.environment["argv"] = ["nondet", run.header.command, *typed]
+    return run
+
+
+def test_a_certificate_says_who_left_its_class() -> None:
+    """Not that nothing depends on the batch, which it did not ask; nor that there are no completions."""
+    screen = screen_of(kept("h200/certify.jsonl.gz"))
+    assert [(s.label, s.text) for s in screen.steps] == [
+        ("operator", "not in the class everywhere: cublaslt (linear, matmul)")
+    ]
+    assert "Next:" not in html.render([kept("h200/certify.jsonl.gz")])
+    (clean,) = screen_of(kept("cpu/certify-gradients.jsonl.gz")).steps
+    assert clean.text == "1 member tested, each in its class at every shape tested"
+
+
+def test_none_depends_on_the_batch_is_said_of_all_that_was_tested() -> None:
+    """Stock agrees, and another implementation differs over the batch, or from run to run."""
+    for bad in (row([0, 1], impl="invariant"), row([0, 0], impl="invariant", replays_parted=1, status="divergent")):
+        steps = {s.label: s.text for s in screen_of(run_of(row([0, 0]), bad)).steps}
+        assert steps["operator"] == "tested in isolation, invariant diverges in linear"
+        assert "none to name" not in steps["kernel"]
+    steps = {s.label: s.text for s in screen_of(run_of(row([0, 0]), row([0, 0], impl="invariant"))).steps}
+    assert steps["operator"] == "none of those tested depends on the batch or the run"
+
+
+def test_a_curve_s_band_has_its_own_name() -> None:
+    """The band is an interval of rounds that holds whenever one looks; Wilson's is of repeated calls alone."""
+    page = (KEPT / "cpu-xeon" / "report.html").read_text(encoding="utf-8")  # as it is rendered: see test_golden.py
+    assert "Shaded: the pointwise 95% interval of rounds, which holds whenever one looks (anytime-valid)." in page
+    assert "those of repeated calls are Wilson’s" in page
+    assert page.count("Wilson") == 1
+
+
+@pytest.mark.parametrize("cured", [True, False])
+def test_a_comparison_says_that_the_divergence_went(tmp_path: Path, cured: bool) -> None:
+    """First of all, and only where one of the two runs has it."""
+    before = six_rounds(sampled(tmp_path, impls=("stock",)))
+    quiet = six_rounds(sampled(tmp_path, impls=("stock",), variants=lambda *_: ((), 0), name="after.jsonl"))
+    found = diff_runs(before, quiet if cured else before)
+    assert diff.headline(found).startswith("stock: batch-dependent in A, no divergence observed in B; ") == cured
+    assert ("in A, " in diff.headline(found)) == cured
+    assert bool(found.verdicts) == cured
+    back = diff.headline(diff_runs(quiet, before))
+    assert back.startswith("stock: no divergence observed in A, batch-dependent in B; ")
+
+
+def test_the_page_of_a_comparison_is_as_wide_as_a_page_and_names_both() -> None:
+    """It has no contents, whose column it was squeezed into; its second name was hidden behind a macro's."""
+    run = run_of(row())
+    page = diff.render(diff_runs(run, run), ("first.jsonl", "second.jsonl"), {})
+    assert ">A: first.jsonl<" in page
+    assert ">B: second.jsonl<" in page
+    assert '<div class="layout plain">' in page
+    assert ".layout:not(.plain) { display: grid" in page
+
+
+def test_eighty_columns_have_the_numbers_that_matter() -> None:
+    """How many completions a batch changes; how many sums an order makes; the tree that was proven."""
+    said = nondet("report", str(KEPT / "cpu/diagnose-fp8.jsonl.xz"))[1]
+    assert "of 20 completions 19 have other tokens than the same" in said
+    tree = nondet("report", str(KEPT / "h200-order/order-stock-bfloat16.jsonl.xz"))[1]
+    assert "3 splits of 4,096, added in order" in tree
+    assert "one chain of 256 groups of 16" in tree
+
+
+def test_a_demonstration_says_how_many_results_it_drew() -> None:
+    """102, the number that float-sum is there for."""
+    counts: dict[str, Any] = {"values": [], "trials": 10_000, "distinct": 102, "class_sizes": [9_899, *[1] * 101]}
+    named = {"probe": "float-sum", "operator": "float_sum", "case": "10,000 shuffles", "impl": "python"}
+    drawn = row([], varied="order", status="divergent", replays=0, **named, **counts)
+    console = nondet_lines(run_of(drawn))
+    assert "10,000 shuffles: 102 distinct results" in console
+
+
+def nondet_lines(run: Run) -> str:
+    from tests.hostile.test_mutations import on_terminal
+
+    return " ".join(on_terminal([run]).split())
+
+
+def test_what_follows_an_answer_is_no_more_questions(tmp_path: Path) -> None:
+    """Nothing after a certificate and an engine's times; a gate after a clean sample; a cured diagnosis' block."""
+    assert screen_of(kept("h200/certify.jsonl.gz")).command == ""
+    assert screen_of(kept("h200-x2/engine-2-ranks.jsonl")).command == ""
+    clean = six_rounds(sampled(tmp_path, variants=lambda *_: ((), 0)))
+    assert screen_of(clean).command == f"nondet gate {clean.source} --impl stock"
+    assert screen_of(kept("cpu/diagnose-fp8.jsonl.xz")).command == "with nondet.batch_invariant(): ..."
+    assert "\nNext:" not in markdown.render([kept("h200-x2/engine-2-ranks.jsonl")])
+
+
+def test_rollouts_of_a_file_are_asked_about_again_with_a_model() -> None:
+    """Then with older weights, then in training; of sampled ones at once."""
+    name = "h200/mismatch.jsonl.gz"
+    assert screen_of(kept(name, "--rollouts", "r.jsonl")).command == (
+        "nondet mismatch --rollouts r.jsonl --model FOLDER"
+    )
+    assert screen_of(kept(name, "--rollouts", "r.jsonl", "--model", "m")).command == (
+        "nondet mismatch --rollouts r.jsonl --model m --older CHECKPOINT"
+    )
+    assert screen_of(kept(name, "--model", "m")).command == "nondet rl --model m --steps 20"
+
+
+def test_the_next_run_of_rl_keeps_what_was_typed() -> None:
+    """All of it but what is asked anew, and where the last one was written."""
+    typed = ("--arms", "stock", "--steps", "40", "--out", "a.jsonl", "--lr=1e-3", "--force", "--group", "8")
+    command = screen_of(kept("cpu/trl-invariant.jsonl.gz", *typed)).command
+    assert command == "nondet rl --steps 40 --lr=1e-3 --group 8 --arms stock,invariant"
+
+
+def test_a_function_of_ones_own_is_told_nothing_of_completions() -> None:
+    """It has none, and no invariant implementation beside it."""
+    run = run_of(row([0, 1], impl="linear=mine:f"))
+    assert [s.label for s in screen_of(run).steps] == ["operator", "kernel"]
+
+
+def test_a_headline_stands_over_its_own_run_s_picture(tmp_path: Path) -> None:
+    """Of two runs the one whose verdict it is, whichever is named first."""
+    batch = run_of(row([0, 1], case="a case of its own"))
+    tokens = sampled(tmp_path)
+    for runs in ((batch, tokens), (tokens, batch)):
+        screen = screen_of(*runs)
+        assert "completions" in screen.answer
+        assert screen.picture.name == "tree"
+    screen = screen_of(kept("cpu-xeon/trace.jsonl"), batch)
+    assert screen.answer.startswith("stock: batch-dependent in 1 of 1 case")
+    assert screen.picture.name == "family"
+
+
+def test_the_border_that_is_known_to_one_is_shown() -> None:
+    """23|24 beside 17 to 33."""
+    coarse = row([0, 0, 1, 1], values=[1, 17, 33, 64])
+    fine = row([0, 0, 1, 1], values=[1, 23, 24, 64], case="finer")
+    assert clearest([coarse, fine]) is fine
+
+
+def test_a_server_is_no_machine_of_the_client() -> None:
+    """Its address, software and model first, then where it was asked from; and why it is divergent."""
+    run = read_run(KEPT / "servers/transformers-serve/gate.jsonl")
+    screen = screen_of(run)
+    assert screen.machines[0].startswith("http://127.0.0.1:55001: transformers, model ")
+    assert screen.machines[1].startswith("asked from: Intel(R)")
+    assert "loaded compared with solo: 1 of 1 differ" in screen.answer
+    assert "Intel" not in build([run]).title
+
+
+def test_numbers_are_written_as_numbers() -> None:
+    """No percentage of a hundred zeros, and one of a thing is one."""
+    assert (percent(3e-150, "down"), percent(3e-150, "up")) == ("2.99e-148%", "3.02e-148%")
+    assert percent(3e-7) == "0.000030%"
+    assert "1 thread ·" in environment_line(ENVIRONMENT | {"gpu": None, "num_threads": 1})
+    assert "2 threads ·" in environment_line(ENVIRONMENT | {"gpu": None, "num_threads": 2})
+    one = Difference(mismatched=1, compared=1, max_abs=1.0, max_ulp=1)
+    assert share_text(one) == "its one element"
+    assert share_text(msgspec.structs.replace(one, compared=4096)) == "1 of 4,096 elements"
+
+
+def test_a_quiet_report_prints_its_verdict(run: Command, tmp_path: Path) -> None:
+    """-q: only the verdict, with --out as without."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(line(header()) + line(row([0, 1])) + b'{"type":"end","records":1,"seconds":1.0}\n')
+    assert run("report", path, "-q", "--out", "r.html") == run("report", path, "-q")
+    assert run("report", path, "-q")[1] == "stock: batch-dependent in 1 of 1 case (linear).\n"
