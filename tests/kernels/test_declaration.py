@@ -219,7 +219,7 @@ build(cuda_softmax_parts.turns_kernel,
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_compile_for_hopper(tmp_path):
     """Products, attention in one pass and split, its merge, and the softmax whose programs wait for each other."""
     pytest.importorskip("triton.backends.nvidia")

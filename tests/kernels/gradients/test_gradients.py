@@ -25,7 +25,7 @@ FORWARD: dict[str, Any] = {
     "rms_norm_gradient": lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
     "attention_gradient": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
 }
-SIZES = {"W": 300, "T": 70, "Hq": 4, "Hkv": 2, "D": 32}
+SIZES = {"W": 300, "T": 20, "Hq": 2, "Hkv": 1, "D": 16}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
