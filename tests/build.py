@@ -41,7 +41,8 @@ from nondet.sampling.analysis import SampleSummary
 def tiers(always: Iterable[Any], nightly: Iterable[Any]) -> list[Any]:
     """Parameters of every run, and those of nightly runs alone."""
     first = list(always)
-    return [*first, *(pytest.param(value, marks=pytest.mark.nightly) for value in nightly if value not in first)]
+    later = [value if isinstance(value, tuple) else (value,) for value in nightly if value not in first]
+    return [*first, *(pytest.param(*value, marks=pytest.mark.nightly) for value in later)]
 
 
 Command = Callable[..., tuple[int, str, str]]  # a command's arguments -> its exit code, stdout and stderr

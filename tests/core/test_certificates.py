@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import timeit
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from nondet.core import certificates as store
 from nondet.core import environment
-from nondet.core.certificates import Certificates, cache_folder, certificates, read_folder
+from nondet.core.certificates import Certificates, cache_folder, read_folder
 from nondet.core.registry import classes, declared
 
 HERE: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "sources": "aa"}
@@ -149,48 +148,6 @@ def test_a_writer_that_was_killed_costs_its_own_line_alone(tmp_path: Path) -> No
         again = Certificates(HERE, tmp_path)
     assert again.standing("a", KEY) is True
     assert again.standing("b", KEY) is True
-
-
-class Counting(dict[Any, Any]):
-    """A dict that counts what is asked of it."""
-
-    asked = 0
-
-    def get(self, *key: Any) -> Any:
-        """Counted."""
-        self.asked += 1
-        return super().get(*key)
-
-
-def test_looking_up_is_one_dict_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dispatchers ask before every launch: no file, no clock, no subprocess, two dicts; the time is a sanity check."""
-    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
-    instances, holds = Counting(), Counting()
-    monkeypatch.setattr(store, "_instances", instances)
-    kept = certificates("cpu")
-    kept.record("cublaslt", KEY, True, "equal")
-    monkeypatch.setattr(kept, "_holds", Counting(kept._holds))
-    for name in ("machine", "cache_folder", "_opened_at"):
-        monkeypatch.setattr(store, name, None)  # called, they would raise
-    instances.asked = 0
-    holds = kept._holds
-    assert isinstance(holds, Counting)
-    assert certificates("cpu").standing("cublaslt", KEY) is True
-    assert (instances.asked, holds.asked) == (1, 1)
-    once = min(timeit.repeat(lambda: certificates("cpu").standing("cublaslt", KEY), number=10_000, repeat=5)) / 10_000
-    assert once < 50e-6
-
-
-def test_no_process_is_started_to_know_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first proof of a process falls into a forward pass: git and nvidia-smi have no place there."""
-
-    def started(*command: Any, **_: Any) -> None:
-        raise AssertionError(f"started {command}")
-
-    monkeypatch.setattr(subprocess, "Popen", started)
-    monkeypatch.setattr(os, "posix_spawn", started)
-    for device in ("cpu", "cuda"):
-        assert store.machine(device)["torch"]
 
 
 def test_an_older_schema_is_one_clear_line(tmp_path: Path) -> None:
@@ -362,15 +319,6 @@ def test_the_digests_cover_every_kernel_and_the_prover(monkeypatch: pytest.Monke
     before = store.prover_digest.__wrapped__()
     monkeypatch.setattr(store, "_PROVER", [name for name in store._PROVER if name != "core/inputs.py"])
     assert store.prover_digest.__wrapped__() != before
-
-
-def test_one_object_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same object comes back within a process, and importing the module loads no torch."""
-    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
-    monkeypatch.setattr(store, "_instances", {})
-    assert certificates("cpu") is certificates("cpu")
-    code = "import sys, nondet.core.certificates; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def planted(tmp_path: Path) -> Path:

@@ -15,6 +15,7 @@ import pytest
 
 from nondet.cli import main
 from nondet.core.progress import EVERY_S, Lines, in_words
+from tests.build import tiers
 from tests.endpoint.honest import serving
 
 Step = Callable[[Lines], object]
@@ -140,15 +141,18 @@ STEPS = r"\d+ s so far"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "line"),
-    [
-        (("probe", "softmax", "--impl", "stock", *CPU, "--dtype", "float32"), rf"softmax \(stock\): {RAN}"),
-        (("sample", "--impl", "stock", "--n", "4", *SHORT), rf"stock, \d+ tokens: {RAN}"),
-        (("certify", "softmax", "--class", "cpu-rows", *CPU, "--k", "4096"), rf"cpu-rows .*: {RAN}"),
-        (("bench", "softmax", *CPU, "--m", "4", "--k", "64"), rf"bench: {RAN}"),
-        (("trace", *SHORT), rf".+: {STEPS}"),
-    ],
-    ids=lambda part: part[0] if isinstance(part, tuple) else "",
-)  # fmt: skip
+    tiers(
+        [
+            (("probe", "softmax", "--impl", "stock", *CPU, "--dtype", "float32"), rf"softmax \(stock\): {RAN}"),
+            (("sample", "--impl", "stock", "--n", "4", *SHORT), rf"stock, \d+ tokens: {RAN}"),
+            (("bench", "softmax", *CPU, "--m", "4", "--k", "64"), rf"bench: {RAN}"),
+        ],
+        [
+            (("certify", "softmax", "--class", "cpu-rows", *CPU, "--k", "4096"), rf"cpu-rows .*: {RAN}"),
+            (("trace", *SHORT), rf".+: {STEPS}"),
+        ],
+    ),
+)
 def test_every_command_says_how_far_it_is(
     argv: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

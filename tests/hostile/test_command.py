@@ -136,12 +136,6 @@ def test_bytes_in_variables_and_names_break_no_run(tmp_path: Path) -> None:
     assert (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_list_is_one_object_a_line(run: Command) -> None:
-    """--json is one JSON object a line, here as everywhere."""
-    _, out, _ = run("list", "--json")
-    assert [bool(json.loads(line)) for line in out.splitlines()] == [True]
-
-
 @pytest.mark.slow
 def test_nothing_of_ours_comes_from_the_current_folder(tmp_path: Path) -> None:
     """A json.py, torch.py or rich.py lying there is not executed; the user's own module is, asked for by name."""

@@ -156,10 +156,10 @@ def test_a_run_that_a_gate_would_not_open_on_fails() -> None:
 
 
 def test_an_engine_is_asked_in_process(tmp_path: Path) -> None:
-    """The embedded model; three loads of one see no tenth, so that the gate is never open, whatever they show."""
+    """The embedded model; three loads see no tenth, so that the gate is never open, whatever they show."""
     asked = {"n": 3, "load": "others=1,targets=1,prompt=4-8,tokens=4-8,spread=8", "max_tokens": 3, "impl": "stock"}
     with pytest.raises(AssertionError, match=r"^gate (shut|not enough was compared: stock: 2 loads)"):
-        Engine(tmp_path).assert_batch_invariant(**asked)
+        Engine(tmp_path).assert_batch_invariant(prompt="The following", **asked)
     assert len(read_run(tmp_path / "engine-0.jsonl").completions) == 3
 
 
