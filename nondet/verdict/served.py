@@ -466,11 +466,11 @@ def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
 
 def _opening(first: ArmEvidence, alone: Sequence[ArmEvidence], doubts: Sequence[Reason]) -> Comparison | None:
     """The very first answer, held against all others that came one at a time; None where there is no other."""
-    digest, *answer = first.opening
-    later = sum((arm.answers for arm in alone), first.answers - Counter([tuple(answer)]))
+    digest, trace, finish = first.opening
+    later = sum((arm.answers for arm in alone), first.answers - Counter([(trace, finish)]))
     if not later:
         return None
-    if tuple(answer) in later:
+    if (trace, finish) in later:
         return Comparison("first", "solo", 1, 0, 0, Finding.CLEAN)
     texts = sum((Counter(arm.completions) for arm in alone), Counter(first.completions) - Counter([digest]))
     why = reason("first-alone") if len(later) == 1 else reason("first-unsteady")
@@ -609,9 +609,9 @@ def _judge_bits(subject: Subject, clauses: list[Reason], verdict: Verdict) -> Ve
         finding = _undiverged(subject)
         clauses.append(reason("finding", findings=finding))
         keys = subject.server.keys
-        few = (reason("few-keys", n=keys),) if keys is not None and keys <= KEYS_LEAST and subject.server.loads else ()
-        reasons, bounds = (*few, *verdict.reasons), _bounds(subject.arms)
-        return replace(verdict, findings=(finding,), counts=tuple(clauses), reasons=reasons, bounds=bounds)
+        few = [reason("few-keys", n=keys)] if keys is not None and keys <= KEYS_LEAST and subject.server.loads else []
+        verdict = replace(verdict, reasons=(*few, *verdict.reasons))
+        return replace(verdict, findings=(finding,), counts=tuple(clauses), bounds=_bounds(subject.arms))
     reasons = [reason("doubt", arm=c.arm, base=c.base, why=why) for c in comparisons for why in c.reasons]
     findings = strongest_first(c.finding for c in comparisons if c.finding.is_divergence)
     if not findings:
