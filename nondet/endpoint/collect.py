@@ -262,8 +262,8 @@ class _Collector(RoundCollector):
             logprobs=checked.logprobs,
             software=one_line(getattr(client, "server", ""), 100),
         )
-        for first in servers[:1]:
-            check_same(first, seen)
+        for before in servers[:1]:
+            check_same(before, seen)
         self.tokens.known_by, self.tokens.with_logprobs = KnownBy(seen.known_by), seen.logprobs
         self.write(*checked.answers, seen)
         if first is None or opening is None:

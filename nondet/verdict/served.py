@@ -264,14 +264,14 @@ class Server:
 def server_of(run: Run, impl: str) -> Server:
     """The one of that name."""
     good = successful(c for c in run.completions if c.impl == impl)
-    counted = [(c, c.served.prompt_tokens) for c in good if c.served and c.served.prompt_tokens is not None]
+    told = [(c.served.prompt_tokens, c.served.completion_tokens) for c in good if c.served]
     return Server(
         impl=impl,
         contract={a.question: a for a in run.contract if a.impl == impl},
         seen=next((s for s in run.servers if s.impl == impl), None),
         drawn=bool(run.header.plan.get("temperature")),
         loads=tuple(name for name in LOADED if name in run.header.plan.get("arms", {})),
-        keys=max((c.n_tokens + prompt for c, prompt in counted), default=None) if counted else None,
+        keys=max((p + a for p, a in told if p is not None and a is not None), default=None),
     )
 
 
@@ -341,8 +341,6 @@ def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
     ]
     if server.answer("greedy") == "unknown" and not server.drawn:
         reasons.append(reason("greedy-unknown"))
-    if server.keys is not None and server.keys <= KEYS_LEAST and server.loads:
-        reasons.append(reason("few-keys", n=server.keys))
     for arm in arms.values():
         if arm.arm in (*LOADED, "cold", "warm") and not arm.proof:
             reasons.append(reason("arm-unproven", arm=arm.arm, proof=arm.shown))
@@ -468,11 +466,11 @@ def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
 
 def _opening(first: ArmEvidence, alone: Sequence[ArmEvidence], doubts: Sequence[Reason]) -> Comparison | None:
     """The very first answer, held against all others that came one at a time; None where there is no other."""
-    digest, *answer = first.opening
-    later = sum((arm.answers for arm in alone), first.answers - Counter([tuple(answer)]))
+    digest, trace, finish = first.opening
+    later = sum((arm.answers for arm in alone), first.answers - Counter([(trace, finish)]))
     if not later:
         return None
-    if tuple(answer) in later:
+    if (trace, finish) in later:
         return Comparison("first", "solo", 1, 0, 0, Finding.CLEAN)
     texts = sum((Counter(arm.completions) for arm in alone), Counter(first.completions) - Counter([digest]))
     why = reason("first-alone") if len(later) == 1 else reason("first-unsteady")
@@ -610,6 +608,9 @@ def _judge_bits(subject: Subject, clauses: list[Reason], verdict: Verdict) -> Ve
     if len(_all_answers(subject.arms)) == 1:
         finding = _undiverged(subject)
         clauses.append(reason("finding", findings=finding))
+        keys = subject.server.keys
+        few = [reason("few-keys", n=keys)] if keys is not None and keys <= KEYS_LEAST and subject.server.loads else []
+        verdict = replace(verdict, reasons=(*few, *verdict.reasons))
         return replace(verdict, findings=(finding,), counts=tuple(clauses), bounds=_bounds(subject.arms))
     reasons = [reason("doubt", arm=c.arm, base=c.base, why=why) for c in comparisons for why in c.reasons]
     findings = strongest_first(c.finding for c in comparisons if c.finding.is_divergence)

@@ -526,7 +526,7 @@ class Honest(Server):
             return response(200, _METRICS[self.dialect].format(self=self).encode(), "text/plain")
         if request.path == "/v1/models":
             owner = {"llama.cpp": "llamacpp", "openai": "hash"}.get(self.dialect, self.dialect)
-            listed = {"id": MODEL, "object": "model", "owned_by": owner}
+            listed: dict[str, Any] = {"id": MODEL, "object": "model", "owned_by": owner}
             listed |= {"max_model_len": self.cheats.context} if self.cheats.context else {}
             return json_response({"object": "list", "data": [listed]})
         if request.path == "/server_info" and self.dialect == "sglang":
