@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -210,8 +211,26 @@ def _run(argv: list[str]) -> int:
         if text.startswith("Missing argument"):
             wanted = [p.metavar for p in context.command.params if p.param_type_name == "argument"]
             text += f". Usage: {where} {' '.join(wanted)}"
-        return _fail(f"{text}. See `{where} --help`.")
+        elif context is not None:
+            text = _with_hint(text, context.command.params, where)
+        return _fail(f"{text}{'' if text.endswith('?') else '.'} See `{where} --help`.")
     return code if isinstance(code, int) else 0
+
+
+def _with_hint(text: str, params: list[Any], where: str) -> str:
+    """A usage error with what was meant: an argument that was given as an option, an option that was cut short or has
+    the name of another, a model that was given as an argument."""
+    options = [name for p in params for name in p.opts if name.startswith("--")]
+    arguments = {f"--{p.name}": p.metavar for p in params if p.param_type_name == "argument"}
+    if (unknown := re.match(r"No such option: (--[\w-]+)", text)) is not None:
+        word = unknown[1]
+        longer = [name for name in options if name.startswith(word)]
+        if word in arguments:
+            return f"{unknown[0]}. It is an argument here: {where} {arguments[word]}"
+        return f"{unknown[0]}. Did you mean {' or '.join(longer)}?" if longer else text
+    if (extra := re.match(r"Got unexpected extra arguments? ?(?:\(s\) )?\((\S+)", text)) and "--model" in options:
+        return f"{text}. A model is named by --model {extra[1].rstrip(')')}"
+    return text
 
 
 def _warn_of_namesake() -> None:

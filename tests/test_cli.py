@@ -210,7 +210,7 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
     """The smallest real probe: rows on disk, paths on stderr, a second run refused, a resumed one free."""
     code, out, err = run("probe", "float-sum", "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
-    assert "float-sum (a demonstration, counted apart): python: dependent on the order" in out
+    assert "102 distinct results" in " ".join(out.split())
     assert "run file: r.jsonl" in err
     assert Path("r.html").read_text().lower().startswith("<!doctype html>")
     assert Path("r.md").read_text()
@@ -543,3 +543,36 @@ def test_what_is_done_at_the_end() -> None:
     ]:
         done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
         assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (code, sorted(out.split()), "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["diagnose", "--model", "m"], "--model. It is an argument here: nondet diagnose [MODEL]. See"),
+        (["sample", "./m"], "A model is named by --model ./m. See"),
+        (["sample", "--temp", "0.5"], "No such option: --temp. Did you mean --temperature? See"),
+        (
+            ["mismatch", "given.jsonl"],
+            "given.jsonl is no run file. Rollouts of another trainer: --rollouts given.jsonl.",
+        ),
+        (["probe", "linear", "--impl", "./my/x.py:f"], "Write my.x:f, a module's name and no file's."),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
+)
+def test_a_slip_is_answered_with_what_was_meant(run: Command, typed: list[str], said: str) -> None:
+    """An argument given as an option, and the other way round; a word cut short; rollouts for a run; a file's name."""
+    Path("given.jsonl").write_text('{"prompt_ids": [1], "completion_ids": [2]}\n', encoding="utf-8")
+    code, out, err = run(*typed)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_help_in_python_says_what_a_block_does() -> None:
+    """`help(nondet.batch_invariant)`: what changes within, for what, and how to see what it did not cover."""
+    import nondet
+
+    said = " ".join((nondet.batch_invariant.__doc__ or "").split())
+    assert "no longer depend on the others in its batch" in said
+    assert "block.coverage()" in said
+    assert "families:" in said

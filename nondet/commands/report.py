@@ -12,9 +12,8 @@ from rich.table import Table
 
 from nondet.commands.output import PipedConsole, check_shown, drop_stdout, put, say, write_reports
 from nondet.core.operator import ANY, Family
-from nondet.core.records import FORMAT
 from nondet.core.registry import PROBES, REPORTERS, classes, declared, operators
-from nondet.core.runfile import check_free, check_outputs, lines_of, read_run, replace_text, replacing
+from nondet.core.runfile import check_free, check_outputs, is_run, read_run, replace_text, replacing
 from nondet.errors import UserError
 from nondet.probes.models import PRESETS
 from nondet.sampling.plan import PRESETS as LOADS
@@ -69,16 +68,11 @@ def run_files(paths: list[Path]) -> list[Path]:
     found = []
     for path in paths:
         inside = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
-        kept = [file for file in inside if file == path or _is_run(file)]
+        kept = [file for file in inside if file == path or is_run(file)]
         if not kept:
             raise UserError(f"no run file in the folder {path}", "Name a folder of run files (.jsonl), or the files.")
         found += kept
     return [path for path in found if ".traces.jsonl" not in path.name] or found
-
-
-def _is_run(path: Path) -> bool:
-    """Whether a file says that it is a run: others may lie beside it."""
-    return path.is_file() and FORMAT.encode() in next(lines_of(path), (0, b"", True))[1]
 
 
 TABLES = (".csv", ".parquet", ".json")

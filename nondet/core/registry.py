@@ -173,7 +173,9 @@ def _user_function(target: str) -> Callable[..., Any]:
     except Exception as error:
         raise UserError(
             f"--impl {target!r} can't be imported: {type(error).__name__}: {error}",
-            "Give package.module:function, importable from the current directory or the environment.",
+            f"Write {target.replace('.py:', ':').replace('/', '.').lstrip('.')}, a module's name and no file's."
+            if ".py:" in target
+            else "Give package.module:function, importable from the current directory or the environment.",
         ) from error
     if not callable(function):
         raise UserError(f"--impl {target!r} is a {type(function).__name__}, not a function", "Name a callable.")

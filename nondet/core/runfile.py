@@ -582,6 +582,11 @@ def open_run(
     return writer
 
 
+def is_run(path: Path) -> bool:
+    """Whether a file says that it is a run: others may lie beside it."""
+    return path.is_file() and FORMAT.encode() in next(lines_of(path), (0, b"", True))[1]
+
+
 def begun(path: Path) -> bool:
     """Whether there is a run file at `path` whose header is whole, so that resuming goes on with it."""
     try:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nondet.core.runfile import is_run
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UserError, each_once
 from nondet.services import options as o
@@ -64,6 +65,8 @@ class MismatchRequest(Request):
     def _check(self) -> None:
         if self.rollouts is not None and self.run is not None:
             raise UserError("--rollouts with a run file", "Give one of the two.")
+        if self.run is not None and self.run.is_file() and not is_run(self.run):
+            raise UserError(f"{self.run} is no run file", f"Rollouts of another trainer: --rollouts {self.run}.")
         if self.rollouts is not None or self.run is not None:
             self.refuse(_DRAWN, "{} where rollouts are read", "Nothing is sampled then.")
         each_once("--prompt", self.prompt or ())
