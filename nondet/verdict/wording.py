@@ -248,7 +248,7 @@ WORDS: dict[str, str] = {
     "mm-few": "Kind: not said of {n:#token}; any one value fits so few. It takes {least}.",
     "mm-rounded": "Kind: format. The {side}'s logprobs are all numbers of {name}, and the other side's are not: they "
     "were rounded.",
-    "mm-shifted": "Kind: semantic. The {side}'s logprobs stand one token early: moved by one, their middle |d| is "
+    "mm-shifted": "Kind: semantic. The {side}'s logprobs stand one token early: shifted by one, their middle |d| is "
     "{moved:.1e}, where it is {here:.1e}.",
     "mm-one-sided": "Kind: not rounding, which has no side: of the {n:,} tokens that differ most the {side} gives each "
     "the larger logprob, by {least:.1e} to {most:.1e}. Top-p or top-k on that side looks so; another temperature, "
