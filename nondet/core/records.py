@@ -713,7 +713,7 @@ class MismatchFloor(ImplementationRecord, frozen=True, tag="mismatch-floor", kw_
     sampler: Figure  # K3 of each side to the wider forward
     trainer: Figure
     own: Figure  # and of the model's own plain forward
-    wide: str  # its dtype
+    wide: str  # its dtype, and what both sides' logprobs are of: "float32 at temperature 0.7"
 
 
 class MismatchKind(ImplementationRecord, frozen=True, tag="mismatch-kind", kw_only=True):

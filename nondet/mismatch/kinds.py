@@ -1,47 +1,125 @@
 """What kind of mismatch it is: each hypothesis is computed by the model, fitted, and taken away from what was seen.
 
-With d the trainer's logprob less the sampler's and c what a hypothesis does to a logprob, computed by one side's own
-forward, d is c plus rounding where the trainer does so, and -c plus rounding where the sampler does. What K3 is left of
-d - c (or d + c) says how much of the mismatch the hypothesis is. Rounding is not a hypothesis but the floor: twice what
-the model's own forward is away from one in a wider format, one share for each side, or what the sampler is away from
-the plain forward where that is less.
+With d the trainer's logprob less the sampler's and c what a hypothesis does to a logprob, computed by a forward of its
+own, d is c plus rounding where the trainer does so, and -c plus rounding where the sampler does. What K3 is left of
+d - c (or d + c) says how much of the mismatch the hypothesis is. Rounding is not a hypothesis but the floor: what the
+model's own forward is away from one in a wider format, one share for each side. What weights, tokens and positions do
+is computed in the wider format, in which c has no rounding of its own; what a format does, in the model's.
+
+A temperature, top-k or top-p that both sides have is no mismatch: then all of this is of logprobs under it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from nondet.core.records import MismatchFloor, MismatchKind
-from nondet.mismatch.figures import Floats, Logprobs
+from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse
 from nondet.mismatch.rollouts import Rollout
-from nondet.mismatch.trainer import FORMULAS, Fault, Spec, rounded_to_fp8, score, weights_changed, widened, widths
+from nondet.mismatch.trainer import FORMULAS, Fault, Formula, Spec, rounded_to_fp8, score, widened, widths
 
 _TOKENS, _ROLLOUTS = 1024, 24  # that hypotheses are computed for, at least one rollout
 _LIKE = 1.5  # times their K3: what K3 of all rollouts may be for them to stand for all
 _LOGITS = 2**26  # numbers of logits that are kept for fits
+_CHUNK = 2**22  # of these at once
 _COLUMNS = 2048  # of the largest logits that top-k and top-p are fitted in
 _RANK, _LOW = 64, 0.7  # of a difference of weights: the share of its energy that so few directions hold
 CERTAIN = 0.9  # of the tokens whose very bits a hypothesis gives
+_PLAIN = Spec()
 _SIDES = {"trainer": 1.0, "sampler": -1.0}
+_HEATS = np.geomspace(0.25, 4.0, 11)
+_STEPS = {torch.float64: 32}  # of a golden section between the neighbours of the best of these, by the wider format
+_STEPS_LEAST = 14
+_SHARES = 64  # values of top-p that are tried at once, five times between ever closer ends
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a distribution is of: logits divided by `heat`, of them all, or of the top k or the top p."""
+
+    heat: float = 1.0
+    cut: str = ""  # "top-k" or "top-p"
+    value: float = 1.0
+
+    def __str__(self) -> str:
+        """As in "a forward in float32 at temperature 0.7, top-p 0.9"."""
+        said = [f"temperature {self.heat:.4g}"] * (self.heat != 1) + [f"{self.cut} {self.value:.4g}"] * bool(self.cut)
+        return f" at {', '.join(said)}" if said else ""
+
+    @property
+    def formula(self) -> Formula:
+        """From logits to logprobs."""
+        if self.cut:
+            return lambda x, ids: _Logits(x, ids).logprobs(self)
+        return lambda x, ids: FORMULAS["log_softmax"](x if self.heat == 1 else x / self.heat, ids)
+
+
+class _Logits:
+    """Rows of logits [k, V] in the format that they were computed in, and the tokens [k] that came after them."""
+
+    def __init__(self, logits: torch.Tensor, ids: torch.Tensor) -> None:
+        self.logits, self.ids = logits, ids[:, None]
+        self.top, places = logits.topk(min(_COLUMNS, logits.shape[-1]), -1)
+        self.most = places[:, :1]
+
+    def total(self, heat: float) -> torch.Tensor:
+        """ln of the sum of exponentials at a temperature, [k] float64."""
+        sums, size = [], max(1, _CHUNK // self.logits.shape[-1])
+        for part, most in zip(self.logits.split(size), self.most.split(size), strict=True):
+            x = part / heat  # the sum in float32 is relative to its largest term, and several times as fast
+            sums.append(x.gather(-1, most).double() - x.float().log_softmax(-1).gather(-1, most).double())
+        return torch.cat(sums).squeeze(-1)
+
+    def plain(self, heat: float, total: torch.Tensor) -> torch.Tensor:
+        """Logprobs at a temperature, [k] float64, with what `total` gives."""
+        return (self.logits.gather(-1, self.ids) / heat).double().squeeze(-1) - total
+
+    def shares(self, heat: float, total: torch.Tensor) -> torch.Tensor:
+        """[k, C] float64: what the most likely token has, the two most likely together, and so on."""
+        return ((self.top / heat).double() - total[:, None]).exp().cumsum(-1).clamp(max=1.0)
+
+    def logprobs(self, setting: Setting) -> torch.Tensor:
+        """[k] float64; a token that is cut off is divided by the others' share, too."""
+        total = self.total(setting.heat)
+        values = self.plain(setting.heat, total)
+        if not setting.cut:
+            return values
+        kept = _kept(self.shares(setting.heat, total), setting.cut, torch.tensor([setting.value]))
+        return values - kept.squeeze(-1).log()
+
+
+def _kept(shares: torch.Tensor, cut: str, values: torch.Tensor) -> torch.Tensor:
+    """[k, n]: the share of what is kept at each of n values."""
+    wanted = values.to(shares)[None].expand(len(shares), -1).contiguous()
+    places = wanted.round().long() - 1 if cut == "top-k" else torch.searchsorted(shares, wanted)
+    return shares.gather(-1, places.clamp(0, shares.shape[-1] - 1))
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """A share of the rollouts with both sides' logprobs, and the model's own."""
+    """A share of the rollouts with both sides' logprobs, and the model's own, plain and in the wider format.
+
+    Attributes:
+        near, far: Logits of the rows `rows`, the model's own and the wider ones.
+        base: What both sides' logprobs are of.
+    """
 
     rollouts: Sequence[Rollout]
     padded: Sequence[int]
     sampler: Logprobs
     trainer: Logprobs
     own: Logprobs
-    logits: torch.Tensor  # [k, V] float32, of the rows `rows`
-    ids: torch.Tensor  # [k]
+    exact: Logprobs
+    near: _Logits
+    far: _Logits
     rows: np.ndarray
+    base: Setting = Setting()
 
     def given(self, side: str) -> Logprobs:
         return self.sampler if side == "sampler" else self.trainer
@@ -49,6 +127,10 @@ class _Seen:
     @property
     def distance(self) -> Floats:
         return self.trainer.astype(np.float64) - self.sampler.astype(np.float64)
+
+    def rounding(self, setting: Setting) -> float:
+        """K3 of the model's own forward to the wider one, under a setting."""
+        return _k3((self.near.logprobs(setting) - self.far.logprobs(setting)).cpu().numpy())
 
 
 def _k3(distance: Floats) -> float:
@@ -67,6 +149,9 @@ def share_of(rollouts: Sequence[Rollout]) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, len(rollouts) - 1, count).round()})
 
 
+_Found = Callable[..., MismatchKind]
+
+
 def fit(
     model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs, impl: str,
     older: Any = None,
@@ -79,83 +164,95 @@ def fit(
         sampler, trainer: [n] float32 of all rollouts.
         older: A model of the same form with other weights that a side may have had; None where none is suspected.
     """
-    seen = _seen(model, rollouts, spec, sampler, trainer)
+    wide, plain = widened(model), Spec(padding=spec.padding, micro=spec.micro)
+    seen = _seen(model, wide, plain, rollouts, sampler, trainer)
     before = _k3(seen.distance)
-    wide, plain = widened(model), _plain(spec)
-    exact = score(wide, seen.rollouts, plain, padded=seen.padded)
-    away = [_k3(x.astype(np.float64) - exact) for x in (seen.sampler, seen.trainer, seen.own)]
-    floor = min(2 * away[2], _k3(seen.own.astype(np.float64) - seen.sampler))
+    away = [_k3(x.astype(np.float64) - seen.exact) for x in (seen.sampler, seen.trainer, seen.own)]
+    floor = 2 * away[2]
+    format_ = str(next(wide.parameters()).dtype).removeprefix("torch.")
     yield MismatchFloor(
-        impl=impl, tokens=len(exact), rollouts=len(seen.rollouts), k3=before, floor=floor, sampler=away[0],
-        trainer=away[1], own=away[2], wide=str(next(wide.parameters()).dtype).removeprefix("torch."),
+        impl=impl, tokens=len(seen.exact), rollouts=len(seen.rollouts), k3=before, floor=floor, sampler=away[0],
+        trainer=away[1], own=away[2], wide=f"{format_}{seen.base}",
     )  # fmt: skip
 
-    def found(layer: str, cause: str, side: str, fitted: str, left: float, exactly: float, base: float) -> MismatchKind:
-        return MismatchKind(
-            impl=impl, layer=layer, cause=cause, side=side, fitted=fitted, k3=base, floor=floor, left=left,
-            exactly=max(0.0, exactly),
-        )  # fmt: skip
+    def found(layer: str, cause: str, side: str, fitted: str, left: float, **figures: float) -> MismatchKind:
+        given = {"k3": before, "floor": floor, "exactly": 0.0} | figures
+        return MismatchKind(impl=impl, layer=layer, cause=cause, side=side, fitted=fitted, left=left, **given)
 
-    yield from _grids(seen, found)
-    yield from _formulas(seen, found)
-    for cause, fitted, side, left, base in _logit_fits(seen):
-        yield found("semantic", cause, side, fitted, left, 0.0, base)
-    for layer, cause, fitted, compute in _forwards(model, wide, older, seen, plain):
-        other = compute()
+    by_logits = [_grids(seen, found), _formulas(seen, found), _fitted(seen, found, "temperature", "", None)]
+    by_logits += [_fitted(seen, found, cut, cut, seen.base.heat) for cut in ("top-k", "top-p")]
+    explained = before <= ABOVE * floor
+    for kind in chain(*by_logits, _by_forwards(model, wide, older, seen, plain, found)):
+        explained |= kind.exactly >= CERTAIN or kind.left <= ABOVE * kind.floor
+        yield kind
+    for cut in () if explained else ("top-k", "top-p"):  # two values are fitted where one explains nothing
+        yield from _fitted(seen, found, f"temperature and {cut}", cut, None)
+
+
+def _by_forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found: _Found) -> Iterator[MismatchKind]:
+    for layer, cause, fitted, other, base in _forwards(model, wide, older, seen, plain):
         known = np.isfinite(other)
         if known.mean() < 0.5:
             continue
-        change = (other.astype(np.float64) - seen.own)[known]
+        change = (other.astype(np.float64) - base)[known]
         for side, sign in _SIDES.items():
             given = seen.given(side)[known]
             gained = float((_same(given, other[known]) - _same(given, seen.own[known])).mean())
-            left, base = _k3(seen.distance[known] - sign * change), _k3(seen.distance[known])
-            yield found(layer, cause, side, fitted, left, gained, base)
+            left, k3 = _k3(seen.distance[known] - sign * change), _k3(seen.distance[known])
+            yield found(layer, cause, side, fitted, left, exactly=max(0.0, gained), k3=k3)
 
 
-def _plain(spec: Spec) -> Spec:
-    """The trainer's layout, and nothing else of it."""
-    return Spec(padding=spec.padding, micro=spec.micro)
-
-
-def _seen(model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs) -> _Seen:
+def _seen(
+    model: Any, wide: Any, plain: Spec, rollouts: Sequence[Rollout], sampler: Logprobs, trainer: Logprobs
+) -> _Seen:
     chosen = share_of(rollouts)
     whole = np.split(np.arange(len(sampler)), np.cumsum([len(r.drawn) for r in rollouts])[:-1])
     distance = trainer.astype(np.float64) - sampler
     if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):  # the one that adds most, too
         chosen = sorted({*chosen, int(np.argmax([_k3(distance[mine]) * len(mine) for mine in whole]))})
     places = np.concatenate([whole[i] for i in chosen])
-    lengths, part = widths(rollouts, spec.micro), [rollouts[i] for i in chosen]
+    lengths, part = widths(rollouts, plain.micro), [rollouts[i] for i in chosen]
     padded = [lengths[i] for i in chosen]
     stride = max(1, -(-len(places) * model.config.get_text_config().vocab_size // _LOGITS))
-    logits: list[torch.Tensor] = []
-    ids: list[torch.Tensor] = []
-    rows: list[int] = []
-    count = 0
 
-    def keep(values: torch.Tensor, chosen_ids: torch.Tensor) -> None:
-        nonlocal count
-        mine = [i for i in range(len(values)) if (count + i) % stride == 0]
-        logits.append(values[mine].float())
-        ids.append(chosen_ids[mine])
-        rows.extend(count + i for i in mine)
-        count += len(values)
+    def forward(of: Any, spec: Spec, padded: Sequence[int]) -> tuple[Logprobs, _Logits]:
+        logits, ids, count = list[torch.Tensor](), list[torch.Tensor](), 0
 
-    own = score(model, part, _plain(spec), padded=padded, keep=keep)
-    seen_sampler, seen_trainer = sampler[places], trainer[places]
-    return _Seen(part, padded, seen_sampler, seen_trainer, own, torch.cat(logits), torch.cat(ids), np.asarray(rows))
+        def keep(values: torch.Tensor, after: torch.Tensor) -> None:
+            nonlocal count
+            first = -count % stride
+            logits.append(values[first::stride].clone())
+            ids.append(after[first::stride])
+            count += len(values)
+
+        values = score(of, part, spec, padded=padded, keep=keep)
+        return values, _Logits(torch.cat(logits), torch.cat(ids))
+
+    own, near = forward(model, plain, padded)
+    exact, far = forward(wide, Spec(), ())
+    rows = np.arange(0, len(places), stride)
+    seen = _Seen(part, padded, sampler[places], trainer[places], own, exact, near, far, rows)
+    base = _common(seen)
+    if base == Setting():
+        return seen
+    own = score(model, part, plain, padded=padded, formula=base.formula)
+    return replace(seen, own=own, exact=score(wide, part, Spec(), formula=base.formula), base=base)
 
 
-_Found = Callable[[str, str, str, str, float, float, float], MismatchKind]
+def _common(seen: _Seen) -> Setting:
+    """What both sides' logprobs are of: the first, of more and more complex ones, that either side is not off from."""
 
+    def fitting(found: Callable[[torch.Tensor], Setting]) -> Iterator[Setting]:
+        for side in ("sampler", "trainer"):
+            given = torch.from_numpy(seen.given(side)[seen.rows]).to(seen.far.top.device).double()
+            setting = found(given)
+            if _k3((given - seen.far.logprobs(setting)).cpu().numpy()) <= ABOVE * seen.rounding(setting):
+                yield setting
 
-def coarse(values: Logprobs) -> str:
-    """The narrower format that all of these are numbers of; "" where there is none. By chance one in 2^16 is."""
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        tensor = torch.from_numpy(values)
-        if len(values) >= 8 and torch.equal(tensor.to(dtype).float(), tensor):
-            return name
-    return ""
+    forms: list[Callable[[torch.Tensor], Setting]] = [lambda _: Setting(), lambda x: _nearest(seen.far, x)]
+    for heat in (1.0, None):
+        forms += [lambda x, c=cut, h=heat: _nearest(seen.far, x, c, h) for cut in ("top-p", "top-k")]  # type: ignore[misc] # binds
+    return next((setting for form in forms for setting in fitting(form)), Setting())
 
 
 def _grids(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
@@ -166,108 +263,129 @@ def _grids(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
             dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
             rounded = torch.from_numpy(seen.given(other)).to(dtype).double().numpy()
             left = _k3(rounded - seen.given(side).astype(np.float64))
-            yield found("format", "rounded logprobs", side, name, left, 1.0, _k3(seen.distance))
+            yield found("format", "rounded logprobs", side, name, left, exactly=1.0)
 
 
 def _formulas(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
     """Both sides have the bits of the same logits, by two formulas."""
-    values = {name: f(seen.logits, seen.ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
+    logits, ids = seen.near.logits, seen.near.ids.squeeze(-1)
+    logits = logits if seen.base.heat == 1 else logits / seen.base.heat
+    values = {name: f(logits, ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
     by = {}
     for side in _SIDES:
         given = seen.given(side)[seen.rows]
         by[side] = max(((float(_same(given, v).mean()), name) for name, v in values.items()), key=lambda x: x[0])
     (one, sampler), (two, trainer) = by["sampler"], by["trainer"]
     if sampler != trainer and (seen.sampler.view(np.uint32) != seen.trainer.view(np.uint32)).any():
-        k3 = _k3(seen.distance)
         share = min(one, two) if _same(values[sampler], values[trainer]).mean() < 1.0 else 0.0
         if share >= CERTAIN:
-            yield found("formula", "another formula", "trainer", f"{trainer} for {sampler}", 0.0, share, k3)
+            yield found("formula", "another formula", "trainer", f"{trainer} for {sampler}", 0.0, exactly=share)
 
 
-def _logit_fits(seen: _Seen) -> Iterator[tuple[str, str, str, float, float]]:
-    """Temperature, top-k and top-p, each fitted to what it leaves: (cause, fitted, side, left, before)."""
-    logits, ids = seen.logits.double(), seen.ids[:, None]
-    distance, base = seen.distance[seen.rows], logits.log_softmax(-1).gather(-1, ids).squeeze(-1)
-    ranked = logits.topk(min(_COLUMNS, logits.shape[-1]), -1).values
-    sums = (ranked - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1).clamp(max=1.0)
-
-    def hot(value: float) -> Floats:
-        return ((logits / value).log_softmax(-1).gather(-1, ids).squeeze(-1) - base).cpu().numpy()
-
-    def kept_k(value: float) -> Floats:
-        return -sums[:, min(round(value), sums.shape[1]) - 1].log().cpu().numpy()
-
-    def kept_p(value: float) -> Floats:
-        size = (sums < value).sum(-1, keepdim=True).clamp(max=sums.shape[1] - 1)
-        return -sums.gather(-1, size).squeeze(-1).log().cpu().numpy()
-
-    k_most = min(sums.shape[1], logits.shape[-1] - 1)
-    grids: dict[str, tuple[Callable[[float], Floats], Floats]] = {
-        "temperature": (hot, np.geomspace(0.2, 5.0, 33)),
-        "top-k": (kept_k, np.unique(np.geomspace(1, k_most, 40).round())),
-        "top-p": (kept_p, np.concatenate([np.linspace(0.1, 0.9, 33), np.linspace(0.91, 0.999, 30)])),
-    }
-    for cause, (change, grid) in grids.items():
-        for side, sign in _SIDES.items():
-            value, left = _best(lambda v, c=change, s=sign: _k3(distance - s * c(v)), grid, whole=cause == "top-k")  # type: ignore[misc] # the defaults bind the loop's
-            yield cause, f"{value:.4g}", side, left, _k3(distance)
+def _fitted(seen: _Seen, found: _Found, cause: str, cut: str, heat: float | None) -> Iterator[MismatchKind]:
+    """What a setting leaves, which was fitted to one side as the other side's logprobs and d have it."""
+    distance, base = seen.distance[seen.rows], seen.far.logprobs(seen.base)
+    for side, sign in _SIDES.items():
+        setting = _nearest(seen.far, base + sign * torch.from_numpy(distance).to(base), cut, heat)
+        change = (seen.far.logprobs(setting) - base).cpu().numpy()
+        said = [f"{setting.heat:.4g}"] * (heat is None) + [f"{setting.value:.4g}"] * bool(cut)
+        rounding = seen.rounding(seen.base) + seen.rounding(setting)
+        left = _k3(distance - sign * change)
+        yield found("semantic", cause, side, ", ".join(said), left, k3=_k3(distance), floor=rounding)
 
 
-def _best(left: Callable[[float], float], grid: Floats, *, whole: bool) -> tuple[float, float]:
-    """The value that leaves least: of a grid, then between its neighbours, three times as finely."""
-    for _ in range(4):
-        costs = [left(float(v)) for v in grid]
-        at = int(np.argmin(costs))
-        low, high = grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)]
-        best = float(grid[at]), costs[at]
-        grid = np.unique(
-            np.append(np.linspace(low, high, 13), best[0]).round() if whole else np.linspace(low, high, 13)
-        )
-    return best
+def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | None = None) -> Setting:
+    """The temperature, unless it is given, and the top k or top p at it whose logprobs are nearest, by squares."""
+
+    def at(heat: float) -> tuple[float, Setting]:
+        total = of.total(heat)
+        above = wanted - of.plain(heat, total)
+        if not cut:
+            return float(above.square().mean()), Setting(heat)
+        shares = of.shares(heat, total)
+
+        def costs(values: torch.Tensor) -> torch.Tensor:
+            return (above[:, None] + _kept(shares, cut, values).log()).square().mean(0)
+
+        low, high = (0.02, 1.0) if cut == "top-p" else (1.0, float(min(shares.shape[-1], of.logits.shape[-1] - 1)))
+        for _ in range(5):
+            tried = torch.linspace(low, high, _SHARES, dtype=torch.float64)
+            cost = costs(tried)
+            best = (cost <= cost.min()).nonzero().squeeze(-1).cpu()  # alike over an interval, often
+            low, high = (float(tried[i.clamp(0, _SHARES - 1)]) for i in (best[0] - 1, best[-1] + 1))
+        value = float(tried[best[len(best) // 2]])
+        digits = (1, 2, 3) if cut == "top-p" else (-2, -1, 0)
+        value = _short(value, lambda v: float(costs(torch.tensor([v], dtype=torch.float64))), digits)
+        return float(cost.min()), Setting(heat, cut, value)
+
+    if heat is not None:
+        return at(heat)[1]
+    best = int(np.argmin([at(float(heat))[0] for heat in _HEATS]))
+    low, high = float(_HEATS[max(0, best - 1)]), float(_HEATS[min(len(_HEATS) - 1, best + 1)])
+    golden = (5**0.5 - 1) / 2
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    costs = [at(left)[0], at(right)[0]]
+    for _ in range(_STEPS.get(of.logits.dtype, _STEPS_LEAST)):
+        if costs[0] < costs[1]:
+            high, right, costs[1] = right, left, costs[0]
+            left = high - golden * (high - low)
+            costs[0] = at(left)[0]
+        else:
+            low, left, costs[0] = left, right, costs[1]
+            right = low + golden * (high - low)
+            costs[1] = at(right)[0]
+    return at(_short((low + high) / 2, lambda v: at(v)[0]))[1]
 
 
-_Forward = tuple[str, str, str, Callable[[], Logprobs]]
+def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] = (1, 2, 3)) -> float:
+    """The shortest number that is as good."""
+    most = 1.01 * cost(value)
+    return next((short for n in digits if cost(short := round(value, n)) <= most), value)
+
+
+_Forward = tuple[str, str, str, Logprobs, Logprobs]
 
 
 def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec) -> Iterator[_Forward]:
-    """(layer, cause, what of it, how to compute the logprobs under it)."""
+    """(layer, cause, what of it, the logprobs under it, and those without it)."""
 
-    def run(other: Any = model, spec: Spec = plain, fault: Fault | None = None) -> Logprobs:
-        return score(other, seen.rollouts, spec, fault, padded=seen.padded)
+    def exact(fault: Fault | None = None, spec: Spec = _PLAIN, padded: Sequence[int] = ()) -> Logprobs:
+        return score(wide, seen.rollouts, spec, fault, padded=padded, formula=seen.base.formula)
 
-    def faulty(**changes: Any) -> Callable[[], Logprobs]:
-        return lambda: run(fault=Fault(**changes))
+    def rounded(of: Any = model, spec: Spec = plain) -> Logprobs:
+        return score(of, seen.rollouts, spec, padded=seen.padded, formula=seen.base.formula)
 
     for name in ("gap", "restart", "double"):
-        yield "semantic", "positions", name, faulty(positions=name)
+        yield "semantic", "positions", name, exact(Fault(positions=name)), seen.exact
     if plain.padding != "packed":
-        unmasked, what = replace(plain, padding="left"), "padding on the left is attended to"
-        yield "semantic", "padding mask", what, lambda: run(model, unmasked, Fault(mask=False))
-    for name, changes in {
-        "its first token is missing": {"front": 1}, "its first 2 tokens are missing": {"front": 2},
-        "its first token is there twice": {"front": -1}, "its last token is missing": {"back": 1},
-        "its last 2 tokens are missing": {"back": 2},
+        unmasked = exact(Fault(mask=False), replace(plain, padding="left"), seen.padded)
+        yield "semantic", "padding mask", "padding on the left is attended to", unmasked, seen.exact
+    for name, fault in {
+        "its first token is missing": Fault(front=1), "its first 2 tokens are missing": Fault(front=2),
+        "its first token is there twice": Fault(front=-1), "its last token is missing": Fault(back=1),
+        "its last 2 tokens are missing": Fault(back=2),
     }.items():  # fmt: skip
-        yield "semantic", "template", name, faulty(**changes)
-
-    def rounded(scale: str) -> Logprobs:
-        with weights_changed(model, lambda name, weight: rounded_to_fp8(name, weight, scale)):
-            return run()
-
+        yield "semantic", "template", name, exact(fault), seen.exact
     for scale in ("row", "tensor", "block"):
-        yield "weights", "fp8 weights", f"a scale a {scale}", lambda scale=scale: rounded(scale)  # type: ignore[misc] # binds the loop's
-    own = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if own in ("bfloat16", "float16"):
-        mixed = replace(plain, autocast=own)
-        yield "format", "autocast over float32 weights", own, lambda: run(wide, mixed)
-        yield "format", "computed in float32", own, lambda: run(wide)
-        yield "format", "a float32 head", own, lambda: run(model, replace(plain, head="float32"))
+        with torch.no_grad():
+            for weight, own in zip(wide.parameters(), model.parameters(), strict=True):
+                weight.copy_(own if (less := rounded_to_fp8("", own, scale)) is None else less)
+        yield "weights", "fp8 weights", f"a scale a {scale}", exact(), seen.exact
+    with torch.no_grad():  # its own come back
+        for weight, own in zip(wide.parameters(), model.parameters(), strict=True):
+            weight.copy_(own)
+    own_format = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if own_format in ("bfloat16", "float16"):
+        mixed = rounded(wide, replace(plain, autocast=own_format))
+        yield "format", "autocast over float32 weights", own_format, mixed, seen.own
+        yield "format", "computed in float32", own_format, rounded(wide), seen.own
+        yield "format", "a float32 head", own_format, rounded(model, replace(plain, head="float32")), seen.own
     else:
-        mixed = replace(plain, autocast="bfloat16")
-        yield "format", "autocast over float32 weights", "bfloat16", lambda: run(model, mixed)
+        mixed = rounded(model, replace(plain, autocast="bfloat16"))
+        yield "format", "autocast over float32 weights", "bfloat16", mixed, seen.own
     if older is not None:
         cause, what = difference_of(model, older)
-        yield "weights", cause, what, lambda: run(older)
+        yield "weights", cause, what, rounded(older), seen.own
 
 
 def difference_of(model: Any, older: Any) -> tuple[str, str]:

@@ -7,8 +7,11 @@ A plain line is {"prompt_ids": [...], "completion_ids": [...], "sampler_logprobs
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +25,7 @@ from nondet.errors import UserError, one_line
 from nondet.mismatch.figures import Logprobs
 
 if TYPE_CHECKING:
+    from nondet.core.records import Run
     from nondet.sampling.model import LoadedModel
 
 _OTHERWISE = {  # how the first line of what is no JSONL begins -> what the file is
@@ -96,7 +100,21 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return found
 
 
-def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]:
+def run_of(path: Path) -> Run:
+    """A run file. Raises UserError: it is none; of rollouts, which are another option's, that it says so."""
+    try:
+        return read_run(path)
+    except UserError:
+        try:
+            read_rollouts(path)
+        except UserError:
+            pass
+        else:
+            raise UserError(f"{path} holds rollouts, and is no run of nondet", f"Give --rollouts {path}.") from None
+        raise
+
+
+def rollouts_of_run(run: Run, loaded: LoadedModel) -> dict[str, list[Rollout]]:
     """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation.
 
     Raises:
@@ -104,7 +122,7 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
             number of tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or a
             chat template is another one.
     """
-    run = read_run(path)
+    path = Path(run.source)
     if not run.completions:
         raise UserError(f"{path} holds no completions", "Give a run of `nondet sample`, or --rollouts FILE.")
     traces, _ = read_traces(path)
@@ -153,6 +171,7 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
             if not line.strip():
                 continue
             try:
+                _check_names(line)
                 yield f"{prefix}{number}", _rollout(decode(decoder, line), f"{prefix}{number}")
             except ValueError as error:
                 nan = b"NaN" in line or b"Infinity" in line
@@ -160,6 +179,21 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
                 raise UserError(f"{path}, line {number}: {why}", _FORM) from None
     except FileNotFoundError:
         raise UserError(f"no such file: {path}", "Give a .jsonl file of rollouts, or a folder of them.") from None
+
+
+def _check_names(line: bytes) -> None:
+    """Raises ValueError: a name stands twice, and a reader would take one of its values without a word."""
+    if b"\\" not in line and all(line.count(b'"%b"' % name.encode()) < 2 for name in _Line.__struct_fields__):
+        return  # an escape could hide one
+    twice: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        twice.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+
+    with suppress(ValueError, RecursionError):  # said by who reads it
+        json.loads(line, object_pairs_hook=note)
+    if twice:
+        raise ValueError(f"{twice[0]} stands there twice")
 
 
 def _rollout(line: _Line, name: str) -> Rollout:

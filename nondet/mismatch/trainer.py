@@ -125,7 +125,7 @@ def widths(rollouts: Sequence[Rollout], micro: int) -> list[int]:
 
 def score(
     model: Any, rollouts: Sequence[Rollout], spec: Spec, fault: Fault | None = None, *, gradients: bool = False,
-    keep: Keep | None = None, padded: Sequence[int] = (),
+    keep: Keep | None = None, padded: Sequence[int] = (), formula: Formula | None = None,
 ) -> Logprobs:  # fmt: skip
     """The logprobs of all sampled tokens, [n] float32, rollout by rollout. NaN of a prompt too short for the fault.
 
@@ -133,12 +133,13 @@ def score(
         gradients: Whether the forward is one of training: with a graph, and the model in train().
         keep: Told (logits [k, V], ids [k]) of each row that predicts a sampled token, in order.
         padded: Lengths that rollouts are padded to where they are a part of a batch; else by `spec.micro`.
+        formula: In the place of the one that `spec` names.
     """
     device = next(model.parameters()).device
     size, fault = spec.micro or len(rollouts), fault or Fault()
     lengths = padded or widths(rollouts, spec.micro)
     autocast = torch.autocast(device.type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
-    formula, found = FORMULAS[spec.formula], []
+    formula, found = formula or FORMULAS[spec.formula], []
     model.train(gradients)
     with torch.set_grad_enabled(gradients), autocast:
         for first in range(0, len(rollouts), size):

@@ -20,15 +20,15 @@ from nondet.core.records import (
     MismatchVocabulary,
     Run,
 )
-from nondet.mismatch.figures import Bin, Figures, interval_by_sequence
+from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence
 from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason
 
 NAMED, SHOWN = 0.9, 0.1  # of what stands above rounding, for a hypothesis to be named and to be shown
-KINDS = ("mm-exact", "mm-named", "mm-numeric", "mm-unexplained", "mm-few")  # reasons that say what kind it is
-# times rounding: what K3, or a side's distance to the wider forward, is above where a cause is sought; what is left
-# without a cause that is named is not
-_ABOVE = 1.5
+KINDS = (  # reasons that say what kind it is
+    "mm-exact", "mm-named", "mm-numeric", "mm-unexplained", "mm-few", "mm-rounded", "mm-shifted", "mm-one-sided",
+)  # fmt: skip
+_MOVED = 0.1  # of the middle |d|, where each logprob is compared with the one beside it: then it is that token's
 FEWEST = 16  # tokens of which a kind is said: one fitted value explains a few, and two formulas agree on them
 
 _R = TypeVar("_R", bound=ImplementationRecord)
@@ -99,7 +99,7 @@ class Pair:
         exact = [k for k in self.kinds if k.exactly >= NAMED]
         if exact:
             return max(exact, key=lambda k: (k.exactly, -k.left))
-        fitting = [k for k in self.kinds if k.k3 > _ABOVE * k.floor >= k.left and removed(k) >= NAMED]
+        fitting = [k for k in self.kinds if k.k3 > ABOVE * k.floor >= k.left and removed(k) >= NAMED]
         return min(fitting, key=lambda k: k.left, default=None)
 
     @property
@@ -107,7 +107,7 @@ class Pair:
         """The best of each cause that takes away a tenth, but is not the one that is named."""
         best: dict[str, MismatchKind] = {}
         for kind in self.kinds:
-            if kind.k3 > _ABOVE * kind.floor and removed(kind) >= SHOWN:
+            if kind.k3 > ABOVE * kind.floor and removed(kind) >= SHOWN:
                 best.setdefault(kind.cause, kind)
         return [k for k in best.values() if self.named is None or k.cause != self.named.cause]
 
@@ -116,7 +116,7 @@ class Pair:
         """The sides that are farther from the wider forward than rounding takes the model's own."""
         if (floor := self.floor) is None:
             return []
-        return [side for side in ("sampler", "trainer") if getattr(floor, side) > _ABOVE * floor.own]
+        return [side for side in ("sampler", "trainer") if getattr(floor, side) > ABOVE * floor.own]
 
 
 def removed(kind: MismatchKind) -> float:
@@ -199,11 +199,38 @@ def _kind(pair: Pair) -> list[Reason]:
             said.append(reason("mm-unexplained", sides=tuple(pair.off), **told))
         else:
             said.append(reason("mm-numeric", **told))
+        said += [why for why in _without_model(pair) if why.code == "mm-shifted"] if pair.off else []
         for k in pair.shown[:2]:
             cause, share = k.cause.capitalize(), min(1.0, removed(k))
             said.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
     else:
-        said.append(reason("mm-unasked"))
+        said += [*_without_model(pair), reason("mm-unasked")]
+    return said
+
+
+def _without_model(pair: Pair) -> list[Reason]:
+    """What the two sides show by themselves: a narrower format, logprobs of the next token, or that it is no rounding.
+
+    Rounding has no sign: that the tokens which differ most, a tenth and 16 at least, have one by chance is one in 2^15.
+    """
+    if (f := pair.figures) is None or f.differ < FEWEST:
+        return []
+    grids = {"sampler": coarse(f.sampler), "trainer": coarse(f.trainer)}
+    said = [
+        reason("mm-rounded", side=side, name=grids[side])
+        for side, other in (("sampler", "trainer"), ("trainer", "sampler"))
+        if grids[side] and not grids[other]
+    ]
+    later = np.setdiff1d(np.arange(f.tokens), np.cumsum([0, *f.lengths])[:-1])  # each but the first of its rollout
+    here = float(np.median(np.abs(f.distance[later]))) if len(later) >= FEWEST else 0.0
+    for side, one, other in (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler)):
+        moved = float(np.median(np.abs(one[later - 1] - other[later]))) if here else 0.0
+        if moved < _MOVED * here:
+            return [*said, reason("mm-shifted", side=side, here=here, moved=moved)]
+    most = f.distance[np.argsort(-np.abs(f.distance))[: max(FEWEST, f.tokens // 10)]]
+    if abs(np.sign(most).sum()) == len(most):
+        side, ends = "trainer" if most[0] > 0 else "sampler", sorted(np.abs(most))
+        said.append(reason("mm-one-sided", n=len(most), side=side, least=ends[0], most=ends[-1]))
     return said
 
 

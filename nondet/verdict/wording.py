@@ -246,7 +246,14 @@ WORDS: dict[str, str] = {
     "computed from them.",
     "mm-unsteady": "Where it begins was not found: the {unsteady} gave other bits when it ran again.",
     "mm-few": "Kind: not said of {n:#token}; any one value fits so few. It takes {least}.",
-    "mm-unasked": "What kind it is was not tested: that takes --model.",
+    "mm-rounded": "Kind: format. The {side}'s logprobs are all numbers of {name}, and the other side's are not: they "
+    "were rounded.",
+    "mm-shifted": "Kind: semantic. The {side}'s logprobs stand one token early: shifted by one, their middle |d| is "
+    "{moved:.1e}, where it is {here:.1e}.",
+    "mm-one-sided": "Kind: not rounding, which has no side: of the {n:,} tokens that differ most the {side} gives each "
+    "the larger logprob, by {least:.1e} to {most:.1e}. Top-p or top-k on that side looks so; another temperature, "
+    "template or weights may.",
+    "mm-unasked": "Hypotheses were not tested: that takes --model.",
     "mm-effect": "One step's gradient moves by {moved:near} (cosine {cosine:.5f}) where tokens are weighted by their "
     "ratios; the gradient of {rollouts:#other rollout} has cosine {other:.3f} with it.",
     "mm-cure": "Invariant on both sides{only} leaves {differ:,} of {tokens:#token}, K3 {k3:.1e}, in {times:.1f} times "

@@ -66,8 +66,55 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     [verdict] = judge(read_run(out))
     assert (verdict.impl, verdict.finding) == ("file", Finding.MISMATCH)
     assert verdict.text.startswith("mismatched: 48 of 48 tokens in 6 rollouts have other logprob bits, K3 ")
-    assert any("not tested" in note for note in verdict.notes)
+    assert "Hypotheses were not tested: that takes --model." in verdict.notes
     assert "The logprobs of the sampled tokens were compared, not the whole vocabulary." in verdict.notes
+
+
+def sides(distance: np.ndarray, *, rounded: bool = False) -> list[dict[str, Any]]:
+    """Rollouts of eight tokens whose trainer's logprobs are this far above the sampler's."""
+    rng, made = np.random.default_rng(3), []
+    for d in distance.reshape(-1, 8):
+        sampler = torch.from_numpy(-0.2 - rng.exponential(1.0, 8)).float()
+        sampler = sampler.bfloat16().float() if rounded else sampler
+        [line] = lines(1, sampler_logprobs=sampler.tolist(), trainer_logprobs=(sampler.double() + d).tolist())
+        made.append(line)
+    return made
+
+
+def even(n: int = 240, scale: float = 0.01) -> np.ndarray:
+    return np.random.default_rng(5).normal(0.0, scale, n)
+
+
+SHIFTED = sides(even(scale=1e-5))
+for _line in SHIFTED:
+    _line["sampler_logprobs"] = [*_line["sampler_logprobs"][1:], -0.7]
+SEEN: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "rounding": (sides(even()), ""),
+    "rounded": (sides(even(), rounded=True), "The sampler's logprobs are all numbers of bfloat16"),
+    # what top-p leaves out, by up to 0.105, and rounding
+    "cut": (
+        sides(-0.105 * np.random.default_rng(4).random(240) + even(scale=1e-3)),
+        "the sampler gives each the larger",
+    ),
+    "shifted": (SHIFTED, "The sampler's logprobs stand one token early"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_two_sides_show_without_a_model(name: str, tmp_path: Path) -> None:
+    """A kind where they show one, none of what rounding does; what is next is the same command with the model."""
+    made, said = SEEN[name]
+    path = written(tmp_path / "r.jsonl", made)
+    run = nondet.find_mismatch(rollouts=path, out=tmp_path / "m.jsonl").records
+    kinds = [note for note in judge(run)[0].notes if note.startswith("Kind")]
+    assert [said in kind for kind in kinds] == [True] * bool(said)
+
+
+def test_rollouts_in_the_place_of_a_run_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a model is loaded for them."""
+    path = written(tmp_path / "r.jsonl", lines())
+    assert main(["mismatch", str(path), "--model", "no-such-model", "--out", str(tmp_path / "m.jsonl")]) == 2
+    assert f"holds rollouts, and is no run of nondet. Give --rollouts {path}." in capsys.readouterr().err
 
 
 def test_beside_a_run_of_training_no_kernel_is_blamed(tmp_path: Path) -> None:
@@ -95,6 +142,7 @@ def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
     assert (figures.tokens, figures.differ) == (6, 2)
 
 
+@pytest.mark.slow
 def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,10 +186,11 @@ def test_steps_of_training_are_told_apart(tmp_path: Path) -> None:
     assert pairs(once)[0].steps == []
 
 
+@pytest.mark.slow
 def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
     """The first call that diverges is named, and so is what one family of operators leaves; an unknown one is not."""
     out = tmp_path / "m.jsonl"
-    asked = [*SMALL, "--n", "6", "--tokens", "24", "--arms", "stock,invariant:attention,invariant"]
+    asked = [*SMALL, "--n", "3", "--tokens", "16", "--arms", "stock,invariant:attention,invariant"]
     assert main(["mismatch", *asked, "--out", str(out), "-q"]) == 0
     run = read_run(out)
     stock, part, whole = pairs(run)
@@ -154,7 +203,7 @@ def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
     assert stock.place.module in told
     cures = [note for note in judge(run)[0].notes if note.startswith("Invariant on both sides")]
     assert f" in attention only leaves {part.figures.differ} of" in cures[0]
-    assert "leaves 0 of 288 tokens, K3 0.0e+00" in cures[1]
+    assert "leaves 0 of 96 tokens, K3 0.0e+00" in cures[1]
     with pytest.raises(UserError, match="unknown operator family 'attn'"):
         nondet.find_mismatch(arms="invariant:attn", out=tmp_path / "o.jsonl")
 
@@ -180,6 +229,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "no trainer": (lines(1, trainer_logprobs=None), r"no trainer_logprobs, and no --model"),
     "no JSON": ("prompt,completion\n", r"line 1: "),
     "NaN": (json.dumps(lines(1)[0]).replace('"sampler_logprobs": [', '"sampler_logprobs": [NaN, '), r"NaN or infinite"),
+    "a name twice": (
+        json.dumps(lines(1)[0]).replace("{", '{"sampler_logprobs": [-1.0], ', 1),
+        r"line 1: sampler_logprobs stands there twice",
+    ),
+    "a name twice, once escaped": (
+        json.dumps(lines(1)[0]).replace("{", r'{"st\u0065p": 3, "step": 4, ', 1), r"line 1: step stands there twice",
+    ),
     "empty": ("", r"holds no rollouts"),
     "padding": (lines(2, sampler_logprobs=[0.0] * 8, trainer_logprobs=[0.0] * 8), r"of the sampler's logprobs are 0"),
     "a mask of another length": ([{"token_ids": [1, 2], "loss_mask": [True]}], r"loss_mask has 1 entries for 2"),
@@ -274,6 +330,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_embedded_model_differs_stock_and_not_invariant(whole: Path) -> None:
     """The invariant arm's forward has a gradient: what a trainer runs."""
     stock, invariant = judge(read_run(whole))
@@ -308,6 +365,7 @@ def test_whole_rows_are_compared_by_number_and_by_their_distributions() -> None:
     assert beyond_all.kl == [sys.float_info.max]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +392,7 @@ def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
     assert "rows of other logits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_its_bits(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dying(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -347,6 +406,7 @@ def test_a_killed_run_goes_on_with_its_bits(whole: Path, tmp_path: Path, monkeyp
     assert timeless(read_run(out)) == timeless(read_run(whole))
 
 
+@pytest.mark.slow
 def test_a_gate_goes_by_the_users_thresholds(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gate = ["gate", str(whole), "--quiet"]
     assert main([*gate, "--mismatch-bits", "0"]) == 3
@@ -357,6 +417,7 @@ def test_a_gate_goes_by_the_users_thresholds(whole: Path, capsys: pytest.Capture
     assert main(gate) == 3
 
 
+@pytest.mark.slow
 def test_a_gate_gives_no_answer_for_what_failed_or_was_cut_off(whole: Path) -> None:
     run = read_run(whole)
     bad = run.mismatch_rollouts[0].refused("out of memory")
@@ -374,6 +435,7 @@ def test_thresholds_need_a_sampler_and_a_trainer(capsys: pytest.CaptureFixture[s
     assert "compared no sampler with a trainer, which thresholds are of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_report_is_written(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, text = tmp_path / "m.html", tmp_path / "m.md"
     assert main(["report", str(whole), "--out", str(page), "--out", str(text)]) == 0
@@ -382,9 +444,10 @@ def test_every_report_is_written(whole: Path, tmp_path: Path, capsys: pytest.Cap
     assert "1.0e+00 of" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_saved_rollouts_say_who_is_off(tmp_path: Path) -> None:
     """As they were: nobody. With the trainer's logprobs times 1.3, which no hypothesis does: the trainer."""
-    sampled = nondet.find_mismatch(n=4, tokens=16, arms="stock", threads=1, out=tmp_path / "a.jsonl").records
+    sampled = nondet.find_mismatch(n=2, tokens=16, arms="stock", threads=1, out=tmp_path / "a.jsonl").records
     made = []
     for r in sampled.mismatch_rollouts:
         start = len(r.ids) - r.tokens
@@ -403,6 +466,7 @@ def test_saved_rollouts_say_who_is_off(tmp_path: Path) -> None:
     assert pairs(told)[0].off == ["trainer"]
 
 
+@pytest.mark.slow
 def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An arm an implementation; drawn under invariant kernels they have the bits of an invariant trainer."""
     made = tmp_path / "s.jsonl"
@@ -420,6 +484,7 @@ def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.Captu
     assert "here, by another tokenizer. Give the model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_kind_is_said_of_a_few_tokens(tmp_path: Path) -> None:
     """Invented logprobs of two tokens: a temperature fits them, and was named."""
     made = lines(2, 1, completion_ids=[2], sampler_logprobs=[-0.5], trainer_logprobs=[-0.1])

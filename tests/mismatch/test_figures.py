@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from nondet.core.statistics import k3
+from nondet.mismatch import figures
 from nondet.mismatch.figures import LONG, Figures
 
 
@@ -94,3 +96,16 @@ def test_a_long_sequence_is_what_long_sequences_do() -> None:
 def test_what_is_no_pair_is_refused(sampler: list[float], trainer: list[float], lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="logprob"):
         Figures(np.array(sampler, dtype=np.float32), np.array(trainer, dtype=np.float32), lengths)
+
+
+def test_an_interval_takes_no_memory_by_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks it is what it is at once, and no array is larger than a block; 100,000 rollouts took 3.7 GB."""
+    sums, lengths = np.random.default_rng(2).random(1000), [8] * 1000
+    monkeypatch.setattr(figures, "_DRAWN", 2000 * 1000)
+    whole = figures.interval_by_sequence(sums, lengths)
+    monkeypatch.setattr(figures, "_DRAWN", 7000)
+    tracemalloc.start()
+    assert figures.interval_by_sequence(sums, lengths) == pytest.approx(whole, rel=1e-12)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1_000_000

@@ -117,6 +117,7 @@ def test_distances_are_counted_in_bits_and_k3_in_float64() -> None:
         grpo.apart(a, torch.tensor([-1.0, math.nan, -0.5]))
 
 
+@pytest.mark.slow
 def test_a_run_of_every_arm(folder: Path, tmp_path: Path) -> None:
     """All but invariant differ, by their own kernels; the first tokens are those of the sampler and the seed."""
     path = tmp_path / "rl.jsonl"
@@ -147,7 +148,10 @@ def test_a_run_of_every_arm(folder: Path, tmp_path: Path) -> None:
     assert main(["gate", str(path), "--impl", "stock"]) == 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(d, marks=pytest.mark.nightly) for d in ("float32", "float16")), "bfloat16"]
+)
 def test_kl_is_0_whatever_the_trainer_s_batches(dtype: str, folder: Path) -> None:
     """Several epochs and micro-batches, steps that change the weights, two seeds; with rounded rollouts it is not 0."""
     loaded = load_model(str(folder), dtype, "cpu")
@@ -161,6 +165,7 @@ def test_kl_is_0_whatever_the_trainer_s_batches(dtype: str, folder: Path) -> Non
     assert grpo.step_of(policy, loaded, settings(rollouts="fp8"), "invariant", 0, 9).differ > 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_its_bits(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between steps, and between a checkpoint and its record: the same tokens, weights and figures."""
     asked = [
@@ -201,6 +206,7 @@ def test_a_killed_run_goes_on_with_its_bits(folder: Path, tmp_path: Path, monkey
     assert read_run(cut).complete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["flipped", "gone", "cut", "of another step", "no such file"])
 def test_a_checkpoint_that_is_not_the_run_s_is_refused(
     fault: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -308,6 +314,7 @@ def test_groups_of_one_reward_teach_nothing(folder: Path, monkeypatch: pytest.Mo
     assert grpo.earned(settings(), loaded, one, texts)[1]["alike"] == 1
 
 
+@pytest.mark.slow
 def test_micro_batches_are_the_same_step_but_for_rounding(folder: Path) -> None:
     """The gradient of all rollouts at once, or of two at a time."""
     norms = []
@@ -319,6 +326,7 @@ def test_micro_batches_are_the_same_step_but_for_rounding(folder: Path) -> None:
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_failed_step_ends_its_arm_and_no_other(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a record with its reason; a gate has no answer."""
     real = grpo.step_of
