@@ -47,6 +47,7 @@ class Options:
         met: (rows, keys, products or 0) that a trace met, see `nondet.probes.runner`: they are among what is asked.
         own: Keys that the row in question saw there.
         operator: What it met, where the probe asks several.
+        one_of_all: All probes were named at once: what takes long here is left to whoever names this one.
     """
 
     device: str = "cpu"
@@ -65,6 +66,7 @@ class Options:
     met: tuple[tuple[int, int], ...] = ()
     own: int = 0
     operator: str = ""
+    one_of_all: bool = False
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,8 @@ class Matmul(Probe):
                     if kind == "integers" or (shortened and kind != "order"):
                         few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
                         sizes = some(few, largest, options)
-                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS))
+                    trees = kind == "order" and (layer == asks_all or not options.one_of_all)
+                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS), trees=trees)
                 if layer is layers[0]:
                     for places in (largest,) if options.m else _PLACES[device]:
                         yield _case(layer, dtype, "order", "position", rows=places)
@@ -188,7 +189,8 @@ class Matmul(Probe):
             layer, sizes = _drawn(options)
             for dtype in dtypes(options, "matmul", layer_dtypes):
                 for kind in kinds(options, ("order",)):
-                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
+                    trees = kind == "order" and not options.one_of_all
+                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
             whole, K, N = _LINSPACE
             M = _LINSPACE_ON_CPU if options.device == "cpu" and not options.full else whole
@@ -272,13 +274,12 @@ class Matmul(Probe):
         return reference.linear(x, w, inputs["bias"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Where classes part over M, the reduction tree of row 0 in each, once for a layer: of the inputs `order`."""
+        """Where classes part over M, the reduction tree of row 0 in each, where the case asks for it."""
         said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
         if "map" in case.data:
             odd = [i for i, (first, other) in enumerate(results) if not identical(first, other)]
             return said | {"map": {"axis": case.data["map"], "unequal": odd}}
-        plain = case.varied == "batch_size" and case.inputs == "order" and not case.data.get("layout", "-")
-        if len(results) < 2 or not plain or self._operator is None:
+        if len(results) < 2 or not case.data.get("trees") or self._operator is None:
             return said
         return said | trees_of_product(self._operator, inputs["x"], inputs["w"], case.data["values"], results)
 
@@ -329,8 +330,9 @@ def _drawn(options: Options) -> tuple[Layer, list[int]]:
 
 
 def _case(
-    layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = ""
-) -> Case:
+    layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = "",
+    trees: bool = False,
+) -> Case:  # fmt: skip
     name, K, N = layer
     what = {
         "batch_size": f"{_ROWS} rows in batches of M",
@@ -339,7 +341,7 @@ def _case(
     }.get(varied) or f"rows among {rows}, {base.AXES[varied]}"
     title = f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}"
     shape = {"M": rows if varied != "batch_size" else max(values), "N": N, "K": K}
-    data = {"values": list(values), "layer": name, "layout": layout}
+    data = {"values": list(values), "layer": name, "layout": layout, "trees": trees}
     return Case(title, "linear", shape, dtype, varied, kind, data=data)
 
 

@@ -38,6 +38,7 @@ from nondet.ranks.operators import Message
 
 _WIDTHS = {"sum": (1000, 4096), "mean": (1000,), "softmax": (1000, 4096), "rms_norm": (1000, 4096)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 1), (4096, 4096), (12288, 4096))}  # K, N
+_QUICK = ("sum", "softmax")  # what is asked among all probes: the others take a minute
 _LONGEST = 16384  # asked as well where the run is full
 _HEAD = 64  # of the attention that is asked; heads where masks are asked together, and its keys:
 _HEADS = 64
@@ -1057,7 +1058,12 @@ class ReductionOrder(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
-        expert; the values of attention; a sum over ranks."""
+        expert; the values of attention; a sum over ranks. Among all probes a sum and a softmax of the first width."""
+        if options.one_of_all:
+            for operator in _QUICK:
+                K, N = next(_sizes(operator, options))
+                yield _case(operator, K, N, dtypes(options, "reduction-order", ("float32",))[0], options)
+            return
         for operator in ("sum", "mean", *_ROOTS, "attention", *_PRODUCTS, "all_reduce"):
             for K, N in dict.fromkeys(_sizes(operator, options)):
                 for dtype in dtypes(options, "reduction-order", ("float32", "bfloat16")):
