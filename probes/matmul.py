@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -140,7 +141,13 @@ _ROWS = 16  # of which every batch size is asked; a row has N sums, each with a 
 _ROWS_PER_PLACE = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
 _FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others of the same layer
-_LAYOUTS = ("bias", "strided rows", "3-D", "columns of a wider weight", "weight stored [K, N]")
+_LAYOUTS = (
+    *("bias", "strided rows", "3-D", "x stored [K, M]"),
+    *("columns of a wider weight", "rows of a fused weight", "weight stored [K, N]"),
+)
+# Columns that are left out, so that a tuner which knows a product by K and N meets it anew: of those whose first call
+# has one row, and of those whose first has many. No rule of N that is sound has the one and not the other.
+_ANEW = ((1, 4, 6), (2, 3, 5))
 _OWN_NUMBERS = ("denormal", "infinite")
 
 
@@ -219,6 +226,8 @@ class Matmul(Probe):
             bias *= 2.0**-14 if case.inputs in ("order", "mixed") else 1.0
         elif layout == "columns of a wider weight":
             w = torch.nn.functional.pad(w, (0, 8))[:, :K]
+        elif layout == "rows of a fused weight":
+            w = torch.cat([w, w, w])[N : 2 * N]
         elif layout == "weight stored [K, N]":
             w = w.mT.contiguous().mT
         x = x.repeat(M, 1) if "map" in case.data else x
@@ -249,6 +258,9 @@ class Matmul(Probe):
         elif case.varied == "run":
             for run in case.data["values"]:
                 yield Trial(run, partial(operator, x, w))
+        elif case.data.get("anew"):
+            for i, what in enumerate(("one row", "many rows")):
+                yield Trial(f"{what} first", partial(_anew, operator, _call(inputs), i))
         elif case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(inputs), operator)
         else:
@@ -269,6 +281,7 @@ class Matmul(Probe):
             return x[:1].double() @ w.double()
         if case.varied in base.AXES:
             x = x[_call(inputs).kept]
+            w = w[: len(w) - _ANEW[0][-1] * _step(len(w))] if case.data.get("anew") else w
         elif case.varied == "batch_size":
             x = x[:1].expand(2, -1) if "map" in case.data else x[:_ROWS]
         return reference.linear(x, w, inputs["bias"])
@@ -305,6 +318,10 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int) -> Ite
     """The questions of `nondet.probes.base`, and the sweep where operands lie otherwise or hold other numbers."""
     for layout in ("", "bias"):
         yield _case(layer, dtype, "mixed", "history", rows=min(largest, 8), layout=layout)
+    if layer[2] > _ANEW[0][-1]:
+        case = _case(layer, dtype, "order", "history", rows=min(largest, 8))
+        title = case.name.replace(base.AXES["history"], "where the first call of a size is of one row, or of many")
+        yield replace(case, name=title, data={**case.data, "anew": True})
     yield _case(layer, dtype, "mixed", "neighbour_values", rows=min(largest, 64))
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
     few = some(_FEW, min(largest, max(_FEW)), options)
@@ -354,7 +371,34 @@ def _call(inputs: Any) -> base.Call:
     return base.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
 
 
+def _step(N: int) -> int:
+    """Columns that are left out at a time: whole tiles of 16, where there are enough."""
+    return 16 if 16 * _ANEW[0][-1] < N else 1
+
+
+def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
+    """The asked rows of products that are met for the first time with one row, or with many.
+
+    What is given for different N has to be alike in each half, or N itself decides: then nothing is said.
+    """
+    x, w = call.tensors
+    step = _step(len(w))
+    most = len(w) - _ANEW[0][-1] * step
+    found = []
+    for rows, left_out in zip((1, base.LARGER), _ANEW, strict=True):
+        given = []
+        for few in left_out:
+            part = w[: len(w) - few * step].contiguous()
+            operator(call.resized(rows).tensors[0], part)
+            given.append(operator(x, part).index_select(0, call.kept)[:, :most].contiguous())
+        found.append(given)
+    steady = all(identical(given[0], other) for given in found for other in given[1:])
+    return found[which if steady else 0][0]
+
+
 def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:
+    if layout == "x stored [K, M]":
+        x = x.mT.contiguous().mT
     if layout == "strided rows":
         x = torch.nn.functional.pad(x, (0, x.shape[1]))[:, : x.shape[1]]
     if layout != "3-D":

@@ -3,8 +3,8 @@
 Where +big and -big meet, what was added to either before is lost: how much of the rest survives tells the size of the
 smallest partial sum that holds both (FPRev, USENIX ATC 2025). A tree found so is a claim; it is proven when an exact
 emulator (`nondet.kernels.emulator`) that adds numbers in that order gives the implementation's very bits, in all sums
-tested: of ordinary and of hard inputs, of both signs and of one. Where it does not, the row says that the tree is unproven, and what it failed on: the
-function may be no sum, or round where no tree shows.
+tested: of ordinary and of hard inputs, of both signs and of one. Where it does not, the row says that the tree is
+unproven, and what it failed on: the function may be no sum, or round where no tree shows.
 
 The masks are columns of the weight, or one row of x at a time; never more rows than the M asked about, since the number
 of rows is what the order may follow from.

@@ -1271,7 +1271,7 @@ def test_an_order_of_rows_without_a_negative_number_is_tested(dtype: torch.dtype
         return torch.where((x >= 0).all(-1), backwards(x), forwards(x))
 
     def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return total((x[:1].float() * w.float())).to(x.dtype).expand(len(x), -1)
+        return total(x[:1].float() * w.float()).to(x.dtype).expand(len(x), -1)
 
     for asked in (
         of_rows(total, 1, 96, dtype, "cpu", ("",)),
