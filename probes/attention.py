@@ -89,13 +89,14 @@ _FULL_CHUNKS = (512, 256, 128, 100, 64, 33, 32, 17, 16, 7, 1)
 _POSITIONS = (1, 2, 15, 16, 31, 33, 63, 64, 100, 127, 128, 200, 255, 300, 511, 512, 777, 1023, 1024, 1500, 2047)
 _FEW_POSITIONS = (1, 15, 31, 64, 127, 200, 300, 511)
 # tokens in all; the last ones compared; how many of the others were cached before
-_BOUNDARY = (128, 48, (0, 32, 64, 80))
+_BOUNDARY = (128, 48, (0, 32, 64, 72, 80))
 # Caches that end at, before and after the borders of blocks and splits; some of them are drawn, and one at random.
 _CACHES = (1, 2, 15, 17, 31, 33, 63, 65, 127, 128, 129, 191, 255, 256, 257, 511, 513, 769, 1023, 1025)
 _HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _REQUESTS = 2  # in each call of a prefill, a chunk, a cached prompt
 _DENSE = 16  # every number of requests up to here is asked
+_LONG = (257, 300, 511, 599)
 _SCALE = 0.25  # of the scores, where a model gives one of its own
 _JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request in the batch
 
@@ -122,6 +123,7 @@ class Attention(Probe):
                 yield _Maker(options, dtype, each).case(name, "neighbour_length", 300, "order")
             yield from _drawn(options, plain, chosen="heads" in config)
             yield from _ungrouped(options, plain)
+            yield from _forms(options, plain, chosen="heads" in config)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
@@ -148,9 +150,9 @@ class Attention(Probe):
         """See `cases`; the first variant is the one that the others are held against."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         T = k.shape[2]
-        if "scale" in case.data:
-            base.require_arguments(operator, q, k, v, scale=case.data["scale"])
-            operator = partial(operator, scale=case.data["scale"])
+        if form := _form(case):
+            base.require_arguments(operator, q, k, v, **form)
+            operator = partial(operator, **form)
 
         def upto(start: int, stop: int, kept: slice | list[int] = slice(None)) -> torch.Tensor:
             """Queries start ... stop - 1, with all keys up to the last of them; the queries `kept` of these."""
@@ -194,7 +196,7 @@ class Attention(Probe):
             return reference.attention(q[:, :, -1:], k, v)
         if case.varied == "prompt_length":
             return reference.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
-        out = reference.attention(q, k, v, scale=case.data.get("scale"))
+        out = reference.attention(q, k, v, **_form(case))
         if "positions" in case.data:
             return out[:, :, list(case.data["positions"])]
         return out[:, :, -case.data["new"] :] if case.varied == "cache" else out
@@ -210,6 +212,11 @@ class Attention(Probe):
             "positions": list(positions),
             "positions_differing": [p for p, d in zip(positions, parted, strict=True) if d],
         }
+
+
+def _form(case: Case) -> dict[str, Any]:
+    """The keywords that its calls have."""
+    return {name: case.data[name] for name in ("causal", "scale") if name in case.data}
 
 
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> base.Call:
@@ -264,7 +271,7 @@ class _Maker:
     def case(self, name: str, varied: str, keys: int, kind: str = "bell", **data: Any) -> Case:
         """A case over `keys` keys; a `UserError` of one that does not fit in memory."""
         batch = max(data["values"]) if varied == "batch_size" else 6 if varied in base.AXES else _REQUESTS
-        queries, heads = 1 if varied == "batch_size" else keys, self.heads
+        queries, heads = 1 if varied == "batch_size" and data.get("causal", True) else keys, self.heads
         elements = batch * heads.dim * (2 * heads.key * keys + 2 * heads.query * queries)
         # numbers are drawn in float32; the oracle holds a float64 score for each pair of a query and a key
         needed = elements * (base.element_bytes(self.dtype) + 16) + batch * heads.query * queries * keys * 8 * 3
@@ -320,6 +327,22 @@ def _ungrouped(options: Options, maker: _Maker) -> Iterator[Case]:
     name = f"prefill of {tokens} tokens against decode, a key head for each query head"
     one_to_one = _Maker(options, maker.dtype, maker.heads._replace(key=maker.heads.query))
     yield one_to_one.case(name, "query_chunk", tokens, positions=some)
+
+
+def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
+    """An encoder's attention, a scale of the model's own, long prompts, and other numbers of key heads."""
+    few = (1, 2, 3, 5)
+    yield plain.case(
+        "requests of 80 tokens in batches of B, not causal", "batch_size", 80, "order", values=few, causal=False
+    )
+    name = f"decode of 5 requests in batches of B, 160 keys, scale={_SCALE}"
+    yield plain.case(name, "batch_size", 160, "order", values=few, scale=_SCALE)
+    if _tokens(options)[0] <= _LONG[-1]:
+        name = f"prefill of {_LONG[-1] + 1} tokens against decode, beyond the first 256"
+        yield plain.case(name, "query_chunk", _LONG[-1] + 1, positions=_LONG)
+    for key in () if chosen else sorted({1, plain.heads.query // 2} - {plain.heads.key}):
+        maker = _Maker(options, plain.dtype, plain.heads._replace(key=key))
+        yield maker.case("decode of 5 requests in batches of B, 160 keys", "batch_size", 160, "order", values=few)
 
 
 def _drawn(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:

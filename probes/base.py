@@ -15,6 +15,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ class Options:
         met: (rows, keys, products or 0) that a trace met, see `nondet.probes.runner`: they are among what is asked.
         own: Keys that the row in question saw there.
         operator: What it met, where the probe asks several.
+        one_of_all: All probes were named at once: what takes long here is left to whoever names this one.
     """
 
     device: str = "cpu"
@@ -65,6 +67,7 @@ class Options:
     met: tuple[tuple[int, int], ...] = ()
     own: int = 0
     operator: str = ""
+    one_of_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -374,6 +377,7 @@ AXES = {
     "history": "first, later, after other calls, held, written in place",
 }
 _OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
+LARGER = 256  # rows of the largest call between: a workspace may have grown since, or a tuner chosen anew
 _DIRTY = 16  # blocks of a result's size that held NaN when the allocator got them back
 _SHIFTS = (0, 1, 3, 8)  # elements past an aligned address
 
@@ -394,6 +398,18 @@ class Call(NamedTuple):
     def ask(self, operator: Operator) -> torch.Tensor:
         """The rows asked about."""
         return operator(*self.tensors).index_select(0, self.kept)
+
+    def resized(self, rows: int) -> Call:
+        """As many rows, of these in turn; where integers say how many each expert has, as many as it can have."""
+        count = len(self.tensors[0])
+        turn = torch.arange(rows, device=self.tensors[0].device) % count
+
+        def of(x: torch.Tensor, theirs: torch.Tensor | None) -> torch.Tensor:
+            if theirs is not None:
+                return _raw(x).index_select(0, turn).view(x.dtype)
+            return x if x.is_floating_point() else (x * (rows // count) if rows >= count else x.clamp(max=rows))
+
+        return self.replaced(map(of, self.tensors, self.others))
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Call:
         """The same question of other tensors."""
@@ -507,8 +523,19 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
     for place, tensor in enumerate(call.tensors):
         if tensor.is_floating_point():
             yield Trial(f"argument {place} written in place", partial(_rewritten, call, other, operator, place))
+    if call.others[0] is not None:
+        for rows, what in ((1, "one row"), (LARGER // (n := len(call.tensors[0])) * n + n, "the largest batch")):
+            between = call.resized(rows)
+            yield Trial(f"after {what}", partial(_after, between, call, operator))
     yield Trial("into memory that held NaN", over_nan)
     yield Trial(f"after {_OTHER_CALLS} other calls", after_many)
+
+
+def _after(between: Call, call: Call, operator: Operator) -> torch.Tensor:
+    """The rows asked about, after a call of another size; what does not serve that size is not called."""
+    with suppress(NotImplementedError):
+        operator(*between.tensors)
+    return call.ask(operator)
 
 
 def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch.Tensor:

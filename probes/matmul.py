@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -140,7 +141,13 @@ _ROWS = 16  # of which every batch size is asked; a row has N sums, each with a 
 _ROWS_PER_PLACE = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
 _FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others of the same layer
-_LAYOUTS = ("bias", "strided rows", "3-D", "columns of a wider weight", "weight stored [K, N]")
+_LAYOUTS = (
+    *("bias", "strided rows", "3-D", "x stored [K, M]"),
+    *("columns of a wider weight", "rows of a fused weight", "weight stored [K, N]"),
+)
+# Columns that are left out, so that a tuner which knows a product by K and N meets it anew: of those whose first call
+# has one row, and of those whose first has many. No rule of N that is sound has the one and not the other.
+_ANEW = ((1, 4, 6), (2, 3, 5))
 _OWN_NUMBERS = ("denormal", "infinite")
 
 
@@ -178,7 +185,8 @@ class Matmul(Probe):
                     if kind == "integers" or (shortened and kind != "order"):
                         few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
                         sizes = some(few, largest, options)
-                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS))
+                    trees = kind == "order" and (layer == asks_all or not options.one_of_all)
+                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS), trees=trees)
                 if layer is layers[0]:
                     for places in (largest,) if options.m else _PLACES[device]:
                         yield _case(layer, dtype, "order", "position", rows=places)
@@ -188,7 +196,8 @@ class Matmul(Probe):
             layer, sizes = _drawn(options)
             for dtype in dtypes(options, "matmul", layer_dtypes):
                 for kind in kinds(options, ("order",)):
-                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
+                    trees = kind == "order" and not options.one_of_all
+                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
             whole, K, N = _LINSPACE
             M = _LINSPACE_ON_CPU if options.device == "cpu" and not options.full else whole
@@ -217,6 +226,8 @@ class Matmul(Probe):
             bias *= 2.0**-14 if case.inputs in ("order", "mixed") else 1.0
         elif layout == "columns of a wider weight":
             w = torch.nn.functional.pad(w, (0, 8))[:, :K]
+        elif layout == "rows of a fused weight":
+            w = torch.cat([w, w, w])[N : 2 * N]
         elif layout == "weight stored [K, N]":
             w = w.mT.contiguous().mT
         x = x.repeat(M, 1) if "map" in case.data else x
@@ -247,6 +258,9 @@ class Matmul(Probe):
         elif case.varied == "run":
             for run in case.data["values"]:
                 yield Trial(run, partial(operator, x, w))
+        elif case.data.get("anew"):
+            for i, what in enumerate(("one row", "many rows")):
+                yield Trial(f"{what} first", partial(_anew, operator, _call(inputs), i))
         elif case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(inputs), operator)
         else:
@@ -267,18 +281,18 @@ class Matmul(Probe):
             return x[:1].double() @ w.double()
         if case.varied in base.AXES:
             x = x[_call(inputs).kept]
+            w = w[: len(w) - _ANEW[0][-1] * _step(len(w))] if case.data.get("anew") else w
         elif case.varied == "batch_size":
             x = x[:1].expand(2, -1) if "map" in case.data else x[:_ROWS]
         return reference.linear(x, w, inputs["bias"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Where classes part over M, the reduction tree of row 0 in each, once for a layer: of the inputs `order`."""
+        """Where classes part over M, the reduction tree of row 0 in each, where the case asks for it."""
         said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
         if "map" in case.data:
             odd = [i for i, (first, other) in enumerate(results) if not identical(first, other)]
             return said | {"map": {"axis": case.data["map"], "unequal": odd}}
-        plain = case.varied == "batch_size" and case.inputs == "order" and not case.data.get("layout", "-")
-        if len(results) < 2 or not plain or self._operator is None:
+        if len(results) < 2 or not case.data.get("trees") or self._operator is None:
             return said
         return said | trees_of_product(self._operator, inputs["x"], inputs["w"], case.data["values"], results)
 
@@ -304,6 +318,10 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int) -> Ite
     """The questions of `nondet.probes.base`, and the sweep where operands lie otherwise or hold other numbers."""
     for layout in ("", "bias"):
         yield _case(layer, dtype, "mixed", "history", rows=min(largest, 8), layout=layout)
+    if layer[2] > _ANEW[0][-1]:
+        case = _case(layer, dtype, "order", "history", rows=min(largest, 8))
+        title = case.name.replace(base.AXES["history"], "where the first call of a size is of one row, or of many")
+        yield replace(case, name=title, data={**case.data, "anew": True})
     yield _case(layer, dtype, "mixed", "neighbour_values", rows=min(largest, 64))
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
     few = some(_FEW, min(largest, max(_FEW)), options)
@@ -329,8 +347,9 @@ def _drawn(options: Options) -> tuple[Layer, list[int]]:
 
 
 def _case(
-    layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = ""
-) -> Case:
+    layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = "",
+    trees: bool = False,
+) -> Case:  # fmt: skip
     name, K, N = layer
     what = {
         "batch_size": f"{_ROWS} rows in batches of M",
@@ -339,7 +358,7 @@ def _case(
     }.get(varied) or f"rows among {rows}, {base.AXES[varied]}"
     title = f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}"
     shape = {"M": rows if varied != "batch_size" else max(values), "N": N, "K": K}
-    data = {"values": list(values), "layer": name, "layout": layout}
+    data = {"values": list(values), "layer": name, "layout": layout, "trees": trees}
     return Case(title, "linear", shape, dtype, varied, kind, data=data)
 
 
@@ -352,7 +371,34 @@ def _call(inputs: Any) -> base.Call:
     return base.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
 
 
+def _step(N: int) -> int:
+    """Columns that are left out at a time: whole tiles of 16, where there are enough."""
+    return 16 if 16 * _ANEW[0][-1] < N else 1
+
+
+def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
+    """The asked rows of products that are met for the first time with one row, or with many.
+
+    What is given for different N has to be alike in each half, or N itself decides: then nothing is said.
+    """
+    x, w = call.tensors
+    step = _step(len(w))
+    most = len(w) - _ANEW[0][-1] * step
+    found = []
+    for rows, left_out in zip((1, base.LARGER), _ANEW, strict=True):
+        given = []
+        for few in left_out:
+            part = w[: len(w) - few * step].contiguous()
+            operator(call.resized(rows).tensors[0], part)
+            given.append(operator(x, part).index_select(0, call.kept)[:, :most].contiguous())
+        found.append(given)
+    steady = all(identical(given[0], other) for given in found for other in given[1:])
+    return found[which if steady else 0][0]
+
+
 def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:
+    if layout == "x stored [K, M]":
+        x = x.mT.contiguous().mT
     if layout == "strided rows":
         x = torch.nn.functional.pad(x, (0, x.shape[1]))[:, : x.shape[1]]
     if layout != "3-D":

@@ -2,9 +2,9 @@
 
 Where +big and -big meet, what was added to either before is lost: how much of the rest survives tells the size of the
 smallest partial sum that holds both (FPRev, USENIX ATC 2025). A tree found so is a claim; it is proven when an exact
-emulator (`nondet.kernels.emulator`) that adds real numbers in that order gives the implementation's very bits, on
-ordinary and on hard inputs. Where it does not, the row says that the tree is unproven, and what it failed on: the
-function may be no sum, or round where no tree shows.
+emulator (`nondet.kernels.emulator`) that adds numbers in that order gives the implementation's very bits, in all sums
+tested: of ordinary and of hard inputs, of both signs and of one. Where it does not, the row says that the tree is
+unproven, and what it failed on: the function may be no sum, or round where no tree shows.
 
 The masks are columns of the weight, or one row of x at a time; never more rows than the M asked about, since the number
 of rows is what the order may follow from.
@@ -38,6 +38,7 @@ from nondet.ranks.operators import Message
 
 _WIDTHS = {"sum": (1000, 4096), "mean": (1000,), "softmax": (1000, 4096), "rms_norm": (1000, 4096)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 1), (4096, 4096), (12288, 4096))}  # K, N
+_QUICK = ("sum", "softmax")  # what is asked among all probes: the others take a minute
 _LONGEST = 16384  # asked as well where the run is full
 _HEAD = 64  # of the attention that is asked; heads where masks are asked together, and its keys:
 _HEADS = 64
@@ -54,8 +55,8 @@ _TOLD = 16  # exponentials at least
 _DRAWS = 64  # of numbers whose exponential and ones are to add up to a sum, 4 each; after 16 of few sums: most are told
 _PRODUCTS = ("linear", "split_k", "grouped_matmul")
 _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
-# Inputs whose bits a proven tree predicts. The last are this probe's own, see `_zeros`.
-_KINDS = ("bell", "wide", "cancel", "order", "outlier", "zeros")
+# Inputs whose bits a proven tree predicts. The last two are this probe's own, see `_one_sign` and `_zeros`.
+_KINDS = ("bell", "wide", "cancel", "order", "outlier", "one sign", "zeros")
 _SUMS = 24  # of each kind, where a call gives one; of zeros six times as many
 _MANY = 2**21  # elements of the rows that are drawn of a short dtype: few of them show a sum's last digit
 _APART = 16  # columns, whose weights are all aligned alike: where orders differ by column, theirs may agree
@@ -147,11 +148,12 @@ class Found(NamedTuple):
 
     @property
     def words(self) -> str:
-        """ "8 lanes of stride 8, ...: proven: 120 of 120 sums predicted bit for bit, in float32"."""
+        """ "8 lanes of stride 8, ...: proven, 120 of the 120 sums tested predicted bit for bit, in float32"."""
         said = words(self.tree)
         if self.proven is not None:
             return (
-                f"{said}: proven, {self.checked:,} of {self.checked:,} sums predicted bit for bit {self.proven.words}"
+                f"{said}: proven, {self.checked:,} of the {self.checked:,} sums tested predicted bit for bit "
+                f"{self.proven.words}; {hidden(self.checked)}"
             )
         return f"{said}: unproven, {self.failed_on}"
 
@@ -168,9 +170,16 @@ class Found(NamedTuple):
             "missed": self.missed,
             "failed_on": self.failed_on,
             "refuted": self.refuted,
+            "hidden": hidden(self.checked) if self.proven is not None else "",
             "masks": self.masks,
             "drawn": [[depth, line] for depth, line in drawn],
         }
+
+
+def hidden(checked: int) -> str:
+    """What so many sums without a miss leave open at 95%: 1 - 0.05^(1 / n) of rows like them."""
+    share = 1.0 - 0.05 ** (1.0 / checked)
+    return f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
 
 
 def find(asked: Sum, seed: int = 0) -> Found:
@@ -473,6 +482,8 @@ def _rows(
     count = many * -(-_SUMS * (6 if kind == "zeros" else 1) // many)
     if kind in ("zeros", "tiny"):
         return _zeros(count, K, dtype, device, seed, dropped, kind)
+    if kind == "one sign":
+        return _one_sign(count, K, dtype, device, seed)
     return _lengthened(make(kind, (count, K), dtype, device, generator(seed, device)), seed)
 
 
@@ -482,6 +493,32 @@ def _lengthened(made: torch.Tensor, seed: int) -> torch.Tensor:
         return made
     more = torch.rand(made.shape, generator=generator(seed, made.device), dtype=made.dtype, device=made.device)
     return made * (1 + 2.0**-24 * more)
+
+
+def _one_sign(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+    """[rows, K]: numbers of which none has the other sign, as after ReLU, of exponentials and of squares, some zeros.
+
+    In a short dtype a few of the terms lift the exact sum to the middle between two of its numbers, where any rounding
+    on the way shows.
+    """
+    rng, digits, short = np.random.default_rng(seed), _DIGITS[dtype], dtype in (torch.float16, torch.bfloat16)
+    made = np.zeros((rows, K))
+    top = 17 if dtype != torch.float16 else 11 - int(np.log2(K))
+    for i, row in enumerate(made):
+        places = rng.permutation(K)[: max(1, K // (1, 2, 4)[i % 3])]
+        powers = rng.uniform(1, 2, len(places)) * 2.0 ** rng.integers(top - (20 if short else 8), top, len(places))
+        row[places] = torch.from_numpy(powers).to(dtype).double().numpy()
+        for at in places[:4] if short and len(places) > 8 else ():
+            row[at] = 0.0
+        if short and len(places) > 8:
+            total = row.sum()
+            unit = 2.0 ** (np.frexp(total)[1] - digits)
+            rest = (np.floor(total / unit) + 1.5) * unit - total
+            for at in places[:4]:
+                row[at] = np.floor(rest / (own := 2.0 ** (np.frexp(rest)[1] - digits))) * own if rest else 0.0
+                rest -= row[at]
+        row *= rng.choice([-1, 1, 1])
+    return torch.from_numpy(made).to(dtype).to(device)
 
 
 def _zeros(
@@ -1029,11 +1066,12 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
         drawn = []
         few = columns[torch.linspace(0, len(columns) - 1, min(len(columns), _COLUMNS)).round().long()]
         for i in range(-(-_SUMS * (6 if kind == "zeros" else 1) // len(few))):
-            if kind in ("zeros", "tiny"):
-                powers = torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=dtype, device=device)  # so products are as exact
+            if kind in ("one sign", "zeros", "tiny"):
+                signed = [0.5, 1.0, 1.0, 2.0] if kind == "one sign" else [-2.0, -1.0, 1.0, 2.0]
+                powers = torch.tensor(signed, dtype=dtype, device=device)  # so products are as exact
                 a = powers[torch.randint(4, (M, K), generator=generator(seed + i, device), device=device)]
                 w = torch.zeros_like(weight)
-                w[few] = _zeros(len(few), K, dtype, device, seed + i, dropped, kind) / a[0]
+                w[few] = _rows(kind, K, dtype, device, seed + i, dropped, len(few))[: len(few)] / a[0]
             else:
                 a, w = product_operands(kind, (M, K), (N, K), dtype, device, seed + i, weight_kind="bell")
                 a, w = _lengthened(a, seed + i), _lengthened(w, seed + i + 1) * weight_scale(K)
@@ -1057,7 +1095,12 @@ class ReductionOrder(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
-        expert; the values of attention; a sum over ranks."""
+        expert; the values of attention; a sum over ranks. Among all probes a sum and a softmax of the first width."""
+        if options.one_of_all:
+            for operator in _QUICK:
+                K, N = next(_sizes(operator, options))
+                yield _case(operator, K, N, dtypes(options, "reduction-order", ("float32",))[0], options)
+            return
         for operator in ("sum", "mean", *_ROOTS, "attention", *_PRODUCTS, "all_reduce"):
             for K, N in dict.fromkeys(_sizes(operator, options)):
                 for dtype in dtypes(options, "reduction-order", ("float32", "bfloat16")):

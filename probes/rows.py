@@ -129,7 +129,7 @@ class RowProbe(Probe):
                 for kind in self.numbers:
                     yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
             yield case("neighbour_values", mixed, 64, 64)
-            yield case("alignment", "bell", 33, 33)
+            yield case("alignment", best, 33, 33)
 
     def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
         """The widths, and whether the user or a model named them."""

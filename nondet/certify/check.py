@@ -3,16 +3,17 @@ words."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from nondet.certify.plan import Call, Question
+from nondet.certify.plan import Assignment, Call, Question
 from nondet.core.certificates import Certificates
 from nondet.core.compare import difference, error_against, identical
 from nondet.core.launch import listen
@@ -324,6 +325,82 @@ def ask(
     for name, book in books.items():
         _record(certificates, question, book)
         yield _row(question, name, book, anchor_error)
+
+
+_SAMPLED_S = 6.0  # that timing a few members takes at most, the last call aside
+_SAMPLED = 3  # questions of an operator's class that are timed, where there is time
+
+
+def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """About how many seconds each question will take, all its members together.
+
+    Of each operator's class a few questions are put to one member, with one kind of input: the middle one by its size
+    first, then the largest and the smallest. Any other is taken to cost what the timed one of the nearest size does.
+    On a GPU each member of each dtype compiles once, as long as the slowest of those did.
+    """
+    until = clock() + _SAMPLED_S
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place in sorted(range(len(planned)), key=lambda i: _work(planned[i].question)):
+        groups.setdefault((planned[place].question.operator, planned[place].question.cls), []).append(place)
+    timed: dict[int, _Cost] = {}
+    for turn in range(_SAMPLED):
+        for places in groups.values():
+            place = places[(len(places) // 2, -1, 0)[turn]]
+            if clock() < until and place not in timed:
+                timed[place] = _timed(planned[place], until, clock)
+
+    compiled: set[tuple[str, ...]] = set()
+    seconds = []
+    for item in planned:
+        question, own = item.question, _work(item.question)
+        group = [i for i in groups[question.operator, question.cls] if i in timed] or list(timed)
+        cost = timed[min(group, key=lambda i: abs(math.log(_work(planned[i].question) / own)))]
+        new = {(question.operator, question.cls, question.dtype, name) for name in item.members} - compiled
+        compiled |= new
+        first = max(timed[i].first for i in group) * len(new) if question.device == "cuda" else 0.0
+        seconds.append(len(question.kinds) * (cost.shared + len(item.members) * cost.each) + first)
+    return seconds
+
+
+class _Cost(NamedTuple):
+    """Seconds of inputs and the anchor's answer, and of one member's answers, each for one kind; of its first call."""
+
+    shared: float
+    each: float = 0.0
+    first: float = 0.0
+
+
+def _work(question: Question) -> float:
+    return math.prod(question.shape.values()) * sum(int(v) if isinstance(v, int) else 1 for v in question.values)
+
+
+def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
+    """What one member costs, and what all share. The first call of either may load what all others use: it is apart.
+
+    Where time is over, the answers that were not asked for are taken to cost what the others do.
+    """
+    question, began = item.question, clock()
+    member = next(iter(item.members.values()))
+    try:
+        inputs = question.prepare(question.kinds[0])
+        shared = clock() - began
+        question.answer(inputs, item.anchor, question.values[0])
+        began = clock()
+        question.expected(inputs, item.anchor)
+        shared += clock() - began
+        began = clock()
+        question.answer(inputs, member, question.values[0])
+        began, first, asked = clock(), clock() - began, 0
+        for value in (question.values[-1], *question.values[:-1]):  # the largest, the smallest, and those between
+            question.answer(inputs, member, value)
+            asked += 1
+            if asked > 1 and clock() > until:
+                break
+    except Exception:  # noqa: BLE001 - its rows will say why; what fails takes hardly any time
+        return _Cost(clock() - began)
+    each = (clock() - began) * len(question.values) / asked
+    again = 1 + 2 / (len(question.values) * len(question.kinds))  # two answers are asked for twice
+    return _Cost(shared, each * again, first)
 
 
 def _put(

@@ -14,8 +14,9 @@ from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, model_sizes, pick_device, source_of, user_sources
 
 if TYPE_CHECKING:
-    from nondet.certify.plan import Call, Question
+    from nondet.certify.plan import Assignment, Call, Question
 
+_WORTH_SAYING_S = 10.0
 _STEP = 256  # tokens of a step of vLLM's, where --m says no other
 
 
@@ -72,10 +73,11 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     impls, rivals = _functions(request.impl or [])
     output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
 
-    from nondet.certify.check import ask, row_key
+    from nondet.certify.check import ask, estimate
     from nondet.certify.plan import Wish
     from nondet.certify.plan import plan as plan_questions
     from nondet.core.certificates import certificates
+    from nondet.core.progress import in_words
 
     target = pick_device(request.device, request.threads)
     sizes = model_sizes(request.preset, request.model)
@@ -109,15 +111,27 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     described |= {name: getattr(request, name) for name in ("inputs", "full", "seed")} | user_sources(impls)
     described |= {"rivals": [*rivals.values()]} if rivals else {}
     total = sum(len(p.members) for p in planned)
-    with output.recording("certify", described, request.seed, total) as writer, sink.progress() as progress:
-        task = progress.add_task("certifying", total=total)
-        for item in planned:
-            left = {n: c for n, c in item.members.items() if row_key(item.question, n) not in writer.done}
-            progress.update(task, advance=len(item.members) - len(left), description=item.question.name)
-            for row in ask(item.question, left, item.anchor, kept, users) if left else ():
-                writer.write(row)
-                progress.update(task, advance=1)
+    with output.recording("certify", described, request.seed, total) as writer:
+        left = [replace(p, members=_left(p, writer.done)) for p in planned]
+        left = [p for p in left if p.members]
+        seconds = estimate(left)
+        if sum(seconds) > _WORTH_SAYING_S:
+            sink.say(f"nondet: {sum(len(p.members) for p in left):,} rows will take about {in_words(sum(seconds))}.")
+        with sink.progress() as progress:
+            task = progress.add_task("certifying", total=sum(seconds))
+            for item, each in zip(left, seconds, strict=True):
+                progress.update(task, description=f"{item.question.name}, seconds")
+                for row in ask(item.question, item.members, item.anchor, kept, users):
+                    writer.write(row)
+                    progress.update(task, advance=each / len(item.members))
     return output.present([f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})"])
+
+
+def _left(item: Assignment, done: set[tuple[str, ...]]) -> dict[str, Call]:
+    """The members that have no row yet."""
+    from nondet.certify.check import row_key
+
+    return {name: call for name, call in item.members.items() if row_key(item.question, name) not in done}
 
 
 def _functions(impls: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -114,6 +114,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
             dtypes=tuple(request.dtype) if request.dtype else None,
             inputs=tuple(request.inputs) if request.inputs else None,
             map=request.map or "", layers=sizes.layers if sizes else (), config=sizes.config if sizes else {},
+            one_of_all="all" in names,
         )  # fmt: skip
         if met is not None:
             options = met.options(options)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nondet.verdict.findings import Finding
-from tests.probes.toys import count
+from tests.probes.toys import STATE, count
 
 __all__ = ["faults", "sounds"]
 
@@ -103,14 +103,14 @@ def _cumsum(t: Tensors, order: int, **_: Any) -> torch.Tensor:
     return (torch.stack(before, 1)[..., None] + inside).flatten(1)[:, :width].to(t[0].dtype)
 
 
-def _attention(t: Tensors, order: int, scale: float | None = None) -> torch.Tensor:
+def _attention(t: Tensors, order: int, scale: float | None = None, causal: bool = True) -> torch.Tensor:
     q, k, v = t
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (k, v))
     scores = torch.stack([(q[..., i, None, :].double() * keys).sum(-1) for i in range(q.shape[2])], 2)
     position = torch.arange(q.shape[2]) + (k.shape[2] - q.shape[2])
     scores = scores.float() * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(torch.arange(k.shape[2]) > position[:, None], -torch.inf)
+    scores = scores.masked_fill((torch.arange(k.shape[2]) > position[:, None]) & causal, -torch.inf)
     _, grown = _exponentials(scores)
     out = [_total((grown[:, :, i, :, None] * values.float()).mT, order) for i in range(q.shape[2])]
     return (torch.stack(out, 2) / _total(grown, order)[..., None]).to(q.dtype)
@@ -141,7 +141,7 @@ def _effect(effect: str, t: Tensors, keywords: dict[str, Any]) -> tuple[Tensors,
     if what == "eps":
         return t, 0, {"eps": 0.0}
     if what == "unscaled":
-        return t, 0, {}
+        return t, 0, {name: value for name, value in keywords.items() if name != "scale"}
     at = int(place or 0)
     altered: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "drop": torch.zeros_like,
@@ -163,7 +163,10 @@ def _where(where: str, t: Tensors, keywords: dict[str, Any]) -> torch.Tensor:
         "any": lambda: every,
         "bias": lambda: every & (len(t) > 2),
         "stored": lambda: every & (t[1].stride(0) == 1),
+        "turned": lambda: every & (t[0].stride(0) == 1),
+        "fused": lambda: every & (t[1].storage_offset() > 0),
         "scale": lambda: every & ("scale" in keywords),
+        "full": lambda: every & (not keywords.get("causal", True)),
         "long": lambda: every & (t[1].shape[2] > 1024),
         "tiny": lambda: finite < 2.0**-8,
         "denormal": lambda: finite < 8 * torch.finfo(x.dtype).tiny,
@@ -184,7 +187,11 @@ def _when(when: str, t: Tensors) -> torch.Tensor:
         mine = of.bincount(minlength=int(of.max()) + 1)[of]
         return (mine >= a) & (mine <= b)
     place = torch.arange(M)
+    STATE["largest"] = max(M, STATE.get("largest", 0))
+    key = ("tuned", *(x.shape[1:] if i == 0 else x.shape for i, x in enumerate(t)))
     return {
+        "grown": lambda: every & (STATE["largest"] >= a),
+        "tuned": lambda: every & (STATE.setdefault(key, M) >= a),
         "always": lambda: every,
         "never": lambda: ~every,
         "m": lambda: every & (a <= M <= b),
@@ -234,6 +241,7 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
     place = f"place_{rng.randint(2, 5)}"
     wrong = rng.choice(["drop", "negate"])
     rules = [("order", "any", size), ("order", "any", moment), (f"{wrong}_0", "any", "always")]
+    rules += [("order", "any", f"grown_{rng.randint(130, 250)}")]
     if operator == "linear":
         bias = f"{rng.choice(['drop', 'negate', 'shift'])}_2"
         return [
@@ -241,7 +249,8 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
             (bias, "any", "always"),
             (bias, "any", _size(rng, 62)),
             ("order", "bias", _size(rng, 62)),
-            ("order", "stored", f"from_{rng.randint(2, 60)}"),
+            ("order", rng.choice(["stored", "turned", "fused"]), f"from_{rng.randint(2, 60)}"),
+            ("order", "any", f"tuned_{rng.randint(2, 200)}"),
             (f"{rng.choice(['drop', 'negate', 'shift'])}_1", rng.choice(["any", "stored"]), "always"),
             ("order", "any", place),
             ("order", "twin", "always"),
@@ -266,6 +275,7 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
             (f"{rng.choice(['drop', 'negate', 'shift'])}_{rng.choice([1, 2])}", "any", "always"),
             ("unscaled", "scale", "always"),
             ("order", "long", f"from_{rng.randint(2, 5)}"),
+            ("order", rng.choice(["full", "scale"]), f"from_{rng.randint(2, 5)}"),
             ("order", "twin", "always"),
         ]
     if operator in ("softmax", "log_softmax", "logsumexp"):
@@ -283,6 +293,8 @@ def _right(effect: str, where: str, when: str) -> tuple[frozenset[Finding], str]
         return frozenset({BATCH, *also}), "neighbour_values"
     if kind in ("first", "nth"):
         return frozenset({RUN, *also}), "history"
+    if kind in ("grown", "tuned"):
+        return frozenset({RUN, BATCH}), "history"
     shown = {"m": "batch_size", "from": "batch_size", "every": "batch_size", "share": "routing", "place": "position"}
     return (frozenset({WRONG}), "") if kind == "always" else (frozenset({BATCH, *also}), shown[kind])
 

@@ -72,9 +72,10 @@ def test_the_grammar_draws_others_for_another_seed() -> None:
     assert {effect.partition("_")[0] for _, effect, _, _ in words} == {
         *("order", "drop", "negate", "shift", "flush", "finite", "unmask", "eps", "unscaled")
     }
-    contexts = {"any", "bias", "stored", "scale", "long", "tiny", "denormal", "infinite", "masked", "twin"}
+    contexts = {"any", "bias", "stored", "turned", "fused", "scale", "full", "long", "tiny", "denormal"}
+    contexts |= {"infinite", "masked", "twin"}
     assert {where for _, _, where, _ in words} == contexts
-    moments = {"always", "m", "from", "every", "share", "place", "first", "nth"}
+    moments = {"always", "m", "from", "every", "share", "place", "first", "nth", "grown", "tuned"}
     assert {when.partition("_")[0] for *_, when in words} == moments
 
 

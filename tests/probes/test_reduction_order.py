@@ -1259,3 +1259,35 @@ def test_an_order_that_flushes_subnormal_numbers_is_proven_but_for_them(dtype: t
     assert ("such sums" in result.record()["arithmetic"]) == flushed
     (between,) = trees_of([asked, asked], [1, 2])["reduction_trees"]["between"]  # two that flush may differ in these
     assert ("not in the sums that were tested" in between) != flushed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_order_of_rows_without_a_negative_number_is_tested(dtype: torch.dtype) -> None:
+    """As after ReLU, of exponentials and squares, with zeros and without: sums and products that add them backwards."""
+    lanes_of = as_tree(in_chain(lanes(range(96), 8)), 96), as_tree(in_chain(lanes(range(95, -1, -1), 8)), 96)
+    forwards, backwards = (adder(tree) for tree in lanes_of)
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return torch.where((x >= 0).all(-1), backwards(x), forwards(x))
+
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return total(x[:1].float() * w.float()).to(x.dtype).expand(len(x), -1)
+
+    for asked in (
+        of_rows(total, 1, 96, dtype, "cpu", ("",)),
+        of_product(linear, 1, 96, 24, dtype, "cpu"),
+    ):
+        result = find(asked)
+        assert result.tree.digest == lanes_of[0].digest
+        assert result.proven is None
+        assert "one sign numbers" in result.failed_on
+        assert find(of_rows(forwards, 1, 96, dtype, "cpu", ("",))).proven is not None
+
+
+def test_what_a_proof_leaves_open_is_said() -> None:
+    """Of n sums without a miss: a share of rows below 3 / n would not be seen, in words and in the row."""
+    result = found(chain(40))
+    share = 100 * (1 - 0.05 ** (1 / result.checked))
+    assert f"the {result.checked} sums tested" in result.words
+    assert result.record()["hidden"] == f"another order for fewer than {share:.2g}% of such rows would not be seen"
+    assert 2.9 < share * result.checked / 100 < 3.0
