@@ -16,6 +16,7 @@ Errors are those of the first variant, compared with torch's autograd in float64
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -143,6 +144,12 @@ class Backward(Probe):
             return out
 
         return run
+
+    def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
+        """One block for all variants: to enter the first block takes longer than a variant does."""
+        from nondet.kernels.dispatch.block import batch_invariant
+
+        return batch_invariant(training=True) if impl == "invariant" else nullcontext()
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The same rows in batches of M; the same sequences in micro-batches; the same call again."""

@@ -15,7 +15,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,6 +142,10 @@ class Probe:
     def own(self, case: Case, impl: str) -> Operator:
         """What computes a case whose operator is a name of the probe's own; a probe may do without."""
         return _no_operator
+
+    def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
+        """What is entered around all variants of a case; a probe may do without."""
+        return nullcontext()
 
     def join(self, case: Case, parts: Any) -> torch.Tensor:
         """One tensor of what a variant gives, unseen by the profiler; as it is, where that is one."""

@@ -330,19 +330,22 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
             watch = Watch(operator, prepared.answers)
             operator = watch.call
         head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)
-    row = measure(
-        head,
-        list(job.probe.trials(case, inputs, operator)),
-        watch=watch,
-        join=partial(job.probe.join, case),
-        replay=registered and head.axis != Axis.RUN,
-        # what a probe computes by itself is thousands of elementwise launches, whose names explain nothing
-        profile=registered,
-        warm=job.device == "cuda" and bool(head.claims_invariance),
-        reference=prepared.reference,
-        extra=lambda results: job.probe.extra(case, inputs, results) | ({"judged_as": job.note} if job.note else {}),  # noqa: S610 - not Django's
-        started=started,
-    )
+    with job.probe.around(case, job.impl):
+        row = measure(
+            head,
+            list(job.probe.trials(case, inputs, operator)),
+            watch=watch,
+            join=partial(job.probe.join, case),
+            replay=registered and head.axis != Axis.RUN,
+            # what a probe computes by itself is thousands of elementwise launches, whose names explain nothing
+            profile=registered,
+            warm=job.device == "cuda" and bool(head.claims_invariance),
+            reference=prepared.reference,
+            extra=lambda results: (
+                job.probe.extra(case, inputs, results) | ({"judged_as": job.note} if job.note else {})
+            ),  # noqa: S610 - not Django's
+            started=started,
+        )
     changed = written_to(prepared.written, inputs)
     if changed:
         raise WrongResultError(f"it wrote to its input {', '.join(changed)}")
