@@ -315,6 +315,11 @@ def _prepare(job: Job, seed: int) -> _Prepared:
     return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
 
 
+def _extra(job: Job, inputs: Any, results: Any) -> dict[str, Any]:
+    """What the probe says of the results, and how the implementation is judged."""
+    return job.probe.extra(job.case, inputs, results) | ({"judged_as": job.note} if job.note else {})  # noqa: S610 - not Django's
+
+
 def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) -> Row:
     """One job: its implementation under its probe's variants."""
     case, head, inputs = job.case, job.head, prepared.inputs
@@ -341,9 +346,7 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
             profile=registered,
             warm=job.device == "cuda" and bool(head.claims_invariance),
             reference=prepared.reference,
-            extra=lambda results: (
-                job.probe.extra(case, inputs, results) | ({"judged_as": job.note} if job.note else {})
-            ),  # noqa: S610 - not Django's
+            extra=partial(_extra, job, inputs),
             started=started,
         )
     changed = written_to(prepared.written, inputs)
