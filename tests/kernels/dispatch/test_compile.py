@@ -100,7 +100,7 @@ def test_graphs_from_outside_are_not_run_inside() -> None:
     assert block.coverage().replaced["mm"] == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *at_length("inductor")])
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "rms_norm"])
 def test_what_was_compiled_outside_before_is_whole_inside(name: str, backend: str) -> None:
     """A trace remembers, process-wide, that an operator is taken apart: attention then was stock's, at risk."""
