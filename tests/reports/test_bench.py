@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.cells import cell_len
 from rich.console import Console
 
 from nondet.bench.summary import sections
@@ -52,21 +51,6 @@ def test_the_headline_is_the_speed_and_the_bits() -> None:
     assert re.fullmatch(r"batch-invariant-ops, speedup over the best stock: matmul 0\.\d\d", rival)
     assert "33 cells" in section.facts
     assert build([bench_of(cell(1, timed("stock", 1.0)))]).runs[0].headline == "1 cell timed, with nothing beside stock"
-
-
-def test_the_terminal_has_a_line_for_each_cell() -> None:
-    """Times, ratio, share of the limit and kernel on one line of 80 columns; limits and method are named."""
-    text = printed(bench_run())
-    for fact in (
-        "Limits, measured in this run: copy 4.2 TB/s (copy_ of 1024 MiB), peak bfloat16 740 TFLOP/s",
-        "Times are medians of 11 replays (cuda graph), implementations in turn, each replay over 4 rotating sets",
-        "invariant: one class of bits in 3 of 3 weight shapes.", "stock: one class of bits in 0 of 3 weight shapes.",
-        "cells below 0.9", "times the speed of the best stock in geometric mean over 33 cells (95%",
-    ):  # fmt: skip
-        assert fact in flat(text), fact
-    (line,) = [x for x in text.splitlines() if x.startswith("M=8192 K=8192 N=8192") and " invariant " in x]
-    assert re.search(r"1,\d{3} 1,\d{3}\s+0\.9\d\s+8\d% invariant\s+_matm", line), line
-    assert max(cell_len(x) for x in text.splitlines()) <= 80
 
 
 def test_noise_is_said() -> None:
