@@ -279,6 +279,7 @@ def background_text() -> list[str]:
 # Attention's key tiles begin to matter at 129 keys, and a tile or a split may be of 256 or 512: beside a short default
 # prompt one is cut to some 250 tokens, and one to more than 600, in characters, as a server's tokenizer is its own.
 _LONG_PROMPTS = (1_100, 2_900)
+RIDERS_EVERY = 40
 KEYS_LEAST = 512  # a test in which no request has more keys than this does not speak of long ones
 
 
@@ -313,8 +314,8 @@ def build_plan(
         prompt: Token ids of the request under study, where there is one.
         samplings: For each prompt, one a seed; () for greedy requests. Background requests draw likewise, each with a
             seed of its own.
-        riders: Further prompts, each twice in every full round: one computes its keys, one may find them cached. Their
-            subjects follow the others'; at a temperature their seeds take turns by round.
+        riders: Further prompts, each twice for every `RIDERS_EVERY` targets, in one round: one computes its keys, one
+            may find them cached. Their subjects follow the others'; at a temperature their seeds take turns by round.
         context: Positions that the model has: background requests are cut to fit.
         encode: Text to token ids, without special tokens.
         texts: What background prompts are cut from; None: Python's documentation.
@@ -333,8 +334,8 @@ def build_plan(
             tokens, drawn = subjects[subject]
             arrival = rng.randrange(load.spread)
             requests.append(Request(f"t{i:06d}", True, tokens, max_new_tokens, arrival, subject, drawn))
-        full = len(requests) == load.targets
-        for k, rider in itertools.product(range(2), range(len(riders) if full else 0)):
+        due = (first + len(requests)) // RIDERS_EVERY > first // RIDERS_EVERY
+        for k, rider in itertools.product(range(2), range(len(riders) if due else 0)):
             turn = index % len(samplings or (None,))
             subject, drawn = len(subjects) + rider * len(samplings or (None,)) + turn, (samplings or (None,))[turn]
             arrival = rng.randrange(load.spread)

@@ -16,7 +16,15 @@ from nondet.core.runfile import read_whole
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import parse_ranks
-from nondet.sampling.plan import DRAWN, build_plan, draws_itself, load_prompts, long_prompts, parse_load
+from nondet.sampling.plan import (
+    DRAWN,
+    RIDERS_EVERY,
+    build_plan,
+    draws_itself,
+    load_prompts,
+    long_prompts,
+    parse_load,
+)
 from nondet.services import endpoint as e
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
@@ -273,7 +281,7 @@ def planned(
     """The rounds in which the prompts are completed, and what a run's header says of them.
 
     Args:
-        riders: Prompts that ride along in full rounds: those that fit the context.
+        riders: Prompts that ride along, those that fit the context, where there are targets enough.
 
     Raises:
         UserError: a prompt without tokens, or that does not fit the context with its completion; of a file, its place
@@ -292,7 +300,7 @@ def planned(
             raise (UserError(f"{place}: {error.what}", error.hint) if place else error) from None
     context = loaded.context or 2**31
     fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
-    if n * len(texts) * max(1, len(samplings)) < 2 * load.targets:
+    if n * len(texts) * max(1, len(samplings)) < 2 * RIDERS_EVERY:
         fit = {}  # in a round alone there would be nothing to compare
     plan = build_plan(
         load, n=n, seed=seed, prompts=tokens, samplings=samplings, max_new_tokens=length, context=context,

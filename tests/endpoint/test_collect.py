@@ -84,7 +84,7 @@ class Tired(Honest):
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.method == "POST" and len(self.requests) >= self.left:
-            self.refused += 1  # an error is an answer, and still no completion
+            self.refused += request.json()["max_tokens"] > 1  # an error is an answer, but to whether it is alive
             actions = BEHAVIOURS["broken" if self.refused == 15 else "busy-for-ever"].actions
             return await act(actions, writer)  # type: ignore[arg-type] # they ask nothing
         return await super()._answer(request, writer)

@@ -74,9 +74,9 @@ def test_a_prompt_that_somebody_chose_is_asked_alone_and_its_keys_are_said(run: 
     assert lengths[1] == len(long_prompts()[0])
 
 
-def test_long_prompts_ride_in_full_rounds_alone() -> None:
-    """Twice each, one after the other's subjects; the rest of the plan is as it was without them."""
-    load = parse_load("others=3,targets=5,prompt=4-8,tokens=4-8")
+def test_long_prompts_ride_with_every_forty_others() -> None:
+    """Twice each in one round, however small rounds are; their subjects follow."""
+    load = parse_load("others=3,targets=16,prompt=4-8,tokens=4-8")
     given: dict[str, Any] = {
         "seed": 1,
         "prompt": (1, 2),
@@ -84,9 +84,10 @@ def test_long_prompts_ride_in_full_rounds_alone() -> None:
         "context": 99,
         "encode": lambda t: [7] * 9,
     }
-    plan = build_plan(load, n=12, texts=["x" * 999], riders=[(3,) * 40, (4,) * 50], **given)
+    plan = build_plan(load, n=90, texts=["x" * 999], riders=[(3,) * 40, (4,) * 50], **given)
     counts = [Counter((r.subject, len(r.prompt)) for r in requests if r.target) for requests in plan.rounds]
-    assert counts == [{(0, 2): 5, (1, 40): 2, (2, 50): 2}] * 2 + [{(0, 2): 2}]
+    with_them = {(0, 2): 16, (1, 40): 2, (2, 50): 2}
+    assert counts == [{(0, 2): 16}, {(0, 2): 16}, with_them, {(0, 2): 16}, with_them, {(0, 2): 10}]
     ids = [r.id for requests in plan.rounds for r in requests]
     assert len(ids) == len(set(ids))
     assert all(keys > least for keys, least in zip(map(len, long_prompts()), (1_000, 2_800), strict=True))
