@@ -269,10 +269,10 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             max(least, times * path.stat().st_size)
             for least, times in ((_UNPACKED_LEAST, _UNPACKED_TIMES), (_NESTED_LEAST, _NESTED_TIMES))
         )
-        if path.suffix == ".xz":  # an .xz ends so, but for zeros; what else stands there `lzma` leaves out in silence
+        if path.suffix == ".xz":  # what stands behind its end `lzma` leaves out in silence
             with path.open("rb") as stream:
-                stream.seek(max(0, path.stat().st_size - 4096))
-                if not stream.read().rstrip(b"\0").endswith(b"YZ"):
+                stream.seek(max(0, path.stat().st_size - 2))
+                if stream.read() != b"YZ":
                     raise lzma.LZMAError("its end is none of an .xz")
         with PACKED[path.suffix](path) if path.suffix in PACKED else path.open("rb") as stream:
             while line := stream.readline(LINE_MOST + 1):
