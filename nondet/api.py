@@ -375,22 +375,13 @@ def check_operator(
 def batch_invariant(families: Iterable[str] | None = None, *, training: bool = False) -> Invariance:
     """Within `with nondet.batch_invariant():` the bits of each request no longer depend on the others in its batch.
 
-    Torch's operators (products, attention, norms, softmax, ...) and transformers' functions compute by kernels whose
-    order of addition is one for all batch sizes, in all threads; afterwards by torch's own again. What it has no kernel
-    for stays torch's and is counted: `print(block.coverage())`, or show the block in a notebook.
-
-        with nondet.batch_invariant() as block:
-            model.generate(**inputs)
+    Torch's operators and transformers' functions compute by kernels with one order of addition for all batch sizes, in
+    all threads; what has no such kernel stays torch's and is counted: `print(block.coverage())`, or show the block in
+    a notebook. `nondet.kernels.dispatch.block.batch_invariant` has the fine print.
 
     Args:
         families: "matmul", "attention", "norm", ... (`nondet list`); None: all.
         training: Attention and norms also keep their bits where a gradient is asked for.
-
-    Returns:
-        The block, which shows what it covers; `nondet.kernels.dispatch.block.batch_invariant` has the fine print.
-
-    Raises:
-        UnknownNameError: no such family.
     """
     began = time.perf_counter()
     from nondet.kernels.dispatch.block import batch_invariant as made

@@ -168,12 +168,14 @@ class Subject:
         """
         self._cut(self.inputs(self.kept), self.inputs(self.largest), 0)
         starts = [min(start, self.largest - self.kept) for start in range(0, self.largest, self.kept)]
-        return starts[:: -(-len(starts) // _EACH_MOST)] if len(starts) > _EACH_MOST else starts
+        many = min(len(starts), _EACH_MOST)
+        return [starts[i * (len(starts) - 1) // (many - 1)] for i in range(many)]  # the first and the last among them
 
-    def window(self, start: int) -> torch.Tensor:
-        """What `fn` gives for the requests from `start`, as many as the smallest batch has, without the others."""
-        inputs = self._cut(self.inputs(self.kept), self.inputs(self.largest), start)
-        return self._kept(_called(self._fn, inputs), self.kept)
+    def apart(self, starts: Sequence[int]) -> torch.Tensor:
+        """What `fn` gives for the requests from each start, as many as the smallest batch has, without the others."""
+        small, large = self.inputs(self.kept), self.inputs(self.largest)
+        cut = (self._cut(small, large, start) for start in starts)
+        return torch.cat([self._kept(_called(self._fn, inputs), self.kept) for inputs in cut])
 
     def among(self, starts: Sequence[int]) -> torch.Tensor:
         """The same requests' parts of what it gives for the largest batch."""
@@ -182,8 +184,7 @@ class Subject:
         return torch.cat([result[start * each : (start + self.kept) * each] for start in starts])
 
     def _cut(self, small: Any, large: Any, start: int) -> Any:
-        """Those requests' part of the largest batch's inputs: of tensors as long as the batch their rows,
-        and what is the same in the smallest batch belongs to all."""
+        """The part of the inputs that is those requests': rows of tensors as long as the batch, and what is shared."""
         if isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor):
             if small.shape == large.shape:
                 return large
@@ -195,11 +196,9 @@ class Subject:
         if isinstance(small, tuple | list) and type(small) is type(large) and len(small) == len(large):
             parts = [self._cut(x, y, start) for x, y in zip(small, large, strict=True)]
             return parts if isinstance(large, list) else tuple(parts)
-        if small is large:
+        if small is large or (isinstance(large, str | int | float) and type(small) is type(large) and small == large):
             return large
-        if type(small) is not type(large) or not isinstance(large, str | int | float | bool | None) or small != large:
-            raise ValueError("an input that is no tensor is another in each batch")
-        return large
+        raise ValueError("an input that is no tensor is another in each batch")
 
     def _kept(self, result: Any, value: Value, *, whole: bool = False) -> torch.Tensor:
         if self._select is not None:
@@ -440,10 +439,7 @@ def _each(head: Row, subject: Subject, first: Row) -> tuple[list[Row], str]:
     many = min(subject.largest, len(starts) * subject.kept)
     case = f"{many} of {subject.largest} requests, each in batches of {sizes[0]} and {sizes[1]}"
     head = msgspec.structs.replace(head, case=case, device=subject.device)
-    trials = [
-        Trial(sizes[0], lambda: torch.cat(list(map(subject.window, starts)))),
-        Trial(sizes[1], lambda: subject.among(starts)),
-    ]
+    trials = [Trial(sizes[0], partial(subject.apart, starts)), Trial(sizes[1], partial(subject.among, starts))]
     with kept_warnings() as caught:
         try:
             return [measure(head, trials, warm=subject.device == "cuda", started=started)], ""

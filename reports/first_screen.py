@@ -63,6 +63,8 @@ _SERVER = (
     "--allow-plain-http", "--insecure", "--no-stream", "--max-tokens", "--temperature", "--top-k", "--top-p", "--seeds",
 )  # fmt: skip
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *_MACHINE)
+_RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
+       "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *_MACHINE)  # fmt: skip
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of a model and a prompt
 # Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
 _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
@@ -594,7 +596,6 @@ def _of_training(report: Report, told: Training) -> FirstScreen:
     section = report.runs[0]
     faults = [v for r in report.runs for v in r.verdicts if v.is_fault]
     pill = Pill.SIDES if faults else Pill.NONE if all(r.run.complete for r in report.runs) else Pill.SO_FAR
-    typed = figures.typed_words(section.run.header)[1:] if figures.typed_words(section.run.header)[:1] == ["rl"] else []
     seeds = {c.seed for c in told.courses}
     if not {"stock", "invariant"} <= {c.impl for c in told.courses}:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
@@ -604,20 +605,10 @@ def _of_training(report: Report, told: Training) -> FirstScreen:
         more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
     picture = Figure("training", told.figure, "fig-answer", PLOTS) if told.figure else None
     machines = _machines(report)
-    command = shlex.join(["nondet", "rl", *_without(typed, more[0], "--out", "-o", "--report", "--force"), *more])
+    typed = figures.own_options(section.run.header, [name for name in _RL if name != more[0]])
+    command = shlex.join(["nondet", "rl", *typed, *more])
     answer, affected = one_line(section.headline, 900), "yes" if faults else "none observed"
     return FirstScreen(affected, pill, answer, machines, (), command, why, picture)
-
-
-def _without(typed: Sequence[str], *names: str) -> list[str]:
-    """A command's words without these options and their values."""
-    kept, words = [], iter(typed)
-    for word in words:
-        if word.partition("=")[0] not in names:
-            kept.append(word)
-        elif "=" not in word and word != "--force":
-            next(words, "")
-    return kept
 
 
 def _affected(report: Report) -> tuple[str, Pill, str]:
@@ -789,12 +780,6 @@ class _Ended:
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
         return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
 
-    @property
-    def gated(self) -> list[str]:
-        """The implementation that a gate of this run is of, where it holds several."""
-        impls = {c.impl for c in self.run.run.completions}
-        return ["--impl", "stock"] if len(impls) > 1 and "stock" in impls else []
-
     def typed(self, names: Collection[str]) -> list[str]:
         """Of these options those of the first run."""
         return figures.own_options(self.run.run.header, names)
@@ -908,7 +893,7 @@ _NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]]
     (
         lambda e: stock_summaries(e.report) and e.command == "sample",
         lambda e: (
-            shlex.join(["nondet", "gate", one_line(e.run.run.source, 200), *e.gated]),
+            shlex.join(["nondet", "gate", e.run.run.source, "--impl", stock_summaries(e.report)[0][2].impl]),
             "passes or fails this run in CI, and says how rare a divergence it would have shown",
         ),
     ),

@@ -197,7 +197,7 @@ def tried(rows: Sequence[Row], found: Sequence[Finding]) -> Iterator[str]:
     """What a clean verdict rests on, in counts: chosen sizes and inputs are no sample, so no rate follows from them."""
     clean = [one.elements for one in found if one.questions and not one.left]
     asked = len({(row.case, row.dtype) for row in rows})
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row.extra.get("inputs", [])))
+    kinds = dict.fromkeys(str(kind) for row in rows for kind in row.extra.get("inputs", []))
     text = f"\nTried: {asked} shapes and layouts, each over batches (attention: ways to cut a prompt), on inputs "
     text += f"{', '.join(kinds)}."
     if clean:

@@ -1036,7 +1036,11 @@ def _row(row: Row) -> None:
             _count(f"{name}.max_ulp", error.max_ulp, most=_ULP_MOST)
     _tree("extra", row.extra)
     if row.probe == "certify":
-        msgspec.convert(row.extra, _Certified)  # a ValueError, which names the entry
+        for name in ("left_at", "unanswered_at", "inputs"):
+            _need(isinstance(row.extra.get(name, []), list), f"extra.{name}", "is no list")
+        first = row.extra.get("first", {"at": 1, "element": [], "inputs": "", "max_ulp": 0})
+        known = isinstance(first, dict) and {"at", "element", "inputs"} <= first.keys()
+        _need(known and isinstance(first.get("max_ulp"), int), "extra.first", "is not where a difference was first")
     for name in _COUNTED & row.extra.keys():
         value = row.extra[name]
         _need(isinstance(value, int | float) and value >= 0, f"extra.{name}", f"{str(value)[:40]!r} is no figure")
@@ -1112,22 +1116,6 @@ def _culprit(culprit: Culprit) -> None:
 def _mismatch_place(place: MismatchPlace) -> None:
     _tree("mismatch-place", msgspec.to_builtins(place))
     _need(len(place.rows) in (0, 2), "rows", f"{len(place.rows)} numbers, not one for either side")
-
-
-class _First(msgspec.Struct):
-    at: Value
-    element: list[Count] | None
-    inputs: str
-    max_ulp: Count
-
-
-class _Certified(msgspec.Struct):
-    """What is read of a certified row's extra entries."""
-
-    left_at: list[Value] = []
-    unanswered_at: list[Value] = []
-    inputs: list[str] = []
-    first: _First | None = None
 
 
 def _mismatch_rollout(r: MismatchRollout) -> None:

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from io import BufferedIOBase, BufferedReader, RawIOBase
+from io import BufferedIOBase
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -53,45 +53,7 @@ _UNPACKED_LEAST, _UNPACKED_TIMES = 256 * 2**20, 200
 # line no more than the first. Runs that were kept have 2 a byte packed; a round of 100,000 requests takes 600,000.
 _NESTED_LEAST, _NESTED_TIMES = 2**21, 16
 _LINK = "Name the file itself, or remove the link."
-
-
-class _Xz(RawIOBase):
-    """An .xz file unpacked: what stands behind its last stream is an error, where `lzma` leaves it out in silence."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._stream = path.open("rb"), lzma.LZMADecompressor()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """As `RawIOBase`."""
-        while True:
-            if self._stream.eof:  # padding of zeros may follow, and another stream
-                data = (self._stream.unused_data or self._file.read(2**16)).lstrip(b"\0")
-                if data:
-                    self._stream = lzma.LZMADecompressor()
-                elif not self._file.peek(1):
-                    return 0
-            else:
-                data = self._file.read(2**16) if self._stream.needs_input else b""
-                if self._stream.needs_input and not data:
-                    raise EOFError("it is cut off")
-            out = self._stream.decompress(data, len(buffer)) if data or not self._stream.eof else b""
-            if out:
-                buffer[: len(out)] = out
-                return len(out)
-
-    def close(self) -> None:
-        """As `RawIOBase`."""
-        self._file.close()
-        super().close()
-
-
-PACKED: dict[str, Callable[[Path], BufferedIOBase]] = {
-    ".gz": gzip.GzipFile,
-    ".xz": lambda path: BufferedReader(_Xz(path)),
-}
+PACKED: dict[str, Callable[[Path], BufferedIOBase]] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
 # A file system without locks (some network ones) says one of these: the exclusive create must do there.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
@@ -123,13 +85,10 @@ def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite
 
 
 def check_outputs(options: Mapping[str, Any]) -> None:
-    """Refuse a file to write that the same command reads, or writes twice: --force would destroy it.
+    """Refuse, as a `UserError`, a file to write that the same command reads, or writes twice: --force would destroy it.
 
-    Args:
-        options: A command's options by name: those of `_OUTPUTS` are written, every other that names a file is read.
-
-    Raises:
-        UserError: as said, by whatever names the two go; the files beside a run, of traces, count as well.
+    Of a command's options those of `_OUTPUTS` are written; every other that names a file is read. Traces beside a run
+    count as well.
     """
     written, read = [], []
     for name, value in options.items():
@@ -310,6 +269,11 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             max(least, times * path.stat().st_size)
             for least, times in ((_UNPACKED_LEAST, _UNPACKED_TIMES), (_NESTED_LEAST, _NESTED_TIMES))
         )
+        if path.suffix == ".xz":  # what stands behind its end `lzma` leaves out in silence
+            with path.open("rb") as stream:
+                stream.seek(max(0, path.stat().st_size - 2))
+                if stream.read() != b"YZ":
+                    raise lzma.LZMAError("its end is none of an .xz")
         with PACKED[path.suffix](path) if path.suffix in PACKED else path.open("rb") as stream:
             while line := stream.readline(LINE_MOST + 1):
                 number, read = number + 1, read + len(line)

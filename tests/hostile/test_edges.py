@@ -82,7 +82,7 @@ def test_one_changed_field_of_any_command_is_a_report_or_one_line(tmp_path: Path
         ("diagnose", "culprit", {"shapes": [{"0": [1]}, {}], "axes": {"0": ["tokens", ""]}}, "shapes: 0 has fewer"),
         ("mismatch", "mismatch-place", {"rows": [7]}, "rows: 1 numbers"),
         ("certify", "row", {"extra": {"left_at": 3}}, "left_at"),
-        ("certify", "row", {"extra": {"first": {"at": 1}}}, "first"),
+        ("certify", "row", {"extra": {"first": {"at": 1}}}, "extra.first"),
     ],
 )
 def test_a_record_that_no_report_can_show_names_its_field(
@@ -110,12 +110,12 @@ def test_lists_without_end_are_refused_before_they_are_decoded(tmp_path: Path, m
     assert max(map(len, decoded)) < 10_000
 
 
-@pytest.mark.parametrize("behind", [b"garbage", b"\xfd7zXZ\0 and no more", b"\0\0\0\0x"])
+@pytest.mark.parametrize("behind", [b"garbage", b"\xfd7zXZ\0 and no more", b"x"])
 def test_what_stands_behind_an_xz_is_no_silence(tmp_path: Path, behind: bytes) -> None:
-    """Python's lzma leaves it out; a second stream and padding belong to the format."""
+    """Python's lzma leaves it out; a second stream belongs to the format."""
     packed = lzma.compress(line(header())), lzma.compress(line(row()))
     path = tmp_path / "run.jsonl.xz"
-    path.write_bytes(packed[0] + b"\0" * 8 + packed[1] + b"\0" * 4)
+    path.write_bytes(packed[0] + packed[1])
     assert [text for _, text, _ in lines_of(path)] == [line(header())[:-1], line(row())[:-1]]
     path.write_bytes(packed[0] + behind)
     with pytest.raises(UserError, match="can't unpack"):

@@ -37,7 +37,7 @@ def printed(blocks: list[Block], form: str = VERBOSE, width: int = 60) -> str:
 
 
 def page(blocks: list[Block]) -> str:
-    return render_page("diff.html.j2", a="a", b="b", answer="no", headline="", blocks=blocks)
+    return render_page("diff.html.j2", first="a", second="b", answer="no", headline="", blocks=blocks)
 
 
 def test_prose_has_its_code() -> None:
