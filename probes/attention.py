@@ -96,7 +96,7 @@ _HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _REQUESTS = 2  # in each call of a prefill, a chunk, a cached prompt
 _DENSE = 16  # every number of requests up to here is asked
-_LONG = (257, 300, 511, 599)
+_LONG = (256, 257, 280, 299)
 _SCALE = 0.25  # of the scores, where a model gives one of its own
 _JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request in the batch
 
@@ -111,7 +111,8 @@ class Attention(Probe):
         """The heads of `options.config` if it names any; --m, --k and --n are not attention's and are not looked at."""
         sizes, config = _SIZES[options.device], options.config
         heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if "heads" in config else sizes.heads
-        for dtype in dtypes(options, "attention", sizes.dtypes):
+        asked = dtypes(options, "attention", sizes.dtypes)
+        for dtype in asked:
             plain = _Maker(options, dtype, heads)
             if options.met:
                 yield plain.packed(options)
@@ -123,7 +124,8 @@ class Attention(Probe):
                 yield _Maker(options, dtype, each).case(name, "neighbour_length", 300, "order")
             yield from _drawn(options, plain, chosen="heads" in config)
             yield from _ungrouped(options, plain)
-            yield from _forms(options, plain, chosen="heads" in config)
+            if dtype == asked[0] or options.full:
+                yield from _forms(options, plain, chosen="heads" in config)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
@@ -333,7 +335,7 @@ def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     """An encoder's attention, a scale of the model's own, long prompts, and other numbers of key heads."""
     few = (1, 2, 3, 5)
     yield plain.case(
-        "requests of 80 tokens in batches of B, not causal", "batch_size", 80, "order", values=few, causal=False
+        "requests of 40 tokens in batches of B, not causal", "batch_size", 40, "order", values=few, causal=False
     )
     name = f"decode of 5 requests in batches of B, 160 keys, scale={_SCALE}"
     yield plain.case(name, "batch_size", 160, "order", values=few, scale=_SCALE)

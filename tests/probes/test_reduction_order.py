@@ -50,6 +50,11 @@ from nondet.reports.text import sizes
 Node = int | tuple["Node", "Node"]
 
 
+def at_length(values: Sequence[Any], few: int = 1) -> list[Any]:
+    """The first few in each run; the others are nightly."""
+    return [*values[:few], *(pytest.param(value, marks=pytest.mark.nightly) for value in values[few:])]
+
+
 def in_chain(parts: Sequence[Node]) -> Node:
     total, *rest = parts
     for part in rest:
@@ -149,7 +154,7 @@ PLANTED: dict[str, tuple[Node, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", at_length([*PLANTED], 8))
 def test_a_planted_order_is_found_proven_and_named(name: str) -> None:
     root, said = PLANTED[name]
     tree = as_tree(
@@ -162,7 +167,7 @@ def test_a_planted_order_is_found_proven_and_named(name: str) -> None:
     assert result.proven.words == "in float32"
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", at_length(range(25), 2))
 def test_an_order_drawn_from_a_grammar_is_found_and_proven(seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311 - an order, nothing secret
     leaves = rng.randint(4, 150)
@@ -204,7 +209,7 @@ def fused_by(tree: Tree) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     return linear
 
 
-@pytest.mark.parametrize("time", range(8))
+@pytest.mark.parametrize("time", at_length(range(8)))
 @pytest.mark.parametrize("how", ["plain", "fused", "float64", "a dropped tail"])
 def test_an_order_that_nobody_has_seen_is_found_and_proven(how: str, time: int) -> None:
     """Another seed in each run. NONDET_ORDER_SEED=N repeats one that failed."""
@@ -238,7 +243,7 @@ def _with_leaves(tree: Tree, leaves: int) -> Tree:
     return Tree(leaves, tuple(tuple(c + more if c >= tree.leaves else c for c in node) for node in tree.nodes))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", at_length(range(30)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tree_that_is_wrong_in_two_leaves_is_not_proven(seed: int, dtype: torch.dtype) -> None:
     """The proof's own test: what it predicts with has to be the very order."""
@@ -282,7 +287,7 @@ def promoted(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", at_length(range(6)))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_three_short_numbers_show_their_order(seed: int, dtype: torch.dtype) -> None:
     """Added in float64, of which float16's masks tell nothing: no tree that is proven may be another, or of float32."""
@@ -360,7 +365,7 @@ def test_products_in_float64_are_told_from_fused_ones(fused: bool) -> None:
     assert result.proven.fused == fused
 
 
-@pytest.mark.parametrize("seed", [0, 3, 4, 6])
+@pytest.mark.parametrize("seed", at_length([0, 3, 4, 6]))
 def test_a_tail_dropped_from_short_rows_is_proven(seed: int) -> None:
     """Numbers and their negatives stand where something is added: else no sum is small, and none shows an order."""
     rng = random.Random(seed)  # noqa: S311 - an order, nothing secret
@@ -771,7 +776,7 @@ def ranks_in(*orders: Tree, dtype: torch.dtype, edges: Sequence[int]) -> Callabl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("K", [3, 4, 8])
+@pytest.mark.parametrize("K", at_length([3, 4, 8]))
 def test_pieces_of_a_message_have_their_borders_and_orders(K: int, dtype: torch.dtype) -> None:
     """A single number among them, and rings that begin at ranks drawn at random, and a tree."""
     rng = random.Random(K)  # noqa: S311 - an order
@@ -826,7 +831,7 @@ def norm_by(tree: Tree) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     return rms_norm
 
 
-@pytest.mark.parametrize("time", range(6))
+@pytest.mark.parametrize("time", at_length(range(6)))
 @pytest.mark.parametrize("operator", ["softmax", "rms_norm"])
 def test_an_order_of_positive_terms_that_nobody_has_seen_is_found_and_proven(operator: str, time: int) -> None:
     """Nothing cancels there: what is lost beside a huge term tells the tree."""
@@ -954,7 +959,9 @@ def norm_by_lanes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (x.float() / torch.sqrt(squares / K + 1e-6) * weight.float()).to(x.dtype)
 
 
-@pytest.mark.parametrize(("K", "dtype"), [(6, torch.bfloat16), (1000, torch.bfloat16), (40, torch.float16)])
+@pytest.mark.parametrize(
+    ("K", "dtype"), at_length([(6, torch.bfloat16), (40, torch.float16), (1000, torch.bfloat16)], 2)
+)
 def test_squares_of_short_rows_show_their_order_midway_between_two_numbers(K: int, dtype: torch.dtype) -> None:
     """Before, 30,000 rows of 1,000 showed too little; of fewer than 10 no elements between were predicted, and in
     float16 no negative zeros."""
@@ -1025,7 +1032,7 @@ def test_the_exponentials_of_attention_have_a_tree_of_their_own(impl: str) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("K", [64, 1000])
+@pytest.mark.parametrize("K", at_length([64, 1000]))
 def test_torch_s_sum_on_this_machine_is_proven(dtype: torch.dtype, K: int) -> None:
     """Whatever the order is here: it must predict every bit."""
     for M in (1, 5):
@@ -1034,7 +1041,8 @@ def test_torch_s_sum_on_this_machine_is_proven(dtype: torch.dtype, K: int) -> No
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="only interpreted kernels take tensors of the CPU")
-@pytest.mark.parametrize("operator", ["sum", "softmax", "rms_norm", "attention", "weights"])
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", at_length(["sum", "softmax", "rms_norm", "attention", "weights"]))
 def test_the_orders_of_kernels_for_gpus_are_proven_under_the_interpreter(operator: str) -> None:
     """Class "lanes" as it is written down; of attention whatever the interpreter's products add, and eight lanes."""
     pytest.importorskip("triton")
@@ -1068,7 +1076,7 @@ def test_no_two_trees_share_their_words() -> None:
     """Orders drawn at random, and each with two elements exchanged: what words leave out, a digest tells."""
     rng = random.Random(25)  # noqa: S311 - an order, nothing secret
     seen: dict[tuple[int, str], str] = {}
-    for time in range(1500):
+    for time in range(300):
         leaves = rng.choice([4, 5, 6, 8, 12, 16, 32])
         root = drawn(rng, list(range(leaves))) if time % 2 else in_pairs(lanes(rng.sample(range(leaves), leaves), 4))
         tree = as_tree(root, leaves)
@@ -1261,7 +1269,7 @@ def test_an_order_that_flushes_subnormal_numbers_is_proven_but_for_them(dtype: t
     assert ("not in the sums that were tested" in between) != flushed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", at_length([torch.bfloat16, torch.float32, torch.float16], 2))
 def test_an_order_of_rows_without_a_negative_number_is_tested(dtype: torch.dtype) -> None:
     """As after ReLU, of exponentials and squares, with zeros and without: sums and products that add them backwards."""
     lanes_of = as_tree(in_chain(lanes(range(96), 8)), 96), as_tree(in_chain(lanes(range(95, -1, -1), 8)), 96)
