@@ -82,6 +82,7 @@ def test_inductor_calls_the_replacements() -> None:
     torch.testing.assert_close(alone, plain[:1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_graphs_from_outside_are_not_run_inside() -> None:
     """A graph compiled before the block is compiled anew in it, and once more after it: neither runs in the other."""
 
