@@ -182,24 +182,11 @@ def fit(
     by_logits = [_grids(seen, found), _formulas(seen, found), _fitted(seen, found, "temperature", "", None)]
     by_logits += [_fitted(seen, found, cut, cut, seen.base.heat) for cut in ("top-k", "top-p")]
     explained = before <= ABOVE * floor
-    for kind in chain(*by_logits, _by_forwards(model, wide, older, seen, plain, found)):
+    for kind in chain(*by_logits, _forwards(model, wide, older, seen, plain, found)):
         explained |= kind.exactly >= CERTAIN or kind.left <= ABOVE * kind.floor
         yield kind
     for cut in () if explained else ("top-k", "top-p"):  # two values are fitted where one explains nothing
         yield from _fitted(seen, found, f"temperature and {cut}", cut, None)
-
-
-def _by_forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found: _Found) -> Iterator[MismatchKind]:
-    for layer, cause, fitted, other, base in _forwards(model, wide, older, seen, plain):
-        known = np.isfinite(other)
-        if known.mean() < 0.5:
-            continue
-        change = (other.astype(np.float64) - base)[known]
-        for side, sign in _SIDES.items():
-            given = seen.given(side)[known]
-            gained = float((_same(given, other[known]) - _same(given, seen.own[known])).mean())
-            left, k3 = _k3(seen.distance[known] - sign * change), _k3(seen.distance[known])
-            yield found(layer, cause, side, fitted, left, exactly=max(0.0, gained), k3=k3)
 
 
 def _seen(
@@ -343,11 +330,17 @@ def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] =
     return next((short for n in digits if cost(short := round(value, n)) <= most), value)
 
 
-_Forward = tuple[str, str, str, Logprobs, Logprobs]
+def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found: _Found) -> Iterator[MismatchKind]:
+    """What takes another forward: on each side what is left of d without what the forward changes."""
 
-
-def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec) -> Iterator[_Forward]:
-    """(layer, cause, what of it, the logprobs under it, and those without it)."""
+    def sides(layer: str, cause: str, fitted: str, other: Logprobs, base: Logprobs) -> Iterator[MismatchKind]:
+        known = np.isfinite(other)
+        change = (other.astype(np.float64) - base)[known]
+        for side, sign in _SIDES.items() if known.mean() >= 0.5 else ():
+            given, d = seen.given(side)[known], seen.distance[known]
+            gained = float((_same(given, other[known]) - _same(given, seen.own[known])).mean())
+            figures = {"exactly": max(0.0, gained), "k3": _k3(d)}
+            yield found(layer, cause, side, fitted, _k3(d - sign * change), **figures)
 
     def exact(fault: Fault | None = None, spec: Spec = _PLAIN, padded: Sequence[int] = ()) -> Logprobs:
         return score(wide, seen.rollouts, spec, fault, padded=padded, formula=seen.base.formula)
@@ -356,36 +349,36 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec) -> It
         return score(of, seen.rollouts, spec, padded=seen.padded, formula=seen.base.formula)
 
     for name in ("gap", "restart", "double"):
-        yield "semantic", "positions", name, exact(Fault(positions=name)), seen.exact
+        yield from sides("semantic", "positions", name, exact(Fault(positions=name)), seen.exact)
     if plain.padding != "packed":
         unmasked = exact(Fault(mask=False), replace(plain, padding="left"), seen.padded)
-        yield "semantic", "padding mask", "padding on the left is attended to", unmasked, seen.exact
+        yield from sides("semantic", "padding mask", "padding on the left is attended to", unmasked, seen.exact)
     for name, fault in {
         "its first token is missing": Fault(front=1), "its first 2 tokens are missing": Fault(front=2),
         "its first token is there twice": Fault(front=-1), "its last token is missing": Fault(back=1),
         "its last 2 tokens are missing": Fault(back=2),
     }.items():  # fmt: skip
-        yield "semantic", "template", name, exact(fault), seen.exact
-    for scale in ("row", "tensor", "block"):
+        yield from sides("semantic", "template", name, exact(fault), seen.exact)
+    for scale in ("row", "tensor", "block", ""):  # and its own come back
         with torch.no_grad():
             for weight, own in zip(wide.parameters(), model.parameters(), strict=True):
-                weight.copy_(own if (less := rounded_to_fp8("", own, scale)) is None else less)
-        yield "weights", "fp8 weights", f"a scale a {scale}", exact(), seen.exact
-    with torch.no_grad():  # its own come back
-        for weight, own in zip(wide.parameters(), model.parameters(), strict=True):
-            weight.copy_(own)
+                less = rounded_to_fp8("", own, scale) if scale else None
+                weight.copy_(own if less is None else less)
+        if scale:
+            yield from sides("weights", "fp8 weights", f"a scale a {scale}", exact(), seen.exact)
     own_format = str(next(model.parameters()).dtype).removeprefix("torch.")
     if own_format in ("bfloat16", "float16"):
         mixed = rounded(wide, replace(plain, autocast=own_format))
-        yield "format", "autocast over float32 weights", own_format, mixed, seen.own
-        yield "format", "computed in float32", own_format, rounded(wide), seen.own
-        yield "format", "a float32 head", own_format, rounded(model, replace(plain, head="float32")), seen.own
+        yield from sides("format", "autocast over float32 weights", own_format, mixed, seen.own)
+        yield from sides("format", "computed in float32", own_format, rounded(wide), seen.own)
+        head = rounded(model, replace(plain, head="float32"))
+        yield from sides("format", "a float32 head", own_format, head, seen.own)
     else:
         mixed = rounded(model, replace(plain, autocast="bfloat16"))
-        yield "format", "autocast over float32 weights", "bfloat16", mixed, seen.own
+        yield from sides("format", "autocast over float32 weights", "bfloat16", mixed, seen.own)
     if older is not None:
         cause, what = difference_of(model, older)
-        yield "weights", cause, what, rounded(older), seen.own
+        yield from sides("weights", cause, what, rounded(older), seen.own)
 
 
 def difference_of(model: Any, older: Any) -> tuple[str, str]:
