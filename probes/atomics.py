@@ -20,7 +20,9 @@ from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_b
 _ROWS = 16
 _COLUMNS = 64
 _SOURCES = {"cpu": 512, "cuda": 8192}  # index_add takes about 15 us a source on a CPU
-_RUNS = {"cpu": 20, "cuda": 50}
+_RUNS = {"cpu": 200, "cuda": 200}
+_MINE = 4  # rows that are asked about in batches: a quarter of the sources are theirs
+_SHARES = (0, 1, 8, 64)  # of 64 of the others' sources that come along
 
 
 class Atomics(Probe):
@@ -40,6 +42,8 @@ class Atomics(Probe):
                 for kind in kinds(options, ("bell",)):
                     title = f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}"
                     yield Case(title, operator, shape, dtype, "run", kind, data=again)
+                    title = f"{operator}: additions to {_MINE} of {_ROWS} rows, among up to {sources} in all, {kind}"
+                    yield Case(title, operator, shape, dtype, "batch_size", kind)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """target [R, C], index [n], source [n, C]; for scatter_add target [R] and source [n]."""
@@ -50,11 +54,23 @@ class Atomics(Probe):
         return make("bell", (case.shape["R"], *columns), case.torch_dtype, device, rng), index, source
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """The same call, again and again."""
+        """The same call, again and again; or the first rows', while others' sources come along, or do not."""
+        if case.varied == "batch_size":
+            for share in _SHARES:
+                yield Trial(share * case.shape["n"] // 64, partial(_among, operator, inputs, share))
+            return
         for run in range(case.data["runs"]):
             yield Trial(run, partial(operator, *inputs))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The sums in float64."""
         out: torch.Tensor = getattr(reference, case.operator)(*inputs)
-        return out
+        return out[:_MINE] if case.varied == "batch_size" else out
+
+
+def _among(operator: Operator, inputs: Any, share: int) -> torch.Tensor:
+    """The first rows with all of their sources, beside so many 64ths of all sources that are for others."""
+    target, index, source = inputs
+    come = (index < _MINE) | (torch.arange(len(index), device=index.device) * 64 < share * len(index))
+    at = torch.nonzero(come)[:, 0]
+    return operator(target, index[at], source[at])[:_MINE]

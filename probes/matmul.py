@@ -141,6 +141,7 @@ _ROWS = 16  # of which every batch size is asked; a row has N sums, each with a 
 _ROWS_PER_PLACE = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
 _FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others of the same layer
+_MORE_SIZES = (*range(65, 129), 257, 258, 300, 384, 512, 513, 600)  # of the inputs that show an order, at one layer
 _LAYOUTS = (
     *("bias", "strided rows", "3-D", "x stored [K, M]"),
     *("columns of a wider weight", "rows of a fused weight", "weight stored [K, N]"),
@@ -185,8 +186,10 @@ class Matmul(Probe):
                     if kind == "integers" or (shortened and kind != "order"):
                         few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
                         sizes = some(few, largest, options)
+                    if kind == "order" and layer == asks_all and options.m is None:
+                        sizes = sorted({*sizes, *_MORE_SIZES})
                     trees = kind == "order" and (layer == asks_all or not options.one_of_all)
-                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(largest, _ROWS), trees=trees)
+                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
                 if layer is layers[0]:
                     for places in (largest,) if options.m else _PLACES[device]:
                         yield _case(layer, dtype, "order", "position", rows=places)

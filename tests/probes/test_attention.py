@@ -18,8 +18,8 @@ def test_cache_reduced_apart_is_flagged():
     """The post's case: 80 cached and 48 new keys in blocks of 32 of their own; 0, 32 and 64 cached end on a block."""
     rows = measure("attention", "attention_cache_apart", asked={"cache", "batch_size", "neighbour_values"}, **SMALL)
     row = next(r for r in rows.values() if r.varied == "cache")
-    assert row.values == [0, 32, 64, 80]
-    assert row.labels == [0, 0, 0, 1]
+    assert row.values == [0, 32, 64, 72, 80]
+    assert row.labels == [0, 0, 0, 1, 2]
     for varied in ("batch_size", "neighbour_values"):
         assert statuses(rows, varied=varied) == {"identical"}
 

@@ -26,8 +26,8 @@ def rows(**options: Any) -> dict[tuple[str, str, str, str], Row]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, str, str, str], Row]:
-    """All cases, once."""
-    return rows()
+    """All cases, once; of rows as wide as a weight."""
+    return rows(k=256, n=192)
 
 
 def test_our_gradients_follow_neither_batch_nor_micro_batch_nor_moment(found):

@@ -84,7 +84,15 @@ def test_any_order_is_flagged_and_one_order_is_not(operator):
     for toy, status in ((f"{operator}_atomic", "divergent"), (f"{operator}_sound", "identical")):
         rows = measure("atomics", f"{operator}={toy}", m=256, n=4, dtypes=("float32",))
         assert statuses(rows, operator=operator) == {status}
-    assert all(row.trials == 20 for row in rows.values() if row.operator == operator)
+    assert all(row.trials == 200 for row in rows.values() if row.operator == operator and row.varied == "run")
+
+
+def test_an_order_that_follows_others_sources_is_flagged():
+    """The rows asked about have the same sources in every batch: one order, until enough others come along."""
+    rows = measure("atomics", "index_add=index_add_turns", m=256, n=16, dtypes=("float32",))
+    found = {row.varied: row for row in rows.values() if row.operator == "index_add"}
+    assert (found["run"].status, found["batch_size"].status) == ("identical", "divergent")
+    assert found["batch_size"].labels == [0, 0, 0, 1]
 
 
 # The split-k probe shows when the number of parts changes bits, when not, and a wrong answer as what it is.

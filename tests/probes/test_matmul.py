@@ -316,3 +316,34 @@ def test_a_whole_weight_is_mapped_on_a_gpu(impl):
     assert row.kernel_sets
     assert not any("ArgMax" in name for names in row.kernel_sets for name in names), "the comparison's own"
     assert row.status == ("divergent" if impl == "stock" else "identical")
+
+
+@pytest.mark.parametrize("toy", ["linear_grows", "linear_tuned_by_the_first"])
+def test_what_a_larger_batch_left_behind_is_a_moment_s(toy):
+    """No call is larger than it before the question, or first of its K and N in another batch: history shows both."""
+    rows = measure("matmul", toy, asked=("history",), **SMALL)
+    assert "divergent" in statuses(rows)
+    assert statuses(measure("matmul", "linear_by_width", asked=("history",), **SMALL)) == {"identical"}
+
+
+@pytest.mark.parametrize(
+    ("toy", "layout"),
+    [("linear_columns_of_x", "x stored [K, M]"), ("linear_part_of_a_weight", "rows of a fused weight")],
+)
+def test_a_layout_that_changes_the_order_is_flagged_there(toy, layout):
+    """x by columns, as a transposed activation, and rows of a fused weight: no other layout shows the fault."""
+    rows = measure("matmul", toy, asked=("batch_size",), **SMALL)
+    assert {name.partition(", K=")[0] for name, row in rows.items() if row.status == "divergent"} == {
+        f"16 rows in batches of M, {layout}"
+    }
+
+
+def test_every_batch_up_to_128_and_some_above_256_are_asked_at_one_layer():
+    """A window of one size may lie anywhere: by default, of the inputs that show an order."""
+    sizes = [
+        c.data["values"]
+        for c in Matmul().cases(Options())
+        if (c.inputs, c.varied, c.shape["N"]) == ("order", "batch_size", 320)
+    ]
+    assert len(sizes) == 2
+    assert all({*range(1, 129)} <= {*values} and max(values) > 512 for values in sizes)

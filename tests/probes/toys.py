@@ -232,6 +232,40 @@ def linear_tunes_itself(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> 
     return _plus(_in_parts(rows, w, 4 if calls >= 100 else 1).reshape(*x.shape[:-1], -1), bias)
 
 
+def linear_grows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: its workspace grows with the largest batch so far, and with it K is split."""
+    rows = x.reshape(-1, x.shape[-1])
+    STATE["rows"] = max(STATE.get("rows", 0), len(rows))
+    return _plus(_in_parts(rows, w, 4 if STATE["rows"] > 200 else 1).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_tuned_by_the_first(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty: as an autotuner keyed on K and N, whose first call's number of rows decides for all."""
+    rows = x.reshape(-1, x.shape[-1])
+    parts = STATE.setdefault(("first", *w.shape), 4 if len(rows) > 1 else 1)
+    return _plus(_in_parts(rows, w, parts).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_by_width(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Sound: how K is split follows from N, whatever the batch."""
+    rows = x.reshape(-1, x.shape[-1])
+    return _plus(_in_parts(rows, w, 1 + len(w) % 3).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_columns_of_x(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty where x is stored by columns: from 3 rows on K is split."""
+    rows = x.reshape(-1, x.shape[-1])
+    parts = 4 if len(rows) > 2 and rows.stride(0) == 1 else 1
+    return _plus(_in_parts(rows, w, parts).reshape(*x.shape[:-1], -1), bias)
+
+
+def linear_part_of_a_weight(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+    """Faulty where w is rows of a larger weight, as q of a fused one: from 3 rows on K is split."""
+    rows = x.reshape(-1, x.shape[-1])
+    parts = 4 if len(rows) > 2 and w.storage_offset() and w.is_contiguous() else 1
+    return _plus(_in_parts(rows, w, parts).reshape(*x.shape[:-1], -1), bias)
+
+
 def linear_wide_result(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Wrong: float32, whatever it was given."""
     return linear_sound(x.float(), w.float(), None if bias is None else bias.float())
@@ -481,6 +515,11 @@ def scatter_add_atomic(target: torch.Tensor, index: torch.Tensor, source: torch.
     order = list(range(len(index)))
     _ORDER.shuffle(order)
     return target.scatter_add(0, index[order], source[order])
+
+
+def index_add_turns(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Faulty: from 200 sources on the last is added first."""
+    return index_add_sound(target, *((index, source) if len(index) < 200 else (index.flip(0), source.flip(0))))
 
 
 def index_add_sound(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
