@@ -4,6 +4,7 @@ words."""
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -336,7 +337,7 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
 
     Of each operator's class a few questions are put to one member, with one kind of input: the middle one by its size
     first, then the largest and the smallest. Any other is taken to cost what the timed one of the nearest size does.
-    On a GPU each member of each dtype compiles once, as long as the slowest of those did.
+    On a GPU each member of each dtype compiles once, as long as those did on average.
     """
     until = clock() + _SAMPLED_S
     groups: dict[tuple[str, str], list[int]] = {}
@@ -357,7 +358,7 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
         cost = timed[min(group, key=lambda i: abs(math.log(_work(planned[i].question) / own)))]
         new = {(question.operator, question.cls, question.dtype, name) for name in item.members} - compiled
         compiled |= new
-        first = max(timed[i].first for i in group) * len(new) if question.device == "cuda" else 0.0
+        first = statistics.mean(timed[i].first for i in group) * len(new) if question.device == "cuda" else 0.0
         seconds.append(len(question.kinds) * (cost.shared + len(item.members) * cost.each) + first)
     return seconds
 
