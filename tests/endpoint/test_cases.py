@@ -58,7 +58,7 @@ def test_names_that_are_no_text_are_names_all_the_same(run: Command, tmp_path: P
     assert verdict(made).finding == Finding.CLEAN
 
 
-@pytest.mark.parametrize("arms", ["solo=4,loaded", "loaded"])
+@pytest.mark.parametrize("arms", ["solo=4,loaded", pytest.param("loaded", marks=pytest.mark.nightly)])
 def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path, arms: str) -> None:
     """It was kept, and the same request at the end differs: divergent, and neither the load nor chance is blamed."""
     made = asked(run, tmp_path, "--arms", arms, "--n", 6, "--max-tokens", 8, first_differs=True)

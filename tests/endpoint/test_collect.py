@@ -90,7 +90,7 @@ class Tired(Honest):
         return await super()._answer(request, writer)
 
 
-@pytest.mark.parametrize("arms", [{"solo": 60}, {"solo": 6, "loaded": 60}], ids=["one at a time", "many at once"])
+@pytest.mark.parametrize("arms", [pytest.param({"solo": 60}, marks=pytest.mark.nightly), {"solo": 6, "loaded": 60}])
 def test_a_server_that_is_full_for_ever_holds_no_run(tmp_path: Path, arms: dict[str, int]) -> None:
     """After its patience each request is sent once, and two dozen in a row stop the run: it goes on where it was."""
     path = tmp_path / "run.jsonl"

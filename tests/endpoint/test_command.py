@@ -62,7 +62,10 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("cheat", "arms", "finding"),
-    [({"batch_noise": 1e-6}, "solo,loaded", Finding.BATCH), ({"cache_noise": 0.02}, "cold,warm", Finding.CACHE)],
+    [
+        pytest.param({"batch_noise": 1e-6}, "solo,loaded", Finding.BATCH, marks=pytest.mark.nightly),
+        ({"cache_noise": 0.02}, "cold,warm", Finding.CACHE),
+    ],
 )
 def test_a_dishonest_one_is_caught(
     run: Command, tmp_path: Path, cheat: dict[str, float], arms: str, finding: Finding
@@ -106,7 +109,7 @@ def test_several_prompts_from_a_file(run: Command, vllm: Honest, tmp_path: Path)
         pytest.param({}, {Finding.CLEAN}, marks=pytest.mark.nightly),
         pytest.param({"batch_noise": 0.02}, {Finding.BATCH}, marks=pytest.mark.nightly),
         pytest.param({"seed_ignored": True}, {Finding.UNATTRIBUTED}, marks=pytest.mark.nightly),
-        ({"seed_ignored": True, "batch_noise": 0.02}, {Finding.UNATTRIBUTED}),
+        pytest.param({"seed_ignored": True, "batch_noise": 0.02}, {Finding.UNATTRIBUTED}, marks=pytest.mark.nightly),
     ],
     ids=["honest", "batch", "no seeds", "no seeds, batch"],
 )
@@ -289,6 +292,7 @@ def test_an_invariant_server_opens_it_as_soon_as_that_is_valid(
     assert main(["gate", str(tmp_path / "g.jsonl")]) == 4  # and is no proof of a tenth
 
 
+@pytest.mark.nightly
 def test_a_server_that_depends_on_its_batch_shuts_it_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -367,9 +367,13 @@ def _read(protocol: str, documents: list[dict[str, Any]], stream: bool) -> Answe
     return answer_from(_ASK, parts)
 
 
-def _cases() -> list[tuple[str, bool]]:
+def _cases() -> list[Any]:
+    """vllm-chat is made of two others."""
     return [
-        (protocol, stream) for protocol in FORMATS for stream in (False, True) if not (protocol == "tgi" and stream)
+        pytest.param(protocol, stream, marks=[pytest.mark.nightly] if protocol == "vllm-chat" else [])
+        for protocol in FORMATS
+        for stream in (False, True)
+        if not (protocol == "tgi" and stream)
     ]
 
 

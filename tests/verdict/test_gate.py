@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from nondet.cli import main
@@ -362,3 +363,13 @@ def test_the_default_sample_is_enough_for_the_default_gate() -> None:
     rounds = -(-_COMPLETIONS // parse_load("default").targets)
     assert rounds == 30
     assert decision(loads(rounds)).outcome == Outcome.OPEN
+
+
+def test_prompts_that_ride_along_are_not_counted_as_chosen() -> None:
+    """What is advised is the number of completions of the one prompt, whatever rides in its rounds."""
+    run = typed(loads(3, alone=True), "--load", "none")
+    plain = gate.text(decision(run), run)[-1]
+    prompts = [*run.header.plan["prompts"], {"text": "x", "tokens": 300}, {"text": "y", "tokens": 700}]
+    header = msgspec.structs.replace(run.header, plan=run.header.plan | {"prompts": prompts, "riders": 2})
+    ridden = msgspec.structs.replace(run, header=header)
+    assert gate.text(decision(ridden), ridden)[-1] == plain
