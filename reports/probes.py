@@ -274,7 +274,7 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
     if ordered:
         every = [tree.proven for _, trees in ordered for tree in trees]
         text = (
-            f"Reduction trees: {sum(every)} of {len(every)} proven, each by predicting every bit of real numbers' sums."
+            f"Reduction trees: {sum(every)} of {len(every)} proven, each by predicting every bit of the sums tested."
         )
         made.append(Paragraph(text))
         pages = [
