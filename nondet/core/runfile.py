@@ -90,7 +90,8 @@ def check_outputs(options: Mapping[str, Any]) -> None:
     Of a command's options those of `_OUTPUTS` are written; every other that names a file is read. Traces beside a run
     count as well.
     """
-    written, read = [], []
+    written: list[tuple[str, Path]] = []
+    read: list[tuple[str, Path]] = []
     for name, value in options.items():
         for one in value if isinstance(value, list | tuple) else [value]:
             if isinstance(one, str | Path) and str(one):
