@@ -273,9 +273,7 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
     ordered = [(case, trees) for case in probe.cases if (trees := orders(case))]
     if ordered:
         every = [tree.proven for _, trees in ordered for tree in trees]
-        text = (
-            f"Reduction trees: {sum(every)} of {len(every)} proven, each by predicting every bit of the sums tested."
-        )
+        text = f"Reduction trees: {sum(every)} of {len(every)} proven, each by predicting every bit of the sums tested."
         made.append(Paragraph(text))
         pages = [
             Figure("orders", trees, f"{place}-order-{i}", _named(case)) for i, (case, trees) in enumerate(ordered, 1)
