@@ -433,12 +433,14 @@ def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
         "one outlier": _with_outlier,
         "NaN": lambda x: torch.full_like(x, torch.nan),
         "infinite": lambda x: torch.full_like(x, torch.inf),
+        "hidden": lambda x: torch.full_like(x, -torch.inf),  # wholly, as rows of a batch that is padded
         "in another order": lambda x: x.flip(0),
         "copies of one row": lambda x: x[:1].expand_as(x),
     }
     for name, fill in fills.items():
         yield Trial(name, partial(_with_neighbours, call, operator, fill))
     yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator, None))
+    yield Trial("that begin as the asked rows", partial(_with_neighbours, call, operator, None, begin=True))
 
 
 def _with_outlier(x: torch.Tensor) -> torch.Tensor:
@@ -448,15 +450,19 @@ def _with_outlier(x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_neighbours(
-    call: Call, operator: Operator, fill: Callable[[torch.Tensor], torch.Tensor] | None
+    call: Call, operator: Operator, fill: Callable[[torch.Tensor], torch.Tensor] | None, *, begin: bool = False
 ) -> torch.Tensor:
-    """The asked rows beside others that are filled anew; without `fill` each of them is one of the asked rows again."""
+    """The asked rows beside others that are filled anew; without `fill` each is one of the asked rows, or begins so."""
     filled = []
     for tensor, others in zip(call.tensors, call.others, strict=True):
         if others is not None and len(others) and tensor.is_floating_point():
             twins = call.kept[torch.arange(len(others), device=others.device) % len(call.kept)]
             theirs = tensor.index_select(0, twins if fill is None else others)
             theirs = theirs if fill is None else _filled(theirs, fill)
+            if begin:
+                own, half = tensor.index_select(0, others), tensor[0].numel() // 2
+                parts = _raw(theirs).flatten(1)[:, :half], _raw(own).flatten(1)[:, half:]
+                theirs = torch.cat(parts, 1).view(theirs.shape).view(theirs.dtype)
             tensor = _raw(tensor).index_copy(0, others, _raw(theirs)).view(tensor.dtype)
         filled.append(tensor)
     return call.replaced(filled).ask(operator)

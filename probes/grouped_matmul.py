@@ -34,6 +34,7 @@ _HARD = ("wide", "cancel", "outlier")
 _ROWS = 16  # of which every batch size is asked
 _FEW = (1, 2, 5, 17, 64)  # batch sizes of inputs that show less than the order-revealing ones
 _ROUTED = 4  # of which every routing is asked
+_WHOLE_TILES = (127, 128, 129, 255, 256)  # rows of one expert
 _SHARE = 80  # rows of one expert up to which every number is asked
 
 
@@ -76,6 +77,7 @@ class GroupedMatmul(Probe):
                     yield _case(layer, dtype, "order", "routing", max(largest, _ROUTED), home=home)
                 if first:
                     counts = [n for n in sweep(min(largest, _SHARE), options, dense=True) if n >= _ROUTED]
+                    counts += [n for n in _WHOLE_TILES if n <= largest]
                     yield _case(layer, dtype, "order", "routing", largest, home=drawn, values=counts or [largest])
                     yield _case(layer, dtype, "mixed", "neighbour_values", min(largest, 64))
                     places = min(largest, _PLACES[options.device])

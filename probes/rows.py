@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ _ROWS = {"cpu": 64, "cuda": 32}
 _HARD = ("wide", "outlier")
 _PLACES = {100: 16, 300: 4}  # the rows that take turns there
 _WIDE = 16384  # of longer rows, of the drawn width, and of hard inputs fewer batch sizes are asked
+_NARROW, _FAR = 1024, 6001  # rows as wide at most are asked in a batch of so many
 _FEW = (1, 2, 3, 7, 8, 16, 17, 27, 64, 129)
 _FEWEST = (1, 2, 8, 17, 32)
 
@@ -121,6 +123,11 @@ class RowProbe(Probe):
         exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
         for kind in (*kinds(options, default), *exact):
             yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
+        if width <= _NARROW and options.m is None and not drawn:
+            made_larger = case(
+                "batch_size", best, rows, _FAR, f"{rows} rows in batches of M, the largest beyond all others"
+            )
+            yield replace(made_larger, data={**made_larger.data, "values": [1, 17, _FAR]})
         if first:
             for places, each in _PLACES.items():
                 what = f"{each} rows at every place among {places}"

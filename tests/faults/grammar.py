@@ -172,8 +172,16 @@ def _where(where: str, t: Tensors, keywords: dict[str, Any]) -> torch.Tensor:
         "denormal": lambda: finite < 8 * torch.finfo(x.dtype).tiny,
         "infinite": lambda: (x == torch.inf).any(-1),
         "masked": lambda: (x == -torch.inf).any(-1),
+        "prefix": lambda: _beginnings(x),
+        "hidden": lambda: every & (x == -torch.inf).all(-1).any(),
         "twin": lambda: (x[:, None] == x[None]).all(-1).sum(-1) > 1,
     }[where]()
+
+
+def _beginnings(x: torch.Tensor) -> torch.Tensor:
+    """Which rows share their first half with another."""
+    halves = x[:, : x.shape[1] // 2]
+    return (halves[:, None] == halves[None]).all(-1).sum(-1) > 1
 
 
 def _when(when: str, t: Tensors) -> torch.Tensor:
@@ -253,7 +261,7 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
             ("order", "any", f"tuned_{rng.randint(2, 200)}"),
             (f"{rng.choice(['drop', 'negate', 'shift'])}_1", rng.choice(["any", "stored"]), "always"),
             ("order", "any", place),
-            ("order", "twin", "always"),
+            ("order", rng.choice(["twin", "prefix"]), "always"),
             ("flush_0", "denormal", f"from_{rng.randint(2, 60)}"),
             ("finite_0", "infinite", "always"),
         ]
@@ -278,6 +286,8 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
             ("order", rng.choice(["full", "scale"]), f"from_{rng.randint(2, 5)}"),
             ("order", "twin", "always"),
         ]
+    if operator == "softmax":
+        rules += [("order", "hidden", "always")]
     if operator in ("softmax", "log_softmax", "logsumexp"):
         return [*rules, ("unmask_0", "masked", rng.choice(["always", f"from_{rng.randint(2, 30)}"]))]
     flush = ("flush_0", "denormal", f"from_{rng.randint(2, 30)}")
@@ -289,7 +299,7 @@ def _right(effect: str, where: str, when: str) -> tuple[frozenset[Finding], str]
     kind = when.partition("_")[0]
     # one operand wrongly in some batches alone is wrong, and is it always where no batch was called before
     also = {WRONG} if effect not in ("order", "flush_0") else set()
-    if where == "twin":
+    if where in ("twin", "prefix", "hidden"):
         return frozenset({BATCH, *also}), "neighbour_values"
     if kind in ("first", "nth"):
         return frozenset({RUN, *also}), "history"

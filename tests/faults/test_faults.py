@@ -73,7 +73,7 @@ def test_the_grammar_draws_others_for_another_seed() -> None:
         *("order", "drop", "negate", "shift", "flush", "finite", "unmask", "eps", "unscaled")
     }
     contexts = {"any", "bias", "stored", "turned", "fused", "scale", "full", "long", "tiny", "denormal"}
-    contexts |= {"infinite", "masked", "twin"}
+    contexts |= {"infinite", "masked", "twin", "prefix", "hidden"}
     assert {where for _, _, where, _ in words} == contexts
     moments = {"always", "m", "from", "every", "share", "place", "first", "nth", "grown", "tuned"}
     assert {when.partition("_")[0] for *_, when in words} == moments
