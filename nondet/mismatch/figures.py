@@ -190,6 +190,11 @@ def interval_by_sequence(sums: Floats, lengths: Sequence[int]) -> tuple[float, f
     return float(low), float(high)
 
 
+def margin(tokens: int) -> float:
+    """Times rounding that a side may be away by: more of few tokens, whose K3 one or two of them decide."""
+    return ABOVE * (1 + 8 / math.sqrt(tokens))
+
+
 def coarse(values: Logprobs) -> str:
     """The narrower format that all of these are numbers of; "" where there is none. By chance one in 2^16 is."""
     with np.errstate(over="ignore"):

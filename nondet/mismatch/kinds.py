@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from nondet.core.records import MismatchFloor, MismatchKind
-from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse
+from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse, margin
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import FORMULAS, Fault, Formula, Spec, rounded_to_fp8, score, widened, widths
 
@@ -36,6 +36,7 @@ _SIDES = {"trainer": 1.0, "sampler": -1.0}
 _HEATS = np.geomspace(0.25, 4.0, 11)
 _STEPS = {torch.float64: 32}  # of a golden section between the neighbours of the best of these, by the wider format
 _STEPS_LEAST = 14
+_FAR = 10.0  # times rounding: no other setting of both sides is the reason
 _SHARES = 64  # values of top-p that are tried at once, five times between ever closer ends
 
 
@@ -227,19 +228,20 @@ def _seen(
 
 
 def _common(seen: _Seen) -> Setting:
-    """What both sides' logprobs are of: the first, of more and more complex ones, that either side is not off from."""
-
-    def fitting(found: Callable[[torch.Tensor], Setting]) -> Iterator[Setting]:
-        for side in ("sampler", "trainer"):
-            given = torch.from_numpy(seen.given(side)[seen.rows]).to(seen.far.top.device).double()
-            setting = found(given)
-            if _k3((given - seen.far.logprobs(setting)).cpu().numpy()) <= ABOVE * seen.rounding(setting):
-                yield setting
-
-    forms: list[Callable[[torch.Tensor], Setting]] = [lambda _: Setting(), lambda x: _nearest(seen.far, x)]
-    for heat in (1.0, None):
-        forms += [lambda x, c=cut, h=heat: _nearest(seen.far, x, c, h) for cut in ("top-p", "top-k")]  # type: ignore[misc] # binds
-    return next((setting for form in forms for setting in fitting(form)), Setting())
+    """What both sides' logprobs are of: the simplest setting at which both are near, or one is and the other is far."""
+    sides = [torch.from_numpy(x[seen.rows]).to(seen.far.top.device).double() for x in (seen.sampler, seen.trainer)]
+    forms: list[tuple[str, float | None]] = [("", 1.0), ("", None)]
+    forms += [(cut, heat) for heat in (1.0, None) for cut in ("top-p", "top-k")]
+    loose: dict[bool, Setting] = {}
+    for cut, heat in forms:
+        for setting in [_nearest(seen.far, side, cut, heat) for side in (sides if cut or heat is None else sides[:1])]:
+            rounding, logprobs = seen.rounding(setting), seen.far.logprobs(setting)
+            near, far = sorted(_k3((side - logprobs).cpu().numpy()) / max(rounding, 1e-300) for side in sides)
+            if near <= ABOVE and (far <= ABOVE or far > _FAR):
+                return setting
+            if near <= ABOVE or far <= margin(len(sides[0])):  # of few tokens another may be nearer
+                loose.setdefault(far <= margin(len(sides[0])), setting)
+    return loose.get(True) or loose.get(False) or Setting()
 
 
 def _grids(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:

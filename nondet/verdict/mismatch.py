@@ -20,7 +20,7 @@ from nondet.core.records import (
     MismatchVocabulary,
     Run,
 )
-from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence
+from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
 from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason
 
@@ -116,7 +116,7 @@ class Pair:
         """The sides that are farther from the wider forward than rounding takes the model's own."""
         if (floor := self.floor) is None:
             return []
-        return [side for side in ("sampler", "trainer") if getattr(floor, side) > ABOVE * floor.own]
+        return [side for side in ("sampler", "trainer") if getattr(floor, side) > margin(floor.tokens) * floor.own]
 
 
 def removed(kind: MismatchKind) -> float:

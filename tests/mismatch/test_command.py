@@ -73,10 +73,14 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
 def sides(distance: np.ndarray, *, rounded: bool = False) -> list[dict[str, Any]]:
     """Rollouts of eight tokens whose trainer's logprobs are this far above the sampler's."""
     rng, made = np.random.default_rng(3), []
-    for d in distance.reshape(-1, 8):
+    for d in distance.reshape(-1, 8).tolist():
         sampler = torch.from_numpy(-0.2 - rng.exponential(1.0, 8)).float()
         sampler = sampler.bfloat16().float() if rounded else sampler
-        [line] = lines(1, sampler_logprobs=sampler.tolist(), trainer_logprobs=(sampler.double() + d).tolist())
+        [line] = lines(
+            1,
+            sampler_logprobs=sampler.tolist(),
+            trainer_logprobs=[x + y for x, y in zip(sampler.tolist(), d, strict=True)],
+        )
         made.append(line)
     return made
 

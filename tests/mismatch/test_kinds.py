@@ -24,23 +24,16 @@ from nondet.mismatch.trainer import Fault, Spec, rounded_to_fp8, score, weights_
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.verdict.mismatch import Pair, pairs, removed
 
-FAMILIES = (
-    "template",
-    "stale weights",
-    "float32 head",
-    "another formula",
-    "top-p at a temperature",
-    "top-p in float32",
-)
+FAMILIES = ("template", "stale weights", "float32 head", "another formula")  # one of each layer is part of every run
 PROMPTS = ("For example, the", "Return a", "The class is a subclass of", "If the argument is not given, the default is")
 PLAIN = Spec()
 SEEDS = (0, 1, 2)
 
 
 @cache
-def loaded(dtype: str = "bfloat16") -> LoadedModel:
+def loaded() -> LoadedModel:
     torch.set_num_threads(1)
-    return load_model(None, dtype, "cpu")
+    return load_model(None, "bfloat16", "cpu")
 
 
 @cache
@@ -76,53 +69,19 @@ def wide() -> Any:
     return copy.deepcopy(loaded().model).float()
 
 
-def from_logits(
-    rollouts: list[Rollout], mass: Callable[[torch.Tensor], torch.Tensor], heat: float = 1.0, dtype: str = "bfloat16"
-) -> Logprobs:
+def from_logits(rollouts: list[Rollout], mass: Callable[[torch.Tensor], torch.Tensor], heat: float = 1.0) -> Logprobs:
     """The trainer's logprobs where its logits are divided by `heat` and `mass` [n] is what it takes for their sum."""
+    logits: list[torch.Tensor] = []
+    ids: list[torch.Tensor] = []
 
-    def formula(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        rows = (logits / heat).float()
-        return rows.gather(-1, ids[:, None]).squeeze(-1) - mass(rows)
+    def keep(values: torch.Tensor, chosen: torch.Tensor) -> None:
+        logits.append(values.float())
+        ids.append(chosen)
 
-    return score(loaded(dtype).model, rollouts, PLAIN, formula=formula)
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.logsumexp(-1)
-
-
-Mass = Callable[[torch.Tensor], torch.Tensor]
-
-
-@torch.no_grad()
-def played(
-    seed: int, heat: float = 1.0, drawn_from: Mass = whole, told: Mass | None = None, *, raw: bool = False,
-    dtype: str = "bfloat16", tokens: int = 24,
-) -> list[Rollout]:  # fmt: skip
-    """Rollouts of a sampler with a cache, four of each prompt, from logits that are divided by `heat` and cut.
-
-    Args:
-        drawn_from: ln of what is kept of the sum of exponentials, over which tokens are drawn, and
-        told: over which logprobs are told; None for the same.
-        raw: The logprobs of logits as they are, in the place of these.
-    """
-    model, generator = loaded(dtype).model.eval(), torch.Generator().manual_seed(seed)
-    texts = [[*loaded().encode(text)][:2] for text in PROMPTS for _ in range(4)]
-    ids, values, cache = torch.tensor(texts), list[torch.Tensor](), None
-    for _ in range(tokens):
-        out = model(input_ids=ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache, x = out.past_key_values, out.logits[:, -1].float() / heat
-        ranked, order = x.sort(-1, descending=True)
-        share = (ranked - drawn_from(x)[:, None]).exp()  # what is kept comes first, and has 1 together
-        share = torch.where(share.cumsum(-1) - share < 1 - 1e-6, share, 0.0)
-        chosen = order.gather(-1, torch.multinomial(share, 1, generator=generator))
-        given = out.logits[:, -1].float() if raw else x
-        mass = whole(given) if raw else (told or drawn_from)(given)
-        values.append(given.gather(-1, chosen).squeeze(-1) - mass)
-        ids = torch.cat([ids, chosen], -1)
-    logprobs = torch.stack(values, -1).numpy().astype(np.float32)
-    return [Rollout(f"r{i}", row.tolist(), range(2, len(row)), logprobs[i]) for i, row in enumerate(ids)]
+    score(loaded().model, rollouts, PLAIN, keep=keep)
+    rows = torch.cat(logits) / heat
+    values: Logprobs = (rows.gather(-1, torch.cat(ids)[:, None]).squeeze(-1) - mass(rows)).numpy()
+    return values
 
 
 def top_k(x: torch.Tensor, k: int = 200) -> torch.Tensor:
@@ -138,7 +97,7 @@ def top_p(x: torch.Tensor, p: float = 0.95) -> torch.Tensor:
 
 def judged(rollouts: list[Rollout], trainer: Logprobs, spec: Spec = PLAIN, **more: Any) -> Pair:
     """As a run file would have it."""
-    sampler, model = more.pop("sampler", None), more.pop("model", loaded().model)
+    sampler = more.pop("sampler", None)
     sampler = np.concatenate([r.sampler for r in rollouts]) if sampler is None else sampler
     header = Header(format="nondet-run", schema=3, command="mismatch", plan={}, environment={}, started="2026-01-01")
     run, at = Run(header=header), 0
@@ -146,7 +105,7 @@ def judged(rollouts: list[Rollout], trainer: Logprobs, spec: Spec = PLAIN, **mor
         mine = slice(at, at := at + len(r.drawn))
         sides = {"sampler": sampler[mine].astype("<f4").tobytes(), "trainer": trainer[mine].astype("<f4").tobytes()}
         run.add(MismatchRollout(impl="stock", name=r.name, tokens=len(r.drawn), ids=list(r.ids), **sides))
-    for record in fit(model, rollouts, spec, sampler, trainer, "stock", **more):
+    for record in fit(loaded().model, rollouts, spec, sampler, trainer, "stock", **more):
         run.add(record)
     return pairs(run)[0]
 
@@ -193,29 +152,6 @@ def autocast(seed: int) -> Pair:
     return judged(drawn(seed), score(wide(), drawn(seed), Spec(autocast="bfloat16")))
 
 
-def both(
-    heat: float = 1.0, trained: float | None = None, drawn_from: Mass = whole, trained_over: Mass | None = None, *,
-    dtype: str = "bfloat16", **more: Any,
-) -> Callable[[int], Pair]:  # fmt: skip
-    """A sampler at a temperature, its tokens drawn from what is kept, and a trainer at another, or the same."""
-
-    def made(seed: int) -> Pair:
-        texts = played(seed, heat, drawn_from, dtype=dtype, **more)
-        over = trained_over or drawn_from
-        trainer = from_logits(texts, over, heat if trained is None else trained, dtype)
-        return judged(texts, trainer, model=loaded(dtype).model)
-
-    return made
-
-
-def top_p_90(x: torch.Tensor) -> torch.Tensor:
-    return top_p(x, 0.9)
-
-
-def top_k_50(x: torch.Tensor) -> torch.Tensor:
-    return top_k(x, 50)
-
-
 PLANTED: dict[str, tuple[str, str, Callable[[int], Pair]]] = {
     "temperature": ("temperature", "trainer", hot),
     "top-k": ("top-k", "trainer", lambda seed: judged(drawn(seed), from_logits(drawn(seed), top_k))),
@@ -234,26 +170,6 @@ PLANTED: dict[str, tuple[str, str, Callable[[int], Pair]]] = {
     "float32 head": ("a float32 head", "trainer", matched(Spec(head="float32"))),
     "bf16 logprobs": ("rounded logprobs", "sampler", rounded),
     "another formula": ("another formula", "trainer", matched(Spec(formula="token_logprobs"))),
-    "the sampler's temperature": ("temperature", "sampler", both(0.6, 1.0)),
-    "the sampler's in float32": ("temperature", "sampler", both(0.6, 1.0, dtype="float32")),
-    "top-p at a temperature": ("top-p", "sampler", both(0.7, None, top_p_90, whole)),
-    "top-p in float32": ("top-p", "sampler", both(1.0, None, top_p_90, whole, dtype="float32")),
-    "top-p at a temperature in float32": ("top-p", "sampler", both(0.6, None, top_p_90, whole, dtype="float32")),
-    "top-k at a temperature": ("top-k", "sampler", both(1.3, None, top_k_50, whole)),
-    "a temperature and top-p": ("temperature and top-p", "sampler", both(0.6, 1.0, top_p_90, whole)),
-    "template in float32": (
-        "template", "trainer",
-        lambda seed: judged(
-            played(seed, dtype="float32"), model=loaded("float32").model,
-            trainer=score(loaded("float32").model, played(seed, dtype="float32"), PLAIN, Fault(front=1)),
-        ),
-    ),
-}  # fmt: skip
-
-
-FITTED = {  # where what is planted is a number
-    "top-p": "0.95", "the sampler's temperature": "0.6", "the sampler's in float32": "0.6",
-    "top-p in float32": "0.9", "top-p at a temperature in float32": "0.9", "top-k at a temperature": "50",
 }  # fmt: skip
 
 
@@ -273,8 +189,6 @@ def test_what_is_planted_is_named(name: str, seed: int) -> None:
     assert pair.named is not None, [(k.cause, k.side, k.left, k.k3) for k in pair.kinds[:4]]
     assert (pair.named.cause, pair.named.side) == (cause, side)
     assert pair.named.exactly >= 0.9 or removed(pair.named) >= 0.9
-    if name in FITTED:
-        assert pair.named.fitted == FITTED[name]
 
 
 def sound(spec: Spec, fault: Fault | None = None) -> Callable[[int], Pair]:
@@ -289,22 +203,9 @@ SOUND: dict[str, Callable[[int], Pair]] = {
     "micro-batches of four": sound(Spec(micro=4)),
     "all positions one later": sound(PLAIN, Fault(positions="shift")),  # rotary positions are relative
 }
-SOUND |= {
-    f"{what} at {heat:g} in {dtype}": both(heat, drawn_from=kept, dtype=dtype)
-    for dtype in ("bfloat16", "float16", "float32")
-    for heat in (0.6, 0.7, 1.0, 1.3)
-    for what, kept in {"all": whole, "top-p": top_p_90, "top-k": top_k_50}.items()
-}
-SOUND |= {
-    f"raw logprobs of tokens at {heat:g}, {what}": both(heat, 1.0, kept, whole, raw=True)
-    for heat in (0.6, 1.3)
-    for what, kept in {"all": whole, "top-p": top_p_90}.items()
-}
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), tiers(SOUND, ("padded on the left", "all at 0.7 in bfloat16", "top-p at 0.6 in bfloat16"))
-)
+@pytest.mark.parametrize(("name", "seed"), tiers(SOUND, ("padded on the left",)))
 def test_what_is_sound_has_no_cause_named(name: str, seed: int) -> None:
     pair = SOUND[name](seed)
     assert pair.figures is not None
@@ -320,9 +221,7 @@ def test_other_weights_that_nobody_suspects_are_unexplained() -> None:
     assert (pair.named, pair.off) == (None, ["sampler"])
 
 
-@pytest.mark.parametrize(
-    ("fault", "seed"), tiers(("one token", "shifted by one", "invented"), ("one token", "invented"))
-)
+@pytest.mark.parametrize(("fault", "seed"), tiers(("one token", "shifted by one", "invented"), ("one token",)))
 def test_no_cause_is_named_that_leaves_more_than_rounding(fault: str, seed: int) -> None:
     """A token that is far off, or logprobs that are none of these tokens': any temperature fits K3 a bit."""
     texts = drawn(seed)
@@ -360,6 +259,9 @@ def test_a_fitted_value_is_the_planted_one() -> None:
         named = hot(seed).named
         assert named is not None
         assert float(named.fitted) == pytest.approx(value, rel=0.01)
+    named = PLANTED["top-p"][2](0).named
+    assert named is not None
+    assert float(named.fitted) == pytest.approx(0.95, abs=0.01)
 
 
 @pytest.mark.slow
@@ -370,14 +272,3 @@ def test_equal_bits_have_rounding_to_explain_them() -> None:
     assert isinstance(floor, MismatchFloor)
     assert floor.k3 == 0.0
     assert floor.floor == 2 * floor.own > 0.0
-
-
-@pytest.mark.slow
-def test_a_trainer_in_other_micro_batches_is_numeric() -> None:
-    """Two forwards of one trainer over the same rollouts, four and then two a forward: nothing is stale or wrong."""
-    texts, model = drawn(0), loaded().model
-    sides = [score(model, texts, Spec(micro=micro)) for micro in (4, 2)]
-    pair = judged(texts, sides[1], Spec(micro=2), sampler=sides[0])
-    assert pair.figures is not None
-    assert pair.figures.differ > 0
-    assert (pair.named, pair.off) == (None, [])

@@ -1,0 +1,179 @@
+"""Temperatures, top-k and top-p of a sampler and a trainer, on a small model of tables: sound pairs and planted ones.
+
+How a side comes from logits to logprobs is computed here by sorting and masking, as trainers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nondet.core.records import Header, MismatchRollout, Run
+from nondet.mismatch.kinds import fit
+from nondet.mismatch.rollouts import Rollout
+from nondet.mismatch.trainer import Fault, Spec, score
+from nondet.verdict.findings import Finding
+from nondet.verdict.mismatch import Pair, judge_mismatch, pairs
+
+V, WIDTH = 512, 64
+LEFT = Spec(padding="left", micro=4)
+Mass = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Tables(torch.nn.Module):
+    """Tokens, positions, the mean of what came before, and three layers: logits depend on all of it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        drawn = torch.Generator().manual_seed(0)
+        self.words, self.places = torch.nn.Embedding(V, WIDTH), torch.nn.Embedding(256, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, V, bias=False)
+        with torch.no_grad():
+            for p in self.parameters():
+                large = p is self.words.weight or p is self.places.weight
+                p.copy_(torch.randn(p.shape, generator=drawn) * (1.0 if large else 0.35))
+        self.to(dtype)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=V))
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """The head."""
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Any = None, **_: Any) -> Any:
+        """Logits [B, T, V]."""
+        x = self.words(input_ids) + self.places(position_ids)
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        seen = seen[..., None].to(x.dtype)
+        x = x + (x * seen).cumsum(1) / seen.cumsum(1).clamp(min=1)
+        for _ in range(3):
+            x = x + self.down(torch.nn.functional.silu(self.up(x))) * 0.5
+            x = x / x.pow(2).mean(-1, keepdim=True).sqrt()
+        return SimpleNamespace(logits=self.head(x))
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.logsumexp(-1)
+
+
+def top_k(x: torch.Tensor) -> torch.Tensor:
+    return x.topk(50, -1).values.logsumexp(-1)
+
+
+def top_p(x: torch.Tensor) -> torch.Tensor:
+    ranked = x.sort(-1, descending=True).values
+    share = ranked.softmax(-1)
+    return ranked.masked_fill(share.cumsum(-1) - share >= 0.9, -torch.inf).logsumexp(-1)
+
+
+@torch.no_grad()
+def played(model: Any, seed: int, heat: float, kept: Mass, *, raw: bool, tokens: int) -> list[Rollout]:
+    """Tokens drawn one by one from what is kept at a temperature, with its logprobs, or those of the logits."""
+    drawn, values = torch.Generator().manual_seed(seed), list[torch.Tensor]()
+    ids = torch.randint(0, V, (16, 3), generator=drawn)
+    for _ in range(tokens):
+        plain = model(ids, torch.arange(ids.shape[1])[None].expand_as(ids)).logits[:, -1].float()
+        x = plain / heat
+        ranked, order = x.sort(-1, descending=True)
+        share = (ranked - kept(x)[:, None]).exp()
+        share = torch.where(share.cumsum(-1) - share < 1 - 1e-6, share, 0.0)
+        chosen = order.gather(-1, torch.multinomial(share, 1, generator=drawn))
+        given, mass = (plain, whole) if raw else (x, kept)
+        values.append(given.gather(-1, chosen).squeeze(-1) - mass(given))
+        ids = torch.cat([ids, chosen], -1)
+    logprobs = torch.stack(values, -1).numpy().astype(np.float32)
+    return [Rollout(f"r{i}", row.tolist(), range(3, len(row)), logprobs[i]) for i, row in enumerate(ids)]
+
+
+def pair(
+    dtype: str = "bfloat16", heat: float = 1.0, trained: float | None = None, kept: Mass = whole, over: Any = None, *,
+    seed: int = 0, raw: bool = False, tokens: int = 24, spec: Spec = LEFT, fault: Any = None,
+) -> Pair:  # fmt: skip
+    """A sampler at `heat`, and a trainer at `trained` or the same, over what the sampler keeps or over `over`."""
+    model = Tables(getattr(torch, dtype))
+    texts = played(model, seed, heat, kept, raw=raw, tokens=tokens)
+
+    def formula(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = (logits / (heat if trained is None else trained)).float()
+        return rows.gather(-1, ids[:, None]).squeeze(-1) - (over or kept)(rows)
+
+    trainer, sampler = score(model, texts, spec, fault, formula=formula), np.concatenate([r.sampler for r in texts])
+    header = Header(format="nondet-run", schema=3, command="mismatch", plan={}, environment={}, started="2026-01-01")
+    run = Run(header=header)
+    for r, mine in zip(texts, np.split(trainer, 16), strict=True):
+        sides = {"sampler": r.sampler.tobytes(), "trainer": mine.tobytes()}
+        run.add(MismatchRollout(impl="file", name=r.name, tokens=tokens, ids=list(r.ids), **sides))
+    for record in fit(model, texts, spec, sampler, trainer, "file"):
+        run.add(record)
+    assert judge_mismatch(run)[0].finding == Finding.MISMATCH
+    return pairs(run)[0]
+
+
+SOUND: dict[str, dict[str, Any]] = {
+    f"{kept.__name__} at {heat:g}, {dtype}": {"dtype": dtype, "heat": heat, "kept": kept}
+    for dtype in ("bfloat16", "float16", "float32")
+    for heat in (0.6, 0.7, 1.0, 1.3)
+    for kept in (whole, top_p, top_k)
+}
+SOUND |= {
+    f"raw, tokens of {kept.__name__} at {heat:g}, {dtype}": {
+        "dtype": dtype, "heat": heat, "trained": 1.0, "kept": kept, "over": whole, "raw": True,
+    }
+    for dtype in ("bfloat16", "float32") for heat in (0.6, 1.3) for kept in (whole, top_p)
+}  # fmt: skip
+SOUND |= {f"of few tokens at {heat:g}": {"heat": heat, "tokens": 2} for heat in (0.7, 1.0)}
+OFTEN = ("whole at 0.7, bfloat16", "whole at 0.6, float32", "whole at 1.3, float16", "of few tokens at 0.7")
+OFTEN += ("top_p at 0.7, bfloat16", "raw, tokens of top_p at 0.6, bfloat16")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.nightly) for n in SOUND])
+def test_what_both_sides_do_is_no_mismatch(name: str) -> None:
+    """Every one at a temperature other than 1 was "unexplained": other weights look so."""
+    seen = pair(**SOUND[name])
+    assert (seen.named, seen.off) == (None, [])
+    assert seen.floor is not None
+    heat, raw = SOUND[name].get("heat", 1.0), SOUND[name].get("raw")
+    assert "tokens" in SOUND[name] or (f"at temperature {heat:g}"[:19] in seen.floor.wide) == (heat != 1 and not raw)
+
+
+PLANTED: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
+    "a temperature": ({"heat": 0.6, "trained": 1.0}, ("temperature", "sampler", "0.6")),
+    "in float32": ({"dtype": "float32", "heat": 0.6, "trained": 1.0}, ("temperature", "sampler", "0.6")),
+    "the trainer's": ({"trained": 0.8}, ("temperature", "trainer", "0.8")),
+    # renormalised over the tokens that top-p keeps, where the trainer's go over the whole vocabulary
+    "top-p": ({"kept": top_p, "over": whole}, ("top-p", "sampler", "0.9")),
+    "at a temperature": ({"heat": 0.7, "kept": top_p, "over": whole}, ("top-p", "sampler", "0.9")),
+    "at one in float32": (
+        {"dtype": "float32", "heat": 0.7, "kept": top_p, "over": whole}, ("top-p", "sampler", "0.9"),
+    ),
+    "top-k at a temperature": ({"heat": 1.3, "kept": top_k, "over": whole}, ("top-k", "sampler", "50")),
+    "both": (
+        {"dtype": "float32", "heat": 0.6, "trained": 1.0, "kept": top_p, "over": whole},
+        ("temperature and top-p", "sampler", "0.6, 0.9"),
+    ),
+    "a template in float32": (
+        {"dtype": "float32", "fault": Fault(front=1)}, ("template", "trainer", "its first token is missing"),
+    ),
+    "positions at a temperature": ({"heat": 0.7, "fault": Fault(positions="gap")}, ("positions", "trainer", "gap")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_one_side_does_is_named(name: str) -> None:
+    """In float32 none was, since the fit was coarser than rounding there; at a temperature other causes hid."""
+    given, wanted = PLANTED[name]
+    named = pair(**given).named
+    assert named is not None
+    assert (named.cause, named.side, named.fitted) == wanted
+    assert named.left <= 1.5 * named.floor < named.k3
+
+
+def test_two_micro_batches_of_one_trainer_are_numeric() -> None:
+    """The same weights over the same rollouts, in other batches: nothing is stale or wrong."""
+    seen = pair(spec=Spec(micro=2), seed=4)
+    assert (seen.named, seen.off) == (None, [])
