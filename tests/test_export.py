@@ -24,8 +24,8 @@ EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 SOURCE = {
     "class-map": "matmul-12288x4096.jsonl.gz",
     "map": "../cpu/probe-map.jsonl.gz",
-    "speed": "bench-gradients.jsonl.gz",
-    "jigsaw": "bench-jigsaw.jsonl.gz",
+    "speed": "bench.jsonl.gz",
+    "jigsaw": "bench.jsonl.gz",
     "survival": "sample.jsonl.gz",
     "training": "../cpu/rl.jsonl.gz",
     "tree": "sample.jsonl.gz",
