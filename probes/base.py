@@ -534,7 +534,9 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
         if tensor.is_floating_point():
             yield Trial(f"argument {place} written in place", partial(_rewritten, call, other, operator, place))
     if call.others[0] is not None:
-        for rows, what in ((1, "one row"), (LARGER // (n := len(call.tensors[0])) * n + n, "the largest batch")):
+        n = len(call.tensors[0])
+        larger = 4 * n if call.tensors[0].dim() > 2 else LARGER // n * n + n  # of requests fewer than of rows
+        for rows, what in ((1, "one row"), (larger, "the largest batch")):
             between = call.resized(rows)
             yield Trial(f"after {what}", partial(_after, between, call, operator))
     yield Trial("into memory that held NaN", over_nan)

@@ -37,7 +37,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cpu": (("", 1024, 256), ("", 2048, 128)),
 }
 # With one scale each oneDNN takes 150 ns for each product of two numbers, where it knows the CPU but no FP8 for it.
-_ONE_SCALE_ON_CPU: tuple[Layer, ...] = (("", 512, 8), ("", 2048, 2))
+_ONE_SCALE_ON_CPU: tuple[Layer, ...] = (("", 256, 8), ("", 1024, 2))
 _LARGEST = {"cuda": 4096, "cpu": 128}
 _PLACES = {"cuda": 200, "cpu": 40}
 _RUNS = {"cuda": 50, "cpu": 10}

@@ -249,7 +249,7 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
     place = f"place_{rng.randint(2, 5)}"
     wrong = rng.choice(["drop", "negate"])
     rules = [("order", "any", size), ("order", "any", moment), (f"{wrong}_0", "any", "always")]
-    rules += [("order", "any", f"grown_{rng.randint(130, 250)}")]
+    rules += [("order", "any", f"grown_{rng.randint(*((8, 20) if operator == 'attention' else (130, 250)))}")]
     if operator == "linear":
         bias = f"{rng.choice(['drop', 'negate', 'shift'])}_2"
         return [

@@ -37,7 +37,7 @@ def test_splits_that_follow_from_the_batch_are_flagged():
     assert row.labels == [int(batch >= 4) for batch in row.values]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_sound_attention_is_not_flagged(dtype):
     """Queries computed by themselves are identical in every case, and the oracle is of the very same queries."""
     rows = measure("attention", "attention_sound", **(SMALL | {"dtypes": (dtype,)}))

@@ -57,30 +57,41 @@ def _blocks(
 
 
 def _attention_in_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    edges: list[int],
+    scale: float | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
     groups, cached = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     rows = [
         torch.stack(
-            [_blocks(q[b, :, i], keys[b], values[b], edges, cached + i + 1, scale) for i in range(q.shape[2])], 1
+            [
+                _blocks(q[b, :, i], keys[b], values[b], edges, cached + i + 1 if causal else k.shape[2], scale)
+                for i in range(q.shape[2])
+            ],
+            1,
         )
         for b in range(q.shape[0])
     ]
     return torch.stack(rows)
 
 
-def attention_cache_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attention_cache_apart(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
+) -> torch.Tensor:
     """Faulty as the post has it: cached keys in blocks of 32, then the new ones in blocks of 32 of their own."""
     cached, total = k.shape[2] - q.shape[2], k.shape[2]
-    return _attention_in_blocks(q, k, v, [*range(0, cached, 32), *range(cached, total, 32), total])
+    return _attention_in_blocks(q, k, v, [*range(0, cached, 32), *range(cached, total, 32), total], scale, causal)
 
 
 def attention_anchored(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
     """Sound: blocks of 32 counted from the first key, wherever the cache ends."""
-    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]], scale)
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]], scale, causal)
 
 
 def attention_splits_by_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
