@@ -25,7 +25,6 @@ from nondet.errors import UserError, one_line
 from nondet.mismatch.figures import Logprobs
 
 if TYPE_CHECKING:
-    from nondet.core.records import Run
     from nondet.sampling.model import LoadedModel
 
 _OTHERWISE = {  # how the first line of what is no JSONL begins -> what the file is
@@ -100,21 +99,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return found
 
 
-def run_of(path: Path) -> Run:
-    """A run file. Raises UserError: it is none; of rollouts, which are another option's, that it says so."""
-    try:
-        return read_run(path)
-    except UserError:
-        try:
-            read_rollouts(path)
-        except UserError:
-            pass
-        else:
-            raise UserError(f"{path} holds rollouts, and is no run of nondet", f"Give --rollouts {path}.") from None
-        raise
-
-
-def rollouts_of_run(run: Run, loaded: LoadedModel) -> dict[str, list[Rollout]]:
+def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]:
     """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation.
 
     Raises:
@@ -122,7 +107,7 @@ def rollouts_of_run(run: Run, loaded: LoadedModel) -> dict[str, list[Rollout]]:
             number of tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or a
             chat template is another one.
     """
-    path = Path(run.source)
+    run = read_run(path)
     if not run.completions:
         raise UserError(f"{path} holds no completions", "Give a run of `nondet sample`, or --rollouts FILE.")
     traces, _ = read_traces(path)

@@ -84,7 +84,7 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
 
     from nondet.core.certificates import digest_of
     from nondet.mismatch.collect import FILE, Asked, collect
-    from nondet.mismatch.rollouts import check_vocabulary, read_rollouts, rollouts_of_run, run_of
+    from nondet.mismatch.rollouts import check_vocabulary, read_rollouts, rollouts_of_run
     from nondet.mismatch.trainer import parse_spec
     from nondet.sampling.model import check_lengths
 
@@ -93,15 +93,14 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
     if any(r.trainer is None for r in by_arm.get(FILE, ())) and request.model is None:
         what = f"{request.rollouts} has no trainer_logprobs, and no --model to compute them"
         raise UserError(what, "Give the --model that was trained.")
-    run = run_of(request.run) if request.run is not None else None
     plan: dict[str, Any] = {"trainer": asdict(spec)}
     given: dict[str, Any] = {"sampler": None}
     if not by_arm or request.model is not None:
         loaded = _opened(request, sink, model=request.model, dtype=request.dtype)
         given["sampler"] = loaded
         plan |= {"model": {"name": loaded.name, **loaded.identity}, "device": loaded.device, "dtype": loaded.dtype}
-        if run is not None:
-            by_arm = rollouts_of_run(run, loaded)
+        if request.run is not None:
+            by_arm = rollouts_of_run(request.run, loaded)
         vocabulary = loaded.model.config.get_text_config().vocab_size
         check_vocabulary([r for rollouts in by_arm.values() for r in rollouts], vocabulary, loaded.context, loaded.name)
         if spec.dtype and spec.dtype != loaded.dtype:

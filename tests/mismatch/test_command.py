@@ -114,13 +114,6 @@ def test_what_two_sides_show_without_a_model(name: str, tmp_path: Path) -> None:
     assert [said in kind for kind in kinds] == [True] * bool(said)
 
 
-def test_rollouts_in_the_place_of_a_run_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before a model is loaded for them."""
-    path = written(tmp_path / "r.jsonl", lines())
-    assert main(["mismatch", str(path), "--model", "no-such-model", "--out", str(tmp_path / "m.jsonl")]) == 2
-    assert f"holds rollouts, and is no run of nondet. Give --rollouts {path}." in capsys.readouterr().err
-
-
 def test_beside_a_run_of_training_no_kernel_is_blamed(tmp_path: Path) -> None:
     """None was probed."""
     path, out, told = written(tmp_path / "r.jsonl", lines()), tmp_path / "m.jsonl", tmp_path / "both.md"
