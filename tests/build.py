@@ -64,6 +64,18 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0 - 1.0).to(dtype)
 
 
+class Seen(TorchDispatchMode):
+    """Keeps the names of the operators that are called, as "aten.mul.Tensor"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 class Wide(TorchDispatchMode):
     """float64 wherever a model asks for float32: in norms, rotations, a router's softmax, the loss. None is left."""
 

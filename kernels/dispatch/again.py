@@ -6,7 +6,7 @@ and its place in memory are not. So a model's layers of one shape share one plan
 any other. The bits are those of the replacement: the same library call, or the same arithmetic in fewer steps.
 
 A short way takes the operator's own arguments and gives its result; None where it has none, and the replacement runs.
-It is asked for plain tensors without gradients, while its family is on and no hook listens (see
+It is asked for plain tensors without gradients, while its family is on (see
 `nondet.kernels.dispatch.functions.replacing`), and with `inside.active`: its own torch calls go to the originals.
 """
 

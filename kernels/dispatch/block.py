@@ -19,7 +19,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
@@ -47,13 +47,13 @@ from nondet.kernels.dispatch.operators import (
     variants,
 )
 from nondet.kernels.dispatch.replacements import VECTORS_ALONE
-from nondet.kernels.dispatch.state import Active, Call, Coverage, Kernels, kernels_for, replace_now, told_of_stock
+from nondet.kernels.dispatch.state import Active, Coverage, Kernels, kernels_for, replace_now, told_of_stock
 
 # Putting functions under torch's operators, and taking them away, while other threads compute.
 #
 # torch's dispatcher keeps a table of kernels for each operator and does not lock it for callers. So nothing is
 # registered or taken away while a block is entered, whatever else changes: the functions look up what is on. They are
-# put there when the first block (or hook) comes. When the last one goes they may stay, since the next may come soon
+# put there when the first block comes. When the last one goes they may stay, since the next may come soon
 # and putting a thousand takes milliseconds; stock's first call of one has it taken away before it goes on, and a few
 # such calls all of them, so that stock costs nothing again. What has no kernel of torch's own beside it never stays,
 # since compilers ask which operators have one. What was taken away is kept alive for a while: a thread may be inside.
@@ -251,18 +251,6 @@ def keep_originals() -> _Functions:
     own = {name: _original(name if "::" in name else f"aten::{name}", "CPU") for name in originals.NAMES}
     originals.keep({name: kernel.call_boxed for name, kernel in own.items() if kernel is not None})
     return decided()
-
-
-def exact_ones() -> _Functions:
-    """Every other operator of aten with a kernel of its own for the device, for hooks that want to see all."""
-    taken = decided()
-    made: _Functions = {}
-    for qualified, key in _kernels_there():
-        if key in devices() and qualified.startswith("aten::") and (qualified, key) not in taken:
-            original = _original(qualified, key)
-            if original is not None:
-                made[qualified, key] = functions.passing(qualified, original)
-    return made
 
 
 def _replaced_and_certified() -> _Functions:
@@ -556,13 +544,12 @@ _STAND_INS = (
 )
 _lock = threading.RLock()  # of entering and leaving alone: calls take none
 _entered: list[Invariance] = []
-_hooks: list[Callable[[Call], None]] = []
 _compiled: Counter[str] = Counter()  # what inductor generated since the outermost block was entered
 _modules: dict[str, Any] = {}  # what was imported when the stand-ins were last looked after
 # Seconds between putting functions under torch and having them compute, where other threads run: what they are in the
 # midst of (rms_norm's mean is done, its root is not) ends in torch's kernels, as it began.
 _GRACE = 0.01
-_registration, _exact = Registration(keep_originals, stays=True), Registration(exact_ones)
+_registration = Registration(keep_originals, stays=True)
 
 
 def _stock_calls(qualified: str) -> None:
@@ -579,9 +566,8 @@ told_of_stock.append(_stock_calls)
 
 def _publish() -> None:
     wanted = frozenset().union(*(block.families for block in _entered))
-    unseen = frozenset() if _hooks else wanted
     training = any(block.training for block in _entered)
-    replace_now(Active(wanted, tuple(block.coverage() for block in _entered), tuple(_hooks), unseen, training))
+    replace_now(Active(wanted, tuple(block.coverage() for block in _entered), training))
 
 
 def make_ready() -> None:
@@ -648,48 +634,3 @@ def _note_compiled(what: str) -> None:
         _compiled[what] += 1
         for block in _entered:
             block.coverage().add("at_risk", what)
-
-
-@contextmanager
-def on_call(hook: Callable[[Call], None], *, exact: bool = False) -> Iterator[None]:
-    """Have `hook(call)` run after each call below, in the thread that made it, while the context is entered.
-
-    Seen, in every thread (an engine's own as well), with or without a `batch_invariant()` block around it:
-
-    - calls that reach an aten operator on a CPU or CUDA device which is replaced, certified, left or at risk;
-    - with `exact`, also aten operators whose bits cannot depend on the batch (copies, views, correctly rounded
-      arithmetic, ...), as "original": everything that reaches a CPU or CUDA kernel of aten through the dispatcher;
-    - under a block, transformers' functions that have a stand-in, as one call in place of their parts.
-
-    An operator that torch composes of others is seen as those others, or, where it is replaced or watched as a whole
-    (`linear`, `scaled_dot_product_attention`, `rms_norm`), as the whole; one that is left is seen whole and then also
-    in its parts, the parts first. A gradient's operators are seen as they run, in autograd's own threads.
-
-    Not seen: calls that a kernel of ours makes inside, calls that C++ makes past the dispatcher, what a compiler
-    (inductor) fused into its own code, replays of CUDA graphs, custom operators, and calls of tensor subclasses and
-    fake tensors above their own unwrapping. A call that raises is not told.
-
-    The hook runs before the operator's caller goes on, so what it does costs the caller time; its own torch calls are
-    neither replaced nor told. It must not raise: what it raises comes out of the operator's call.
-    """
-    with _lock:
-        _registration.prepare()
-        _exact.prepare()  # both while the kernels are torch's own
-        _registration.enter()
-        try:
-            if exact:
-                _exact.enter()
-        except BaseException:
-            _registration.leave()
-            raise
-        _hooks.append(hook)
-        _publish()
-    try:
-        yield
-    finally:
-        with _lock:
-            _hooks.remove(hook)
-            _publish()
-            if exact:
-                _exact.leave()
-            _registration.leave()

@@ -29,7 +29,6 @@ from nondet.kernels.dispatch.state import (
     Leave,
     count,
     current,
-    emit,
     floating,
     in_parts,
     inside,
@@ -468,7 +467,7 @@ _UNUSUAL = _NEGATED | _NOT_DENSE
 _ASKED = frozenset({*_PLAIN, type(None), bool, int, float, str, list})  # of operators that have no lists of tensors
 
 
-def replacing(  # noqa: PLR0915 - the short way stands in `run` itself: a frame more is paid at every call
+def replacing(
     name: str,
     family: str,
     kernels: Callable[[], Kernels],
@@ -493,7 +492,7 @@ def replacing(  # noqa: PLR0915 - the short way stands in `run` itself: a frame 
         if inside.active:
             return stock(keyset, *args, **kwargs)
         now = current()
-        if again is not None and family in now.unseen and _plainly(args):
+        if again is not None and family in now.families and _plainly(args):
             inside.active = True
             try:
                 out = again(*args, **kwargs)
@@ -508,7 +507,7 @@ def replacing(  # noqa: PLR0915 - the short way stands in `run` itself: a frame 
         how, reason, ours = "", "", None
         empty, stands_for_others = _kinds(args)
         if empty or (exempt is not None and exempt(*args, **kwargs)):
-            how = "original"
+            pass  # there is nothing to count
         elif composed and stands_for_others:
             return traced(name, original, keyset, args, kwargs)
         elif family not in now.families:
@@ -534,22 +533,14 @@ def replacing(  # noqa: PLR0915 - the short way stands in `run` itself: a frame 
             else:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
-                inside.active = False
-                if now.hooks:
-                    emit(qualified, args, kwargs, out, "replaced")
                 return out
             finally:
                 inside.active = False
         out = in_parts(now, stock, keyset, *args, **kwargs) if composed else stock(keyset, *args, **kwargs)
         if ours is not None:
             _warn_of(qualified, ours)
-        if how != "original":
-            if (told_by_parts and ours is None) or not floating(args, kwargs, out):  # integers are exact
-                how = "original"
-            else:
-                count(how, label(name, args, reason))
-        if now.hooks:
-            emit(qualified, args, kwargs, out, how)
+        if how and not (told_by_parts and ours is None) and floating(args, kwargs, out):  # integers are exact
+            count(how, label(name, args, reason))
         return out
 
     return _in_memory(name, run, stock) if composed else run
@@ -564,12 +555,9 @@ def _in_memory(name: str, run: Callable[..., Any], stock: Callable[..., Any]) ->
             args, kwargs = tuple(map(_resolved, args)), {key: _resolved(value) for key, value in kwargs.items()}
         if not unusual & _NOT_DENSE or inside.active:
             return run(keyset, *args, **kwargs)
-        now = current()
-        out, how = in_parts(now, stock, keyset, *args, **kwargs), "original" if name == "linear" else "left"
-        if how == "left":
-            count(how, label(name, args, "a tensor that is not dense"))
-        if now.hooks:
-            emit(f"aten::{name}", args, kwargs, out, how)
+        out = in_parts(current(), stock, keyset, *args, **kwargs)
+        if name != "linear":
+            count("left", label(name, args, "a tensor that is not dense"))
         return out
 
     return whole
@@ -656,16 +644,12 @@ def watching(qualified: str, original: Any, matters: Callable[..., bool | str] |
     stock = accepting_numbers(qualified, original)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if inside.active or is_off(now := current(), qualified):
+        if inside.active or is_off(current(), qualified):
             return stock(keyset, *args, **kwargs)
         out = stock(keyset, *args, **kwargs)
-        how = "original"
         why = matters is None or matters(*args, **kwargs)
         if why and floating(args, kwargs, out):
-            how = "at_risk"
-            count(how, label(name, args, "" if why is True else why))
-        if now.hooks:
-            emit(qualified, args, kwargs, out, how)
+            count("at_risk", label(name, args, "" if why is True else why))
         return out
 
     return run
@@ -679,7 +663,6 @@ def certifying(name: str, original: Any) -> Callable[..., Any]:
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if inside.active or is_off(current(), qualified):
             return stock(keyset, *args, **kwargs)
-        how = "original"
         if floating(args, kwargs, None):
             inside.active = True
             try:
@@ -687,25 +670,8 @@ def certifying(name: str, original: Any) -> Callable[..., Any]:
                     holds, reason = proven(name, args, kwargs)
             finally:
                 inside.active = False
-            how = "certified" if holds else "at_risk"
-            count(how, label(name, args, reason))
-        out = stock(keyset, *args, **kwargs)
-        if current().hooks:
-            emit(qualified, args, kwargs, out, how)
-        return out
-
-    return run
-
-
-def passing(qualified: str, original: Any) -> Callable[..., Any]:
-    """Run the original, which is exact, and tell the hooks."""
-    stock = accepting_numbers(qualified, original)
-
-    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        out = stock(keyset, *args, **kwargs)
-        if not inside.active:
-            emit(qualified, args, kwargs, out, "original")
-        return out
+            count("certified" if holds else "at_risk", label(name, args, reason))
+        return stock(keyset, *args, **kwargs)
 
     return run
 
@@ -714,6 +680,6 @@ def passing(qualified: str, original: Any) -> Callable[..., Any]:
 # Python (a graph break within `try` or `with`) its tracer looks at each function that is called, these among them.
 _eval_frame = torch._C._dynamo.eval_frame
 _AS_IT_IS = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
-for _maker in (replacing, _in_memory, accepting_numbers, watching, certifying, passing):
+for _maker in (replacing, _in_memory, accepting_numbers, watching, certifying):
     for _code in filter(inspect.iscode, _maker.__code__.co_consts):
         _eval_frame.set_code_exec_strategy(_code, _AS_IT_IS)

@@ -21,7 +21,6 @@ from nondet.kernels.dispatch.state import (
     Leave,
     count,
     current,
-    emit,
     floating,
     inside,
     label,
@@ -778,10 +777,10 @@ def _replacing(name: str, form: _Form, stock: Callable[..., Any], devices: froze
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         now = current()
         tensors = args[: form.group]
-        if inside.active or (not now.coverages and not now.hooks) or not _on(tensors, devices):
+        if inside.active or not now.coverages or not _on(tensors, devices):
             return stock(keyset, *args, **kwargs)
         reduction = _name_of(args[form.group + 1])
-        how, reason = "original", ""
+        how, reason = "", ""
         if floating(tensors, {}) and reduction not in _EXACT:
             if ALL_REDUCES.name not in now.families:
                 how = "at_risk"
@@ -792,14 +791,10 @@ def _replacing(name: str, form: _Form, stock: Callable[..., Any], devices: froze
             count(how, form.name)
             waited = any(x is False for x in args[form.group + 2 :])  # async_op; left out where it is True
             work = _finished(form.pairs(args)[0][0], waited)
-            out: Any = (args[0], work) if form.answers else work
-        else:
-            if how != "original":
-                count(how, label(form.name, tensors, reason))
-            out = stock(keyset, *args, **kwargs)
-        if now.hooks:
-            emit(f"c10d::{name}", args, kwargs, out, how)
-        return out
+            return (args[0], work) if form.answers else work
+        if how:
+            count(how, label(form.name, tensors, reason))
+        return stock(keyset, *args, **kwargs)
 
     return run
 
@@ -810,7 +805,6 @@ def _watching(name: str, stock: Callable[..., Any], devices: frozenset[str]) -> 
         at_risk = not inside.active and floating(args, kwargs) and _on(args, devices)
         if at_risk and not any(_name_of(x) in _EXACT for x in args):
             count("at_risk", label(name, args))
-            emit(f"c10d::{name}", args, kwargs, out, "at_risk")
         return out
 
     return run

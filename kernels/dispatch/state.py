@@ -128,34 +128,11 @@ def padded_in_front(x: torch.Tensor, axis: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call that reached a function of ours, see `nondet.kernels.dispatch.block.on_call`.
-
-    Attributes:
-        name: "aten::mm", "aten::sum.dim_IntList", ... with the namespace and the overload; "transformers::NAME" for a
-            stand-in of transformers' own functions.
-        args: As the operator got them. Not copies: an in-place operator has written them by now.
-        kwargs: As the operator got them.
-        out: What it gave: a tensor, a tuple of them, or another value.
-        how: "replaced", "left", "certified", "at_risk", or "original" for what needs no count: exact operators,
-            integers, and a product's own parts.
-    """
-
-    name: str
-    args: tuple[Any, ...] = field(repr=False)
-    kwargs: dict[str, Any] = field(repr=False)
-    out: Any = field(repr=False)
-    how: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Active:
-    """What the entered blocks ask for together, and who listens."""
+    """What the entered blocks ask for together."""
 
     families: frozenset[str] = frozenset()
     coverages: tuple[Coverage, ...] = ()
-    hooks: tuple[Callable[[Call], None], ...] = ()
-    unseen: frozenset[str] = frozenset()  # the families, while nobody listens: calls of theirs may take short ways
     training: bool = False
 
 
@@ -189,8 +166,8 @@ told_of_stock: list[Callable[[str], None]] = []  # called with the operator wher
 
 
 def is_off(active: Active, qualified: str) -> bool:
-    """Whether nothing is on and nobody listens: then the call is stock's, and no function of ours need stand there."""
-    if active.coverages or active.hooks:
+    """Whether nothing is on: then the call is stock's, and no function of ours need stand there."""
+    if active.coverages:
         return False
     for tell in told_of_stock:
         tell(qualified)
@@ -213,13 +190,11 @@ _trace = torch._C._get_tracing_state
 
 
 def looked_at() -> bool:
-    """Whether hooks or something of torch's want to see, or change, the operators that a module is made of.
+    """Whether something of torch's wants to see, or change, the operators that a module is made of.
 
     A mode of this thread, autocast on a CPU (it chooses their dtypes), torch.func's transforms, a trace of torch.jit.
     """
-    return bool(
-        _now.hooks or _functions() or _modes() or _autocast("cpu") or _transform() is not None or _trace() is not None
-    )
+    return bool(_functions() or _modes() or _autocast("cpu") or _transform() is not None or _trace() is not None)
 
 
 def replace_now(active: Active) -> None:
@@ -232,19 +207,6 @@ def count(kind: str, what: str, times: int = 1) -> None:
     """Add one call, or several, to the coverage of every entered block, from any thread."""
     for coverage in current().coverages:
         coverage.add(kind, what, times)
-
-
-def emit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, how: str) -> None:
-    """Tell the hooks of a call. A hook's own torch calls go to the originals, and are not told."""
-    hooks = _now.hooks
-    if not hooks:
-        return
-    before, inside.active = inside.active, True
-    try:
-        for hook in hooks:
-            hook(Call(name, args, kwargs, out, how))
-    finally:
-        inside.active = before
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:

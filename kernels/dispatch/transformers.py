@@ -26,7 +26,6 @@ from nondet.kernels.dispatch.state import (
     Leave,
     count,
     current,
-    emit,
     guarded,
     kernels_for,
     looked_at,
@@ -378,7 +377,7 @@ def unhooked(module: Any) -> bool:
 # the same bits (tests/kernels/rows/test_cuda.py and test_cpu.py hold them to it), so that a
 # trainer's forward agrees with a sampler's.
 #
-# On a CPU it takes the families of all operators that it stands for ("norm" and "pointwise"), and hooks see those.
+# On a CPU it takes the families of all operators that it stands for ("norm" and "pointwise").
 
 
 class Form(NamedTuple):
@@ -463,8 +462,6 @@ def fused(original: Any, form: Form) -> Any:
         if out is None:
             return original(self, x)
         count("replaced", "RMSNorm module")
-        if now.hooks:
-            emit("transformers::RMSNorm", (self, x), {}, out, "replaced")
         return out
 
     return forward
@@ -532,7 +529,6 @@ def rotating(original: Any) -> Any:
             out = _kernel_rotary("cuda")(q, k, cos, sin)
             if out is not None:
                 count("replaced", "rotary embedding")
-                emit(f"transformers::{_NAME_ROTARY}", (q, k, cos, sin), {}, out, "replaced")
                 return out
         elif not looked_at() and all(type(x) is torch.Tensor and x.is_cpu for x in (q, k, cos, sin)):
             out = _kernel_rotary("cpu")(q, k, cos, sin)  # nothing is replaced: what stock calls is what is called
@@ -805,7 +801,6 @@ def _fp8(original: Any) -> Any:
                 what = f"{what}: {reason}"
             else:
                 count("replaced", what)
-                emit(f"transformers::{type(self).__name__}", (self, *args), {}, out, "replaced")
                 return out
         count("at_risk", what)
         return original(self, *args, **kwargs)

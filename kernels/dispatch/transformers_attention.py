@@ -15,7 +15,7 @@ import torch
 from nondet.errors import UserError
 from nondet.kernels.attention.masks import Packing, attend_packed, one_query_each, packing_of
 from nondet.kernels.dispatch.differentiable import with_gradient
-from nondet.kernels.dispatch.state import DTYPES, count, current, emit, guarded, kernels_for
+from nondet.kernels.dispatch.state import DTYPES, count, current, guarded, kernels_for
 from nondet.kernels.dispatch.transformers import Replacement, installed, note_traced
 
 # Batch-invariant attention under transformers' continuous batching.
@@ -116,14 +116,12 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
                 out = in_window(query, key, value, attention_mask, window, bound)
                 if out is not None:
                     count("replaced", f"transformers attention {name!r}, windowed")
-                    emit(f"transformers::{name}", (query, key, value, attention_mask), kwargs, out, "replaced")
                     return out, None
                 if query.shape[2] == 1:  # with more queries the mask shows that the window has slid, and is left
                     count("at_risk", f"transformers attention {name!r}: a window whose first keys are not known")
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         out = paged(module, query, key, value, cache, bound)
         count("replaced", f"transformers attention {name!r}, paged")
-        emit(f"transformers::{name}", (query, key, value, attention_mask), kwargs, out, "replaced")
         return out, None
 
     return forward
@@ -359,7 +357,6 @@ def _stand_in_eager(original: Any) -> Any:
             out = compute(**bound)
             if out is not None:
                 count("replaced", "transformers eager attention")
-                emit("transformers::eager_attention_forward", args, kwargs, out, "replaced")
                 return out, None
         count("at_risk", _RISK)
         return original(*args, **kwargs)

@@ -95,7 +95,6 @@ _PAGES: tuple[tuple[str, str, tuple[str, type], str], ...] = (
     ("sglang", "/model_info", ("is_generation", bool), ""),
     ("sglang", "/get_model_info", ("is_generation", bool), ""),  # of older ones, and deprecated
     ("llama.cpp", "/props", ("default_generation_settings", dict), "build_info"),
-    ("tgi", "/info", ("max_total_tokens", int), "version"),
     ("vllm", "/version", ("version", str), "version"),
     ("transformers", "/openapi.json", ("paths", _ROUTES), ""),
 )
@@ -107,7 +106,6 @@ _NATIVE = {
     "vllm": ("vllm", "vllm-chat"),
     "sglang": ("sglang", "openai-chat"),
     "llama.cpp": ("llama.cpp", "openai-chat"),
-    "tgi": ("tgi", "openai-chat"),
     "transformers": ("transformers", "transformers-chat"),
 }
 # Paths that empty the prefix cache, by POST. A llama.cpp erases slots with --slot-save-path only.
@@ -362,11 +360,10 @@ class HttpClient:
         """One attempt, or an AttemptError."""
         parts = Parts()
         most = self._limits.bytes_for(ask)
-        stream = self._stream and self._format.streams
-        body = self._format.body(ask, self.model, stream)
+        body = self._format.body(ask, self.model, self._stream)
         async with self._transport.exchange("POST", self._format.path, body, times) as response:
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind == "text/event-stream" or (stream and kind != "application/json"):
+            if kind == "text/event-stream" or (self._stream and kind != "application/json"):
                 events = Events(most, 8 * ask.max_tokens + 256)  # some servers send none for a token, none sends many
                 await self._follow(response, events, most, parts, times)
             else:

@@ -224,12 +224,11 @@ class Format:
     """One form of requests and answers."""
 
     path: ClassVar[str]  # of the requests, behind the server's prefix
-    streams: ClassVar[bool] = True  # whether answers can be asked for as a stream of events
     cuts: ClassVar[bool] = True  # whether a request can say top_k
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business."""
-        return {**self._body(ask, model), **({"stream": stream} if self.streams else {})}
+        return {**self._body(ask, model), "stream": stream}
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
         """Add what one document says: the body, or one event of a stream.
@@ -597,55 +596,6 @@ class Completion(Format):
             parts.chosen, parts.top = [], []
 
 
-# Text Generation Inference's /generate: token ids and logprobs in `details`, one body (its streams are not asked for).
-#
-# Its temperature must be above 0, so a greedy request leaves it out and says `do_sample: false`. The end-of-text token
-# is among the tokens, marked as special.
-
-
-class _Details(Struct):
-    finish_reason: str
-    tokens: list[_Numbered]
-    generated_tokens: int | None = None
-    top_tokens: list[list[_Numbered]] | None = None
-
-
-class _Detailed(Struct):
-    generated_text: str
-    details: _Details
-
-
-class Generate(Format):
-    """The native form of TGI."""
-
-    path = "/generate"
-    streams = False
-
-    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
-        drawn = ask.temperature > 0
-        parameters = _given(
-            max_new_tokens=ask.max_tokens,
-            details=True,
-            do_sample=drawn,
-            temperature=ask.temperature if drawn else None,
-            top_k=(ask.top_k or None) if drawn else None,  # it takes neither 0 nor 1.0 for all
-            top_p=ask.top_p if drawn and ask.top_p < 1.0 else None,
-            top_n_tokens=ask.top_logprobs or None,
-            seed=ask.seed,
-        )
-        return {"inputs": ask.prompt, "parameters": parameters}
-
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        whole = read(document, _Detailed)
-        details = whole.details
-        parts.text.append(whole.generated_text)
-        parts.finish = details.finish_reason
-        parts.count(completion_tokens=("generated_tokens", details.generated_tokens))
-        parts.chosen = [token.alternative for token in details.tokens]
-        parts.ids = [token.id for token in details.tokens]
-        parts.top += [[other.alternative for other in others] for others in details.top_tokens or ()]
-
-
 # transformers serve: its streams end without [DONE], and it would ignore a request for logprobs.
 
 
@@ -667,7 +617,6 @@ FORMATS: dict[str, Format] = {
     "vllm-chat": VllmChat(),
     "sglang": SglangGenerate(),
     "llama.cpp": Completion(),
-    "tgi": Generate(),
     "transformers": TransformersCompletions(),
     "transformers-chat": TransformersChat(),
 }

@@ -67,9 +67,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 # Between two looks at the server's counters: closer at the beginning, for rounds that are soon over.
 _POLL_FIRST_SECONDS, _POLL_SECONDS = 0.005, 0.2
-# How many requests run or wait now, by the names of vLLM, SGLang, llama.cpp and TGI.
-_RUNNING = (":num_requests_running", ":num_running_reqs", ":requests_processing", "tgi_batch_current_size")
-_WAITING = (":num_requests_waiting", ":num_queue_reqs", ":requests_deferred", "tgi_queue_size")
+# How many requests run or wait now, by the names of vLLM, SGLang and llama.cpp.
+_RUNNING = (":num_requests_running", ":num_running_reqs", ":requests_processing")
+_WAITING = (":num_requests_waiting", ":num_queue_reqs", ":requests_deferred")
 # Counters that a round's record keeps the movement of: cache hits, requests that ended, preemptions.
 _COUNTED = (
     *("prefix_cache_hits", "prefix_cache_queries", "cache_hits", "cached_tokens"),  # cache_hit_rate is a gauge

@@ -190,7 +190,6 @@ e eee"""
 
 _LLAMA = {"content": "ab", "stop": True, "stop_type": "limit"}
 _SGLANG = {"text": "ab", "output_ids": [1, 2]}
-_TGI = {"generated_text": "ab"}
 
 
 @pytest.mark.parametrize("odd", [-1, 2**24 + 1, 2**53, 10**30])
@@ -203,8 +202,6 @@ _TGI = {"generated_text": "ab"}
         ("sglang", "prompt_tokens", lambda n: {**_SGLANG, "meta_info": {"prompt_tokens": n}}),
         ("sglang", "completion_tokens", lambda n: {**_SGLANG, "meta_info": {"completion_tokens": n}}),
         ("sglang", "cached_tokens", lambda n: {**_SGLANG, "meta_info": {"cached_tokens": n}}),
-        ("tgi", "completion_tokens",
-         lambda n: {**_TGI, "details": {"finish_reason": "length", "tokens": [], "generated_tokens": n}}),
     ],
 )  # fmt: skip
 def test_an_odd_count_is_none_and_a_note(form: str, name: str, document: Callable[[int], object], odd: int) -> None:
@@ -330,21 +327,10 @@ _WRONG: tuple[Any, ...] = (
     "\ud800",
 )
 _DIALECT = {"openai-chat": "openai", "vllm-chat": "vllm", "transformers-chat": "transformers"}
-_WRONG_TGI = {
-    "generated_text": "ab",
-    "details": {
-        "finish_reason": "length",
-        "generated_tokens": 1,
-        "tokens": [{"id": 3, "text": "a", "logprob": -0.5, "special": False}],
-        "top_tokens": [[{"id": 3, "text": "a", "logprob": -0.5}, {"id": 4, "text": "b", "logprob": -1.5}]],
-    },
-}
 
 
 def _documents(protocol: str, stream: bool) -> list[dict[str, Any]]:
     """What an honest server sends for one short answer."""
-    if protocol == "tgi":
-        return [_WRONG_TGI]
     context = Context(tokenize(_ASK.prompt))
     steps = [step(context, temperature=0, draw=(), eos=False, alternatives=2) for _ in range(2)]
     body = FORMATS[protocol].body(_ASK, "hash-1", stream)
@@ -373,7 +359,6 @@ def _cases() -> list[Any]:
         pytest.param(protocol, stream, marks=[pytest.mark.nightly] if protocol == "vllm-chat" else [])
         for protocol in FORMATS
         for stream in (False, True)
-        if not (protocol == "tgi" and stream)
     ]
 
 

@@ -1,10 +1,12 @@
-"""What tests of kernels share: which parameters run by default, and a compiler for a GPU that is not there."""
+"""What tests of kernels share: what runs by default, the full way of a call, a compiler for a GPU that is not there."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,15 @@ import pytest
 def at_length(*values: Any) -> list[Any]:
     """These only in a run at length (`nightly`); a tuple stands for several arguments."""
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.nightly) for v in values]
+
+
+@contextmanager
+def in_full() -> Iterator[None]:
+    """Each call goes through its replacement, and each module through its operators: no short way is taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nondet.kernels.dispatch.functions._plainly", lambda args: False)
+        patch.setattr("nondet.kernels.dispatch.state._modes", lambda: 1)
+        yield
 
 
 def compiled(code: str, folder: Path) -> str:

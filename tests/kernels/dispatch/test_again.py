@@ -18,12 +18,12 @@ from nondet.core.inputs import generator
 from nondet.core.launch import listen
 from nondet.kernels.attention.cuda import attention
 from nondet.kernels.dispatch.again import short_way
-from nondet.kernels.dispatch.block import batch_invariant, on_call
+from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.functions import _plainly
 from nondet.kernels.rows import cuda
 from nondet.kernels.triton_common import forget
 from tests.build import DEVICE
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, in_full
 
 WAYS_ON_A_GPU = (
     *("_softmax", "_log_softmax", "mean.dim", "sum.dim_IntList", "rms_norm", "native_layer_norm"),
@@ -73,7 +73,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[torch
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *at_length(torch.float16)])
 def test_a_second_call_is_the_first_one_again(dtype: torch.dtype, device: str) -> None:
-    """A hook sees the replacement run; without one the first call may, and later ones take the short way, also
+    """In full the replacement runs; else it may at the first call, and later ones take the short way, also
     while torch would record a gradient that nobody asks for."""
     few = dtype == torch.bfloat16 and device == "cpu"  # what a CPU computes by another library than float32
     for name, (call, given) in calls(dtype).items():
@@ -83,9 +83,9 @@ def test_a_second_call_is_the_first_one_again(dtype: torch.dtype, device: str) -
         for recorded in (False, True):
             seen, noted, counted = [], [], []
             with torch.set_grad_enabled(recorded), strictly(device):
-                for hooked in (True, True, False, False, False):  # the first proves, and notes that too
-                    hook = on_call(lambda call: None) if hooked else nullcontext()
-                    with batch_invariant() as block, listen() as notes, hook:
+                for full in (True, True, False, False, False):  # the first proves, and notes that too
+                    way = in_full() if full else nullcontext()
+                    with batch_invariant() as block, listen() as notes, way:
                         seen.append(call(*operands))
                     noted.append(dict(notes))
                     counted.append(block.coverage().counts())
@@ -121,7 +121,7 @@ def test_what_a_plan_was_not_made_for_is_no_second_call(device: str) -> None:
             for change in (torch.clone, moved, strided, odd, torch.neg):
                 for first in (True, False):
                     others = [change(x) if (i == 0) is first else x for i, x in enumerate(operands)]
-                    with on_call(lambda call: None):
+                    with in_full():
                         right = call(*others)
                     for _ in range(2):
                         call(*operands)
@@ -161,7 +161,7 @@ def test_a_plan_is_of_its_settings() -> None:
             F.linear(x, weight)
         try:
             torch.set_num_threads(threads + 1)
-            with on_call(lambda call: None):
+            with in_full():
                 right = F.linear(x, weight)
             assert identical(F.linear(x, weight), right)
         finally:
@@ -188,7 +188,7 @@ def test_attention_is_asked_for_as_a_whole(request: pytest.FixtureRequest) -> No
     with torch.no_grad(), batch_invariant():
         for turn in range(3):
             torch.set_num_threads(threads + turn % 2)
-            with on_call(lambda call: None):
+            with in_full():
                 right = {name: call() for name, call in asked.items()}
             for name, call in asked.items():
                 assert identical(call(), right[name]), (name, turn)
@@ -289,7 +289,7 @@ def test_kept_memory_leaves_nothing_behind() -> None:
                         wrong.extend([(i, tuple(x.shape))] * (not identical(got, right)))
 
     with batch_invariant():
-        with torch.no_grad(), on_call(lambda call: None):
+        with torch.no_grad(), in_full():
             expected = [[call(x) for x in inputs] for call, inputs in operators]
         with torch.inference_mode():
             compute(3)

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 
 from nondet.core.compare import identical
 from nondet.kernels import originals
-from nondet.kernels.dispatch import block, state
-from nondet.kernels.dispatch import functions as dispatch_compile
-from nondet.kernels.dispatch.block import Registration, batch_invariant, on_call
-from nondet.kernels.dispatch.state import Call
+from nondet.kernels.dispatch import block, functions, state
+from nondet.kernels.dispatch.block import Registration, batch_invariant
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.rows import cpu as cpu_rows
 
@@ -359,7 +357,7 @@ def test_stock_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with batch_invariant():
         pass
     assert "aten::cumsum" in block._registration._there
-    monkeypatch.setattr(dispatch_compile, "proven", lambda *args: pytest.fail("proven outside of a block"))
+    monkeypatch.setattr(functions, "proven", lambda *args: pytest.fail("proven outside of a block"))
     X.cumsum(0)
 
 
@@ -428,17 +426,18 @@ def norm() -> torch.Tensor:
         return F.rms_norm(NORM, (1000,), torch.ones(1000), 1e-6)
 
 
-def test_a_norm_under_way_is_not_finished_by_a_nested_block() -> None:
+def test_a_norm_under_way_is_not_finished_by_a_nested_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm whose mean is torch's ends in torch's root, though another thread has put the block's there meanwhile."""
     stock, got = norm(), []
     half, entered = threading.Event(), threading.Event()
 
-    def stop_at_the_mean(call: Call) -> None:
-        if call.name == "aten::mean.dim" and not half.is_set():
+    def stop_at_the_mean(kind: str, what: str) -> None:
+        if what.startswith("mean.dim") and not half.is_set():
             half.set()
             assert entered.wait(30)
 
-    with on_call(stop_at_the_mean), batch_invariant(["matmul"]):
+    monkeypatch.setattr(functions, "count", stop_at_the_mean)
+    with batch_invariant(["matmul"]):
         thread = threading.Thread(target=lambda: got.append(norm()))
         thread.start()
         assert half.wait(30)
@@ -509,7 +508,7 @@ def half_the_operators(patch: pytest.MonkeyPatch) -> None:
 # the steps of an entry, each with whether a nested one takes it
 STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
     "operators": (half_the_operators, False),
-    "compiler": (lambda patch: patch.setattr(dispatch_compile, "_forget_graphs", fails), False),
+    "compiler": (lambda patch: patch.setattr(functions, "_forget_graphs", fails), False),
     "originals": (lambda patch: patch.setattr(originals, "stand_under", lambda on: fails() if on else None), False),
     "snapshot": (
         lambda patch: patch.setattr(block, "replace_now", lambda now: fails() if now.families else None),

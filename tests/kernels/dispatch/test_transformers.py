@@ -17,10 +17,10 @@ from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.kernels.dispatch import transformers
 from nondet.kernels.dispatch import transformers as hf_mlp
-from nondet.kernels.dispatch.block import batch_invariant, on_call
+from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.matmul.cpu import linear_again, packed_again
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, in_full
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -44,7 +44,7 @@ def rows(count: int, dtype: torch.dtype, width: int = 64) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_has_the_bits_of_the_operators(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """At its first call and after it, for row counts with and without a library call of their own, and as hooks see."""
+    """At its first call and after it, for row counts with and without a library call of their own, and in full."""
     layer = mlp(dtype)
     short = []
     monkeypatch.setattr(hf_mlp, "_computed", _listening(hf_mlp._computed, short))
@@ -52,7 +52,7 @@ def test_it_has_the_bits_of_the_operators(monkeypatch: pytest.MonkeyPatch, dtype
         whole = layer(rows(64, dtype))
         for count in (64, 16, 3, 1):
             first, second = layer(rows(count, dtype)), layer(rows(count, dtype))
-            with on_call(lambda call: None):
+            with in_full():
                 by_operators = layer(rows(count, dtype))
             assert identical(first, second)
             assert identical(first, by_operators)
@@ -262,7 +262,7 @@ EACH = [("qwen3", torch.bfloat16), ("qwen2", torch.float32), ("llama", torch.flo
 def test_attention_has_the_bits_of_the_operators(
     monkeypatch: pytest.MonkeyPatch, model: str, dtype: torch.dtype
 ) -> None:
-    """At its first call, by the short way after it, and as hooks see it; the coverage says the same of all three."""
+    """At its first call, by the short way after it, and in full; the coverage says the same of all three."""
     layer = attention(model, dtype)
     short = []
     honest = transformers._projected
@@ -281,7 +281,7 @@ def test_attention_has_the_bits_of_the_operators(
         second = layer(x, places, None)[0]
         assert short.pop() is not None
         assert dict(block.coverage().replaced) == counted
-        with on_call(lambda call: None):
+        with in_full():
             by_operators = layer(x, places, None)[0]
         assert not short
     assert identical(first, second)
@@ -318,14 +318,14 @@ def test_packed_projections_at_once_have_the_bits_of_each(model: str, dtype: tor
         if model == "qwen3":
             before, layer.k_norm.variance_epsilon = layer.k_norm.variance_epsilon, 0.5
             found, calls = packed()
-            with on_call(lambda call: None):
+            with in_full():
                 assert same(found, results())
             assert calls == 2
             assert not same(found, right)
             layer.k_norm.variance_epsilon = before
         layer.k_proj.weight.mul_(-1.0)
         found, calls = packed()
-        with on_call(lambda call: None):
+        with in_full():
             assert same(found, results())
         assert calls == (3 if model == "qwen2" else 1)
         assert not same(found, right)

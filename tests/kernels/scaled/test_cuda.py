@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nondet.bench.collect import implementations_of
 from nondet.core import certificates as store
@@ -17,7 +16,7 @@ from nondet.kernels import reference, stock, triton_common
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled import cpu, cuda
 from nondet.kernels.scaled.functions import FLOAT8, SCALES, operands
-from tests.build import DEVICE
+from tests.build import DEVICE, Seen
 from tests.kernels.tiers import at_length
 
 pytestmark = pytest.mark.slow
@@ -266,17 +265,11 @@ def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
 def test_scales_that_lie_as_the_library_reads_them_are_not_copied(monkeypatch):
     """Every copy is a launch more than torch's own call: on an H200 two of them took 4 us beside a product of 14."""
 
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            calls.append(str(function))
-            return function(*arguments, **(options or {}))
-
-    calls = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, *scales, **_: a)
     a, b, *scales = operands("bell", "block", (8, 512, 256), (E4M3, E4M3), "cpu", 0)
-    with Seen():
+    with Seen() as seen:
         cuda.library(a, b, *(scale.mT.contiguous().mT for scale in scales), torch.float32)
-    assert calls.count("aten.clone.default") == len(scales)  # those of this test, to have them lie so
+    assert seen.names.count("aten.clone.default") == len(scales)  # those of this test, to have them lie so
 
 
 @pytest.mark.gpu
