@@ -96,15 +96,14 @@ def _shifted(m: Array, by: Array) -> Array:
     return np.where(by >= 0, np.abs(m) << np.minimum(np.maximum(by, 0), 62), cut) * np.sign(m)
 
 
-def fused_step(a: Array, b: Array, c: Array, dtype: str, unit: Unit, out: str = "float32") -> Array:
-    """a [..., k] times b [..., k], added up with c [...] in one step of the unit -> [...] float32, or float16.
+def fused_step(a: Array, b: Array, c: Array, dtype: str, unit: Unit) -> Array:
+    """a [..., k] times b [..., k], added up with c [...] in one step of the unit -> [...] float32.
 
     The sum of all k + 1 terms is exact, so the order within a step changes nothing.
 
     Args:
         a, b: float64 that holds numbers of `dtype`, a key of `FORMATS`; for tf32 of float32, which are cut.
-        c: The accumulator, float64 that holds float32 (or float16) numbers.
-        out: float32 is cut; float16 is rounded to the nearest even.
+        c: The accumulator, float64 that holds float32 numbers.
     """
     if dtype == "tf32":
         a, b = (_cut_to_tf32(x) for x in (a, b))
@@ -121,14 +120,10 @@ def fused_step(a: Array, b: Array, c: Array, dtype: str, unit: Unit, out: str = 
     total = _shifted(product, exponent - 2 * (form.digits - 1) - grid[..., None]).sum(-1)
     total = total + _shifted(mc, ec - 23 - grid)
     _, digits = np.frexp(total.astype(np.float64))
-    if out == "float16":
-        value = round_to(np.ldexp(total.astype(np.float64), grid), "float16")
-    else:
-        lowest = np.maximum(np.maximum(digits + grid - 1, -126) - unit.kept, grid)
-        value = np.ldexp(_shifted(total, grid - lowest).astype(np.float64), lowest)
-    result = np.where(lost, loose, value)
+    lowest = np.maximum(np.maximum(digits + grid - 1, -126) - unit.kept, grid)
+    value = np.ldexp(_shifted(total, grid - lowest).astype(np.float64), lowest)
     with np.errstate(over="ignore"):
-        return result.astype(np.float16 if out == "float16" else np.float32)
+        return np.where(lost, loose, value).astype(np.float32)
 
 
 def _cut_to_tf32(x: Array) -> Array:

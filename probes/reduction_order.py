@@ -905,10 +905,10 @@ def shares_of_softmax(operator: Operator, M: int, K: int, device: str) -> Shares
     return lambda rows, places, real=False: _at(in_turn(rows, real), places)
 
 
-def shares_of_attention(operator: Operator, M: int, K: int, device: str, D: int = _HEAD, heads: int = 1) -> Shares:
+def shares_of_attention(operator: Operator, M: int, K: int, device: str, heads: int = 1) -> Shares:
     """The weights of the last of M queries, in the values' columns: `operator` as in `of_attention`, a row a head."""
-    q, k, v = (torch.zeros((1, heads, n, D), device=device) for n in (M, K, K))
-    q[..., 0] = math.sqrt(D)
+    q, k, v = (torch.zeros((1, heads, n, _HEAD), device=device) for n in (M, K, K))
+    q[..., 0] = math.sqrt(_HEAD)
     head, one = torch.arange(heads, device=device)[:, None], torch.ones((), device=device)
 
     def shares(rows: torch.Tensor, places: Sequence[Sequence[int]], real: bool = False) -> Array:

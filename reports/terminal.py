@@ -42,11 +42,11 @@ _STYLES |= {"good": "green", "bad": "red", "dull": "yellow", "headline": "bold",
 _ROWS_MOST = 200  # of a table
 
 
-def inline(text: Inline, style: str = "", limit: int = 6000) -> Text:
+def inline(text: Inline, style: str = "") -> Text:
     """Stretches of text on one line."""
     line = Text(overflow="fold", style=_STYLES.get(style, ""))
     for words, kind in bits(text):
-        said = flat(words, limit)
+        said = flat(words, 6000)
         line.append(f"; {said}" if kind == "below" else f"{said:9}" if kind == "label" else said, _STYLES.get(kind))
     return line
 

@@ -78,6 +78,3 @@ def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     while len(level) > 1:
         level = [left + right for left, right in zip(level[::2], level[1::2], strict=True)]
     return level[0]
-
-
-ORDERS = {"chain": chain, "tree": tree}

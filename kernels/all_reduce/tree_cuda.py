@@ -211,7 +211,6 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, chunks: int, target: torch.Te
 # `peers_two_shot` are proven and agreed on by all ranks (`nondet.kernels.all_reduce.chain`).
 
 ANCHOR_TILE = ChunkTile(16, 32, 64, 4, 3, 1)
-REDUCES = ("push", "peers_one_shot", "peers_two_shot")
 _SPLITS = (1, 2, 4)  # what a rank of several has of its own, for `push` to add first
 _KINDS = ("order", "order-wide", "wide", "bell")
 
@@ -295,7 +294,7 @@ def gathered_tree(mine: torch.Tensor, out: torch.Tensor, group: dist.ProcessGrou
 
 
 def reduce_stands(name: str, out: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks hold one of `REDUCES` proven, for results of dtype `out`. Called by all ranks."""
+    """Whether all ranks hold the reduction `name` proven, for results of dtype `out`. Called by all ranks."""
     key = f"ranks-tree {str(out).removeprefix('torch.')} W={dist.get_world_size(group)}"
     return agreed(name, key, device, group, partial(_prove_reduce, name, out, device, group))
 

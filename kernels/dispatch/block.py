@@ -99,16 +99,15 @@ def _waits(top: FrameType) -> bool:
 
 
 class Registration:
-    """A set of functions under operators, there or not.
+    """A set of functions under operators, there or not; when the last user leaves they may stay, see `stock_calls`.
 
     Args:
         make: Gives the functions, (operator with namespace and overload, dispatch key) -> function; called once, at
             the first use, with nothing registered.
-        stays: Functions may stay when the last user leaves, and say so when stock calls them (`stock_calls`).
     """
 
-    def __init__(self, make: Callable[[], Mapping[tuple[str, str], Callable[..., Any]]], stays: bool = False) -> None:
-        self._make, self._stays = make, stays
+    def __init__(self, make: Callable[[], Mapping[tuple[str, str], Callable[..., Any]]]) -> None:
+        self._make = make
         self._functions: dict[str, dict[str, Callable[..., Any]]] | None = None  # operator -> dispatch key -> function
         self._alone: set[str] = set()  # operators with a key at which torch has no kernel
         self._between: set[str] = set()  # operators that stock called between blocks: each is taken away by itself
@@ -149,7 +148,7 @@ class Registration:
         """One user less; the last takes the functions away, or those that may not stay."""
         self._users -= 1
         if not self._users:
-            self.take_away(self._alone & self._there if self._stays and others_wait() else None)
+            self.take_away(self._alone & self._there if others_wait() else None)
 
     def stock_calls(self, qualified: str) -> None:
         """Nothing is on, and a function that stayed was called. Its caller is still inside."""
@@ -549,7 +548,7 @@ _modules: dict[str, Any] = {}  # what was imported when the stand-ins were last 
 # Seconds between putting functions under torch and having them compute, where other threads run: what they are in the
 # midst of (rms_norm's mean is done, its root is not) ends in torch's kernels, as it began.
 _GRACE = 0.01
-_registration = Registration(keep_originals, stays=True)
+_registration = Registration(keep_originals)
 
 
 def _stock_calls(qualified: str) -> None:

@@ -755,7 +755,7 @@ def functions(devices: tuple[str, ...]) -> dict[tuple[str, str], Callable[..., A
     made: dict[tuple[str, str], Callable[..., Any]] = {}
     for name, form in _FORMS.items():
         if hasattr(torch.ops.c10d, name):  # not each is in every torch
-            made[f"c10d::{name}", _KEY] = _replacing(name, form, _stock(name), types)
+            made[f"c10d::{name}", _KEY] = _replacing(form, _stock(name), types)
     for name in _AT_RISK:
         if hasattr(torch.ops.c10d, name):
             made[f"c10d::{name}", _KEY] = _watching(name, _stock(name), types)
@@ -773,7 +773,7 @@ def _stock(name: str) -> Callable[..., Any]:
     return stock
 
 
-def _replacing(name: str, form: _Form, stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
+def _replacing(form: _Form, stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         now = current()
         tensors = args[: form.group]

@@ -33,8 +33,6 @@ Call = Callable[..., Any]
 Replay = Callable[[], Any]
 Failure = tuple[str, str]  # status and reason; an exception would keep the tensors of its frames alive
 
-CLOCKS = ("wall", "cpu")
-
 # The last cache of a CPU is rarely told to programs: most have less than this per core complex.
 _CPU_CACHE_BYTES = 32 * 2**20
 # Sets together exceed the cache by this factor, so that what is read again was surely thrown out.

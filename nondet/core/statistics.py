@@ -179,14 +179,14 @@ def percent(share: float, rounding: str = "near") -> str:
     return f"{scaled / scale:.{digits}f}%"
 
 
-def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Between two order statistics, whatever the values' distribution; None of so few that all of them are no interval.
 
     Of n independent values as many as Binomial(n, 1/2) lie below the median: it misses (k-th least, k-th largest) with
     a chance of twice P(X < k). At 95% that takes 6 values.
     """
     n, below, k = len(values), 0, 0
-    while below + math.comb(n, k) <= (1.0 - confidence) / 2 * 2**n and k < n:
+    while below + math.comb(n, k) <= (1.0 - CONFIDENCE) / 2 * 2**n and k < n:
         below += math.comb(n, k)
         k += 1
     ordered = sorted(values)

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
     from nondet.sampling.analysis import SampleSummary, TreeNode
 
-__all__ = ["FIGURES", "SUFFIXES", "draw", "figures_of", "save"]
+__all__ = ["FIGURES", "draw", "figures_of", "save"]
 
-SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito (2008), the black first
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#F0E442")
 _STYLES = ("-", "--", "-.", ":")

@@ -36,6 +36,7 @@ _SIDES = {"trainer": 1.0, "sampler": -1.0}
 _HEATS = np.geomspace(0.25, 4.0, 11)
 _STEPS = {torch.float64: 32}  # of a golden section between the neighbours of the best of these, by the wider format
 _STEPS_LEAST = 14
+_FEW = 100  # tokens, of which settings that are further to seek may be nearer by chance
 _FAR = 10.0  # times rounding: no other setting of both sides is the reason
 _SHARES = 64  # values of top-p that are tried at once, five times between ever closer ends
 
@@ -186,8 +187,9 @@ def fit(
     for kind in chain(*by_logits, _forwards(model, wide, older, seen, plain, found)):
         explained |= kind.exactly >= CERTAIN or kind.left <= ABOVE * kind.floor
         yield kind
+    off = [side for side, k3 in zip(("sampler", "trainer"), away, strict=False) if k3 > ABOVE * away[2]]
     for cut in () if explained else ("top-k", "top-p"):  # two values are fitted where one explains nothing
-        yield from _fitted(seen, found, f"temperature and {cut}", cut, None)
+        yield from _fitted(seen, found, f"temperature and {cut}", cut, None, off)
 
 
 def _seen(
@@ -234,6 +236,8 @@ def _common(seen: _Seen) -> Setting:
     forms += [(cut, heat) for heat in (1.0, None) for cut in ("top-p", "top-k")]
     loose: dict[bool, Setting] = {}
     for cut, heat in forms:
+        if loose and cut and heat is None and len(sides[0]) > _FEW:
+            break
         for setting in [_nearest(seen.far, side, cut, heat) for side in (sides if cut or heat is None else sides[:1])]:
             rounding, logprobs = seen.rounding(setting), seen.far.logprobs(setting)
             near, far = sorted(_k3((side - logprobs).cpu().numpy()) / max(rounding, 1e-300) for side in sides)
@@ -271,10 +275,13 @@ def _formulas(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
             yield found("formula", "another formula", "trainer", f"{trainer} for {sampler}", 0.0, exactly=share)
 
 
-def _fitted(seen: _Seen, found: _Found, cause: str, cut: str, heat: float | None) -> Iterator[MismatchKind]:
+def _fitted(
+    seen: _Seen, found: _Found, cause: str, cut: str, heat: float | None, sides: Sequence[str] = tuple(_SIDES)
+) -> Iterator[MismatchKind]:
     """What a setting leaves, which was fitted to one side as the other side's logprobs and d have it."""
     distance, base = seen.distance[seen.rows], seen.far.logprobs(seen.base)
-    for side, sign in _SIDES.items():
+    for side in sides:
+        sign = _SIDES[side]
         setting = _nearest(seen.far, base + sign * torch.from_numpy(distance).to(base), cut, heat)
         change = (seen.far.logprobs(setting) - base).cpu().numpy()
         said = [f"{setting.heat:.4g}"] * (heat is None) + [f"{setting.value:.4g}"] * bool(cut)

@@ -64,9 +64,7 @@ def cache_bytes(config: Any, tokens: int, itemsize: int = 2) -> int:
     return 2 * layers * heads * width * itemsize * tokens
 
 
-def arguments_of(
-    folder: Path, dtype: str, device: str, load: Load, longest: int, config: Any = None, seed: int = 0
-) -> dict[str, Any]:
+def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int, config: Any = None) -> dict[str, Any]:
     """What vLLM's LLM is made with.
 
     Args:
@@ -78,7 +76,7 @@ def arguments_of(
         "model": str(folder),
         "skip_tokenizer_init": True,
         "dtype": dtype,
-        "seed": seed,
+        "seed": 0,
         "max_model_len": longest,
         "max_num_seqs": min(load.requests, load.budget),
         "max_num_batched_tokens": load.budget,

@@ -26,7 +26,7 @@ Mass = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Tables(torch.nn.Module):
-    """Tokens, positions, the mean of what came before, and three layers: logits depend on all of it."""
+    """Tokens, positions, the mean of what came before, three layers: logits depend on all, and bits on the batch."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -54,7 +54,13 @@ class Tables(torch.nn.Module):
         for _ in range(3):
             x = x + self.down(torch.nn.functional.silu(self.up(x))) * 0.5
             x = x / x.pow(2).mean(-1, keepdim=True).sqrt()
-        return SimpleNamespace(logits=self.head(x))
+        if len(input_ids) <= 4:
+            return SimpleNamespace(logits=self.head(x))
+        halves = zip(
+            x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1), self.head.weight.chunk(2, -1), strict=True
+        )
+        first, second = (part @ weight.to(part).T for part, weight in halves)  # another order of addition
+        return SimpleNamespace(logits=(first + second).to(x))
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +175,11 @@ def test_what_one_side_does_is_named(name: str) -> None:
     given, wanted = PLANTED[name]
     named = pair(**given).named
     assert named is not None
-    assert (named.cause, named.side, named.fitted) == wanted
+    assert (named.cause, named.side) == wanted[:2]
+    if wanted[2][0].isdigit():
+        assert [*map(float, named.fitted.split(", "))] == pytest.approx([*map(float, wanted[2].split(", "))], rel=5e-3)
+    else:
+        assert named.fitted == wanted[2]
     assert named.left <= 1.5 * named.floor < named.k3
 
 

@@ -400,7 +400,7 @@ def pushes(folder: str, world: int) -> list[str]:
 
     from nondet.core.compare import identical
     from nondet.kernels.all_reduce import symmetric
-    from nondet.kernels.all_reduce.orders import ORDERS, tree
+    from nondet.kernels.all_reduce.orders import chain, tree
 
     rank = dist.get_rank()
     if rank >= world:
@@ -436,7 +436,7 @@ def pushes(folder: str, world: int) -> list[str]:
             dtype = torch.float32 if order == "tree" else drawn.choice((torch.float32, torch.float16))
             splits = drawn.choice((1, 2)) if order == "tree" else 1
             parts = [_odd_parts(splits * count, dtype, 10 * turn, world, "cpu")[r] for r in range(world)]
-            want = ORDERS[order]([tree(part.view(splits, count).unbind(0)) for part in parts])
+            want = {"chain": chain, "tree": tree}[order]([tree(part.view(splits, count).unbind(0)) for part in parts])
             want = want.to(drawn.choice((dtype, torch.float16)) if order == "tree" else dtype)
             out = parts[rank] if order == "chain" and drawn.random() < 0.7 else torch.empty_like(want)
             time.sleep(late.choice((0.0, 0.0, 0.01)))
