@@ -155,6 +155,7 @@ def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert {r.distinct for r in run.rows if r.impl == "invariant"} == {1}
 
 
+@pytest.mark.nightly  # scripts/test.sh runs the command itself, against a kept run
 def test_what_calls_cost_the_host(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell an operator and size, stock beside inside; kept, resumed, and held against itself."""
     monkeypatch.setattr("nondet.bench.host.HostClock.budget_us", 1.0)

@@ -164,7 +164,7 @@ def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
     assert asked("vllm", "Return a") == 2
     assert "prompt 1 has 8 tokens there and 2 here" in capsys.readouterr().err
     assert asked("openai", "#!") == 2
-    assert "gave no token ids, its answers are known by their text" in capsys.readouterr().err
+    assert "gave no token ids, its answers are known by their bytes" in capsys.readouterr().err
 
 
 def test_steps_of_training_are_told_apart(tmp_path: Path) -> None:
