@@ -52,15 +52,17 @@ class Tables(torch.nn.Module):
         seen = seen[..., None].to(x.dtype)
         x = x + (x * seen).cumsum(1) / seen.cumsum(1).clamp(min=1)
         for _ in range(3):
-            x = x + self.down(torch.nn.functional.silu(self.up(x))) * 0.5
+            x = x + self.down(torch.nn.functional.silu(product(self.up, x) + self.up.bias)) * 0.5
             x = x / x.pow(2).mean(-1, keepdim=True).sqrt()
-        if len(input_ids) <= 4:
-            return SimpleNamespace(logits=self.head(x))
-        halves = zip(
-            x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1), self.head.weight.chunk(2, -1), strict=True
-        )
-        first, second = (part @ weight.to(part).T for part, weight in halves)  # another order of addition
-        return SimpleNamespace(logits=(first + second).to(x))
+        return SimpleNamespace(logits=product(self.head, x))
+
+
+def product(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Over the layer's weights in one piece, or for more than four rows of a batch in two."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    pieces = 1 if len(x) <= 4 else 2
+    parts = zip(x.to(exact).chunk(pieces, -1), layer.weight.to(exact).chunk(pieces, -1), strict=True)
+    return sum(part @ weight.T for part, weight in parts).to(x)
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
