@@ -6,6 +6,7 @@ How a side comes from logits to logprobs is computed here by sorting and masking
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,10 @@ import pytest
 import torch
 
 from nondet.core.records import Header, MismatchRollout, Run
-from nondet.mismatch.kinds import fit
+from nondet.mismatch.kinds import fit, share_of
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Fault, Spec, score
-from nondet.verdict.findings import Finding
-from nondet.verdict.mismatch import Pair, judge_mismatch, pairs
+from nondet.verdict.mismatch import Pair, pairs
 
 V, WIDTH = 512, 64
 LEFT = Spec(padding="left", micro=4)
@@ -111,14 +111,21 @@ def pair(
         return rows.gather(-1, ids[:, None]).squeeze(-1) - (over or kept)(rows)
 
     trainer, sampler = score(model, texts, spec, fault, formula=formula), np.concatenate([r.sampler for r in texts])
+    seen = judged(model, texts, sampler, trainer)
+    assert seen.figures is not None
+    assert seen.figures.differ > 0  # other orders of addition, so that there is something to explain
+    return seen
+
+
+def judged(model: Any, texts: list[Rollout], sampler: np.ndarray, trainer: np.ndarray) -> Pair:
+    """As a run file would have it."""
     header = Header(format="nondet-run", schema=3, command="mismatch", plan={}, environment={}, started="2026-01-01")
-    run = Run(header=header)
-    for r, mine in zip(texts, np.split(trainer, 16), strict=True):
-        sides = {"sampler": r.sampler.tobytes(), "trainer": mine.tobytes()}
-        run.add(MismatchRollout(impl="file", name=r.name, tokens=tokens, ids=list(r.ids), **sides))
-    for record in fit(model, texts, spec, sampler, trainer, "file"):
+    run, count = Run(header=header), len(texts[0].drawn)
+    for r, *both in zip(texts, np.split(sampler, len(texts)), np.split(trainer, len(texts)), strict=True):
+        sides = {name: side.tobytes() for name, side in zip(("sampler", "trainer"), both, strict=True)}
+        run.add(MismatchRollout(impl="file", name=r.name, tokens=count, ids=list(r.ids), **sides))
+    for record in fit(model, texts, LEFT, sampler, trainer, "file"):
         run.add(record)
-    assert judge_mismatch(run)[0].finding == Finding.MISMATCH
     return pairs(run)[0]
 
 
@@ -189,3 +196,16 @@ def test_two_micro_batches_of_one_trainer_are_numeric() -> None:
     """The same weights over the same rollouts, in other batches: nothing is stale or wrong."""
     seen = pair(spec=Spec(micro=2), seed=4)
     assert (seen.named, seen.off) == (None, [])
+
+
+def test_a_few_rollouts_that_are_wrong_are_no_rounding() -> None:
+    """Logprobs of two of 112 rollouts exchanged, where hypotheses are computed for two dozen of them."""
+    model = Tables(torch.bfloat16)
+    once = played(model, 0, 1.0, whole, raw=False, tokens=24)
+    texts = [replace(r, name=f"{r.name} {i}") for i in range(7) for r in once]
+    trainer = np.tile(score(model, once, LEFT), 7)
+    sampler = np.stack([r.sampler for r in texts])
+    one, two = [i for i in range(len(texts)) if i not in share_of(texts)][3:5]
+    sampler[[one, two]] = sampler[[two, one]]
+    seen = judged(model, texts, sampler.ravel(), trainer)
+    assert (seen.named, seen.off) == (None, ["sampler"])

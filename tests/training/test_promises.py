@@ -207,7 +207,7 @@ def train(
 @functools.cache
 def sampled(name: str, dtype: str, device: str) -> Rollouts:
     with pinned(1), nondet.batch_invariant():
-        return sample(make(name, dtype, device))
+        return sample(make(name, dtype, device), count=8)
 
 
 def same(rollouts: Rollouts, trained: Trained) -> bool:
@@ -219,7 +219,7 @@ def test_a_the_trainer_has_the_sampler_s_bits_in_every_layout(name: str, dtype: 
     """Each sampled token's logprob, and every fifth position's row of logits over the whole vocabulary."""
     rollouts = sampled(name, dtype, device)
     with pinned(1):
-        for layout, micro in (("right", 16), ("left", 16), ("packed", 16), ("wide", 5), ("right", 1), ("left", 3)):
+        for layout, micro in (("right", 8), ("left", 8), ("packed", 8), ("wide", 5), ("right", 1), ("left", 3)):
             trained = train(make(name, dtype, device), rollouts, layout, micro, nondet.batch_invariant(training=True))
             assert same(rollouts, trained), (layout, micro)
             assert trained.rows_known == trained.rows > 0, (layout, micro)
@@ -278,9 +278,9 @@ def steps(
 
 @pytest.mark.parametrize(("name", "dtype", "device"), cases("llama bfloat16", dtypes=["bfloat16"]))
 def test_b_a_run_repeats_and_a_holds_after_every_step(name: str, dtype: str, device: str) -> None:
-    first, again = (steps(name, dtype, device, 7, 4) for _ in range(2))
+    first, again = (steps(name, dtype, device, 7, 3) for _ in range(2))
     assert first == again
-    assert first[1] == 4 * 6 * TOKENS
+    assert first[1] == 3 * 6 * TOKENS
     assert first[2] == 0
     other = steps(name, dtype, device, 8, 1)
     assert other[0] != first[0]
