@@ -271,8 +271,10 @@ def _formulas(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
     (one, sampler), (two, trainer) = by["sampler"], by["trainer"]
     if sampler != trainer and (seen.sampler.view(np.uint32) != seen.trainer.view(np.uint32)).any():
         share = min(one, two) if _same(values[sampler], values[trainer]).mean() < 1.0 else 0.0
+        alike = [_same(seen.given(s)[seen.rows], values[by[s][1]]) for s in _SIDES]
         if share >= CERTAIN:
-            yield found("formula", "another formula", "trainer", f"{trainer} for {sampler}", 0.0, exactly=share)
+            left = _k3(np.where(alike[0] * alike[1], 0.0, seen.distance[seen.rows]))
+            yield found("formula", "another formula", "trainer", f"{trainer} for {sampler}", left, exactly=share)
 
 
 def _fitted(

@@ -28,6 +28,7 @@ NAMED, SHOWN = 0.9, 0.1  # of what stands above rounding, for a hypothesis to be
 KINDS = (  # reasons that say what kind it is
     "mm-exact", "mm-named", "mm-numeric", "mm-unexplained", "mm-few", "mm-rounded", "mm-shifted", "mm-one-sided",
 )  # fmt: skip
+_LEFT = 10.0  # times rounding: what a hypothesis leaves that gives the very bits of most tokens, and not of a few
 _MOVED = 0.1  # of the middle |d|, where each logprob is compared with the one beside it: then it is that token's
 FEWEST = 16  # tokens of which a kind is said: one fitted value explains a few, and two formulas agree on them
 
@@ -96,7 +97,7 @@ class Pair:
         """
         if self.figures is None or not self.figures.differ or (self.floor and self.floor.tokens < FEWEST):
             return None
-        exact = [k for k in self.kinds if k.exactly >= NAMED]
+        exact = [k for k in self.kinds if k.exactly >= NAMED and k.left <= _LEFT * k.floor]
         if exact:
             return max(exact, key=lambda k: (k.exactly, -k.left))
         fitting = [k for k in self.kinds if k.k3 > ABOVE * k.floor >= k.left and removed(k) >= NAMED]
