@@ -230,7 +230,7 @@ def test_a_request_without_an_answer_is_a_failure() -> None:
 def test_what_vllm_is_made_with_follows_the_load() -> None:
     load = PRESETS["default"]
     made = engine.arguments_of(Path("m"), "bfloat16", "cuda", load, 200)
-    assert (made["max_num_batched_tokens"], made["max_num_seqs"], made["max_model_len"]) == (64, 64, 200)
+    assert (made["max_num_batched_tokens"], made["max_num_seqs"], made["max_model_len"]) == (96, 64, 200)
     assert (made["block_size"], made["enforce_eager"], made["enable_prefix_caching"]) == (16, True, True)
     assert made["gpu_memory_utilization"] == 0.9
     on_a_cpu = engine.arguments_of(Path("m"), "bfloat16", "cpu", load, 200, Qwen3Config())
