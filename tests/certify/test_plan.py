@@ -48,6 +48,7 @@ def one_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "alignment_of", lambda *_: 16)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("chained_dot")
 def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
     """Tiles, grouped tiles, and every way to compute attention, put to questions as on a GPU; float16 on a CPU here."""
@@ -74,6 +75,7 @@ def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
     assert len(rows) == 13
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("chained_dot")
 def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certificates) -> None:
     """Chunks, decode, ragged and split forms hold; an attention that cuts keys by their number does not."""

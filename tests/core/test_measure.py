@@ -110,6 +110,7 @@ def test_a_class_says_whether_it_is_more_accurate_or_merely_different() -> None:
     assert "less accurate: nearer at" in page
 
 
+@pytest.mark.nightly
 def test_noise_of_some_calls_is_not_called_batch_dependent() -> None:
     """A class that showed and does not come again is run-to-run nondeterminism, wherever in the sweep it fell."""
     for toy in ["linear_every_fifth", "linear_rarely"]:

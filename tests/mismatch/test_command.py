@@ -183,6 +183,7 @@ def test_steps_of_training_are_told_apart(tmp_path: Path) -> None:
     assert pairs(once)[0].steps == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_where_it_begins_and_what_cures_it(whole: Path, tmp_path: Path) -> None:
     """The first call that diverges is named, and so is what one family of operators leaves; an unknown one is not."""

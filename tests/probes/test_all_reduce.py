@@ -31,6 +31,7 @@ def test_gloo_depends_on_the_message_and_the_order_of_ranks_does_not():
         assert row.extra["backend"] == "gloo"
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_is_a_row_and_the_next_case_has_new_ranks():
     """The case in which a rank is killed is an error row with its reason; the next one is measured."""
     options = Options(ranks=(2,), dtypes=("float32",), m=4, n=16, runs=3)

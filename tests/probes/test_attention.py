@@ -24,6 +24,7 @@ def test_cache_reduced_apart_is_flagged():
         assert statuses(rows, varied=varied) == {"identical"}
 
 
+@pytest.mark.nightly
 def test_blocks_counted_from_the_first_key_are_not_flagged():
     """The same blocks, anchored at position 0: prefill, chunks, decode and a cache of any length agree."""
     asked = {"cache", "query_chunk", "prompt_length", "batch_size", "neighbour_values"}
@@ -47,6 +48,7 @@ def test_sound_attention_is_not_flagged(dtype):
     assert all(r.error.relative_norm < {"float32": 1e-6, "bfloat16": 4e-3}[dtype] for r in ordinary)
 
 
+@pytest.mark.nightly
 def test_a_tile_that_a_long_request_changes_is_flagged(monkeypatch):
     """A decode row in another tile once a query of 64 joins, in a dense batch and in a ragged one."""
     monkeypatch.setattr(attention, "_JOINED", (1, 16, 63, 64, 65))  # of more, a toy in Python takes a minute
