@@ -273,7 +273,7 @@ def bench_run(sizes: Sequence[int] = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4
         rows.append(row([i % 2 for i in range(len(sizes))], **shared))
         rows.append(row([0] * len(sizes), impl="invariant", **shared))
     run = run_of(*rows, cells=cells, limits=limits())
-    run.header = header("bench", {"operators": ["matmul"], "rivals": {"batch-invariant-ops": "0.1"}})
+    run.header = header("bench", {"operators": ["matmul"]})
     return run
 
 

@@ -29,7 +29,6 @@ from nondet.bench.cells import (
     rotation,
     timed_of,
 )
-from nondet.bench.rivals import RIVALS, rival_call
 from nondet.bench.summary import is_stock
 from nondet.bench.work import limit_us
 from nondet.core.inputs import generator, make
@@ -38,7 +37,7 @@ from nondet.core.measure import Trial, check_device_alive, kept_warnings, measur
 from nondet.core.measure import failed as failed_row
 from nondet.core.records import Cell, Limit, Record, Row, Run, Status, Value
 from nondet.core.registry import load_implementation, operators
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import UnknownNameError
 
 # Whether the cells of one group give equal bits: row 0 beside every number of rows, compared on the device.
 #
@@ -138,15 +137,13 @@ def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
     return row.kernel_sets[row.kernels[row.values.index(value)]] if value in row.values else []
 
 
-def implementations_of(operator: str, names: Sequence[str], device: str, installed: Sequence[str]) -> list[str]:
+def implementations_of(operator: str, names: Sequence[str], device: str) -> list[str]:
     """The implementations of one operator that the names stand for.
 
     "stock" stands for its named backends, too (but slow ones): the best of them is what a user could have.
-    A rival drops out where it has no such operator.
 
     Raises:
-        UnknownNameError: no implementation and no rival has that name.
-        UserError: a rival that is not installed.
+        UnknownNameError: no implementation has that name.
     """
     here = [i for i in operators()[operator].implementations if i.target(device)]
     everywhere = dict.fromkeys(i.name for declaration in operators().values() for i in declaration.implementations)
@@ -156,17 +153,11 @@ def implementations_of(operator: str, names: Sequence[str], device: str, install
             if "=" not in name or name.partition("=")[0] == operator:  # else it is another operator's
                 load_implementation(operator, name, device)
                 chosen[name] = None
-        elif name in RIVALS:
-            if name not in installed:
-                package = RIVALS[name].package
-                raise UserError(f"--impl {name}: {package} is not installed", "Install it, or leave it out.")
-            if operator in RIVALS[name].operators and device == "cuda":
-                chosen[name] = None
         elif name in everywhere:
             backends = [i for i in here if i.stock and not i.slow] if name == "stock" else []
             chosen.update((i.name, None) for i in here if i.name == name or i in backends)
         else:
-            raise UnknownNameError("implementation", name, [*everywhere, *RIVALS])
+            raise UnknownNameError("implementation", name, list(everywhere))
     return list(chosen)
 
 
@@ -215,8 +206,8 @@ def collect(
 def _loaded(operator: str, name: str, device: str) -> Call | Failure:
     """What can be called, or why it can't."""
     try:
-        return rival_call(name, operator) if name in RIVALS else load_implementation(operator, name, device).call
-    except Exception as error:  # noqa: BLE001 - a rival's import may raise anything; it becomes the reason of rows
+        return load_implementation(operator, name, device).call
+    except Exception as error:  # noqa: BLE001 - an import may raise anything; it becomes the reason of rows
         return reason_of(error)
 
 
@@ -258,8 +249,7 @@ def _cell(
         for name, call in calls.items():
             with kept_warnings() as caught, listen() as notes:
                 try:
-                    # backends of stock are believed; rivals return what their libraries' users expect
-                    believed = expected is None or name in RIVALS or is_stock(name)
+                    believed = expected is None or is_stock(name)  # its backends, too
                     wrong = None if believed else fault(call(*sets[0]), expected)
                     if wrong is not None:
                         failures[name] = Status.ERROR, wrong

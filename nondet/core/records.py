@@ -76,7 +76,7 @@ class Role(StrEnum):
     BACKEND = "backend"  # one of stock's backends, asked for by name
     INVARIANT = "invariant"
     PART = "part"  # one family of operators replaced, the rest stock
-    OTHER = "other"  # a user's own function, a rival, a member of a numerics class
+    OTHER = "other"  # a user's own function, a member of a numerics class
 
 
 def role_of(impl: str) -> Role:

@@ -51,8 +51,8 @@ class BenchRequest(Request):
     impl: Annotated[
         list[str] | None,
         o.opt(
-            "stock, invariant, a rival library by name, or your own package.module:function. Repeatable.",
-            shown="stock, invariant, and every rival that is installed",
+            "stock, invariant, or your own package.module:function. Repeatable.",
+            shown="stock, invariant",
             complete=o.BENCH_IMPLS,
         ),
     ] = None
@@ -253,7 +253,7 @@ def _impls(wanted: list[str] | None, device: str, graphs: bool, *, over_ranks: b
 
 
 def bench(request: BenchRequest, sink: Sink) -> Path:
-    """Time stock, invariant and rival kernels in one run, interleaved, with the hardware limit."""
+    """Time stock, invariant and your own kernels in one run, interleaved, with the hardware limit."""
     operators, rows = request.names or ["all"], request.m or []
     output = Output(request, f"bench-{'-'.join(operators)}", sink)
     if request.engine:
@@ -267,7 +267,6 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     from nondet.bench.cells import parse_sizes, plan_cases, stopwatch_for
     from nondet.bench.collect import collect, implementations_of, planned_keys
     from nondet.bench.ranks import collect_ranks, ranks_keys
-    from nondet.bench.rivals import installed_rivals
     from nondet.core.operator import BenchSizes
 
     target = pick_device(request.device, request.threads or torch.get_num_threads())
@@ -276,11 +275,10 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     ranks_cases = _over_ranks(over_ranks, request.ranks, target, request.dtype, sizes)
     alone = [name for name in operators if name not in RANK_OPERATORS]
     cases = plan_cases(alone, sizes, target, tuple(request.dtype) if request.dtype else None) if alone else []
-    rivals = installed_rivals()
-    wanted = request.impl or ["stock", "invariant", *rivals]
+    wanted = request.impl or ["stock", "invariant"]
     rank_impls = request.impl or ["stock", "invariant", "rank-free"]
     impls = {
-        operator: implementations_of(operator, wanted, target, list(rivals))
+        operator: implementations_of(operator, wanted, target)
         for operator in dict.fromkeys(case.operator for case in cases)
     }
     for name in wanted:
@@ -299,7 +297,6 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     plan: dict[str, Any] = {
         "operators": operators,
         "impls": wanted,
-        "rivals": rivals,
         "device": target,
         "dtypes": request.dtype,
         "sizes": {"m": rows, "k": request.k, "n": request.n, "jigsaw": request.jigsaw},
@@ -309,7 +306,6 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
         plan["clock"] = request.clock
     if ranks_cases:
         plan["ranks"] = sorted({case.world for case in ranks_cases})
-    sink.say(f"rivals found: {', '.join(f'{name} {version}' for name, version in rivals.items()) or 'none'}")
     keys = (planned_keys(cases, impls, target) if cases else []) + ranks_keys(ranks_cases, rank_impls, target)
 
     def records(writer: RunWriter) -> Iterable[Record]:

@@ -70,7 +70,7 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     if request.vllm:
         return _under_vllm(request, sink)
     names = request.names or []
-    impls, rivals = _functions(request.impl or [])
+    impls = request.impl or []
     output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
 
     from nondet.certify.check import ask, estimate
@@ -95,7 +95,7 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     )  # fmt: skip
     for name in impls:
         _try(name, planned[0].question, planned[0].members[name])
-    users = {name: rivals.get(name) or _user_name(name) for name in impls}
+    users = {name: _user_name(name) for name in impls}
     kept = certificates(target)
     described: dict[str, Any] = {
         "operators": names or ["all"],
@@ -109,7 +109,6 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
         "machine": kept.machine,
     }
     described |= {name: getattr(request, name) for name in ("inputs", "full", "seed")} | user_sources(impls)
-    described |= {"rivals": [*rivals.values()]} if rivals else {}
     total = sum(len(p.members) for p in planned)
     with output.recording("certify", described, request.seed, total) as writer:
         left = [replace(p, members=_left(p, writer.done)) for p in planned]
@@ -132,31 +131,6 @@ def _left(item: Assignment, done: set[tuple[str, ...]]) -> dict[str, Call]:
     from nondet.certify.check import row_key
 
     return {name: call for name, call in item.members.items() if row_key(item.question, name) not in done}
-
-
-def _functions(impls: list[str]) -> tuple[list[str], dict[str, str]]:
-    """(the functions that are named, a rival's adapter for its name; adapter -> the rival with its version)."""
-    from nondet.bench.rivals import RIVALS, installed_rivals
-
-    found, targets, versions = installed_rivals(), [], {}
-    for name in impls:
-        target, rival = name, RIVALS.get(name)
-        if rival is not None:
-            if name not in found:
-                raise UserError(f"--impl {name}: {rival.package} is not installed", "Install it, or leave it out.")
-            if "scaled_matmul" not in rival.operators:
-                raise UserError(
-                    f"--impl {name} is timed by bench, and not certified", "Give deep-gemm or vllm-cutlass."
-                )
-            if found[name] == "unknown":
-                raise UserError(
-                    f"--impl {name}: {rival.package} tells no version that a certificate could name",
-                    "Install a release.",
-                )
-            target = f"nondet.bench.rivals:{name.replace('-', '_')}"
-            versions[target] = f"{name} {found[name]}"
-        targets.append(target)
-    return targets, versions
 
 
 def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:

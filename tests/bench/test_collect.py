@@ -15,11 +15,12 @@ import torch
 from nondet.bench import collect as module
 from nondet.bench import ranks
 from nondet.bench.cells import BenchCase, PerfCounter, groups_of, plan_cases
-from nondet.bench.collect import bits_row, collect, kernels_at, planned_keys
+from nondet.bench.collect import bits_row, collect, implementations_of, kernels_at, planned_keys
 from nondet.cli import main
 from nondet.core.operator import BenchSizes
 from nondet.core.records import Cell, Limit, Row, Run, Status
 from nondet.core.runfile import open_run, read_run
+from nondet.errors import UnknownNameError
 from nondet.kernels import stock
 from nondet.ranks.group import RankError, RankGroup
 from tests.build import header
@@ -151,17 +152,30 @@ def test_why_a_backend_refuses_is_told(calls: dict[str, Any], watch: PerfCounter
     assert (records[-1].timed[1].status, records[-1].timed[1].reason) == (Status.SKIPPED, told)
 
 
-def test_a_rival_that_does_not_import_is_a_reason(watch: PerfCounter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_does_not_import_is_a_reason(watch: PerfCounter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading goes wrong inside the run, and the run goes on."""
 
-    def fails(name: str, operator: str) -> None:
-        raise ImportError(f"{name} needs another torch")
+    load = module.load_implementation
 
-    monkeypatch.setattr(module, "rival_call", fails)
-    records = list(collect(cases()[:1], {"linear": ["stock", "sglang"]}, "cpu", 0, watch))
+    def fails(operator: str, name: str, device: str) -> Any:
+        if name == "theirs:linear":
+            raise ImportError(f"{name} needs another torch")
+        return load(operator, name, device)
+
+    monkeypatch.setattr(module, "load_implementation", fails)
+    records = list(collect(cases()[:1], {"linear": ["stock", "theirs:linear"]}, "cpu", 0, watch))
     assert isinstance(records[-1], Cell)
     assert [t.status for t in records[-1].timed] == [Status.TIMED, Status.ERROR]
-    assert records[-1].timed[1].reason == "ImportError: sglang needs another torch"
+    assert records[-1].timed[1].reason == "ImportError: theirs:linear needs another torch"
+
+
+def test_stock_stands_for_its_backends() -> None:
+    """The best stock is chosen among them; the one that writes every score is timed only by its own name."""
+    named = implementations_of("attention", ["stock", "invariant"], "cuda")
+    assert named == ["stock", "stock-flash", "stock-efficient", "stock-cudnn", "invariant"]
+    assert implementations_of("attention", ["stock-math"], "cuda") == ["stock-math"]
+    with pytest.raises(UnknownNameError, match="flash-attn"):
+        implementations_of("attention", ["flash-attn"], "cuda")
 
 
 def test_bits_tell_one_class_from_two() -> None:

@@ -30,7 +30,6 @@ def test_a_run_with_reports(run: Command) -> None:
     """Ratios on the terminal, JSON lines with every sample, HTML with the plot, markdown with the table."""
     code, out, err = run(*SMALL, "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
-    assert "rivals found:" in err
     assert "speedup over the best stock: linear" in " ".join(out.split())
     finished = read_run(Path("r.jsonl"))
     assert finished.complete

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,6 @@ WRONG = [
     (["certify", "linear", "--impl", "no.such.module:f"], ["no.such.module"]),
     (["certify", "--impl", "math:sqrt"], ["--impl", "certify linear"]),
     (["certify", "linear", "--impl", "math:pi"], ["float", "function"]),
-    (["certify", "scaled-matmul", "--impl", "deep-gemm"], ["--impl deep-gemm", "is not installed"]),
     (["certify", "linear", "--preset", "qwen3-8c"], ["'qwen3-8c'", "qwen3-8b"]),
     (["certify", "linear", "--preset", "qwen3-8b", "--k", "5"], ["--k and --n", "one of the two"]),
     (["certify", "linear", "--out", "x.txt"], ["x.txt", ".jsonl"]),
@@ -182,35 +179,3 @@ def test_the_chain_holds_on_this_gpu_and_splits_do_not(run: Any, tmp_path: Path)
     assert [r.reason for r in rows if r.impl.startswith("triton/") and r.status != Status.IDENTICAL] == []
     user = ("--impl", "users_kernel_2:split", "--class", "chain")
     assert run("certify", "linear", *user, *shape, "--out", "h.jsonl", "--fail-on", "divergent")[0] == 3
-
-
-RIVAL = """
-import torch
-from nondet.kernels.scaled.cpu import in_order
-
-def fp8_gemm_nt(a, b, d, c=None, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
-    d.copy_(in_order(a[0], b[0].t(), a[1], b[1].t(), d.dtype, interval=INTERVAL if len(d) > 8 else 128))
-"""
-
-
-@pytest.mark.parametrize(("interval", "status"), [(128, Status.IDENTICAL), (64, Status.DIVERGENT)])
-def test_a_rival_s_fp8_product_is_certified_by_its_name_and_version(run, tmp_path, monkeypatch, interval, status):
-    """A toy of DeepGEMM's signature: in the class if it adds as the class does, not if large M is promoted sooner."""
-    (tmp_path / "deep_gemm.py").write_text(RIVAL.replace("INTERVAL", str(interval)), encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-    version = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "2.2.0" if name == "deep_gemm" else version(name))
-    sizes = ("--device", "cpu", "--k", "384", "--n", "160", "--m", "17")
-    code, _, err = run("certify", "scaled-matmul", "--impl", "deep-gemm", *sizes, "--out", str(tmp_path / "c.jsonl"))
-    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-    assert code == 0, err
-    rows = read_run(tmp_path / "c.jsonl").rows
-    asked = [r for r in rows if "block" in r.case and "bfloat16" in r.case and r.dtype == "float8_e4m3fn"]
-    assert asked
-    assert {r.status for r in asked} == {status}
-    others = [r for r in rows if r not in asked]
-    assert others
-    assert {r.status for r in others} == {Status.SKIPPED}
-    assert all("DeepGEMM takes float8_e4m3fn" in r.reason for r in others)
-    assert {c.member for c in store.certificates("cpu").all()} == {"deep-gemm 2.2.0"}

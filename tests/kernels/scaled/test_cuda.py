@@ -245,7 +245,7 @@ def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
         with listen() as ran:
             assert identical(library(*given, torch.float32), cpu.scaled_matmul(*given, torch.float32))
     assert "torch._scaled_mm, rows in fours" in ran
-    assert "stock-padded" in implementations_of("scaled_matmul", ["stock"], "cuda", [])
+    assert "stock-padded" in implementations_of("scaled_matmul", ["stock"], "cuda")
     by_row = operands("bell", "row", (rows, 512, 256), (E4M3, E4M3), "cpu", 0)
     apart = (
         *by_row[:2],
