@@ -553,6 +553,7 @@ class Search:
         self._families: list[str] = []
         self._tried: dict[frozenset[str], tuple[Site | None]] = {}
         self._recorded: tuple[CoarseCapture, CoarseCapture]
+        self._first: tuple[Session, Session]
         self._started = time.perf_counter()
 
     def write(self, record: Record) -> None:
@@ -650,9 +651,9 @@ class Search:
             if same_records(first, second_capture) is not None:
                 return self._run_to_run(arm, (first, second_capture))
         cost: dict[str, float] = {}
-        for arm, first, (_, session), (_, second) in zip(arms, self._first, once, again, strict=True):
+        for arm, initial, (_, session), (_, second) in zip(arms, self._first, once, again, strict=True):
             bare = arm.run(self.engine, Until(arm.request, last))
-            if note := not_again(first, bare, arm.forced):
+            if note := not_again(initial, bare, arm.forced):
                 self._control("run to run", False, f"arm {arm.title}: {note}")
                 return self._end("run-to-run", notes=[f"arm {arm.title}: {note}"])
             note = logits_at_fault(bare, session)
