@@ -319,6 +319,7 @@ def comb(impl: str, number: int) -> tuple[list[tuple[int, int]], int]:
     return ([(number, 11)] if impl == "stock" else []), 0
 
 
+@pytest.mark.nightly
 def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
     """A tree that nests deeper than Python recurses is drawn, cut, and none of it is lost in the figures."""
     run = sampled(tmp_path, n=600, length=640, impls=("stock",), variants=comb)

@@ -464,6 +464,7 @@ def test_saved_rollouts_say_who_is_off(tmp_path: Path) -> None:
     assert pairs(told)[0].off == ["trainer"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An arm an implementation; drawn under invariant kernels they have the bits of an invariant trainer."""

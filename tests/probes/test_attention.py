@@ -14,6 +14,7 @@ from tests.probes.toys import measure, statuses
 SMALL = {"config": {"heads": 4, "kv_heads": 2, "head_dim": 8}, "dtypes": ("float32",)}
 
 
+@pytest.mark.nightly
 def test_cache_reduced_apart_is_flagged():
     """The post's case: 80 cached and 48 new keys in blocks of 32 of their own; 0, 32 and 64 cached end on a block."""
     rows = measure("attention", "attention_cache_apart", asked={"cache", "batch_size", "neighbour_values"}, **SMALL)
@@ -71,6 +72,7 @@ def test_other_requests_values_are_no_business_of_mine():
     assert all(row.parted and row.status == "wrong" for row in rows.values())
 
 
+@pytest.mark.nightly
 def test_differing_positions_are_named():
     """Prefill against decode says which positions differ: none under 32 keys, where one block holds them all."""
     rows = measure("attention", "attention_cache_apart", asked={"query_chunk"}, **SMALL)

@@ -30,6 +30,7 @@ def found() -> dict[tuple[str, str, str, str], Row]:
     return rows(k=256, n=192)
 
 
+@pytest.mark.nightly
 def test_our_gradients_follow_neither_batch_nor_micro_batch_nor_moment(found):
     """Identical in every case, and claimed; nothing is skipped, so nothing was left to torch under the block."""
     ours = [row for (*_, impl), row in found.items() if impl == "invariant"]

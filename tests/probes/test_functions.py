@@ -32,6 +32,7 @@ def finding(run: Run) -> Finding:
     return verdict.finding
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("toy", "expected"),
     [

@@ -94,6 +94,7 @@ def test_two_workers_give_the_rows_of_one_process_and_go_on_with_a_run(tmp_path)
     assert sorted(places) == list(range(len(jobs)))
 
 
+@pytest.mark.nightly
 def test_a_worker_that_dies_is_a_row_with_its_reason_and_the_others_are_measured():
     """Its other cases go to a process that takes its place."""
     jobs, order = _plan(["log-softmax"], ["stock", "tests.probes.test_jobs:dies"])
@@ -118,6 +119,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.nightly
 @needs_proc
 @pytest.mark.parametrize(("number", "copies"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGINT, True)])
 def test_no_worker_outlives_its_parent(tmp_path, number, copies):

@@ -59,6 +59,7 @@ def test_a_dependence_of_rows_after_the_first_is_seen():
 def test_company_and_moments_are_asked(toy, varied):
     """Each fault is told by the question that is about it, and by ordinary numbers."""
     rows = [r for r in measure("matmul", toy, **SMALL).values() if r.varied == varied]
+    rows = [r for r in rows if "where the first call of a size" not in r.case]  # the question of another fault
     assert rows
     # some are wrong as well: eight bits are no float32; what was tuned for the first case is tuned in the second
     assert all(r.parted for r in rows[: 1 if toy == "linear_tunes_itself" else None])

@@ -393,6 +393,7 @@ def test_partial_sums_of_float16_in_a_product_are_proven() -> None:
     assert result.proven.accumulator == "float16"
 
 
+@pytest.mark.nightly
 def test_few_columns_of_several_orders_are_asked_one_by_one() -> None:
     def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         out = fused_chain_of(range(40))(x, w)
@@ -721,6 +722,7 @@ def test_weights_that_a_fast_exponential_gave_are_seen_in_their_sum(off: int, fi
     assert (result.proven.finish if result.proven is not None else None) == finish, result.words
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("impl", [f"all_reduce={__name__}:reduced_by_size", f"all_reduce={__name__}:in_order_of_ranks"])
 def test_the_order_over_ranks_is_found(impl: str) -> None:
     (row,) = run(impl, ranks=(4,))
@@ -734,6 +736,7 @@ def test_the_order_over_ranks_is_found(impl: str) -> None:
     assert said == (planted if "by_size" in impl else planted[:1])
 
 
+@pytest.mark.nightly
 def test_a_ring_adds_each_piece_of_a_message_from_another_rank_on() -> None:
     """gloo's: as many pieces as ranks, each proven; the message's last row is in another one as it grows."""
     (row,) = run(f"all_reduce={Message.__module__}:stock", ranks=(3,), m=2)
@@ -930,6 +933,7 @@ def softmax_of_a_gpu(tree: Tree, off: float) -> Callable[[torch.Tensor], torch.T
     return softmax
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("off", at_length([2.0, 0.0, 1.0]))
 def test_a_reciprocal_that_is_not_rounded_is_asked_for(off: float) -> None:
     softmax = softmax_of_a_gpu(as_tree(in_pairs(lanes(range(60), 4)), 60), off)

@@ -91,6 +91,7 @@ def test_a_walk_over_several_chunks_is_chunk_by_chunk(chunks, size, chained_dot)
             assert identical(chunk_products(x, weight, chunks, torch.empty(21, 40, device=DEVICE), tile), want)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_tile_is_proven_before_it_is_taken(chained_dot, monkeypatch, tmp_path):
     """A tile with the anchor's bits is proven and taken; one whose chunks lie another way is excluded, and the anchor
@@ -324,6 +325,7 @@ def test_a_value_belongs_to_the_group_that_was_met():
     assert made == [None, 1, 2]
 
 
+@pytest.mark.nightly
 def test_a_later_group_of_a_name_has_no_symmetric_memory(monkeypatch):
     """torch would meet the old group's ranks: with a workspace under the name on any rank, all ranks go without."""
     monkeypatch.setattr(symmetric, "_spaces", ByGroup(symmetric._Spaces))
