@@ -38,6 +38,7 @@ def test_our_gradients_follow_neither_batch_nor_micro_batch_nor_moment(found):
     assert {(row.status, row.reason, row.claims_invariance) for row in ours} == {("identical", "", True)}
 
 
+@pytest.mark.nightly
 def test_stock_s_weights_follow_the_micro_batch(found):
     """A linear layer's, a norm's and an embedding's, in both dtypes."""
     stock = [row for (_, varied, _, impl), row in found.items() if varied == "micro_batch" and impl == "stock"]

@@ -49,7 +49,7 @@ def test_a_dependence_of_rows_after_the_first_is_seen():
 @pytest.mark.parametrize(
     ("toy", "varied"),
     [
-        ("linear_shared_scale", "neighbour_values"),
+        pytest.param("linear_shared_scale", "neighbour_values", marks=pytest.mark.nightly),
         ("linear_by_address", "alignment"),
         ("linear_one_buffer", "history"),
         ("linear_remembers_weights", "history"),

@@ -325,6 +325,7 @@ def test_a_linear_layer_is_asked_at_its_rows_and_sizes() -> None:
     assert {(case.shape["K"], case.shape["N"]) for case in swept} == {(64, 48)}
 
 
+@pytest.mark.nightly
 def test_packed_attention_is_asked_as_it_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row and its keys among others' come out as alone under an operator that goes by them alone, and not under
     one whose blocks begin at the first key of the call."""

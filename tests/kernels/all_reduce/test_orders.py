@@ -312,6 +312,7 @@ class _Group:
     group_name = "0"
 
 
+@pytest.mark.nightly
 def test_a_value_belongs_to_the_group_that_was_met():
     """Another object under the name is another group, whose value is made of the last one's."""
     made = []
