@@ -95,6 +95,7 @@ def test_a_scale_of_one_neighbour_is_found_by_its_place():
     assert found == {"batch_size": "identical", "neighbour_values": "identical", "position": "divergent"}
 
 
+@pytest.mark.nightly
 def test_torch_s_own_form_runs_or_says_in_one_line_why_not():
     """Scales in blocks and experts' products have no CPU form in torch: skipped, with the reason; quantizers run."""
     options = Options(m=8, k=256, n=32, runs=2)

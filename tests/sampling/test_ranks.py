@@ -160,6 +160,7 @@ def test_a_step_that_fails_on_one_rank_is_told_at_once(loaded):
         assert time.monotonic() - started < 30
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_is_an_answer(over_two):
     """Each request says what became of the rank, and nothing waits for ever. The last test of these ranks."""
     os.kill(over_two.pids[1], signal.SIGKILL)
