@@ -41,7 +41,7 @@ BUDGET = {
     "sampling": 6375,
     "services": 3100,
     "testing": 581,
-    "trace": 3393,
+    "trace": 3394,
     "training": 646,
     "verdict": 2698,
     "vllm": 2527,
