@@ -67,7 +67,7 @@ def test_noise_is_told_from_batch_dependence() -> None:
 
 def test_identical_and_wrong_fails_as_wrong() -> None:
     """Zeros are the same zeros at every M."""
-    with pytest.raises(AssertionError, match="wrong in 7 of 8 cases") as error:
+    with pytest.raises(AssertionError, match="wrong in 9 of 10 cases") as error:
         assert_batch_invariant(toys.linear_zeros, **SMALL | {"inputs": ("bell",)})
     assert "off by more than any rounding explains" in message(error)
 
