@@ -241,7 +241,7 @@ def _common(seen: _Seen) -> Setting:
         for setting in [_nearest(seen.far, side, cut, heat) for side in (sides if cut or heat is None else sides[:1])]:
             rounding, logprobs = seen.rounding(setting), seen.far.logprobs(setting)
             near, far = sorted(_k3((side - logprobs).cpu().numpy()) / max(rounding, 1e-300) for side in sides)
-            if near <= ABOVE and (far <= ABOVE or far > _FAR):
+            if near <= ABOVE and (far <= ABOVE or (far > _FAR and not loose)):  # a simpler one may have one near
                 return setting
             if near <= ABOVE or far <= margin(len(sides[0])):  # of few tokens another may be nearer
                 loose.setdefault(far <= margin(len(sides[0])), setting)

@@ -73,10 +73,14 @@ def top_k(x: torch.Tensor) -> torch.Tensor:
     return x.topk(50, -1).values.logsumexp(-1)
 
 
-def top_p(x: torch.Tensor) -> torch.Tensor:
+def top_p(x: torch.Tensor, p: float = 0.9) -> torch.Tensor:
     ranked = x.sort(-1, descending=True).values
     share = ranked.softmax(-1)
-    return ranked.masked_fill(share.cumsum(-1) - share >= 0.9, -torch.inf).logsumexp(-1)
+    return ranked.masked_fill(share.cumsum(-1) - share >= p, -torch.inf).logsumexp(-1)
+
+
+def mild(x: torch.Tensor) -> torch.Tensor:
+    return top_p(x, 0.95)
 
 
 @torch.no_grad()
@@ -162,6 +166,7 @@ PLANTED: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "the trainer's": ({"trained": 0.8}, ("temperature", "trainer", "0.8")),
     # renormalised over the tokens that top-p keeps, where the trainer's go over the whole vocabulary
     "top-p": ({"kept": top_p, "over": whole}, ("top-p", "sampler", "0.9")),
+    "the trainer's top-p": ({"over": mild}, ("top-p", "trainer", "0.95")),  # ten times rounding, no more
     "at a temperature": ({"heat": 0.7, "kept": top_p, "over": whole}, ("top-p", "sampler", "0.9")),
     "at one in float32": (
         {"dtype": "float32", "heat": 0.7, "kept": top_p, "over": whole}, ("top-p", "sampler", "0.9"),
