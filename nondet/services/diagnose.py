@@ -93,7 +93,7 @@ def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
 
 
 def _can_compile_ahead(request: DiagnoseRequest) -> bool:
-    """Whether there is a GPU, with cores and memory for a second process that holds the model as well."""
+    """Whether there is a GPU, with cores for more processes and a model small enough for each to hold a copy."""
     if request.device == "cpu" or not Path("/dev/nvidia0").exists() or (os.cpu_count() or 1) < _CORES_LEAST:
         return False
     if request.model is None:
