@@ -25,9 +25,9 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
     "bench": 2198,
-    "certify": 1238,
+    "certify": 1233,
     "commands": 956,
-    "core": 6452,
+    "core": 6453,
     "diagnose": 1100,
     "embedded": 7,
     "endpoint": 3223,

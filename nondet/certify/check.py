@@ -17,7 +17,7 @@ import torch
 from nondet.certify.plan import Assignment, Call, Question
 from nondet.core.certificates import Certificates
 from nondet.core.compare import difference, error_against, identical
-from nondet.core.launch import listen
+from nondet.core.launch import listen, wait_for_device
 from nondet.core.measure import row_of
 from nondet.core.proof import DeviceLostError, attempt, in_words, operands_key, settings
 from nondet.core.records import Difference, ErrorFigures, Row, Status
@@ -387,10 +387,10 @@ def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
         shared = clock() - began
         question.answer(inputs, item.anchor, question.values[0])
         question.expected(inputs, item.anchor)
-        _finish(question.device)
+        wait_for_device()
         began = clock()
         question.expected(inputs, item.anchor)
-        _finish(question.device)
+        wait_for_device()
         shared += clock() - began
         first, each, asked = 0.0, 0.0, 0
         for value in (question.values[0], question.values[-1], *question.values[1:-1]):  # smallest, largest, others
@@ -400,7 +400,7 @@ def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
             ):  # the first may compile, on a GPU for seconds; the second is what every further one takes
                 began = clock()
                 question.answer(inputs, member, value)
-                _finish(question.device)
+                wait_for_device()
                 times.append(clock() - began)
             first, each, asked = first + max(0.0, times[0] - times[1]), each + times[1], asked + 1
             if asked > 1 and clock() > until:
@@ -410,11 +410,6 @@ def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
     each *= len(question.values) / asked
     again = 1 + 2 / (len(question.values) * len(question.kinds))  # two answers are asked for twice
     return _Cost(shared, each * again, first)
-
-
-def _finish(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _put(

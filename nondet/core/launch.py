@@ -96,14 +96,14 @@ def proving() -> Iterator[None]:
     if _depth.proving or not _listeners_first_use:
         yield
         return
-    _wait_for_device()
+    wait_for_device()
     begin = time.perf_counter()
     _depth.proving += 1
     try:
         yield
     finally:
         _depth.proving -= 1
-        _wait_for_device()
+        wait_for_device()
         _tell((begin, time.perf_counter()), proofs=1)
 
 
@@ -140,6 +140,7 @@ def _tell(stretch: tuple[float, float] | None, *, proofs: int = 0, compiled: int
             uses.on_change(uses)
 
 
-def _wait_for_device() -> None:
+def wait_for_device() -> None:
+    """Wait until a GPU that this process uses has done what was launched; not while a graph is captured."""
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
