@@ -209,25 +209,3 @@ def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor,
     The gradients of q, k and v, their heads beside each other.
     """
     return torch.cat(autograd(attention, gradient.double(), q.double(), k.double(), v.double()), 1)
-
-
-def linear_weight_gradient(
-    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
-) -> torch.Tensor:
-    """Of a linear layer's weight [N, K]: x [T, K] and the gradient [T, N] over all tokens, whatever their layout."""
-    return gradient.double().t() @ x.double()
-
-
-def norm_weight_gradient(
-    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
-) -> torch.Tensor:
-    """Of a norm's weight [K]: the normalized rows x [T, K] times their gradients [T, K], over all tokens."""
-    return (gradient.double() * x.double()).sum(0)
-
-
-def embedding_weight_gradient(
-    x: torch.Tensor, gradient: torch.Tensor, lengths: torch.Tensor, micro: int = 0, padding: str = "packed"
-) -> torch.Tensor:
-    """Of an embedding [K, N]: each token's gradient [T, N] onto the row where its x [T, K] is largest."""
-    chosen = torch.nn.functional.one_hot(x.argmax(-1), x.shape[1])
-    return chosen.double().t() @ gradient.double()

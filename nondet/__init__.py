@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 __all__ = [
-    "__version__", "batch_invariant", "check", "check_operator", "find_mismatch", "fold", "load", "mismatch_of",
+    "__version__", "batch_invariant", "check", "check_operator", "find_mismatch", "load", "mismatch_of",
     "probe", "rank_free", "rl", "sample", "token_logprobs",
 ]  # fmt: skip
 
@@ -22,7 +22,6 @@ _LAZY = {
     "check": "nondet.api",
     "check_operator": "nondet.api",
     "find_mismatch": "nondet.api",
-    "fold": "nondet.kernels.fold.gradients",
     "load": "nondet.api",
     "mismatch_of": "nondet.training.trl",
     "probe": "nondet.api",

@@ -1,12 +1,11 @@
 """Gradients: whether their bits follow the batch, the micro-batch, or the moment.
 
 `invariant` is what a trainer gets under `nondet.batch_invariant(training=True)`, forward and backward both inside of
-the block; of a weight's gradient it is class "fold", the sums of `nondet.fold` (`nondet.kernels.fold`). `stock` is
-torch's autograd. Three questions:
+the block; `stock` is torch's autograd. Three questions:
 
 - What a gradient gives to a row, or to a request of attention, in batches of M.
 - What it gives to a weight, a sum over all tokens, where the same sequences come in micro-batches of 1, 2, 4 ... and
-  each adds to `.grad`. Stock adds each micro-batch's sum, so its order is the micro-batch's.
+  each adds to `.grad`. The order is the micro-batch's then, by meaning, so only stock is tested.
 - The same call again, of every operator, so that what a batch changes is told from what a moment does: on a GPU torch
   adds with atomics in embeddings, gathers and attention's queries.
 
@@ -51,7 +50,7 @@ _LOGITS = ("softmax_backward", "log_softmax_backward", "cross_entropy_backward")
 _VOCABULARY = 40
 _WIDTHS = {"cpu": (1000, 32000), "cuda": (4096, 151936)}  # hidden, vocabulary
 _BATCHES = (1, 2, 3, 5, 8, 16, 17, 32, 64, 128)
-_SEQUENCE, _SEQUENCES = 32, 16  # tokens of a sequence: a multiple of a step of class fold
+_SEQUENCE, _SEQUENCES = 32, 16  # tokens of a sequence, and how many
 _MICRO = (16, 8, 4, 2, 1)
 _HEADS, _KEY_HEADS = 4, 2
 _TOKENS = 96
@@ -91,7 +90,7 @@ class Backward(Probe):
         for name in WEIGHTS:
             shape = {"T": tokens, "K": K} | ({"N": N} if name == "linear_weight" else {})
             title = f"{name}: {_SEQUENCES} sequences in micro-batches, {kind}"
-            yield self._case(title, name, shape, dtype, "micro_batch", kind, _MICRO)
+            yield self._case(title, name, shape, dtype, "micro_batch", kind, _MICRO, impls=("stock",))
 
     def _again(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
         K = size("--k", options.k, 256)
@@ -108,10 +107,10 @@ class Backward(Probe):
 
     def _case(
         self, title: str, name: str, shape: dict[str, int], dtype: str, varied: str, kind: str,
-        values: Iterable[int], rows: int = 0,
+        values: Iterable[int], rows: int = 0, impls: tuple[str, ...] = ("stock", "invariant"),
     ) -> Case:  # fmt: skip
         data = {"values": tuple(values), "rows": rows}
-        return Case(title, name, shape, dtype, varied, kind, ("stock", "invariant"), data=data)
+        return Case(title, name, shape, dtype, varied, kind, impls, data=data)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of rows [M, 2, W] beside their gradients, or requests [M, heads, T, D]; or a weight, x, ids, gradient."""
@@ -129,15 +128,16 @@ class Backward(Probe):
         return make("bell", at, dtype, device, rng), x, ids, above
 
     def own(self, case: Case, impl: str) -> Operator:
-        """Autograd, or the same under `batch_invariant(training=True)`; sums over tokens in class fold."""
+        """Autograd, or the same under `batch_invariant(training=True)`."""
+        compute = _weight_gradient if case.operator in WEIGHTS else _gradient
         if impl == "stock":
-            return _folded_by_torch if case.operator in WEIGHTS else _gradient
+            return compute
 
         def run(*arguments: Any) -> torch.Tensor:
             from nondet.kernels.dispatch.block import batch_invariant
 
             with batch_invariant(training=True) as block:
-                out = _folded(*arguments) if case.operator in WEIGHTS else _gradient(*arguments)
+                out = compute(*arguments)
             seen = block.coverage()
             if risks := [*seen.left, *seen.at_risk]:
                 raise NotImplementedError(f"batch_invariant(training=True) leaves {'; '.join(risks)}")
@@ -173,7 +173,7 @@ class Backward(Probe):
         """Torch's autograd in float64."""
         wide = [x.double() if x.is_floating_point() else x for x in inputs]
         if case.operator in WEIGHTS:
-            return _folded_by_torch(case.operator, case.shape["T"], *wide)
+            return _weight_gradient(case.operator, case.shape["T"], *wide)
         if case.varied == "batch_size":
             wide[0] = wide[0][: case.data["rows"]]
         return _gradient(case.operator, *wide)
@@ -204,56 +204,13 @@ def _attention(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat(torch.autograd.grad(out, (q, k, v), above), 1)
 
 
-def _folded_by_torch(
+def _weight_gradient(
     name: str, tokens: int, weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, above: torch.Tensor
 ) -> torch.Tensor:
     """`weight.grad` after micro-batches of so many tokens each."""
-    model = _Model(name, weight)
-    leaf = model.inner.weight
+    leaf = weight.detach().clone().requires_grad_()
     with torch.enable_grad():
         for seen, looked_up, gradient in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):
-            # a module of transformers computes in float32 what is asked in float64
-            wide = weight.dtype is torch.float64
-            out = WEIGHTS[name](leaf, seen, looked_up) if wide else model(looked_up, seen)
-            out.backward(gradient)
+            WEIGHTS[name](leaf, seen, looked_up).backward(gradient)
     found: torch.Tensor = leaf.grad
     return found
-
-
-def _folded(
-    name: str, tokens: int, weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, above: torch.Tensor
-) -> torch.Tensor:
-    """The same by `nondet.fold`: a module with the weight, each row of a micro-batch one sequence."""
-    from nondet.kernels.fold.gradients import fold
-
-    model = _Model(name, weight)
-    with fold(model) as sums:
-        for part in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):
-            seen, looked_up, gradient = (p.view(-1, _SEQUENCE, *p.shape[1:]) for p in part)
-            with torch.enable_grad():
-                out = model(looked_up, seen)
-                out.backward(gradient)
-        found: Any = sums.main_grad(model.inner.weight)
-    rounded: torch.Tensor = found.to(weight.dtype)
-    return rounded
-
-
-class _Model(torch.nn.Module):
-    """One module with the weight, called as transformers' models are."""
-
-    def __init__(self, name: str, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.takes_ids = name == "embedding_weight"
-        if name == "linear_weight":
-            self.inner: Any = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        elif self.takes_ids:
-            self.inner = torch.nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
-        else:
-            from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-            self.inner = LlamaRMSNorm(len(weight), 1e-6)
-        self.inner.weight = torch.nn.Parameter(weight.detach().clone())
-
-    def forward(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> Any:
-        """[B, T, ...] of ids [B, T] and embeddings [B, T, K]."""
-        return self.inner(input_ids if self.takes_ids else inputs_embeds)

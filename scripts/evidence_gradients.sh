@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Gradients' kernels as evidence on the GPU of this machine: tests, speeds, tiles. Called again it goes on.
+# Gradients' kernels as evidence on the GPU of this machine: tests and speeds. Called again it goes on.
 # usage: bash scripts/evidence_gradients.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -8,9 +8,9 @@ device=${2:-cuda}
 python=${PYTHON:-python}
 mkdir -p "$folder"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-cells=() tiles=() on=()
-[ -n "${SMALL:-}" ] && cells=(--m 16 --k 128) tiles=(64 40 24)
-names="softmax-gradient log-softmax-gradient rms-norm-gradient silu-gradient linear-weight-gradient"
+cells=() on=()
+[ -n "${SMALL:-}" ] && cells=(--m 16 --k 128)
+names="softmax-gradient log-softmax-gradient rms-norm-gradient silu-gradient"
 
 part() { # part NAME SECONDS COMMAND...: its output is NAME.txt; done once
     local name=$1 limit=$2 began=$SECONDS
@@ -20,12 +20,11 @@ part() { # part NAME SECONDS COMMAND...: its output is NAME.txt; done once
     echo "$name: $? after $((SECONDS - began)) s"
 }
 
-part tests 150 "$python" -m pytest -q -n 0 -p no:cacheprovider tests/kernels/gradients tests/kernels/fold/test_cuda.py \
+part tests 150 "$python" -m pytest -q -n 0 -p no:cacheprovider tests/kernels/gradients \
     tests/kernels/dispatch/test_gradients.py
 [ -s "$folder/bench.jsonl" ] && on=(--resume)
 # shellcheck disable=SC2086 # names are words
 part bench 90 "$python" -m nondet bench $names --device "$device" --out "$folder/bench.jsonl" \
     ${cells[@]+"${cells[@]}"} ${on[@]+"${on[@]}"}
-part tiles 90 "$python" scripts/fold_tiles.py ${tiles[@]+"${tiles[@]}"}
 tail -n 3 "$folder/tests.txt"
 ls "$folder"/*.done

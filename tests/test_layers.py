@@ -50,7 +50,6 @@ REGISTRIES = ("nondet.reports.content", "nondet.kernels.matmul.cuda")
 ANNEXES: dict[str, str] = {
     "nondet.kernels.all_reduce.tree_cuda": "CUDA source and its calls, which no CPU loads",
     "nondet.kernels.attention.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
-    "nondet.kernels.fold.cuda": "the backend of another device, which no CPU loads",
     "nondet.kernels.matmul.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.dispatch.again": "calls found again, a page by themselves",
     "nondet.kernels.dispatch.functions": "torch's functions, a page by themselves",

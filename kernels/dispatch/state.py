@@ -37,7 +37,7 @@ _SUMMING = {
     "mm", "mm.out", "addmm", "bmm", "_grouped_mm", "sum.dim_IntList", "sum.IntList_out", "index_add_",
     "_index_put_impl_", "rms_norm_backward", "native_layer_norm_backward", "embedding_dense_backward",
 }  # fmt: skip
-_SUMMED = "; what gradients sum over the batch repeats, and follows micro-batches without fold"
+_SUMMED = "; what gradients sum over the batch repeats, and follows micro-batches"
 
 _lock = threading.Lock()  # of all counts: `counter[what] += 1` is three steps, between which threads change
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nondet.core.operator import (
     ANY,
     Bench,
@@ -19,10 +17,8 @@ from nondet.core.operator import (
     OrderClass,
     RowForm,
     Shape,
-    WeightForm,
     row_cells,
 )
-from nondet.kernels.matmul.operator import product_bench
 
 _BATCHES = (1, 2, 3, 4, 7, 8, 15, 16, 17, 64)
 _HEADS = {"cuda": {"Hq": 32, "Hkv": 8, "D": 128}, "cpu": {"Hq": 8, "Hkv": 2, "D": 64}}
@@ -98,45 +94,3 @@ ATTENTION_GRADIENT = _gradient(
         sizes={"Hq": 4, "Hkv": 2, "T": 100},
     ),
 )  # fmt: skip
-
-_FOLD = "nondet.kernels.fold.gradients"
-FOLD = OrderClass(
-    name="fold",
-    device="cpu",
-    dtypes=("bfloat16", "float32"),
-    accumulator="float32; float64 of a norm's weight",
-    order=(
-        "Over tokens, sequence by sequence, each filled up with zeros to a multiple of 16 tokens. Of a linear layer's "
-        "weight: one chain in steps of 16; a step is one call of the library of the same sizes. Of a norm's: the "
-        "products of 16 tokens by halves, then one such sum after the other in float64. Of an embedding's row: its "
-        "tokens one after the other. Each goes on from the gradient so far: micro-batches, padding and packing cut it "
-        "nowhere."
-    ),
-    formula="acc = library(acc + grad[s:s+16]^T x[s:s+16]),  s = 0, 16, ... of each sequence;  dW = round(acc)",
-)
-
-
-def _of_weight(name: str, anchor: str, weights: tuple[tuple[int, int], ...], square: bool = False) -> Operator:
-    ours = f"{_FOLD}:{name}_weight_gradient"
-    lengths, micro = (32, 5, 17, 1, 48, 16, 31, 40), (0, 1, 2, 3, 5)
-    return Operator(
-        name=f"{name}_weight_gradient",
-        reference=f"nondet.kernels.reference:{name}_weight_gradient",
-        implementations=(
-            Implementation(name="stock", stock=True, targets={ANY: f"{ours}_stock"}),
-            Implementation(name="invariant", invariant=True, targets={ANY: ours}),
-        ),
-        claims=(Claim(order=FOLD, anchor=f"{_FOLD}:{anchor}"),),
-        questions={"cpu": WeightForm(weights=weights, lengths=lengths, micro=micro, square=square)},
-    )
-
-
-# (K, N) of the layers of Qwen3-0.6B: q, k and v, o, gate and up, down; 64 sequences of 512 tokens
-_LAYERS, _TOKENS = ((1024, 2048), (1024, 1024), (2048, 1024), (1024, 3072), (3072, 1024)), (32768,)
-LINEAR_WEIGHT_GRADIENT = replace(
-    _of_weight("linear", "fold_anchor", ((256, 192), (100, 33))),
-    operands=(*map(Operand, (("M", "K"), ("M", "N"))), Operand(("M",), made_by=f"{_FOLD}:sequence_lengths")),
-    bench=replace(product_bench("linear weight gradient", _LAYERS, _TOKENS), company="micro-batches"),
-)
-NORM_WEIGHT_GRADIENT = _of_weight("norm", "fold_norm_anchor", ((256, 256), (33, 33)), square=True)
-EMBEDDING_WEIGHT_GRADIENT = _of_weight("embedding", "fold_lookup_anchor", ((20, 64), (150, 33)))

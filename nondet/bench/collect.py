@@ -88,18 +88,7 @@ def _query_variants(group: Sequence[BenchCase], call: Call, device: str, rng: to
         yield "prefill", lambda: (call(q, k[:1], v[:1])[:, :, -1:],)
 
 
-def _micro_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torch.Generator) -> Iterator[Variant]:
-    """All of a weight's gradient over the most tokens of the group, its sequences all at once, or so many at a time."""
-    whole = arguments(max(group, key=lambda case: case.shape["M"]), device, rng)
-
-    def compute(micro: int) -> Rows:
-        return (call(*whole, micro),)
-
-    for name, micro in (("all", 0), ("8 at a time", 8), ("1 at a time", 1)):
-        yield name, partial(compute, micro)
-
-
-_VARIANTS = {"rows": _row_variants, "queries": _query_variants, "micro-batches": _micro_variants}
+_VARIANTS = {"rows": _row_variants, "queries": _query_variants}
 
 
 def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
@@ -108,8 +97,6 @@ def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
     title, varied = f"{first.section} {first.group}: row 0 of M rows", "batch_size"
     if first.company == "queries":
         title, varied = f"attention {first.group}: the last query, in company of other sizes", "query_chunk"
-    elif first.company == "micro-batches":
-        title, varied = f"{first.section} {first.group}: all of it, in micro-batches", "micro_batch"
     return first.row(impl, device, "Tq", case=title, inputs="bell", varied=varied)
 
 
@@ -130,9 +117,7 @@ def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
     if row is None or not row.kernels:
         return []
     value: Value = case.shape["M"] if case.axis == "M" else f"decode B={case.shape['B']}"
-    if case.company == "micro-batches":
-        value = "all"
-    elif case.shape.get("Tq", 1) > 1:
+    if case.shape.get("Tq", 1) > 1:
         value = "prefill"
     return row.kernel_sets[row.kernels[row.values.index(value)]] if value in row.values else []
 

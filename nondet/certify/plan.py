@@ -23,7 +23,6 @@ from nondet.core.operator import (
     QuestionForm,
     RowForm,
     ScaledForm,
-    WeightForm,
 )
 from nondet.core.proof import PRODUCT_INPUTS, product_inputs
 from nondet.core.registry import NumericsClass, class_operators, classes_for, declared, load_implementation, load_object
@@ -356,32 +355,6 @@ class ScaledQuestion(Question):
         return few, self.answer(inputs, scaled_matmul, few)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightQuestion(Question):
-    """A weight's gradient [N, K] over the tokens of sequences; the variants are a layout and a micro-batch's size."""
-
-    lengths: tuple[int, ...]
-
-    def prepare(self, kind: str) -> Any:
-        """(x [T, K], gradient [T, N], lengths); the kind is along the tokens, which are summed over."""
-        sizes = (self.shape["N"], self.shape["K"], sum(self.lengths), self.torch_dtype, self.device)
-        gradient, x, _ = next(iter(product_inputs(*sizes, kinds=(kind,), seed=self.seed)))[1]
-        return x.t().contiguous(), gradient.t().contiguous(), torch.tensor(self.lengths)
-
-    def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
-        """Of all sequences."""
-        return anchor(*inputs)
-
-    def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
-        """Every variant is all of it."""
-        return whole
-
-    def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
-        """ "left 3": padded on the left, three sequences at a time."""
-        padding, _, micro = str(value).partition(" ")
-        return call(*inputs, int(micro), padding)
-
-
 @dataclass(frozen=True)
 class Wish:
     """What the command line asked for; None means: the default list.
@@ -572,16 +545,6 @@ def _scaled(topic: _Topic, form: ScaledForm) -> _Questions:
                 )
 
 
-def _weights(topic: _Topic, form: WeightForm) -> _Questions:
-    wish = topic.wish
-    ways = tuple(f"{padding} {micro}" for padding in ("packed", "right", "left") for micro in form.micro)
-    given = ((wish.k or wish.n or 0, wish.n or wish.k or 0),) if wish.k or wish.n else form.weights
-    for K, N in given:
-        shape = {"T": sum(form.lengths), "K": K, "N": K if form.square else N}
-        about = topic.about(shape, f"{len(form.lengths)} sequences", ways, PRODUCT_INPUTS)
-        yield WeightQuestion(**about, lengths=form.lengths), True
-
-
 def _rows(topic: _Topic, form: RowForm) -> _Questions:
     wish = topic.wish
     for i, width in enumerate((wish.k,) if wish.k else form.widths):
@@ -630,7 +593,6 @@ _FORMS: dict[type[QuestionForm], Callable[[_Topic, Any], _Questions]] = {
     AttentionForm: _attention,
     GroupedForm: _grouped,
     ScaledForm: _scaled,
-    WeightForm: _weights,
 }
 
 

@@ -67,7 +67,6 @@ _FAMILIES = {
     "cpu-blocks": ("attention",),
     "lanes": ("rows",),
     "cpu-rows": ("rows",),
-    "fold": ("fold",),
     "grouped": ("experts",),
     "ranks-": ("all_reduce",),
     "reduce-scatter": ("all_reduce",),

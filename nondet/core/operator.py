@@ -67,8 +67,8 @@ class Bench:
         group: Axes whose sizes the cells of a group share. They ask for equal bits; they differ in the batch axis.
         options: Options of the command line that its sizes follow, beside --m and --k: "n", "jigsaw".
         fp8: Operands are float8_e4m3fn, whatever else is asked for, and `work` counts bytes.
-        company: What the bits of a group's cells are compared over: "rows" (row 0 among M), "queries" (the last query
-            decoded alone, decoded beside others, and at the end of a prefill), or "micro-batches" (of sequences).
+        company: What the bits of a group's cells are compared over: "rows" (row 0 among M), or "queries" (the last
+            query decoded alone, decoded beside others, and at the end of a prefill).
     """
 
     cells: Callable[[BenchSizes, str], list[BenchCell]]
@@ -182,19 +182,6 @@ class Heads:
     requests: int = 3
     default: bool = True
     dtype: str = "bfloat16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightForm(QuestionForm):
-    """Of a weight's gradient: (K, N), over sequences of `lengths` tokens in micro-batches of so many (0: all).
-
-    square: N is K: each row of the gradient meets one of as many numbers.
-    """
-
-    weights: tuple[tuple[int, int], ...]
-    lengths: tuple[int, ...]
-    micro: tuple[int, ...]
-    square: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -319,17 +319,3 @@ def test_ranks_agree_where_every_comparison_does(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ranks, "_together", lambda device: None)
     assert row(0x7FC00000, 1) == row(0x7FC00001, 1)
     assert row(0, 1) != row(-(2**31), 1)
-
-
-def test_a_weights_gradient_is_compared_over_micro_batches(watch: PerfCounter) -> None:
-    """All of it, sequences at once and one at a time: stock adds parts, fold goes on; both are timed."""
-    asked = plan_cases(["linear-weight-gradient"], BenchSizes(m=(1, 96), k=40, n=24), "cpu", ("float32", "bfloat16"))
-    records = list(collect(asked, {"linear_weight_gradient": ["stock", "invariant"]}, "cpu", 0, watch))
-    rows = {(r.impl, r.dtype): r for r in records if isinstance(r, Row)}
-    for dtype in ("float32", "bfloat16"):
-        assert rows["stock", dtype].status == Status.DIVERGENT
-        assert rows["invariant", dtype].status == Status.IDENTICAL
-    assert {(r.varied, *r.values) for r in rows.values()} == {("micro_batch", "all", "8 at a time", "1 at a time")}
-    cells = [r for r in records if isinstance(r, Cell)]
-    assert [cell.shape["M"] for cell in cells] == [1, 96, 1, 96]
-    assert all(t.status == Status.TIMED for cell in cells for t in cell.timed)

@@ -1,4 +1,4 @@
-"""The backward probe flags what follows the batch, the micro-batch or the moment, and nothing of class fold."""
+"""The backward probe flags what follows the batch, the micro-batch or the moment, and nothing of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from nondet.core.records import Row
 from nondet.errors import UserError
-from nondet.kernels.fold import gradients
 from nondet.probes import backward
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
@@ -31,7 +30,7 @@ def found() -> dict[tuple[str, str, str, str], Row]:
 
 
 @pytest.mark.nightly
-def test_our_gradients_follow_neither_batch_nor_micro_batch_nor_moment(found):
+def test_our_gradients_follow_neither_batch_nor_moment(found):
     """Identical in every case, and claimed; nothing is skipped, so nothing was left to torch under the block."""
     ours = [row for (*_, impl), row in found.items() if impl == "invariant"]
     assert {row.operator for row in ours} == {*backward.ROWS, *backward.WEIGHTS, *backward.AGAIN, "attention_backward"}
@@ -86,21 +85,6 @@ def test_additions_in_no_order_are_flagged(monkeypatch):
     planted = rows(dtypes=("float32",), k=64)
     assert planted["index_put_accumulate", "run", "float32", "stock"].status == "divergent"
     assert planted["embedding_dense_backward", "run", "float32", "stock"].status == "identical"
-
-
-def test_a_fold_that_begins_anew_in_each_micro_batch_is_flagged(monkeypatch):
-    """Parts that are summed apart and then added are another order."""
-    sound = gradients.fold_product
-
-    def anew(acc, grad, x, at):
-        part = torch.zeros_like(acc)
-        sound(part, grad, x, at)
-        acc += part
-
-    monkeypatch.setattr(gradients, "fold_product", anew)
-    planted = rows(dtypes=("float32",), k=64)
-    assert planted["linear_weight", "micro_batch", "float32", "invariant"].status == "divergent"
-    assert planted["rms_norm_weight", "micro_batch", "float32", "invariant"].status == "identical"
 
 
 @pytest.mark.parametrize(("options", "line"), [({"k": 0}, "--k 0"), ({"runs": 1}, "--runs 1"), ({"n": -1}, "--n -1")])

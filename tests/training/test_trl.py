@@ -109,27 +109,6 @@ def test_completions_that_trl_masks_are_in_no_figure(tmp_path: Path) -> None:
     assert all(step.differ == 0 and 0 < step.tokens < 40 * step.rollouts for step in steps)
 
 
-@pytest.mark.trl
-def test_a_step_does_not_follow_the_micro_batch(tmp_path: Path) -> None:
-    """With `nondet.fold` 8 completions at once, by 4 or one by one end in the same weights; without it in others."""
-
-    def digests(micro: int, *, folded: bool) -> list[str]:
-        place = tmp_path / f"{micro}-{folded}"
-        cut = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": 8 // micro}
-        made = trainer(write_tiny_model(place / "model"), place / "out", **cut)
-        sums: Any = nondet.fold(made.model) if folded else nullcontext()
-        with nondet.batch_invariant(training=True), sums, nondet.mismatch_of(made, out=place / "rl.jsonl"):
-            made.train()
-        steps = read_run(place / "rl.jsonl").training_steps
-        assert all(step.differ == 0 and step.tokens > 8 for step in steps)
-        return [step.weights_digest for step in steps]
-
-    whole = digests(8, folded=True)
-    assert len(whole) == STEPS
-    assert digests(4, folded=True) == digests(1, folded=True) == whole
-    assert not set(digests(8, folded=False)) & set(digests(1, folded=False))
-
-
 @pytest.mark.parametrize(
     ("given", "out", "said"),
     [

@@ -342,7 +342,7 @@ def test_hidden_scores_are_seen_whatever_hides_them(mask: float) -> None:
 
 def test_what_a_gradient_sums_over_the_batch_is_said() -> None:
     """ "replaced" promises a row's bits, and of a weight's gradient no more than that it repeats."""
-    said = "; what gradients sum over the batch repeats, and follows micro-batches without fold)"
+    said = "; what gradients sum over the batch repeats, and follows micro-batches)"
     w = rand(6, 8).requires_grad_()
     with batch_invariant(training=True) as block:
         out = F.silu(F.rms_norm(F.linear(X, w), (6,), rand(6).requires_grad_(), 1e-6))
