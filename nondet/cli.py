@@ -136,7 +136,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code: see `_CODES`, which the help prints."""
     # Idle OpenMP threads spin by default. Beside one other busy process on 2 cores, that made a round of sampling 80
-    # times slower (docs/log.md). How threads wait changes no bits; torch reads the variable when it is loaded.
+    # times slower. How threads wait changes no bits; torch reads the variable when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _prepare_streams()
     _warn_of_namesake()
