@@ -351,7 +351,7 @@ def check_operator(
 
     Args:
         fn: Takes what the operator takes: linear(x, weight, bias=None), softmax(x), attention(q, k, v, ...), ...
-        operator: linear, matmul, attention, rms_norm, softmax, ... (`nondet list`).
+        operator: linear, matmul, attention, rms_norm, softmax, ...
         config: Sizes of a model, for attention: heads, kv_heads, head_dim.
         varied: What is tested: batch_size, position, run, ...; None: everything.
         out: Run file to write.
@@ -380,7 +380,7 @@ def batch_invariant(families: Iterable[str] | None = None, *, training: bool = F
     a notebook. `nondet.kernels.dispatch.block.batch_invariant` has the fine print.
 
     Args:
-        families: "matmul", "attention", "norm", ... (`nondet list`); None: all.
+        families: "matmul", "attention", "norm", ... (`nondet sample --help-all`); None: all.
         training: Attention and norms also keep their bits where a gradient is asked for.
     """
     began = time.perf_counter()

@@ -30,7 +30,6 @@ _CODES = """Exit codes:
 _MEMORY = "Run less at a time (sizes, requests, prompts); what was finished is in the run file."
 # Command -> its function, and what to type, for its help.
 _COMMANDS = {
-    "list": ("nondet.commands.report:list_registries",),
     "diagnose": (
         "nondet.services.diagnose:diagnose", "nondet diagnose ./my-model", "nondet diagnose --report report.html",
     ),
@@ -49,8 +48,8 @@ _COMMANDS = {
     "trace": (
         "nondet.services.trace:trace", "nondet trace",
         "nondet trace --run sample.jsonl --request t000017 --repro repro.py",
+        "nondet trace --replay --run sample.jsonl --request divergent --solo",
     ),
-    "replay": ("nondet.services.trace:replay", "nondet replay sample.jsonl --request divergent --solo"),
     "bench": (
         "nondet.services.bench:bench", "nondet bench", "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096",
         "nondet bench engine --models random:qwen3-0.6b --requests 8,32",
@@ -71,6 +70,8 @@ _COMMANDS = {
     "report": (
         "nondet.commands.report:report", "nondet report runs",
         "nondet report a.jsonl b.jsonl --out report.html --out report.md",
+        "nondet report sample.jsonl --out completions.csv",
+        "nondet report probe.jsonl --out map.pdf --figure class-map",
     ),
     "gate": (
         "nondet.commands.gate:gate", "nondet gate sample.jsonl --impl invariant",
@@ -80,25 +81,24 @@ _COMMANDS = {
         "nondet.commands.report:diff", "nondet diff before.jsonl after.jsonl",
         "nondet diff a.jsonl b.jsonl --impl stock --against invariant",
     ),
-    "export": (
-        "nondet.commands.report:export", "nondet export sample.jsonl --out completions.csv",
-        "nondet export probe.jsonl --out map.pdf --figure class-map",
-    ),
 }  # fmt: skip
 # How `nondet --help` groups them.
 _GROUPS = {
     "Start": ("diagnose", "sample", "probe", "embed"),
-    "Explain": ("trace", "replay"),
+    "Explain": ("trace",),
     "Train": ("mismatch", "rl"),
-    "CI": ("gate", "diff", "report", "export"),
-    "Kernels": ("bench", "certify", "list"),
+    "CI": ("gate", "diff", "report"),
+    "Kernels": ("bench", "certify"),
 }
-# Options of every service's command that one has no use for.
-_WITHOUT = {"replay": ("fail_on",)}
 # What takes seconds to import.
 _LARGE = ("torch", "pandas", "matplotlib")
-# Commands that are no more, and what there is in their place.
-_GONE = {"tune": "python scripts/tune.py, in a checkout of nondet's repository"}
+# Commands that are no more, and what to type in their place.
+_GONE = {
+    "list": "nondet probe --help-all, or that of certify, bench or sample: each lists what it can be given",
+    "export": "nondet report RUN --out FILE, where the suffix says what is written",
+    "replay": "nondet trace --replay --run RUN --request ID",
+    "tune": "python scripts/tune.py, in a checkout of nondet's repository",
+}
 
 
 def application(only: str | None = None) -> typer.Typer:
@@ -120,7 +120,7 @@ def application(only: str | None = None) -> typer.Typer:
         target, *examples = _COMMANDS[name]
         command = load_object(target)
         if target.startswith("nondet.services."):  # it shows what it measured as all of them do
-            command = command_of(command, without=_WITHOUT.get(name, ()))
+            command = command_of(command)
         epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)]) if examples else None
         app.command(name, cls=Command, epilog=epilog, rich_help_panel=group)(command)
     return app
@@ -176,7 +176,7 @@ def _run(argv: list[str]) -> int:
     try:
         _check_text(argv)
         if argv and argv[0] in _GONE:
-            raise UserError(f"nondet {argv[0]} is a script now", f"Run {_GONE[argv[0]]}.")
+            raise UserError(f"there is no nondet {argv[0]} any more", f"Type {_GONE[argv[0]]}.")
         code: Any = application(argv[0] if argv else None)(args=argv, prog_name="nondet", standalone_mode=False)
     except UserError as error:
         return _fail(str(error))

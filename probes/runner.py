@@ -223,7 +223,7 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
             raise UserError(what, "Name its operator's probe.")
     if not jobs:
         what = f"nothing to measure: no case of these probes has --impl {','.join(names)} on {options.device}"
-        raise UserError(what, "See `nondet list`.")
+        raise UserError(what, "See `nondet probe --help-all`.")
     for place, job in enumerate(jobs):
         job.place = place
     return jobs

@@ -25,7 +25,7 @@ stamped default 200 "$PYTHON" -u -m nondet sample ${N:-} --out "$OUT/default.jso
 stamped apart 100 "$PYTHON" -u -m nondet sample ${N:---n 80} --no-cuda-graphs --out "$OUT/apart.jsonl" --force
 # shellcheck disable=SC2086
 stamped chain 60 "$PYTHON" -u -m nondet sample ${N:---n 80} --impl stock --out "$OUT/chain.jsonl" --force
-stamped replay 60 "$PYTHON" -u -m nondet replay "$OUT/chain.jsonl" --request divergent --most 8 --out "$OUT/replay.jsonl" --force
+stamped replay 60 "$PYTHON" -u -m nondet trace --replay --run "$OUT/chain.jsonl" --request divergent --most 8 --out "$OUT/replay.jsonl" --force
 # the two requests that the sample's last lines name, without the run file's line break
 two=$(tr -d '\n' < "$OUT/chain.txt" 2> /dev/null | grep -o -- '--request *\([0-9]* s *\)\?t[0-9]\{6\}' | grep -o 't[0-9]\{6\}' | sed 's/^/--request /' | tr '\n' ' ' || true)
 # shellcheck disable=SC2086

@@ -63,16 +63,16 @@ for folder in docs/evidence/cpu docs/evidence/cpu-xeon docs/evidence/h100 docs/e
     folder=${folder%/}
     report_of "$folder" "$to/${folder#docs/}"
 done
-nondet export docs/evidence/h200/matmul-12288x4096.jsonl.gz --figure class-map --out "$to/class-map.png" --force
-nondet export docs/evidence/h200/bench.jsonl.gz --figure jigsaw --section linear --out "$to/speed-matmul.png" --force
-nondet export docs/evidence/h200/sample.jsonl.gz --figure tree --out "$to/tree-light.svg" --force
-nondet export docs/evidence/cpu/probe-map.jsonl.gz --figure map --out "$to/map.png" --force
-nondet export docs/evidence/cpu/rl.jsonl.gz --figure training --out "$to/training.svg" --force
+nondet report docs/evidence/h200/matmul-12288x4096.jsonl.gz --figure class-map --out "$to/class-map.png" --force
+nondet report docs/evidence/h200/bench.jsonl.gz --figure jigsaw --section linear --out "$to/speed-matmul.png" --force
+nondet report docs/evidence/h200/sample.jsonl.gz --figure tree --out "$to/tree-light.svg" --force
+nondet report docs/evidence/cpu/probe-map.jsonl.gz --figure map --out "$to/map.png" --force
+nondet report docs/evidence/cpu/rl.jsonl.gz --figure training --out "$to/training.svg" --force
 
 # A class map for the page of each probe, of the case that shows most.
 mkdir -p "$to/probes"
 while IFS='|' read -r probe run case; do
-    nondet export "docs/evidence/$run.jsonl.gz" --figure class-map --probe "$probe" --case "$case" \
+    nondet report "docs/evidence/$run.jsonl.gz" --figure class-map --probe "$probe" --case "$case" \
         --out "$to/probes/$probe.png" --force
 done << 'PICTURES'
 float-sum|h200/probes|orders of 1024 numbers, accumulated in float32, bell

@@ -151,7 +151,7 @@ def test_words_that_options_know_without_torch_are_those_of_their_tables() -> No
 
 def test_a_missing_argument_names_them_all(run: Command) -> None:
     """And the command's own help."""
-    for argv, usage in [("diff", "diff BEFORE AFTER"), ("diff a.jsonl", "diff BEFORE AFTER"), ("replay", "replay RUN")]:
+    for argv, usage in [("diff", "diff BEFORE AFTER"), ("report", "report RUN...")]:
         _, _, err = run(*argv.split())
         assert "Missing argument" in err
         assert err.endswith(f"Usage: nondet {usage}. See `nondet {usage.split()[0]} --help`.\n")
@@ -371,10 +371,10 @@ def test_help_groups_the_commands(run: Command) -> None:
     assert shown.pop("Options") == []
     assert shown == {
         "Start": ["diagnose", "sample", "probe", "embed"],
-        "Explain": ["trace", "replay"],
+        "Explain": ["trace"],
         "Train": ["mismatch", "rl"],
-        "CI": ["gate", "diff", "report", "export"],
-        "Kernels": ["bench", "certify", "list"],
+        "CI": ["gate", "diff", "report"],
+        "Kernels": ["bench", "certify"],
     }
     assert sorted(name for names in shown.values() for name in names) == sorted(cli._COMMANDS)
 
@@ -393,11 +393,9 @@ def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.M
         shown, every = set(row.findall(short)), set(row.findall(whole))
         assert every == options
         assert "<str>" not in whole
-        if name == "list":
-            assert shown == every
-            continue
         assert shown < every
-        assert lines[-1].strip() == f"`nondet {name} --help-all` shows all {len(options)} options."
+        last = " ".join(short.split()).rpartition("`nondet ")[2]
+        assert last.startswith(f"{name} --help-all` shows all {len(options)} options")
         assert f"  nondet {name} " in short.partition("Examples:")[2]
         parameters = {param.name for param in COMMANDS[name].params}
         assert set(command_help._COMMON[name].split()) <= parameters
@@ -406,7 +404,7 @@ def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.M
 
 def test_help_all_is_an_option_like_help(run: Command) -> None:
     """Eager: beside what is lacking or wrong, too. As the value of another option it is a value."""
-    assert run("replay", "--help-all")[1] == run("replay", "--request", "t1", "--help-all", "--help")[1]
+    assert run("trace", "--help-all")[1] == run("trace", "--load", "none", "--help-all", "--help")[1]
     assert run("--help-all")[0] == 0
     code, _, err = run("probe", "--preset", "--help-all")
     assert (code, "Usage" in err) == (2, False)
@@ -431,21 +429,35 @@ def test_a_shell_completes_every_option() -> None:
     assert {"--help", "--help-all"} <= offered
 
 
-def test_list_names_everything(run: Command) -> None:
-    """`nondet list --json` has every probe and operator; --version prints the version."""
-    code, out, _ = run("list", "--json")
-    assert code == 0
-    listing = json.loads(out)
-    assert "matmul" in listing["probes"]
-    assert listing["implementations"]["attention"]["invariant"] == ["cpu", "cuda"]
+def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
+    """Probes, operators with their implementations, classes with their members, loads, families of operators."""
+    for command, listed in {
+        "probe": ["float-sum", "attention  ", "stock-cudnn (cuda)", "qwen3-8b"],
+        "bench": ["rms_norm  ", "invariant (cpu and cuda)"],
+        "certify": ["cpu-tiles", "on cpu, of linear, matmul"],
+        "sample": ["heavy  ", "60 requests a round", "moe  ", "mixtures of experts"],
+    }.items():
+        text = run(command, "--help-all")[1]
+        assert [words for words in listed if words not in text] == []
+        assert text.count("─╮") > run(command, "--help")[1].count("─╮")
     assert run("--version")[1].startswith("nondet ")
-    assert "float-sum" in run("list")[1]
+
+
+def test_an_old_command_names_the_new_one(run: Command) -> None:
+    """In one line, whatever follows it, with exit code 2."""
+    for argv, new in [
+        (["list", "--json"], "nondet probe --help-all"),
+        (["export", "r.jsonl", "--out", "x.csv"], "nondet report RUN --out FILE"),
+        (["replay", "r.jsonl", "--request", "t1"], "nondet trace --replay --run RUN --request ID"),
+    ]:
+        code, out, err = run(*argv)
+        assert (code, out, err.count("\n"), new in err) == (2, "", 1, True)
 
 
 @pytest.mark.slow
 def test_a_closed_pipe_is_quiet() -> None:
-    """`nondet list | head -1` ends without a traceback."""
-    command = f"{sys.executable} -m nondet.cli list | head -n 1; exit ${{PIPESTATUS[0]}}"
+    """`nondet --help | head -1` ends without a traceback."""
+    command = f"{sys.executable} -m nondet.cli --help | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
@@ -494,7 +506,7 @@ def test_a_folder_stands_for_its_run_files(run: Command) -> None:
     code, out, err = run("report", "runs")
     assert (code, err) == (0, "")
     assert out == run("report", "runs/a.jsonl", "runs/b.jsonl.gz")[1]
-    assert run("export", "runs", "--out", "rows.csv")[0] == 0
+    assert run("report", "runs", "--out", "rows.csv")[0] == 0
     assert {line.split(",")[0] for line in Path("rows.csv").read_text().splitlines()} == {
         *("run", "runs/a.jsonl", "runs/b.jsonl.gz")
     }
@@ -502,11 +514,14 @@ def test_a_folder_stands_for_its_run_files(run: Command) -> None:
     assert (code, "is not a nondet run file" in err) == (2, True)
 
 
-def test_export_of_a_sample_run_is_its_completions(run: Command) -> None:
-    """Its rounds and rows are there by name."""
+def test_the_table_of_a_sample_run_is_its_completions(run: Command) -> None:
+    """Its rounds and rows are there by name; a part of a run is a table or a figure, and never a report."""
     kept = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200" / "sample.jsonl.gz"
-    code, _, err = run("export", kept, "--out", "x.csv")
+    code, _, err = run("report", kept, "--out", "x.csv")
     assert (code, err) == (0, "2000 completions: x.csv\n")
+    for more in (["--case", "M=1"], ["--records", "rows", "--out", "y.md"], ["--figure", "tree", "--out", "y.csv"]):
+        code, _, err = run("report", kept, *more)
+        assert (code, "belongs to a" in err) == (2, True)
 
 
 def test_another_nondet_beside_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_the_help_in_the_docs_is_the_program_s() -> None:
         assert len(rows) == len(command.params)
         for option in (opt for param in command.params for opt in param.opts if opt.startswith("--")):
             assert any(option in row.replace("[no-]", "").split("` |")[0] for row in rows)
-        assert re.search(rf"^nondet {name} (?!\[|RUN|BEFORE)", section, re.MULTILINE) or name == "list"
+        assert re.search(rf"^nondet {name} (?!\[|RUN|BEFORE)", section, re.MULTILINE)
 
 
 @pytest.mark.nightly
@@ -226,7 +226,7 @@ def test_the_readme_s_picture_is_that_of_its_run(tmp_path: Path) -> None:
     if not _pinned("matplotlib"):
         pytest.skip("another matplotlib than the one of constraints.txt draws other bytes")
     made = tmp_path / "tree.svg"
-    assert main(["export", str(DOCS / "evidence/h200/sample.jsonl.gz"), "--figure", "tree", "--out", str(made)]) == 0
+    assert main(["report", str(DOCS / "evidence/h200/sample.jsonl.gz"), "--figure", "tree", "--out", str(made)]) == 0
     light, dark = ((DOCS / f"tree-{name}.svg").read_text(encoding="utf-8") for name in ("light", "dark"))
     assert made.read_text(encoding="utf-8") == light, "stale: bash scripts/reports.sh"
     assert re.sub(r"#\w{6}| text\{.*?\}", "", dark) == re.sub(r"#\w{6}", "", light)
@@ -399,7 +399,7 @@ def test_docstrings_of_exported_names_are_in_plain_words() -> None:
 
 
 def test_what_probes_test_is_in_plain_words() -> None:
-    """As `nondet list` shows it; every option's help is on docs/commands.md."""
+    """As `nondet probe --help-all` shows it; every option's help is on docs/commands.md."""
     assert words_out("; ".join(text for _, text in PROBES.values())) == []
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pandas as pd
 import pytest
 
-from nondet.commands.report import export
+from nondet.commands.report import report
 from nondet.core.runfile import read_run, write_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
@@ -123,10 +123,10 @@ def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: py
         there.write_text("kept")
         scratch = tmp_path / f".{out}.{os.getpid()}{Path(out).suffix}"
         scratch.symlink_to(there)
-        export([source], tmp_path / out)
+        report([source], [tmp_path / out])
         (tmp_path / f"link-{out}").symlink_to(there)
         with pytest.raises(UserError, match="is a symbolic link"):
-            export([source], tmp_path / f"link-{out}", force=True)
+            report([source], [tmp_path / f"link-{out}"], force=True)
         assert there.read_text() == "kept"
         assert sorted(p.name for p in tmp_path.iterdir()) == sorted([scratch.name, f"link-{out}", out, "precious"])
 
@@ -139,7 +139,7 @@ def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
     source = tmp_path / "run.jsonl"
     write_run(source, run)
     for out in ("rows.csv", "rows.json"):
-        export([source], tmp_path / out, records="rows")
+        report([source], [tmp_path / out], records="rows")
     with (tmp_path / "rows.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     said = [name.replace("\r", "\n") for name in names]  # a bare \r would begin a row of its own
@@ -153,18 +153,18 @@ def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path)
     import pandas as pd
 
     source = EVIDENCE / SOURCE["class-map"]
-    export([source], tmp_path / "rows.csv")
-    export([source], tmp_path / "rows.json")
+    report([source], [tmp_path / "rows.csv"])
+    report([source], [tmp_path / "rows.json"])
     rows = len(read_run(source).rows)
     assert len(pd.read_csv(tmp_path / "rows.csv")) == len(pd.read_json(tmp_path / "rows.json")) == rows > 1
-    export([source], tmp_path / "map.png")
+    report([source], [tmp_path / "map.png"])
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="exists"):
-        export([source], tmp_path / "rows.csv")
+        report([source], [tmp_path / "rows.csv"])
     with pytest.raises(UserError, match="suffix"):
-        export([source], tmp_path / "rows.xlsx")
+        report([source], [tmp_path / "rows.xlsx"])
     with pytest.raises(UserError, match="--figure"):
-        export([EVIDENCE / "sample.jsonl.gz"], tmp_path / "s.png")
+        report([EVIDENCE / "sample.jsonl.gz"], [tmp_path / "s.png"])
     with pytest.raises(UnknownNameError):
         draw("globe", [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json"]

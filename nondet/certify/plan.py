@@ -430,7 +430,7 @@ def plan(wish: Wish) -> list[Assignment]:
         what = (
             f"no class of {', '.join(wish.operators) or 'any operator'} on {wish.device} takes {' with '.join(given)}"
         )
-        raise UserError(f"nothing to certify: {what}", "See `nondet list`.")
+        raise UserError(f"nothing to certify: {what}", "See `nondet certify --help-all`.")
     return assignments
 
 

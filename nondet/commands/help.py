@@ -18,16 +18,13 @@ _COMMON = {
     "sample": "n prompt prompts max_tokens model impl load vary temperature endpoint device",
     "probe": "from_trace impl dtype m k n preset inputs full map device",
     "embed": "model texts column impl batch dtype device",
-    "trace": "prompt max_tokens model impl load run request repro device",
-    "replay": "request impl solo shrink most device",
+    "trace": "prompt max_tokens model impl load run request replay solo shrink most repro device",
     "mismatch": "model trainer rollouts older arms n tokens device",
     "rl": "arms steps seeds task tokens lr epochs rollouts model device",
     "gate": "impl rate confidence by endpoint model prompt load junit summary",
     "diff": "impl against",
-    "report": "full force quiet",
-    "export": "records figure section probe",
+    "report": "full records figure force quiet",
     "bench": "impl dtype m k n models requests check device",
-    "list": "as_json",
     "certify": "cls impl dtype k n full vllm show forget device",
 }
 _EVERYWHERE = "out report fail_on verbose"
@@ -89,11 +86,57 @@ class Command(TyperCommand):
         for one in shown:
             default = f" [default: {one.default}]" if one.default else ""
             panels.setdefault(one.panel, []).append((one.names, one.text + default))
-        last = [self.epilog or ""]
-        if len(shown) < len(every):
+        last, lists = [self.epilog or ""], _lists(str(self.name))
+        if len(shown) == len(every):
+            panels |= lists
+        else:
             options = sum(one.panel != _ARGUMENTS for one in every)
-            last.append(f"`{ctx.command_path} --help-all` shows all {options} options.")
+            also = f", and the {' and '.join(lists).lower()}" if lists else ""
+            last.append(f"`{ctx.command_path} --help-all` shows all {options} options{also}.")
         formatter.write(_page(f"Usage: {usage}", self.help, panels, last))
+
+
+def _lists(command: str) -> dict[str, list[tuple[str, str]]]:
+    """What a command's arguments and options can name, by the title of its panel."""
+    from nondet.core.registry import PROBES, classes, declared
+
+    if command == "probe":
+        from nondet.probes.models import PRESETS as SHAPES
+
+        probes = [(name, text) for name, (_, text) in PROBES.items()]
+        return {"Probes": probes, "Operators": _operators(), "Presets": [("shapes of", ", ".join(SHAPES))]}
+    if command == "bench":
+        return {"Operators": [(name, text) for name, text in _operators() if declared()[name].bench is not None]}
+    if command == "certify":
+        listed = []
+        for c in classes().values():
+            members = dict.fromkeys(name for of_operator in c.members.values() for name in of_operator)
+            listed.append((c.name, f"on {c.device}, of {', '.join(c.members)}: {', '.join(members)}"))
+        return {"Classes": listed}
+    if command == "sample":
+        from nondet.sampling.plan import PRESETS as LOADS
+
+        loads = []
+        for name, load in LOADS.items():
+            others = f"among {load.others} others" if load.others else "one at a time"
+            loads.append((name, f"{load.targets} requests a round, {others}, at most {load.budget} tokens a step"))
+        families = {o.family.name: o.family.text for o in declared().values() if o.family is not None}
+        return {"Loads": loads, "Families": list(families.items())}
+    return {}
+
+
+def _operators() -> list[tuple[str, str]]:
+    """Every operator with its implementations, and with their devices where these are not all."""
+    from nondet.core.operator import ANY
+    from nondet.core.registry import operators
+
+    listed = []
+    for name, operator in operators().items():
+        names = ["reference"]
+        for one in operator.implementations:
+            names.append(one.name if ANY in one.targets else f"{one.name} ({' and '.join(sorted(one.targets))})")
+        listed.append((name, ", ".join(names)))
+    return listed
 
 
 class Group(TyperGroup):

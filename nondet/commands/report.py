@@ -1,22 +1,17 @@
-"""`nondet report`, `nondet export` and `nondet diff`: what is made of run files; and `nondet list`."""
+"""`nondet report` and `nondet diff`: what is made of run files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from nondet.commands.output import PipedConsole, check_shown, drop_stdout, put, say, write_reports
-from nondet.core.operator import ANY, Family
-from nondet.core.registry import PROBES, REPORTERS, classes, declared, operators
+from nondet.core.registry import REPORTERS
 from nondet.core.runfile import check_free, check_outputs, is_run, read_run, replace_text, replacing
 from nondet.errors import UserError
-from nondet.probes.models import PRESETS
-from nondet.sampling.plan import PRESETS as LOADS
 from nondet.services import options as o
 
 if TYPE_CHECKING:
@@ -27,6 +22,9 @@ if TYPE_CHECKING:
 
 
 TRUNCATED = Annotated[bool, o.opt("Read a run that was killed, without its cut-off line.", "--allow-truncated")]
+TABLES = (".csv", ".parquet", ".json")
+FIGURES = (".png", ".svg", ".pdf")
+DATA = "Tables and figures"  # the panel of the options that belong to them
 
 
 def report(
@@ -35,26 +33,80 @@ def report(
     ],
     out: Annotated[
         list[Path] | None,
-        o.opt("Report to write: .html or .md. Repeatable.", "--out", "-o", shown="the terminal"),
+        o.opt(
+            "What to write: a report (.html, .md), the records as a table (.csv, .parquet, .json), or a figure to "
+            "publish (.png, .svg, .pdf). Repeatable.",
+            "--out", "-o", shown="the terminal",
+        ),
     ] = None,
     full: Annotated[bool, o.opt("Markdown as long as GitHub accepts, not 20,000 characters.", "--full")] = False,
+    records: Annotated[
+        str | None,
+        o.opt(
+            "Of a table, the kind of records: rows, completions, ...", panel=DATA,
+            shown="completions of a sample run; else the only kind",
+        ),
+    ] = None,
+    figure: Annotated[
+        str | None,
+        o.opt(
+            "Figure: class-map, map, speed, jigsaw, survival or tree.", shown="the only one there is", panel=DATA,
+            complete=o.choices("class-map", "map", "speed", "jigsaw", "survival", "tree"),
+        ),
+    ] = None,
+    section: Annotated[
+        str | None, o.opt("Only this section of a bench run: matmul, ...", shown="all", panel=DATA)
+    ] = None,
+    probe: Annotated[
+        str | None,
+        o.opt("Only this probe's rows of a probe run: matmul, ...", shown="all", panel=DATA, complete=o.PROBES),
+    ] = None,
+    case: Annotated[str | None, o.opt("Only rows whose case has this in its name.", shown="all", panel=DATA)] = None,
     force: o.FORCE = False,
     allow_truncated: TRUNCATED = False,
     verbose: o.VERBOSE = False,
     quiet: o.QUIET = False,
-) -> None:
-    """Turn run files into one report: terminal, .md or .html."""
+) -> None:  # fmt: skip
+    """Turn run files into a report (terminal, .md, .html), a table of their records, or a figure to publish."""
+    paths = out or []
+    known = (*(suffix for suffix in REPORTERS if suffix.startswith(".")), *TABLES, *FIGURES)
+    for path in paths:
+        if path.suffix not in known:
+            raise UserError(f"--out {str(path)!r} has a suffix that is not known", f"Known: {', '.join(known)}.")
+    data = [path for path in paths if path.suffix not in REPORTERS]
+    reports = [path for path in paths if path.suffix in REPORTERS]
     files = run_files(runs)
     check_outputs({"out": out, "runs": files})
-    check_shown(out or [], force=force, verbose=verbose, quiet=quiet)
+    check_shown(reports, force=force, verbose=verbose, quiet=quiet)
+    for path in data:
+        check_free(path, force=force, hint="Use --force to overwrite it, or another --out.")
+    parts = {"section": section, "probe": probe, "case": case}
+    _check_options(parts | {"records": records, "figure": figure}, data, reports)
     read = [read_run(path, allow_truncated=allow_truncated) for path in files]
-    for path in write_reports(out or [], read, full=full):
+    for path in write_reports(reports, read, full=full):
         if not quiet:
             say(f"report: {path}")
-    if quiet or not out:
+    if data:
+        _narrow(read, **parts)
+    for path in data:
+        written = _write_table(path, read, records) if path.suffix in TABLES else _write_figure(path, read, figure)
+        if not quiet:
+            say(f"{written}: {path}")
+    if not data and (quiet or not out):
         from nondet.reports.terminal import render
 
         render(read, PipedConsole(), verbose=verbose, quiet=quiet)
+
+
+def _check_options(given: dict[str, str | None], data: list[Path], reports: list[Path]) -> None:
+    """Refuse what belongs to tables and figures beside a report: a verdict is about a whole run, not a part of it."""
+    named = [name for name, value in given.items() if value is not None]
+    if named and (reports or not data):
+        known = ", ".join((*TABLES, *FIGURES))
+        raise UserError(f"--{named[0]} belongs to a table or a figure", f"Give --out with one of {known}.")
+    for name, wanted, suffixes in (("records", "a table", TABLES), ("figure", "a figure", FIGURES)):
+        if name in named and not any(path.suffix in suffixes for path in data):
+            raise UserError(f"--{name} belongs to {wanted}", f"Give --out with one of {', '.join(suffixes)}.")
 
 
 def run_files(paths: list[Path]) -> list[Path]:
@@ -75,72 +127,46 @@ def run_files(paths: list[Path]) -> list[Path]:
     return [path for path in found if ".traces.jsonl" not in path.name] or found
 
 
-TABLES = (".csv", ".parquet", ".json")
-_FIGURES = (".png", ".svg", ".pdf")
 _FORMULA = ("=", "+", "-", "@", "\t", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and the wide forms
 
 
-def export(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files, or folders of them.")],
-    out: Annotated[Path, o.opt("Table (.csv, .parquet, .json) or figure (.png, .svg, .pdf) to write.", "--out", "-o")],
-    records: Annotated[
-        str | None,
-        o.opt("Kind of records: rows, completions, ...", shown="completions of a sample run; else the only kind"),
-    ] = None,
-    figure: Annotated[
-        str | None,
-        o.opt(
-            "Figure: class-map, map, speed, jigsaw, survival or tree.", shown="the only one there is",
-            complete=o.choices("class-map", "map", "speed", "jigsaw", "survival", "tree"),
-        ),
-    ] = None,
-    section: Annotated[str | None, o.opt("Only this section of a bench run: matmul, ...", shown="all")] = None,
-    probe: Annotated[
-        str | None,
-        o.opt("Only this probe's rows of a probe run: matmul, ...", shown="all", complete=o.PROBES),
-    ] = None,
-    case: Annotated[str | None, o.opt("Only rows whose case has this in its name.", shown="all")] = None,
-    force: o.FORCE = False,
-    allow_truncated: TRUNCATED = False,
-) -> None:  # fmt: skip
-    """Write the records of runs as a table, or draw a figure to publish."""
-    if out.suffix not in (*TABLES, *_FIGURES):
-        known = ", ".join((*TABLES, *_FIGURES))
-        raise UserError(f"--out {str(out)!r} has a suffix that is not known", f"Known: {known}.")
-    files = run_files(runs)
-    check_outputs({"out": out, "runs": files})
-    check_free(out, force=force, hint="Use --force to overwrite it, or another --out.")
-    read = [read_run(path, allow_truncated=allow_truncated) for path in files]
+def _narrow(runs: list[Run], section: str | None, probe: str | None, case: str | None) -> None:
+    """Drop the records that were not asked for; a `UserError` where nothing has the name."""
     for option, name, part, field in (("section", section, "cells", "section"), ("probe", probe, "rows", "probe")):
         if name is not None:
-            _check_named(option, name, (getattr(record, field) for run in read for record in getattr(run, part)))
-            for run in read:
+            _check_named(option, name, (getattr(record, field) for run in runs for record in getattr(run, part)))
+            for run in runs:
                 setattr(run, part, [record for record in getattr(run, part) if getattr(record, field) == name])
     if case is not None:
-        if not any(case in row.case for run in read for row in run.rows):
+        if not any(case in row.case for run in runs for row in run.rows):
             raise UserError(f"no case of these runs has {case!r} in its name", "See `nondet report RUN -v`.")
-        for run in read:
+        for run in runs:
             run.rows = [row for row in run.rows if case in row.case]
-    with replacing(out, "Choose another --out.") as scratch:
-        if out.suffix in TABLES:
-            if figure is not None:
-                raise UserError(f"--figure {figure} and a table", f"Give --out one of {', '.join(_FIGURES)}.")
-            from nondet.export.frames import frame, only_kind
 
-            what = records or only_kind(read)
-            table = frame(read, what)
-            _write(table, scratch)
-            text = f"{len(table)} {what}"
-        else:
-            from nondet.export.figures import draw, figures_of, save
 
-            names = figures_of(read)
-            if figure is None and len(names) != 1:
-                choice = f"Name one with --figure: {', '.join(names)}." if names else "Nothing here can be drawn."
-                raise UserError(f"these runs have {len(names)} figures", choice)
-            text = figure or names[0]
-            save(draw(text, read), scratch)
-    say(f"{text}: {out}")
+def _write_table(path: Path, runs: list[Run], records: str | None) -> str:
+    """Write the records of a kind; returns what was written."""
+    from nondet.export.frames import frame, only_kind
+
+    kind = records or only_kind(runs)
+    table = frame(runs, kind)
+    with replacing(path, "Choose another --out.") as scratch:
+        _write(table, scratch)
+    return f"{len(table)} {kind}"
+
+
+def _write_figure(path: Path, runs: list[Run], figure: str | None) -> str:
+    """Draw a figure; returns its name."""
+    from nondet.export.figures import draw, figures_of, save
+
+    names = figures_of(runs)
+    if figure is None and len(names) != 1:
+        choice = f"Name one with --figure: {', '.join(names)}." if names else "Nothing here can be drawn."
+        raise UserError(f"these runs have {len(names)} figures", choice)
+    name = figure or names[0]
+    with replacing(path, "Choose another --out.") as scratch:
+        save(draw(name, runs), scratch)
+    return name
 
 
 def _check_named(option: str, name: str, there: Iterable[str]) -> None:
@@ -257,71 +283,3 @@ def _parting(difference: RunDiff, a: Run, b: Run) -> dict[int, tuple[int | None,
         return {}
     pairs = {i: (mine.get(first), theirs.get(second)) for i, (first, second) in wanted.items()}
     return {i: first_difference(x, y) for i, (x, y) in pairs.items() if x is not None and y is not None}
-
-
-def _families() -> list[Family]:
-    """What `batch_invariant` can replace by itself."""
-    return list(dict.fromkeys(o.family for o in declared().values() if o.family is not None))
-
-
-def list_registries(as_json: o.JSON = False) -> None:
-    """List probes, implementations, classes, loads, families, presets of shapes and reports."""
-    if as_json:
-        listing = {
-            "probes": {name: text for name, (_, text) in PROBES.items()},
-            "implementations": {
-                name: {"reference": ["*"]} | {i.name: sorted(i.targets) for i in operator.implementations}
-                for name, operator in operators().items()
-            },
-            "classes": {
-                c.name: {
-                    "device": c.device,
-                    "dtypes": c.dtypes,
-                    "order": c.order,
-                    "formula": c.formula,
-                    "members": {op: list(members) for op, members in c.members.items()},
-                }
-                for c in classes().values()
-            },
-            "presets": list(PRESETS),
-            "loads": list(LOADS),
-            "families": {f.name: f.text for f in _families()},
-            "reports": {name: text for name, (_, text) in REPORTERS.items()},
-        }
-        print(json.dumps(listing))  # noqa: T201 - machine-readable output goes to stdout as it is
-        return
-    console = PipedConsole()
-
-    def table(*columns: str, title: str | None = None, rows: Iterable[tuple[str, ...]]) -> None:
-        shown = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
-
-    table(
-        "probe", "what it tests", title="nondet probe NAME",
-        rows=[*((name, text) for name, (_, text) in PROBES.items()), ("all", "every probe above")],
-    )  # fmt: skip
-    by_operator = []
-    for operator, declaration in operators().items():
-        names = ["reference"]
-        for i in declaration.implementations:
-            names.append(i.name if ANY in i.targets else f"{i.name} ({' and '.join(sorted(i.targets))})")
-        by_operator.append((operator, ", ".join(names)))
-    table("operator", "implementations (and their devices, unless any)", title="--impl", rows=by_operator)
-    by_class = (
-        (c.name, c.device, ", ".join(c.members), ", ".join(dict.fromkeys(n for m in c.members.values() for n in m)))
-        for c in classes().values()
-    )
-    table("class", "device", "operators", "members", title="nondet certify --class", rows=by_class)
-    loads = []
-    for name, load in LOADS.items():
-        others = f"among {load.others} others" if load.others else "one at a time"
-        loads.append((name, f"{load.targets} requests a round, {others}, at most {load.budget} tokens a step"))
-    table("load", "what it is", title="nondet sample --load", rows=loads)
-    table(
-        "family", "what it replaces", title="nondet sample --impl invariant:FAMILY",
-        rows=((family.name, family.text) for family in _families()),
-    )  # fmt: skip
-    console.print("nondet probe --preset: " + ", ".join(PRESETS), highlight=False)
-    table("nondet report --out", "what it writes", rows=((suffix, text) for suffix, (_, text) in REPORTERS.items()))

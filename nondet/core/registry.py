@@ -298,7 +298,7 @@ OPERATOR_PROBES: dict[str, str] = {
 # and libraries decide whether a chain of matrix instructions really adds in the order in which its source is written.
 #
 # What is claimed stands in the operators' declarations (`nondet.core.operator.Claim`); this module turns it round:
-# class by class. It imports nothing heavy; `nondet list` reads it.
+# class by class. It imports nothing heavy; `--help-all` reads it.
 
 
 @dataclass(frozen=True, kw_only=True)

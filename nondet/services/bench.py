@@ -287,7 +287,8 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     cases = [case for case in cases if impls[case.operator]]
     if not cases and not ranks_cases:
         raise UserError(
-            f"nothing to time: no operator asked for has --impl {','.join(wanted)} on {target}", "See `nondet list`."
+            f"nothing to time: no operator asked for has --impl {','.join(wanted)} on {target}",
+            "See `nondet bench --help-all`.",
         )
     if request.clock == "cpu" and (target == "cuda" or ranks_cases):
         what = "a GPU" if target == "cuda" else "several ranks"

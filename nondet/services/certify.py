@@ -28,7 +28,7 @@ class CertifyRequest(Request):
         list[str] | None,
         typer.Argument(
             metavar="[OPERATOR]...",
-            help='linear, matmul, attention, rms-norm, ... (see `nondet list`), or "all".',
+            help='linear, matmul, attention, rms-norm, ... or "all"; --help-all lists classes.',
             autocompletion=o.OPERATORS,
         ),
     ] = None

@@ -28,7 +28,7 @@ class ProbeRequest(Request):
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME...", help='Probes to run (see `nondet list`), or "all".', show_default=False,
+            metavar="NAME...", help='Probes to run (--help-all lists them), or "all".', show_default=False,
             autocompletion=o.PROBES,
         ),
     ] = None  # fmt: skip
@@ -68,7 +68,9 @@ class ProbeRequest(Request):
         if self.from_trace is not None and (self.names or self.preset is not None or self.model is not None):
             raise UserError("--from-trace names the probe and its shapes", "Leave NAME, --preset and --model out.")
         if self.from_trace is None and not self.names:
-            raise UserError("no probe was named", "Name some (see `nondet list`), or give --from-trace RUN.")
+            raise UserError(
+                "no probe was named", "Name some (`nondet probe --help-all` lists them), or give --from-trace RUN."
+            )
         names = _probe_names(self.names or [])
         if self.map not in (None, "mn", "mk"):
             raise UserError(f"--map {self.map!r} is no map", "Give mn (M and N) or mk (M and K).")

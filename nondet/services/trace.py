@@ -1,4 +1,4 @@
-"""`nondet trace` and `nondet replay`."""
+"""`nondet trace`, and with --replay what a run recorded, played again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from nondet.core.runfile import check_free, read_run
 from nondet.errors import UserError
@@ -26,40 +24,19 @@ if TYPE_CHECKING:
     from nondet.trace.vllm import VllmTrace
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayRequest(Request):
-    """The options of `nondet replay`."""
-
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run file of `nondet sample`.")]
-    request: Annotated[
-        list[str],
-        o.opt('Completion to replay, such as t000017, or "divergent": all but the most common trace. Repeatable.'),
-    ]
-    impl: Annotated[str | None, o.opt("Implementation of the run.", shown="stock, or the only one")] = None
-    solo: Annotated[bool, o.opt("Also replay it solo.", "--solo")] = False
-    shrink: Annotated[
-        bool, o.opt("Also find a minimal set of concurrent requests with which it differs from solo.", "--shrink")
-    ] = False
-    most: Annotated[int | None, o.opt("Replay at most this many completions.", min=1)] = None
-    model: Annotated[str | None, o.opt("Where the model is now.", shown="as the run names it")] = None
-    device: Annotated[str | None, o.opt("auto, cpu or cuda.", shown="the run's"), o.DEVICES] = None
-    threads: o.THREADS = None
-    trust_remote_code: o.TRUST = False
-
-
-def replay(request: ReplayRequest, sink: Sink) -> Path:
+def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
     """Replay recorded completions: as recorded, solo, or with a minimal set of others that still changes them."""
     from nondet.sampling.replay import select_completions
 
     output = Output(request, "replay", sink)
-    recorded = read_run(request.run, allow_truncated=True)
-    wanted = select_completions(recorded, request.request, request.impl)[: request.most]
+    recorded = read_run(path, allow_truncated=True)
+    wanted = select_completions(recorded, request.request or [], request.impl)[: request.most]
     if not wanted:
-        raise UserError(f"no completion of {request.run} has a rarer trace", "Name one with --request.")
-    loaded = load_recorded(recorded, request.model, request.device, trust_remote_code=request.trust_remote_code)
+        raise UserError(f"no completion of {path} has a rarer trace", "Name one with --request.")
+    loaded = _load_recorded(recorded, request)
     pick_device(loaded.device, request.threads or threads_of(recorded, loaded))
     plan = {
-        "run": str(request.run),
+        "run": str(path),
         "requests": [c.request for c in wanted],
         "impl": wanted[0].impl,
         "model": {"name": loaded.name, **loaded.identity},
@@ -73,7 +50,7 @@ def replay(request: ReplayRequest, sink: Sink) -> Path:
     total = len(wanted) * (1 + request.solo + request.shrink)
     seed = int(recorded.header.plan.get("seed", 0))
     with output.recording("replay", plan, seed, total) as writer, sink.steps() as say:
-        for record in _played(recorded, request, loaded, wanted, writer.done):
+        for record in _played(recorded, path, request, loaded, wanted, writer.done):
             writer.write(record)
             written.append(record)
             same = record.sentence.replace(record.request, "", 1).strip(" :")
@@ -88,7 +65,7 @@ def replay(request: ReplayRequest, sink: Sink) -> Path:
     return output.present(notes, code=int(not all(again)))
 
 
-def load_recorded(recorded: Run, model: str | None, device: str | None, *, trust_remote_code: bool) -> LoadedModel:
+def _load_recorded(recorded: Run, request: TraceRequest) -> LoadedModel:
     """The model of a recorded run, at its dtype, with its weights.
 
     Raises:
@@ -105,11 +82,12 @@ def load_recorded(recorded: Run, model: str | None, device: str | None, *, trust
         raise UserError(
             f"{recorded.source} is a run of --engine vllm, which is not replayed", "nondet trace --engine vllm"
         )
-    name, device = model or described["name"], device or str(plan.get("device", "auto"))
+    name = request.model or described["name"]
+    device = str(plan.get("device", "auto")) if request.device == "auto" else request.device
     o.DEVICES.check("--device", device)
     loaded = load_model(
         None if name == EMBEDDED else name, str(plan.get("dtype", "bfloat16")), pick_device(device),
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=request.trust_remote_code,
     )  # fmt: skip
     for key, value in loaded.identity.items():
         if key in described and described[key] != value:
@@ -127,7 +105,8 @@ def threads_of(recorded: Run, loaded: LoadedModel) -> int | None:
 
 
 def _played(
-    recorded: Run, request: ReplayRequest, loaded: LoadedModel, wanted: list[Completion], done: set[tuple[str, ...]],
+    recorded: Run, path: Path, request: TraceRequest, loaded: LoadedModel, wanted: list[Completion],
+    done: set[tuple[str, ...]],
 ) -> Iterable[Replayed]:  # fmt: skip
     """Round by round, so that completions of one round share a session."""
     from nondet.core.compare import weights_digest
@@ -135,7 +114,7 @@ def _played(
     from nondet.sampling.implementations import implementation
     from nondet.sampling.replay import Player, check_weights, tape_of
 
-    traces, _ = read_traces(request.run)
+    traces, _ = read_traces(path)
     weights = weights_digest(loaded.model)
     rounds: dict[int, list[Completion]] = {}
     for completion in wanted:
@@ -167,9 +146,13 @@ class TraceRequest(Request):
         o.opt("Folder, hub name, or random weights such as random:qwen3-12x1024.", shown="the embedded model"),
     ] = None
     impl: Annotated[
-        str,
-        o.opt("What to trace: stock, invariant, or only one family invariant.", shown=True, complete=o.SAMPLE_IMPLS),
-    ] = "stock"
+        str | None,
+        o.opt(
+            "What to trace: stock, invariant, or only one family invariant. With --replay one of the run's.",
+            shown="stock; with --replay also the run's only one",
+            complete=o.SAMPLE_IMPLS,
+        ),
+    ] = None
     load: Annotated[
         str, o.opt("Concurrent requests of the second arm, as in `nondet sample`.", shown=True, complete=o.LOADS)
     ] = "default"
@@ -177,8 +160,19 @@ class TraceRequest(Request):
     run: Annotated[Path | None, o.opt("Trace a completion of this recorded run instead.")] = None
     request: Annotated[
         list[str] | None,
-        o.opt("With --run: compare it solo with as recorded; given twice: compare the two."),
+        o.opt(
+            "With --run: compare it solo with as recorded; given twice: compare the two. With --replay any number, or "
+            '"divergent": all but the most common trace.'
+        ),
     ] = None
+    replay: Annotated[
+        bool, o.opt("Only replay the --request of --run and compare every bit with the record.", "--replay")
+    ] = False
+    solo: Annotated[bool, o.opt("With --replay: also solo.", "--solo")] = False
+    shrink: Annotated[
+        bool, o.opt("With --replay: also a minimal set of concurrent requests with which it differs.", "--shrink")
+    ] = False
+    most: Annotated[int | None, o.opt("With --replay: at most this many completions.", min=1)] = None
     repro: Annotated[Path | None, o.opt("Write a standalone script (.py) that repeats the call found.")] = None
     seed: o.SEED = 0
     dtype: o.MODEL_DTYPE = "bfloat16"
@@ -192,6 +186,12 @@ class TraceRequest(Request):
             self.refuse(
                 others, "--engine vllm and {} exclude each other", "It traces a prompt, solo and beside others."
             )
+        if self.replay:
+            self._check_replay()
+            return
+        for option in ("solo", "shrink", "most"):
+            if getattr(self, option):
+                raise UserError(f"--{option} without --replay", "Add --replay, or leave it out.")
         if len(self.impls) != 1:
             raise UserError(f"--impl {self.impl} is more than one implementation", "Trace one at a time.")
         if (self.run is None) != (self.request is None) or len(self.request or [""]) not in (1, 2):
@@ -206,13 +206,20 @@ class TraceRequest(Request):
             for path in (self.repro, inputs_path(self.repro)):
                 check_free(path, force=self.force or self.resume)
 
+    def _check_replay(self) -> None:
+        if self.run is None or not self.request:
+            raise UserError("--replay needs --run and --request", "Name the run file and the completion.")
+        others = ("prompt", "prompt_file", "max_tokens", "load", "engine", "repro", "dtype", "seed")
+        self.refuse(others, "--replay and {} exclude each other", "The run says how its completions were made.")
+
     @cached_property
     def impls(self) -> list[str]:
         """What is traced: one."""
+        impl = self.impl or "stock"
         if self.engine != "vllm":
-            return implementations([self.impl])
-        o.check_under_vllm([self.impl])
-        return [self.impl]
+            return implementations([impl])
+        o.check_under_vllm([impl])
+        return [impl]
 
     @cached_property
     def engine_load(self) -> Load:
@@ -222,6 +229,8 @@ class TraceRequest(Request):
 
 def trace(request: TraceRequest, sink: Sink) -> Path:
     """Find the responsible operator: the first call with equal inputs and unequal outputs, and its cure."""
+    if request.replay and request.run is not None:
+        return _replay(request, request.run, sink)
     output = Output(request, "trace", sink)
     if request.engine == "vllm":
         return _under_vllm(request, output)
@@ -274,7 +283,7 @@ def _under_vllm(request: TraceRequest, output: Output) -> Path:
                     arms = [target], plan.rounds[0]
                     done = writer.done
                     _searched(
-                        VllmTrace(engine, load, request.impl, *arms, write=writer.write, say=say, done=done), None
+                        VllmTrace(engine, load, request.impls[0], *arms, write=writer.write, say=say, done=done), None
                     )
     finally:
         engine.close()
@@ -321,10 +330,7 @@ def _recorded(
         raise UserError(f"--request {' '.join(names)}: not {len(names)} completions", "Name each once.")
     if len({c.prompt for c in completions}) > 1:
         raise UserError(f"{' and '.join(names)} have different prompts", "Name completions of one prompt.")
-    loaded = load_recorded(
-        recorded, request.model, None if request.device == "auto" else request.device,
-        trust_remote_code=request.trust_remote_code,
-    )  # fmt: skip
+    loaded = _load_recorded(recorded, request)
     weights = weights_digest(loaded.model)
     arms = []
     expected = {}

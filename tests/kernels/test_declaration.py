@@ -26,7 +26,7 @@ DEVICES = ("cpu", "cuda")
 
 @pytest.mark.slow
 def test_declarations_are_read_without_torch() -> None:
-    """`nondet list` and the reports read them and must start at once."""
+    """The help and the reports read them and must start at once."""
     code = "import sys, nondet.core.registry as c; c.classes(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

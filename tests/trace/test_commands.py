@@ -1,4 +1,4 @@
-"""`nondet trace` and `nondet replay` as typed: what they write, and every wrong input as one line."""
+"""`nondet trace`, with --replay and without, as typed: what they write, and every wrong input as one line."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_recorded_completions_are_played_and_traced(
     out = tmp_path / "replay.jsonl"
     capsys.readouterr()
     three = [word for number in range(3) for word in ("--request", f"t00000{number}")]
-    assert main(["replay", str(sampled), *three, "--solo", "--out", str(out)]) == 0
+    assert main(["trace", "--replay", "--run", str(sampled), *three, "--solo", "--out", str(out)]) == 0
     assert [r.same for r in read_run(out).replayed if r.how == "as recorded"] == [True] * 3
     said = capsys.readouterr().err.splitlines()
     same = "8 tokens and logprobs, bit-identical to the record; every step as recorded"
@@ -136,7 +136,10 @@ def test_wrong_input_is_one_line(
         (["trace", "--max-tokens", "100000"], "exceed the model's context"),
         (["trace", "--repro", "script.sh"], "not a .py file"),
         (["trace", "--run", "missing.jsonl", "--request", "t000000"], "no run file"),
-        (["replay", "missing.jsonl", "--request", "t000000"], "no run file"),
+        (["trace", "--replay", "--run", "missing.jsonl", "--request", "t000000"], "no run file"),
+        (["trace", "--replay", "--request", "t000000"], "--replay needs --run and --request"),
+        (["trace", "--solo"], "--solo without --replay"),
+        (["trace", "--replay", "--run", "r.jsonl", "--request", "t1", "--dtype", "float32"], "--replay and --dtype"),
     ]:
         tmp_path = tmp_path_factory.mktemp("case")
         monkeypatch.chdir(tmp_path)
@@ -153,7 +156,7 @@ def test_what_a_run_lacks_is_one_line(
     monkeypatch.chdir(tmp_path)
 
     def said(*arguments: str) -> str:
-        assert main(["replay", *arguments]) == 2
+        assert main(["trace", "--replay", "--run", *arguments]) == 2
         return capsys.readouterr().err
 
     assert "no request 't999999'" in said(str(sampled), "--request", "t999999")
