@@ -26,7 +26,7 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 BUDGET = {
     "bench": 2183,
     "certify": 1195,
-    "commands": 956,
+    "commands": 957,
     "core": 6436,
     "diagnose": 1100,
     "embedded": 7,
@@ -39,7 +39,7 @@ BUDGET = {
     "ranks": 613,
     "reports": 6318,
     "sampling": 6375,
-    "services": 3100,
+    "services": 3109,
     "testing": 581,
     "trace": 3394,
     "training": 646,
