@@ -328,12 +328,12 @@ _products: dict[tuple[object, ...], tuple[Tiles, Tiles]] = shortcut()
 
 def scores(q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
     """[n, R, D] times [n, 64, D] transposed, into out [n, R, 64]."""
-    originals.bmm(q, keys.mT, out)
+    originals.call("bmm.out", q, keys.mT, out=out)
 
 
 def values(weights: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> None:
     """[n, R, 64] times [n, 64, D], into out [n, R, D]."""
-    originals.bmm(weights, block, out)
+    originals.call("bmm.out", weights, block, out=out)
 
 
 def heights_of(dim: int) -> tuple[int, ...]:
@@ -829,7 +829,7 @@ def _merge_blocks(
     np.multiply(room.q_rows, np.float32(scale), out=room.q_rows)
     _gather(k, k_index, room.keys, room.keys_taken, room.keys_in if kept else None)
     if kept:
-        originals.bmm(room.q, room.turned, room.weights)
+        scores(room.q, room.keys, room.weights)
     else:
         room.products[0].apply((room.q, room.keys), room.weights, scores)
     if softcap is not None:
@@ -841,7 +841,7 @@ def _merge_blocks(
             np.putmask(p, group.hidden, _HIDDEN)
         else:
             room.weights.masked_fill_(torch.from_numpy(group.hidden), -math.inf)
-    best = np.maximum.reduce(p, axis=-1) if pairs * height <= _FEW_ROWS else originals.amax(room.weights).numpy()
+    best = np.maximum.reduce(p, axis=-1) if pairs * height <= _FEW_ROWS else room.weights.amax(-1).numpy()
     top = np.maximum(best[:tiles], _LOWEST)
     for count, start, stop in group.spans[1:]:
         np.maximum(top[:count], best[start:stop], out=top[:count])
@@ -850,7 +850,7 @@ def _merge_blocks(
     total = np.add.reduce(p, axis=-1)
     _gather(v, k_index, room.keys, room.keys_taken, room.keys_in if kept else None)
     if kept:
-        originals.bmm(room.weights, room.keys, room.parts)
+        values(room.weights, room.keys, room.parts)
     else:
         room.products[1].apply((room.weights, room.keys), room.parts, values)
     first, sums = room.mixed[:tiles], total[:tiles]

@@ -183,8 +183,8 @@ def _tuple(out: Any) -> tuple[torch.Tensor, ...]:
 
 
 # A number may reach an operator where its schema has a tensor (`x % 2.0`): torch wraps it, and unwraps it for functions
-# of Python. The original kernel takes tensors alone, so a number becomes one again, of no axis. Where x has axes it takes
-# no part in the choice of the result's dtype, as torch's own; elsewhere it gets the dtype that torch chooses.
+# of Python. The original kernel takes tensors alone, so a number becomes one again, of no axis. Where x has axes it
+# takes no part in the choice of the result's dtype, as torch's own; elsewhere it gets the dtype that torch chooses.
 
 _WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
