@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from nondet.core.launch import note
-from nondet.kernels.attention.cpu import attention_again
 from nondet.kernels.dispatch.replacements import note_hidden
 from nondet.kernels.dispatch.state import DTYPES
 from nondet.kernels.matmul import cpu as matmul_cpu
@@ -175,27 +174,6 @@ def _roots(squares: np.ndarray[Any, Any], eps: float) -> np.ndarray[Any, Any]:
     return np.sqrt(scale, out=scale)
 
 
-def _attention(
-    again: Short,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor | None:
-    shape, keys = q.shape, k.shape
-    if attn_mask is not None or dropout_p or q.dtype not in _FLOATING or len(shape) != 4 or len(keys) != 4:
-        return None
-    if (is_causal and shape[2] != keys[2]) or (shape[1] != keys[1] and not enable_gqa):
-        return None
-    out: torch.Tensor | None = again(q, k, v, is_causal or shape[2] == 1, scale)
-    return out
-
-
 def _pointwise(stock: Callable[..., Any]) -> Short:
     def whole(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The original, straight, over vectors alone: as it is where no element of x is left to scalar code."""
@@ -216,7 +194,6 @@ _WAYS: dict[str, Short] = {
     "sum.dim_IntList": partial(_reduced, False),
     "rms_norm": _rms_norm,
     "native_layer_norm": _layer_norm,
-    "scaled_dot_product_attention": partial(_attention, attention_again),
 }
 
 
@@ -283,8 +260,23 @@ def _layer_norm_on_cuda(
     return None if made is None else (*made,)
 
 
-def _attention_on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: Any) -> Any:
-    out: torch.Tensor | None = _launched(("attention", causal, scale, None, None), q, k, v)
+def _attention_on_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    shape, keys = q.shape, k.shape
+    if attn_mask is not None or dropout_p or q.dtype not in _FLOATING or len(shape) != 4 or len(keys) != 4:
+        return None
+    if (is_causal and shape[2] != keys[2]) or (shape[1] != keys[1] and not enable_gqa):
+        return None
+    out: torch.Tensor | None = _launched(("attention", is_causal or shape[2] == 1, scale, None, None), q, k, v)
     return None if out is None else out.transpose(1, 2)  # laid out as models want it back
 
 
@@ -298,5 +290,5 @@ _WAYS_ON_CUDA: dict[str, Short] = {
     "sum.dim_IntList": partial(_reduced_on_cuda, "sum"),
     "rms_norm": _rms_norm_on_cuda,
     "native_layer_norm": _layer_norm_on_cuda,
-    "scaled_dot_product_attention": partial(_attention, _attention_on_cuda),
+    "scaled_dot_product_attention": _attention_on_cuda,
 }

@@ -228,6 +228,7 @@ def decided() -> _Functions:
 
     At risk is all that has a kernel for a device, in any namespace, and is not in `nondet.kernels.dispatch.operators`.
     """
+    originals.keep()
     made = _replaced_and_certified()
     for qualified, key in _kernels_there():
         namespace, _, name = qualified.partition("::")
@@ -243,13 +244,6 @@ def decided() -> _Functions:
         if original is not None:
             made[qualified, key] = functions.watching(qualified, original, matters)
     return made
-
-
-def keep_originals() -> _Functions:
-    """`decided`, and for `nondet.kernels.originals` what stands there now. Called likewise."""
-    own = {name: _original(name if "::" in name else f"aten::{name}", "CPU") for name in originals.NAMES}
-    originals.keep({name: kernel.call_boxed for name, kernel in own.items() if kernel is not None})
-    return decided()
 
 
 def _replaced_and_certified() -> _Functions:
@@ -340,16 +334,10 @@ def packing(model: Any, most: int | None) -> AbstractContextManager[int]:
     return packed_weights(_linear_weights(model), int(_SHARE * free_memory()) if most is None else most)
 
 
-def _linear_weights(model: Any) -> Iterator[tuple[tuple[torch.Tensor, ...], bool]]:
-    """Those that a stand-in for their module multiplies with at once, then those by themselves."""
-    modules = list(model.modules())
-    for module in modules:
-        parts = [module._modules.get(name) for name in getattr(type(module).forward, "at_once", ())]
-        if parts and all(type(part) is torch.nn.Linear and part.bias is None for part in parts):
-            yield tuple(part.weight for part in parts), False
-    for module in modules:
+def _linear_weights(model: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    for module in model.modules():
         if type(module) is torch.nn.Linear:
-            yield (module.weight,), module.bias is not None
+            yield module.weight, module.bias is not None
 
 
 # A model's first use ahead of time: what its layers would compile and prove when they first meet a number of tokens.
@@ -451,7 +439,7 @@ class Invariance:
             most: Bytes of copies; None: half of the machine's free memory.
 
         Returns:
-            Bytes kept.
+            Bytes kept; 0 comes with a RuntimeWarning.
 
         Raises:
             UserError: outside of the block, or under one for training.
@@ -466,6 +454,13 @@ class Invariance:
         self.packs = True
         # copies and proofs are no model's calls
         kept: int = state.guarded(self._packed.enter_context)(packing(model, most))
+        if not kept:
+            warnings.warn(
+                "nondet: pack() kept no copy of a weight. It keeps those of torch.nn.Linear on the CPU, in dtypes that "
+                "oneDNN has a layout for on this machine, as far as `most` or half of the free memory allows.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return kept
 
     def __enter__(self) -> Invariance:
@@ -548,7 +543,7 @@ _modules: dict[str, Any] = {}  # what was imported when the stand-ins were last 
 # Seconds between putting functions under torch and having them compute, where other threads run: what they are in the
 # midst of (rms_norm's mean is done, its root is not) ends in torch's kernels, as it began.
 _GRACE = 0.01
-_registration = Registration(keep_originals)
+_registration = Registration(decided)
 
 
 def _stock_calls(qualified: str) -> None:
@@ -579,7 +574,6 @@ def _enter_first() -> None:
     _registration.enter()
     try:
         functions.install_compile(_note_compiled)
-        originals.stand_under(True)
         sys.meta_path.insert(0, _imports)
         if not others_wait():
             time.sleep(_GRACE)
@@ -625,7 +619,6 @@ def _leave_last() -> None:
             sys.meta_path.remove(_imports)
         for _, uninstall in _STAND_INS:
             steps.callback(uninstall)
-        steps.callback(originals.stand_under, False)
 
 
 def _note_compiled(what: str) -> None:

@@ -28,6 +28,9 @@ from nondet.kernels.dispatch.state import WHOLE, Kernels, Leave, over_batch
 # database.
 #
 # Names are without overload and without the in-place underscore, unless an overload is meant.
+#
+# add, sub, mul, div and abs are here, and exact for real numbers alone: nobody watches them on a CPU for complex ones,
+# or for `alpha` (docs/limits.md), since the watcher would cost as much as the operation at every call.
 
 Matters = Callable[..., bool | str]
 
@@ -72,7 +75,11 @@ EXACT: dict[str, frozenset[str]] = {
         """
     ),
     "a real number's one operation that IEEE 754 rounds correctly, or that is exact": _names(
-        "ceil copysign floor frac leaky_relu neg nextafter positive _prelu_kernel round round.out round_ trunc"
+        """
+        abs add.Tensor add_.Tensor add.out ceil copysign div.Tensor div_.Tensor div.out floor frac leaky_relu
+        mul.Tensor mul_.Tensor mul.out neg nextafter positive _prelu_kernel round round.out round_ rsub.Tensor
+        sub.Tensor sub_.Tensor sub.out trunc
+        """
     ),
     "a row's own one number, by scalar code": _names("nll_loss_backward"),
     "of integers or truths alone": _names(
@@ -105,14 +112,9 @@ EXACT_ON_CUDA = _names(
 EXACT_ON_CPU = _names("random randperm uniform")
 
 
-def _scaled(x: Any, other: Any, alpha: Any = 1, *rest: Any, **more: Any) -> bool:
-    """A product before the sum, contracted or rounded by one formula in vectors and by another in the scalar rest."""
-    return alpha != 1 and (alpha != -1 or _complex(x))
-
-
-def _complex(*args: Any, **kwargs: Any) -> bool:
-    """Complex products and quotients take one formula in vectors and another in the scalar rest."""
-    return any(isinstance(x, torch.Tensor) and x.dtype.is_complex for x in args)
+def _complex(x: torch.Tensor, **kwargs: Any) -> bool:
+    """Complex quotients take one formula in vectors and another in the scalar rest."""
+    return x.dtype.is_complex
 
 
 def _accumulates(x: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any, **more: Any) -> bool:
@@ -159,12 +161,9 @@ CONDITIONS: dict[str, dict[str, Matters]] = {
     "CUDA": _ANYWHERE,
     "CPU": {
         **_ANYWHERE,
-        **_every_form({"add": _scaled, "sub": _scaled}, "{}.Tensor {}_.Tensor {}.out"),
-        **_every_form({"mul": _complex, "div": _complex}, "{}.Tensor {}_.Tensor {}.out"),
-        **_every_form({"abs": _complex, "reciprocal": _complex, "sgn": _complex}, "{} {}_ {}.out"),
+        **_every_form({"reciprocal": _complex, "sgn": _complex}, "{} {}_ {}.out"),
         "angle": _complex,
         "angle.out": _complex,
-        "rsub.Tensor": _scaled,
     },
 }
 

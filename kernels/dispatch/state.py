@@ -183,20 +183,6 @@ def in_parts(active: Active, composed: Callable[..., Any], *args: Any, **kwargs:
         inside.began = before
 
 
-# looked up once: every module of a step asks
-_functions, _modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_autocast, _transform = torch.is_autocast_enabled, torch._C._functorch.peek_interpreter_stack
-_trace = torch._C._get_tracing_state
-
-
-def looked_at() -> bool:
-    """Whether something of torch's wants to see, or change, the operators that a module is made of.
-
-    A mode of this thread, autocast on a CPU (it chooses their dtypes), torch.func's transforms, a trace of torch.jit.
-    """
-    return bool(_functions() or _modes() or _autocast("cpu") or _transform() is not None or _trace() is not None)
-
-
 def replace_now(active: Active) -> None:
     """The one place that changes what is on."""
     global _now

@@ -1,11 +1,10 @@
-"""Stand-ins for parts of transformers that no aten operator covers as a whole: norms, rotary, MLPs, projections,
-experts.
-"""
+"""Stand-ins for parts of transformers that no aten operator covers as a whole: norms, rotary, experts, FP8 layers."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -19,8 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules import linear as torch_linear
-from torch.nn.modules import module as torch_module
 
 from nondet.kernels.dispatch.state import (
     Leave,
@@ -28,7 +25,6 @@ from nondet.kernels.dispatch.state import (
     current,
     guarded,
     kernels_for,
-    looked_at,
     weights_first,
 )
 
@@ -162,12 +158,6 @@ def _is_of_transformers(function: Any) -> bool:
     return code is not None and f"{os.sep}transformers{os.sep}" in code.co_filename
 
 
-def is_of_file(function: Any, file: str | None) -> bool:
-    """Whether a function's own code stands in that file: functools.wraps copies names, and no code."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename == file
-
-
 @functools.cache
 def _source(function: Any) -> tuple[tuple[str, ...], str]:
     """(names of its arguments, its body without docstring and comments); both empty where there is no own source."""
@@ -183,19 +173,6 @@ def _source(function: Any) -> tuple[tuple[str, ...], str]:
 
 def _body(text: str) -> str:
     return ast.unparse(ast.parse(text.strip()))
-
-
-_FORWARD = torch.nn.Linear.forward if is_of_file(torch.nn.Linear.forward, torch_linear.__file__) else None
-_CALL = torch.nn.Module.__call__ if is_of_file(torch.nn.Module.__call__, torch_module.__file__) else None
-
-
-def linear_untouched() -> bool:
-    """Whether a call of torch's linear layer still is torch's own product: nobody has put another in its place."""
-    return (
-        torch.nn.Linear.forward is _FORWARD
-        and torch.nn.Module.__call__ is _CALL
-        and torch.nn.functional.linear is torch._C._nn.linear
-    )
 
 
 # transformers' experts in decoding: which operand of a batched product is the weight.
@@ -270,114 +247,13 @@ def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | No
     return int(positions.max()) + 1 >= limit  # at the limit itself "dynamic" keeps what an earlier step has left
 
 
-# transformers' gated MLPs under `batch_invariant()` on a CPU: their five operators without a dispatcher between them.
-#
-# Recognized by the text of a class's `forward`, as `nondet.kernels.dispatch.transformers` recognizes modules. What is
-# called is what the operators are replaced by, so the bits are theirs, and the coverage says the same. A call with a
-# hook on it or on a part of it, with other parts than plain linear layers and SiLU, with a gradient, or elsewhere than
-# on a CPU runs as it did.
-
-_TEXT = _body("""
-down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-return down_proj
-""")
-_TENSORS = frozenset({torch.nn.Parameter, torch.Tensor})
-_FAMILIES = frozenset({"matmul", "pointwise"})
-
-
-def is_known(cls: type) -> bool:
-    """Whether that class's forward is a gated MLP, by its text."""
-    return _source(cls.__dict__.get("forward")) == (("self", "x"), _TEXT)
-
-
-def gated(original: Any) -> Any:
-    """A forward that calls the kernels one after the other on a CPU, and `original` elsewhere."""
-    compute = guarded(_computed)
-
-    @functools.wraps(original)
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        now = current()
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (type(x) is torch.Tensor and x.is_cpu):
-            return original(self, x)
-        if looked_at() or not now.families >= _FAMILIES or not _plain(self):
-            return original(self, x)
-        out = compute(x, self.gate_proj, self.up_proj, self.down_proj)
-        if out is None:
-            return original(self, x)
-        count("replaced", "linear", 3)
-        count("replaced", "silu")
-        return out
-
-    forward.at_once = ("gate_proj", "up_proj")  # type: ignore[attr-defined] # see `nondet.kernels.dispatch.block`
-    return forward
-
-
-def _computed(x: torch.Tensor, gate: Any, up: Any, down: Any) -> torch.Tensor | None:
-    """None until all three products have been computed once by the operators."""
-    from nondet.kernels import originals
-    from nondet.kernels.matmul.cpu import linear_again, packed_again
-    from nondet.kernels.pointwise.cpu import in_vectors
-
-    both = packed_again(x, (gate.weight, up.weight)) if gate.bias is None and up.bias is None else None
-    if both is None:
-        opened, factor = linear_again(x, gate.weight, gate.bias), linear_again(x, up.weight, up.bias)
-    else:
-        opened, factor = both.chunk(2, -1)
-        if not in_vectors(opened.shape[-1]):
-            opened = opened.contiguous()
-    if opened is None or factor is None or not in_vectors(opened.numel()):
-        return None
-    return linear_again(originals.mul(originals.silu(opened), factor), down.weight, down.bias)
-
-
-def _plain(mlp: Any) -> bool:
-    """Are its parts what they are by name, called by nobody else on the way?"""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return False
-    parts = mlp._modules
-    activation = parts.get("act_fn")
-    if not _is_silu(type(activation)) or not unhooked(activation):
-        return False
-    if not (is_plain_linear(parts.get("gate_proj")) and is_plain_linear(parts.get("up_proj"))):
-        return False
-    return is_plain_linear(parts.get("down_proj"))
-
-
-def is_plain_linear(part: Any) -> bool:
-    """Whether that is torch's linear layer, called by nobody else on the way, and not of somebody's own tensors."""
-    if type(part) is not torch.nn.Linear or part._forward_hooks or part._forward_pre_hooks or not linear_untouched():
-        return False
-    parameters = part._parameters
-    # a tensor class of somebody's own may compute its products itself; what is no parameter is kept by somebody else
-    return (
-        "forward" not in part.__dict__
-        and type(parameters.get("weight")) in _TENSORS
-        and "bias" in parameters
-        and (parameters["bias"] is None or type(parameters["bias"]) in _TENSORS)
-    )
-
-
-def _is_silu(cls: type) -> bool:
-    """torch's class, and transformers' own for what calls silu likewise; not a class of that name from elsewhere."""
-    ours = cls is torch.nn.SiLU or (cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations")
-    return ours and is_of_file(cls.forward, sys.modules[cls.__module__].__file__)  # type: ignore[attr-defined]  # a module's
-
-
-def unhooked(module: Any) -> bool:
-    """Whether nobody looks at a module's calls, or has put another forward in its place."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
-
-
 # transformers' RMSNorm modules under `batch_invariant()`: one kernel for the whole module.
 #
 # A module is recognized by the text of its `forward`, not by its name: models bring classes of their own, most of them
-# copies of three forms. While a context is entered those classes' `forward` leads to the kernel that computes the same
-# with the same roundings. Every other module, every other device and every call with a gradient runs as it did, on the
+# copies of three forms. While a context is entered those classes' `forward` leads to CUDA's kernel, which computes the
+# same with the same roundings. Every other module, a CPU and every call with a gradient runs as it did, on the
 # operators that are replaced one by one. So it is a matter of speed, not of coverage; and both ways are meant to have
-# the same bits (tests/kernels/rows/test_cuda.py and test_cpu.py hold them to it), so that a
-# trainer's forward agrees with a sampler's.
-#
-# On a CPU it takes the families of all operators that it stands for ("norm" and "pointwise").
+# the same bits (tests/kernels/rows/test_cuda.py holds them to it), so that a trainer's forward agrees with a sampler's.
 
 
 class Form(NamedTuple):
@@ -416,14 +292,6 @@ def form_of(module: type) -> Form | None:
     return _form(module.__dict__.get("forward"), module.__dict__.get("_norm"))
 
 
-def installed_form(module: type) -> Form | None:
-    """The form of a class that is led to the kernels now; None for any other."""
-    original, standing = installed(module, "forward")
-    if standing is None or module.__dict__.get("forward") is not standing:
-        return None
-    return _form(original, module.__dict__.get("_norm"))
-
-
 @functools.cache
 def _form(forward: Any, inner: Any) -> Form | None:
     form = _FORMS.get(_text_of(forward))
@@ -443,22 +311,18 @@ def _text_of(method: Any) -> str:
 
 
 def fused(original: Any, form: Form) -> Any:
-    """A forward that takes the device's kernel, and `original` where there is none."""
+    """A forward that takes CUDA's kernel, and `original` where that does not apply."""
     eps, round_first, plus_one = form
 
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        on_cpu = type(x) is torch.Tensor and x.is_cpu
-        if torch.is_grad_enabled() or not (on_cpu or x.is_cuda) or torch.compiler.is_compiling():
-            return original(self, x)
-        now = current()
-        if "norm" not in now.families or (on_cpu and ("pointwise" not in now.families or looked_at())):
+        if torch.is_grad_enabled() or not x.is_cuda or torch.compiler.is_compiling():
             return original(self, x)
         weight = self._parameters.get("weight")
-        if type(weight) not in _TENSORS:  # it may compute the product itself
+        # a weight of another class may compute the product itself
+        if "norm" not in current().families or type(weight) not in (torch.nn.Parameter, torch.Tensor):
             return original(self, x)
-        kernel = _kernel("cpu" if on_cpu else "cuda")
-        out = kernel(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
+        out = _on_cuda("rows", "module_norm")(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
         if out is None:
             return original(self, x)
         count("replaced", "RMSNorm module")
@@ -468,17 +332,12 @@ def fused(original: Any, form: Form) -> Any:
 
 
 @functools.cache
-def _kernel(device: str) -> Any:
-    if device == "cpu":
-        from nondet.kernels.rows.cpu import module_norm
-    else:
-        from nondet.kernels.rows.cuda import module_norm  # needs Triton
-    return guarded(module_norm)
+def _on_cuda(folder: str, name: str) -> Any:
+    """A function of that folder's kernels for CUDA, which need Triton."""
+    return guarded(getattr(importlib.import_module(f"nondet.kernels.{folder}.cuda"), name))
 
 
 # transformers' rotary embedding under `batch_invariant()`: one launch instead of twelve on CUDA, the same bits.
-#
-# On a CPU its operators are called past the functions that watch them, where no hook wants to see them.
 #
 # Recognized by the text of a model's `apply_rotary_pos_emb` and `rotate_half`, as
 # `nondet.kernels.dispatch.transformers` recognizes modules. Any other text, device or dtype, and any call with a
@@ -509,255 +368,27 @@ def rotates(module: Any, function: Any) -> bool:
     )
 
 
-def stands_in(namespace: dict[str, Any]) -> bool:
-    """Whether the function by which a module with those globals rotates is our stand-in."""
-    module = sys.modules.get(namespace.get("__name__", ""))
-    _, standing = installed(module, _NAME_ROTARY)
-    return standing is not None and namespace.get(_NAME_ROTARY) is standing
-
-
 def rotating(original: Any) -> Any:
-    """The function by the device's kernel, `original` where there is none."""
+    """The function by CUDA's kernel, `original` where that does not apply."""
 
     @functools.wraps(original)
     def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
-        now = current()
         plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or unsqueeze_dim != 1 or q.dim() != 4
-        if plain or "pointwise" not in now.families:
+        if plain or not q.is_cuda or "pointwise" not in current().families:
             return original(q, k, cos, sin, unsqueeze_dim)
-        if q.is_cuda:
-            out = _kernel_rotary("cuda")(q, k, cos, sin)
-            if out is not None:
-                count("replaced", "rotary embedding")
-                return out
-        elif not looked_at() and all(type(x) is torch.Tensor and x.is_cpu for x in (q, k, cos, sin)):
-            out = _kernel_rotary("cpu")(q, k, cos, sin)  # nothing is replaced: what stock calls is what is called
-            if out is not None:
-                return out
-        return original(q, k, cos, sin, unsqueeze_dim)
+        out = _on_cuda("pointwise", "rotary")(q, k, cos, sin)
+        if out is None:
+            return original(q, k, cos, sin, unsqueeze_dim)
+        count("replaced", "rotary embedding")
+        return out
 
     return apply
 
 
-@functools.cache
-def _kernel_rotary(device: str) -> Any:
-    if device == "cpu":
-        from nondet.kernels.pointwise.cpu import rotary
-    else:
-        from nondet.kernels.pointwise.cuda import rotary  # needs Triton
-    return rotary
-
-
-# transformers' attention modules under `batch_invariant()` on a CPU: what is around attention, without a dispatcher.
-#
-# Projections, their norms and the rotary embedding run one after the other, token by token as the projections lay them
-# out, where the module turns queries and keys around before it rotates them, and back again in attention. What is
-# called is what the operators are replaced by, so the bits are theirs, and the coverage says the same. Attention
-# itself is the module's own call, whoever stands there.
-#
-# Recognized by the text of a class's `forward`, as `nondet.kernels.dispatch.transformers` recognizes modules. A call
-# with a hook on it or on a part of it, with other parts than plain linear layers and known norms, with a cache of its
-# own (not a paged one), with a gradient, or elsewhere than on a CPU runs as it did.
-
-
-class ProjectionsForm(NamedTuple):
-    """Whether queries and keys are normed, head by head, and whether the window is told to attention."""
-
-    normed: bool
-    window: bool
-
-
-_TEXT_PROJECTIONS = """
-input_shape = hidden_states.shape[:-1]
-hidden_shape = (*input_shape, -1, self.head_dim)
-query_states = {query}.transpose(1, 2)
-key_states = {key}.transpose(1, 2)
-value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-cos, sin = position_embeddings
-query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-if past_key_values is not None:
-    key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
-attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-    self.config._attn_implementation, eager_attention_forward
-)
-attn_output, attn_weights = attention_interface(
-    self, query_states, key_states, value_states, attention_mask,
-    dropout=0.0 if not self.training else self.attention_dropout, scaling=self.scaling, {window}**kwargs
-)
-attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-attn_output = self.o_proj(attn_output)
-return (attn_output, attn_weights)
-"""
-_ARGUMENTS = ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values")
-_PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
-_Forward = Any  # a method of a torch.nn.Module
-
-
-def _text(form: ProjectionsForm) -> str:
-    query, key = (f"self.{name}_proj(hidden_states).view(hidden_shape)" for name in "qk")
-    if form.normed:
-        query, key = f"self.q_norm({query})", f"self.k_norm({key})"
-    window = "sliding_window=self.sliding_window, " if form.window else ""
-    return _body(_TEXT_PROJECTIONS.format(query=query, key=key, window=window))
-
-
-# body of forward -> form: Llama and its kin, Qwen2, Qwen3
-_FORMS_PROJECTIONS = {
-    _text(form): form
-    for form in (ProjectionsForm(False, False), ProjectionsForm(False, True), ProjectionsForm(True, True))
-}
-
-
-def form_of_projections(cls: type) -> ProjectionsForm | None:
-    """The form of that class's forward; None for another text, or none to be had."""
-    names, text = _source(cls.__dict__.get("forward"))
-    return _FORMS_PROJECTIONS.get(text) if names == _ARGUMENTS else None
-
-
-def projecting(original: _Forward, form: ProjectionsForm) -> _Forward:
-    """A forward that calls the kernels one after the other on a CPU, and `original` elsewhere."""
-    needed = frozenset({"matmul", "norm", "pointwise"} if form.normed else {"matmul", "pointwise"})
-    names = inspect.unwrap(original).__globals__  # of the module that wrote it, wherever a class inherits it
-    compute = guarded(_projected)
-
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        x = hidden_states
-        made = None
-        if (
-            past_key_values is None
-            and not torch.compiler.is_compiling()
-            and not torch.is_grad_enabled()
-            and type(x) is torch.Tensor
-            and x.is_cpu
-            and x.dim() == 3
-            and not looked_at()
-            and current().families >= needed
-            and stands_in(names)
-            and _plain_projections(self, form)
-        ):
-            made = compute(self, x, position_embeddings, form)
-        if made is None:
-            return original(self, x, position_embeddings, attention_mask, past_key_values, **kwargs)
-        count("replaced", "linear", 3)
-        if form.normed:
-            count("replaced", "RMSNorm module", 2)
-        if form.window:
-            kwargs["sliding_window"] = self.sliding_window
-        out, weights = _interface(self, names)(
-            *(self, *made, attention_mask),
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        return _ended(self, out.reshape(*x.shape[:-1], -1).contiguous()), weights
-
-    forward.at_once = _PROJECTIONS  # type: ignore[attr-defined] # see `nondet.kernels.dispatch.block`
-    return forward
-
-
-def _projected(
-    module: Any, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], form: ProjectionsForm
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Queries, keys and values as attention takes them, [B, heads, T, D], laid out token by token.
-
-    None until all of the products have been computed once by the operators.
-    """
-    linear_again, module_norms, rotated, packed_again, _ = _kernels()
-    parts = module._modules
-    cos, sin = position_embeddings
-    norms: list[tuple[Any, float, bool, bool]] = []
-    for name in _NORMS if form.normed else ():
-        norm = parts[name]
-        known = installed_form(type(norm))
-        if known is None:
-            return None
-        norms.append((norm._parameters["weight"], getattr(norm, known.eps), *known[1:]))
-    own = [parts[name]._parameters for name in _PROJECTIONS]
-    sizes = [p["weight"].shape[0] // module.head_dim for p in own]
-    shape = (*x.shape[:-1], -1, module.head_dim)
-    whole = None if any(p["bias"] is not None for p in own) else packed_again(x, tuple(p["weight"] for p in own))
-    if whole is None:
-        products = [linear_again(x, p["weight"], p["bias"]) for p in own]
-        if any(out is None for out in products):
-            return None
-        q, k, v = (out.view(shape) for out in products)
-    else:
-        q, k, v = whole.view(shape).split_with_sizes(sizes, -2)
-    pieces = [q, k]  # or both in one tensor
-    if norms:
-        together = norms[0][1:] == norms[1][1:]
-        groups = [([q, k], norms)] if together else [([q], norms[:1]), ([k], norms[1:])]
-        pieces = [module_norms(xs, [weight for weight, *_ in given], *given[0][1:]) for xs, given in groups]
-    elif whole is not None:
-        pieces = [whole.view(shape).narrow(-2, 0, sizes[0] + sizes[1])]
-    if any(piece is None for piece in pieces):
-        return None
-    pieces = [rotated(piece, cos, sin) for piece in pieces]
-    if any(piece is None for piece in pieces):
-        return None
-    q, k = pieces if len(pieces) > 1 else pieces[0].split_with_sizes(sizes[:2], -2)
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-
-@functools.cache
-def _kernels() -> tuple[Any, ...]:
-    """Imported with the first product, as every kernel."""
-    from nondet.kernels.matmul.cpu import linear_again, packed_again
-    from nondet.kernels.pointwise.cpu import rotated
-    from nondet.kernels.rows.cpu import module_norms
-
-    return linear_again, module_norms, rotated, packed_again, guarded(linear_again)
-
-
-def _ended(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """The output projection: by the operator's shorter way where it has one."""
-    part = module._modules["o_proj"]
-    if type(x) is torch.Tensor and is_plain_linear(part) and not torch.is_grad_enabled():
-        *_, alone = _kernels()
-        out = alone(x, part._parameters["weight"], part._parameters["bias"])
-        if out is not None:
-            count("replaced", "linear")
-            return out
-    ended: torch.Tensor = part(x)
-    return ended
-
-
-def _interface(module: Any, names: dict[str, Any]) -> Any:
-    """The module's own choice of attention, by the names that its forward sees."""
-    table, default = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
-    return table.get_interface(module.config._attn_implementation, default)
-
-
-def _plain_projections(module: Any, form: ProjectionsForm) -> bool:
-    """Are its parts what they are by name, called by nobody else on the way?"""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return False
-    parts = module._modules
-    for name in _PROJECTIONS:
-        if not is_plain_linear(parts.get(name)):
-            return False
-    if not form.normed:
-        return True
-    for name in _NORMS:
-        norm = parts.get(name)
-        if norm is None or not unhooked(norm):
-            return False
-        if type(norm._parameters.get("weight")) not in _TENSORS:
-            return False
-    return True
-
-
-def _where_known(form_of: Callable[[type], Any], make: Callable[..., Any]) -> Callable[[type, Any], Any]:
-    """`Replacement.make` for classes of a known form, which `make` takes after the original."""
-    return lambda cls, original: None if (form := form_of(cls)) is None else make(original, form)
+def _where_known(cls: type, original: Any) -> Any:
+    """`Replacement.make` for norms of a known form."""
+    form = form_of(cls)
+    return None if form is None else fused(original, form)
 
 
 def _grouped(original: Any) -> Any:
@@ -896,9 +527,7 @@ REPLACEMENTS = (
     ),
     Replacement("_batched_linear", lambda _, original: _telling(original), modules=r"transformers\.integrations\.moe$"),
     Replacement("forward", lambda _, original: _counted(original), "RotaryEmbedding"),
-    Replacement("forward", lambda cls, original: gated(original) if is_known(cls) else None, "MLP"),
-    Replacement("forward", _where_known(form_of, fused), "RMSNorm"),
-    Replacement("forward", _where_known(form_of_projections, projecting), "Attention"),
+    Replacement("forward", _where_known, "RMSNorm"),
     *(
         Replacement("forward", lambda _, original: _fp8(original), name, r"transformers\.integrations\.\w*_fp8$")
         for name in (*_FP8_LAYERS, "FbgemmFp8Llama4TextExperts")

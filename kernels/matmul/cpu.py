@@ -67,40 +67,34 @@ def suits(b: torch.Tensor) -> bool:
 
 
 class _Packed(NamedTuple):
-    """A copy of a weight, or of several that take the same rows as one, and when it may stand for them."""
+    """A copy of a weight, and when it may stand for it: the weight's version and shape are those that it had."""
 
-    weights: tuple[tuple[torch.Tensor, int, torch.Size], ...]  # with the version and the shape that each had
-    columns: int
-    depth: int
+    weight: torch.Tensor
+    version: int
+    shape: torch.Size
     copy: torch.Tensor
     environment: tuple[object, ...]
     tiles: Tiles  # without a bias; with one, the same row counts were proven, too, or `bias` is False
     bias: bool
 
 
-# By the first weight's address, of every block that is entered; blocks may be left in any order, and the last is used.
+# By the weight's address, of every block that is entered; blocks may be left in any order, and the last is used.
 _packed: dict[int, list[_Packed]] = {}
 _lock = threading.Lock()
 
 
-def packed_again(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """x [..., K], weights [N, K], bias [N] of a single one -> [..., sum of N] by the kept copy, each weight's columns
-    with the bits that it gives by itself; None where there is no copy of these together that may be used.
-    """
-    stack = _packed.get(weights[0].data_ptr())
+def packed_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """x [..., K], weight [N, K], bias [N] -> [..., N] by the kept copy; None where there is none that may be used."""
+    stack = _packed.get(weight.data_ptr())
     if not stack:
         return None
     kept = stack[-1]
-    if len(kept.weights) != len(weights):
+    if kept.weight is not weight or kept.version != weight._version or kept.shape != weight.shape:
         return None
-    for weight, (own, version, shape) in zip(weights, kept.weights, strict=True):
-        if own is not weight or version != weight._version or shape != weight.shape or not weight.is_contiguous():
-            return None
-    columns, depth = kept.columns, kept.depth
+    columns, depth = kept.shape
     if (
-        x.shape[-1] != depth
+        not weight.is_contiguous()
+        or x.shape[-1] != depth
         or x.dtype is not kept.copy.dtype
         or not x.is_contiguous()
         or (bias is not None and not (kept.bias and bias.dtype is x.dtype and bias.shape == (columns,)))
@@ -113,11 +107,11 @@ def packed_again(
     plan = kept.tiles.plan(rows)
     note(plan.label)
     if plan.whole and x.data_ptr() % 64 == 0:
-        return originals.inner_product(x, kept.copy, bias)
+        return _by_copy(kept.copy, bias, x)
     out = x.new_empty((*x.shape[:-1], columns))
 
     def call(tile: torch.Tensor, into: torch.Tensor) -> None:
-        into.copy_(originals.inner_product(tile, kept.copy, bias))
+        into.copy_(_by_copy(kept.copy, bias, tile))
 
     kept.tiles.apply((x.view(rows, -1),), out.view(rows, -1), call)
     return out
@@ -143,7 +137,7 @@ def _reorders(dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def packed_weights(weights: Iterable[tuple[tuple[torch.Tensor, ...], bool]], most: int) -> Iterator[int]:
+def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> Iterator[int]:
     """Keep copies of these weights in oneDNN's layout until the block ends; they must not change meanwhile.
 
     A change that torch counts (in place, by an optimizer) is seen, and that copy is not used any more. One that goes
@@ -151,26 +145,22 @@ def packed_weights(weights: Iterable[tuple[tuple[torch.Tensor, ...], bool]], mos
     through `weight.numpy()`. Whoever enters this vouches that there is none.
 
     Args:
-        weights: Of linear layers, [N, K], each with whether a bias goes with it; or of several layers that take the
-            same rows, to be one product. Those have no copies of their own beside.
+        weights: Of linear layers, [N, K], each with whether a bias goes with it.
         most: Bytes of copies; what is beyond them stays plain.
 
     Yields:
         Bytes kept.
     """
     mine: dict[int, _Packed] = {}
-    done: set[int] = set()
     spent = 0
     with torch.no_grad():
-        for several, with_bias in weights:
-            size = sum(weight.numel() * weight.element_size() for weight in several)
-            addresses = {weight.data_ptr() for weight in several}
-            if not all(map(packable, several)) or addresses & done or spent + size > most:
+        for weight, with_bias in weights:
+            size, address = weight.numel() * weight.element_size(), weight.data_ptr()
+            if not packable(weight) or address in mine or spent + size > most:
                 continue
-            kept = _kept(several, with_bias)
+            kept = _kept(weight, with_bias)
             if kept is not None:
-                mine[several[0].data_ptr()] = kept
-                done |= addresses
+                mine[address] = kept
                 spent += size
     with _lock:
         for address, kept in mine.items():
@@ -187,38 +177,34 @@ def packed_weights(weights: Iterable[tuple[tuple[torch.Tensor, ...], bool]], mos
                     del _packed[address]
 
 
-def _kept(weights: tuple[torch.Tensor, ...], with_bias: bool) -> _Packed | None:
+def _kept(weight: torch.Tensor, with_bias: bool) -> _Packed | None:
     try:
-        tiles = _tiles(weights, False)
-        biased = with_bias and _tiles(weights, True).sizes == tiles.sizes
-        copy = _copy_of(*weights)
+        tiles = _tiles(weight, False)
+        biased = with_bias and _tiles(weight, True).sizes == tiles.sizes
+        copy = _copy_of(weight)
     except (NotInvariantError, RuntimeError, NotImplementedError):  # oneDNN has none here, as bfloat16 without AVX-512
         return None
-    sizes = sum(map(len, weights)), weights[0].shape[1]
-    return _Packed(tuple((w, w._version, w.shape) for w in weights), *sizes, copy, environment_key(), tiles, biased)
+    return _Packed(weight, weight._version, weight.shape, copy, environment_key(), tiles, biased)
 
 
 def _by_copy(copy: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return originals.inner_product(x, copy, bias)
+    """oneDNN's inner product: x [..., K], a weight [N, K] in torch's layout or in oneDNN's, bias [N] -> [..., N]."""
+    out: torch.Tensor = originals.call("mkldnn::_linear_pointwise", x, copy, bias, "none", [], "")
+    return out
 
 
-def _copy_of(*weights: torch.Tensor) -> torch.Tensor:
-    weight = weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights])
-    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _HINTS[weight.dtype])
+def _copy_of(weight: torch.Tensor) -> torch.Tensor:
+    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINTS[weight.dtype])
     return copy
 
 
-def _tiles(weights: tuple[torch.Tensor, ...], with_bias: bool) -> Tiles:
-    """The row counts at which the copy gives the plain products' bits."""
-    plain = [tiles_of(weight.t(), with_bias) for weight in weights]
-    dtype, base = weights[0].dtype, plain[0].base
+def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
+    """The row counts at which the copy gives the plain product's bits."""
+    plain, dtype = tiles_of(weight.t(), with_bias), weight.dtype
     what = f"cpu_matmul {str(dtype).removeprefix('torch.')} packed"
-    if any(weight.dtype != dtype or tiles.base != base for weight, tiles in zip(weights, plain, strict=True)):
-        raise NotInvariantError(f"{what}: several classes", "They are computed one by one.")
-    offsets = (weight.data_ptr() % _ALIGNMENT for weight in weights)  # by it the plain products are proven as well
-    shapes, whats = (weight.shape for weight in weights), (tiles.what for tiles in plain)
-    key = ("packed", dtype, *shapes, *offsets, with_bias, *whats, base, *environment_key())
-    return proven(what, key, lambda: _prove_onednn(what, weights, with_bias, base))
+    offset = weight.data_ptr() % _ALIGNMENT  # by it the plain product is proven as well
+    key = ("packed", dtype, weight.shape, offset, with_bias, plain.what, plain.base, *environment_key())
+    return proven(what, key, lambda: _prove_onednn(what, weight, with_bias, plain.base))
 
 
 def _beside(weight: torch.Tensor) -> torch.Tensor:
@@ -229,21 +215,17 @@ def _beside(weight: torch.Tensor) -> torch.Tensor:
     return room[first : first + weight.numel()].view(weight.shape)
 
 
-def _prove_onednn(what: str, weights: tuple[torch.Tensor, ...], with_bias: bool, base: int) -> Tiles:
-    depth = weights[0].shape[1]
-    sizes = sorted({*sizes_for(depth * sum(len(weight) for weight in weights)), base})
-    dtype = weights[0].dtype
-    bias = order_revealing(1, len(weights[0]), dtype, 13, negate=False)[0] if with_bias else None
+def _prove_onednn(what: str, weight: torch.Tensor, with_bias: bool, base: int) -> Tiles:
+    columns, depth = weight.shape
+    sizes = sorted({*sizes_for(depth * columns), base})
+    dtype = weight.dtype
+    bias = order_revealing(1, columns, dtype, 13, negate=False)[0] if with_bias else None
     agreed: dict[int, float] | None = None
     for seed in _SEEDS_ONEDNN:
         rows = order_revealing(max(sizes), depth, dtype, seed, negate=True)
-        twins = []
-        for weight in weights:
-            columns = len(weight)
-            fresh = order_revealing(min(columns, 512), depth, dtype, seed, negate=False)
-            twins.append(_beside(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns]))
-        right = torch.cat([mm(rows, twin.t(), bias) for twin in twins], -1)
-        copy = _copy_of(*twins)
+        fresh = order_revealing(min(columns, 512), depth, dtype, seed, negate=False)
+        twin = _beside(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns])
+        right, copy = mm(rows, twin.t(), bias), _copy_of(twin)
         seconds = same_bits_at(sizes, rows, right, functools.partial(_by_copy, copy, bias))
         agreed = seconds if agreed is None else {n: min(agreed[n], s) for n, s in seconds.items() if n in agreed}
     if not agreed or base not in agreed:
@@ -269,7 +251,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         NotInvariantError: this machine has no certified way.
     """
     _refuse(x, weight, bias)
-    packed = packed_again(x, (weight,), bias)
+    packed = packed_again(x, weight, bias)
     if packed is not None:
         return packed
     shape = x.shape
@@ -324,7 +306,7 @@ def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     product of a small batch costs as much as the product.
     """
     if _packed:
-        packed = packed_again(x, (weight,), bias)
+        packed = packed_again(x, weight, bias)
         if packed is not None:
             return packed
     before = _before.get(_key_of(x, weight, bias, "linear"))
@@ -361,9 +343,10 @@ def _called(
     if count < size:
         rows = _filled_up(rows, size)
     if before.inner_product:
-        out = originals.inner_product(rows, b.t() if weight is None else weight, bias)  # type: ignore[union-attr] # one is
+        out = _by_copy(b.t() if weight is None else weight, bias, rows)  # type: ignore[union-attr] # one is
     else:
-        out = originals.product(rows, weight.t() if b is None else b, bias)  # type: ignore[union-attr] # the same
+        right = weight.t() if b is None else b  # type: ignore[union-attr] # the same
+        out = originals.call("mm", rows, right) if bias is None else originals.call("addmm", bias, rows, right)
     return out if count == size else torch.narrow_copy(out, 0, 0, count)
 
 
@@ -569,13 +552,13 @@ def _prove(name: str, call: _Call, b: torch.Tensor, offset: int, with_bias: bool
 
 def _call(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     if bias is None:
-        originals.mm(x, b, out)
+        originals.call("mm.out", x, b, out=out)
     else:
-        originals.addmm(bias, x, b, out)
+        originals.call("addmm.out", bias, x, b, out=out)
 
 
 def _inner_product(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    out.copy_(originals.inner_product(x, b.t(), bias))
+    out.copy_(_by_copy(b.t(), bias, x))
 
 
 def _like(b: torch.Tensor, offset: int, seed: int) -> torch.Tensor:

@@ -14,11 +14,8 @@ off by one unit in the last place for one float32 in 200.
 
 from __future__ import annotations
 
-import builtins
-import math
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -193,7 +190,7 @@ def _add_up(rows: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
-    originals.softmax(rows, out)
+    originals.call("_softmax.out", rows, -1, False, out=out)
 
 
 def _log_softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -239,127 +236,3 @@ def _proven(
         return prove(f"cpu_rows {name}", [case(s) for s in seeds], out_of, sizes)
 
     return proven(f"cpu_rows {name}", key, make)
-
-
-# transformers' RMSNorm modules on a CPU in a few passes, with the bits of the operators that they stand for.
-#
-# A module runs as six or seven operators (x to float32, squares, mean, + eps, rsqrt, product, rounding, weight), each
-# of which costs a small batch more to dispatch than to compute. The same arithmetic is done here, rounded at the same
-# places, as `nondet.kernels.rows.cuda` has it. The sum is that of `nondet.kernels.rows.cpu`, at its certified row
-# counts. All else is one operation that IEEE 754 rounds correctly, element by element, so that it does not matter who
-# computes it: products are torch's, what there is one of in a row goes through NumPy.
-
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_ONE = np.float32(1.0)
-_ROOM, _ROOMS_KEPT = 2**16, 64  # numbers of a small batch, and how many shapes a thread keeps room for
-
-
-class _Room(NamedTuple):
-    """Memory for a norm's steps, and the same as NumPy sees it: of small batches, whose next one writes it anew.
-
-    Attributes:
-        places: Where each of the inputs goes, float32; none where they are there.
-        weight, factors: In the dtype, where several inputs have one each, [R, H], and where each goes.
-        normed, rounded: In float32 and in the dtype.
-        rows, out: [M, H], of the inputs and of `normed`.
-        scale, column: [M], and the same as [M, 1].
-    """
-
-    places: tuple[torch.Tensor, ...]
-    weight: torch.Tensor
-    factors: tuple[torch.Tensor, ...]
-    normed: torch.Tensor
-    rounded: torch.Tensor
-    rows: _Rows
-    out: _Rows
-    scale: _Rows
-    column: _Rows
-
-
-class _Rooms(threading.local):
-    """A thread's own, by the inputs' dtype and shapes."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[object, ...], _Room] = {}
-
-
-_rooms = _Rooms()
-
-
-def _room(key: tuple[object, ...], xs: Sequence[torch.Tensor]) -> _Room:
-    first, sizes = xs[0], [x.shape[-2] for x in xs] if len(xs) > 1 else []
-    shape = (*first.shape[:-2], *([builtins.sum(sizes)] if sizes else first.shape[-2:-1]), first.shape[-1])
-    keep = math.prod(shape) <= _ROOM
-    with torch.inference_mode(False):  # what is made under it can't be written outside
-        whole = keep or len(xs) > 1
-        wide = first.new_empty(shape, dtype=torch.float32) if whole else first.detach().float().contiguous()
-        normed = torch.empty_like(wide)
-        rounded = normed if first.dtype is torch.float32 else torch.empty_like(wide, dtype=first.dtype)
-        weight = first.new_empty(shape[-2:] if sizes else 0)
-    places = wide.split(sizes, -2) if sizes else (wide,) * whole
-    rows, out = (t.numpy().reshape(-1, shape[-1]) for t in (wide, normed))
-    scale = np.empty(len(rows), np.float32)
-    made = _Room(places, weight, weight.split(sizes), normed, rounded, rows, out, scale, scale[:, None])
-    if keep:
-        if len(_rooms.kept) >= _ROOMS_KEPT:
-            _rooms.kept.clear()
-        _rooms.kept[key] = made
-    return made
-
-
-def module_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, round_first: bool, plus_one: bool
-) -> torch.Tensor | None:
-    """x [..., H], weight [H], one dtype -> as x in it; None where it is not done here.
-
-    Args:
-        round_first: Round x * scale to the dtype before the weight is applied.
-        plus_one: The weight is 1 + weight.
-    """
-    return module_norms((x,), (weight,), eps, round_first, plus_one)
-
-
-def module_norms(
-    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], eps: float, round_first: bool, plus_one: bool
-) -> torch.Tensor | None:
-    """`module_norm` of each x [..., R, H] by its own weight [H], side by side: [..., sum of R, H]."""
-    dtype, ends = xs[0].dtype, xs[0].shape[-1:]
-    for x, weight in zip(xs, weights, strict=True):
-        if x.dtype is not dtype or weight.dtype is not dtype or weight.shape != ends:
-            return None
-    key = (dtype, *[x.shape for x in xs])
-    room = _rooms.kept.get(key)
-    if room is None:
-        if dtype not in _DTYPES or not ends or not all(x.numel() for x in xs):
-            return None
-        room = _room(key, xs)
-    if eps <= 0:
-        return None
-    for place, x in zip(room.places, xs, strict=False):
-        x = x.detach() if x.requires_grad else x
-        place.copy_(x.float() if dtype is torch.float16 else x)  # which gives a NaN other bits where it has strides
-    _normalize(room, eps)
-    factor = weights[0]
-    if len(xs) > 1:
-        factor = room.weight
-        for place, weight in zip(room.factors, weights, strict=True):
-            place.copy_(weight.detach())
-    if not round_first:
-        factor = factor.float()
-        return originals.mul(room.normed, factor.add(1.0) if plus_one else factor).to(dtype)
-    if room.rounded is not room.normed:
-        room.rounded.copy_(room.normed)
-    return originals.mul(room.rounded, factor)
-
-
-@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
-def _normalize(room: _Room, eps: float) -> None:
-    """rows [M, K] / sqrt(mean(rows^2) + eps) into out, all in float32."""
-    _, _, _, _, _, rows, out, scale, column = room
-    np.multiply(rows, rows, out)
-    sums_of(out, scale)
-    np.divide(scale, np.float32(rows.shape[1]), scale)
-    np.add(scale, np.float32(eps), scale)
-    np.sqrt(scale, scale)
-    np.divide(_ONE, scale, scale)
-    np.multiply(rows, column, out)

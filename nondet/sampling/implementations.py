@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -117,7 +118,9 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
         if name == RANK_FREE:
             stack.enter_context(rank_free(model))
         elif model is not None and "matmul" in invariance.families:
-            invariance.pack(model)  # nobody trains here: the weights are those that were loaded
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "nondet: pack")  # a matter of speed, where there is a copy to keep
+                invariance.pack(model)  # nobody trains here: the weights are those that were loaded
         yield invariance.coverage().counts
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from nondet.core.inputs import generator, make
 from nondet.errors import UserError
 from nondet.kernels import reference, stock
 from nondet.kernels.attention import cpu as cpu_attention
-from nondet.kernels.attention.cpu import Ask, attention, attention_varlen, plan_packed
+from nondet.kernels.attention.cpu import attention, attention_varlen
 from tests.build import accuracy_bound
 from tests.kernels.tiers import at_length
 
@@ -237,34 +236,19 @@ def test_misuse_is_refused() -> None:
 
 def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If blocks were merged in an order that depends on the batch, the first use would say so and not compute."""
-    honest = cpu_attention._merge_blocks
+    honest = cpu_attention._tile
 
-    def dishonest(*args: object) -> object:
-        room = honest(*args)  # type: ignore[arg-type]  # passed through
-        if room.parts.shape[0] * room.parts.shape[1] >= 100:
-            room.parts.copy_(torch.nextafter(room.parts, torch.ones(())))
-        return room
+    def dishonest(q: torch.Tensor, *more: object) -> torch.Tensor:
+        result = honest(q, *more)  # type: ignore[arg-type]  # passed through
+        return torch.nextafter(result, torch.ones(())) if q.numel() >= 100 * q.shape[-1] else result
 
-    monkeypatch.setattr(cpu_attention, "_merge_blocks", dishonest)
+    monkeypatch.setattr(cpu_attention, "_tile", dishonest)
     monkeypatch.setattr(cpu_attention, "_verified", {})
     kept = Certificates({"device": "cpu"}, None)
     monkeypatch.setattr(cpu_attention, "certificates", lambda device: kept)
     q, k, v = inputs(torch.float32)
     with pytest.raises(RuntimeError, match="other bits in the batch"):
         attention(q, k, v)
-
-
-def test_a_short_chunk_joins_the_decodes_and_a_long_one_does_not() -> None:
-    """One height for decodes and a short prefill; beside a long one many decodes have tiles of their own."""
-    ask = Ask(4, 2, (4, 8, 16, 32, 64), 256, True, None)
-
-    def heights(*queries: int) -> list[int]:
-        keys = [queries[0], *(20 for _ in queries[1:])]
-        starts_q, starts_k = ((0, *np.cumsum(sizes).tolist()) for sizes in (queries, keys))
-        return [group.height for group in plan_packed(sum(queries), tuple(starts_q), tuple(starts_k), (), ask)]
-
-    assert len(heights(9, 1, 1, 1)) == 1
-    assert set(heights(1000, *(40 * [1]))) == {4, 64}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.bfloat16, torch.float16)])

@@ -53,6 +53,8 @@ NOT_ASKED = {
     "torch.ops.aten._batch_norm_with_update": "as native_batch_norm",
     "_batch_norm_with_update": "as native_batch_norm",
 }
+# Not watched on a CPU: with `alpha`, and on complex numbers (docs/limits.md).
+ARITHMETIC = {"abs", "add", "div", "mul", "rsub", "sub", "__radd__", "__rdiv__", "__rmul__", "__rsub__"}
 
 
 @dataclass
@@ -145,6 +147,8 @@ def ask(op: Any, dtype: torch.dtype, found: Found) -> None:
         return
     forms = [op.op] + ([op.inplace_variant] if op.inplace_variant is not None else [])
     for number, sample in enumerate(samples):
+        if op.name in ARITHMETIC and (dtype.is_complex or sample.kwargs.get("alpha", 1) != 1):
+            continue
         inputs = outputs(sample.input)
         if not inputs or not plain(inputs[0]) or inputs[0].dim() == 0 or inputs[0].shape[0] < 2:
             continue

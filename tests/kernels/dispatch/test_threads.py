@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from nondet.core.compare import identical
-from nondet.kernels import originals
 from nondet.kernels.dispatch import block, functions, state
 from nondet.kernels.dispatch.block import Registration, batch_invariant
 from nondet.kernels.matmul import cpu as cpu_matmul
@@ -509,7 +508,6 @@ def half_the_operators(patch: pytest.MonkeyPatch) -> None:
 STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
     "operators": (half_the_operators, False),
     "compiler": (lambda patch: patch.setattr(functions, "_forget_graphs", fails), False),
-    "originals": (lambda patch: patch.setattr(originals, "stand_under", lambda on: fails() if on else None), False),
     "snapshot": (
         lambda patch: patch.setattr(block, "replace_now", lambda now: fails() if now.families else None),
         True,
