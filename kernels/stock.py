@@ -89,7 +89,9 @@ def block_scales(scale_a: torch.Tensor, scale_b: torch.Tensor, step: int = 4) ->
 
 
 # How torch says that it has no such product, rather than that one failed.
-_REFUSED = re.compile("nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED", re.I)
+_REFUSED = re.compile(
+    "nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED|not create a primitive", re.I
+)
 
 
 def or_refused(call: Callable[[], torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:

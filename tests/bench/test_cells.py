@@ -107,6 +107,7 @@ def test_fp8_products_are_timed_in_fp8_alone() -> None:
     assert {(c.operator, c.dtype) for c in both} == {("softmax", "float16"), ("scaled_matmul", "float8_e4m3fn")}
 
 
+@pytest.mark.usefixtures("stock_fp8")
 def test_the_peak_of_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch._scaled_mm; where torch refuses, nothing stands in its place."""
     monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import random
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from nondet.sampling.engine import WarmEngine
-from nondet.sampling.plan import Session
+from nondet.core.compare import identical
+from nondet.core.inputs import generator, make
+from nondet.kernels.all_reduce import chain as sums
+from nondet.kernels.all_reduce import symmetric
+from nondet.kernels.all_reduce.orders import chain, tree
+from nondet.kernels.all_reduce.tree import linear, row_parallel
+from nondet.kernels.dispatch.block import batch_invariant
+from nondet.kernels.dispatch.rank_free import rank_free
 
 
 def rank_and_sum() -> tuple[int, float]:
@@ -66,16 +77,12 @@ def fail() -> None:
 
 def members_agree() -> list[str]:
     """The members that apply here, each with the order's bits in plain torch, at sizes that share badly."""
-    from nondet.core.compare import identical
-    from nondet.kernels.all_reduce.chain import MEMBERS
-    from nondet.kernels.all_reduce.orders import chain
-
     rank, world, agreed = dist.get_rank(), dist.get_world_size(), []
-    for name, member in MEMBERS.items():
+    for name, member in sums.MEMBERS.items():
         try:
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 for count in (1, 3, 1003):
-                    parts = [_drawn(count, dtype, r) for r in range(world)]
+                    parts = [drawn((count,), dtype, r) for r in range(world)]
                     x = parts[rank].clone()
                     member(x, _world())
                     if not identical(x, chain(parts)):
@@ -88,33 +95,28 @@ def members_agree() -> list[str]:
 
 def proofs() -> dict[str, tuple[bool, str]]:
     """What the prover says of a member that holds, and of one that adds the other way round on one rank alone."""
-    from nondet.kernels.all_reduce import chain as invariant
 
     def backwards(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-        invariant.ordered_gather(x, group)
+        sums.ordered_gather(x, group)
         if dist.get_rank() == 1:
             x.copy_(torch.nextafter(x, torch.full_like(x, float("inf"))))
 
-    invariant.MEMBERS["backwards"] = backwards
+    sums.MEMBERS["backwards"] = backwards
     place = torch.device("cpu")
-    return {n: invariant.prove(n, torch.float32, place, _world()) for n in ("exchange", "backwards")}
+    return {n: sums.prove(n, torch.float32, place, _world()) for n in ("exchange", "backwards")}
 
 
-def under_a_block() -> dict[str, object]:
+def all_reduce_under_a_block() -> dict[str, object]:
     """Every form of an all-reduce under batch_invariant(), and stock again after it."""
     import torch.distributed._functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    from nondet.core.compare import identical
-    from nondet.kernels.all_reduce.chain import ordered_gather
-    from nondet.kernels.dispatch.block import batch_invariant
-
-    x = _drawn(33 * 101, torch.float32, dist.get_rank()).view(33, 101)
+    x = drawn((33, 101), torch.float32, dist.get_rank())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     stock, want = x.clone(), x.clone()
     dist.all_reduce(stock)
-    ordered_gather(want.view(-1), _world())
+    sums.ordered_gather(want.view(-1), _world())
     forms: dict[str, torch.Tensor] = {}
     with batch_invariant() as block:
         forms["in place"] = x.clone()
@@ -137,24 +139,34 @@ def under_a_block() -> dict[str, object]:
     return {
         "unlike the order": [name for name, y in forms.items() if not identical(y, want)],
         "stock is unlike": not identical(stock, want),
-        "stock afterwards": identical(after, stock),
+        "afterwards": identical(after, stock),
         "exact ones": bool(counted[0] == dist.get_world_size()) and bool((largest >= x).all()),
         "coverage": block.coverage().lines(),
         "another family": other.coverage().lines(),
     }
 
 
+def row_parallel_operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [7, 512], weight [48, 512], bias [48]."""
+    return (
+        drawn((7, 512), torch.bfloat16, 90),
+        drawn((48, 512), torch.bfloat16, 91),
+        drawn((48,), torch.bfloat16, 92),
+    )
+
+
 def row_parallel_parts(ranks: int) -> torch.Tensor:
     """A row-parallel product with a bias, its K cut over the first `ranks` ranks."""
-    from nondet.kernels.all_reduce.tree import row_parallel
-
-    x = _drawn(7 * 512, torch.bfloat16, 90).view(7, 512)
-    weight, bias = _drawn(48 * 512, torch.bfloat16, 91).view(48, 512), _drawn(48, torch.bfloat16, 92)
+    x, weight, bias = row_parallel_operands()
     group = dist.new_group(list(range(ranks)))
     if dist.get_rank() >= ranks:
         return torch.empty(0)
     part = slice(dist.get_rank() * 512 // ranks, (dist.get_rank() + 1) * 512 // ranks)
     return row_parallel(x[:, part], weight[:, part].contiguous(), bias, group)
+
+
+def _frozen(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
+    return torch.nn.Parameter(drawn(shape, dtype, seed), requires_grad=False)
 
 
 class Toy(torch.nn.Module):
@@ -164,9 +176,7 @@ class Toy(torch.nn.Module):
         super().__init__()
         self.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
         up, down = torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64)
-        up.weight = torch.nn.Parameter(_drawn(256 * 64, torch.bfloat16, 50).view(256, 64), requires_grad=False)
-        down.weight = torch.nn.Parameter(_drawn(64 * 256, torch.bfloat16, 51).view(64, 256), requires_grad=False)
-        down.bias = torch.nn.Parameter(_drawn(64, torch.bfloat16, 52), requires_grad=False)
+        up.weight, down.weight, down.bias = _frozen(256, 64, seed=50), _frozen(64, 256, seed=51), _frozen(64, seed=52)
         self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"up": up, "down": down})])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,15 +190,12 @@ def toy_over_ranks(free: bool) -> torch.Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from nondet.kernels.dispatch.block import batch_invariant
-    from nondet.kernels.dispatch.rank_free import rank_free
-
     rank, world, model = dist.get_rank(), dist.get_world_size(), Toy()
     mesh = init_device_mesh("cpu", (world,))
     layer = model.layers[0]
     layer["up"].weight = torch.nn.Parameter(layer["up"].weight.chunk(world, 0)[rank], requires_grad=False)
     part = layer["down"].weight.chunk(world, 1)[rank].contiguous()
-    x = _drawn(5 * 64, torch.bfloat16, 53).view(5, 64)
+    x = drawn((5, 64), torch.bfloat16, 53)
     with torch.no_grad(), batch_invariant():
         if not free:
             out = layer["up"](x) @ part.T
@@ -208,7 +215,7 @@ class Wide(torch.nn.Module):
         super().__init__()
         self.config = SimpleNamespace(base_model_tp_plan={"up": "colwise", "down": "rowwise"})
         self.up = torch.nn.Linear(4096, 384, bias=False)
-        self.up.weight = torch.nn.Parameter(_drawn(384 * 4096, torch.float32, 60).view(384, 4096), requires_grad=False)
+        self.up.weight = _frozen(384, 4096, seed=60, dtype=torch.float32)
         self.down = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -218,21 +225,20 @@ class Wide(torch.nn.Module):
 
 
 def columns_over_ranks() -> tuple[torch.Tensor, list[int]]:
-    """This rank's columns and the widths of their products, its weight as a plan leaves it: a DTensor, made local
-    around the layer's own forward.
+    """Its columns and the widths of their products: all of them, or in a rank its own.
+
+    A rank's weight is as a plan leaves it: a DTensor, made local around the layer's own forward.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from nondet.kernels.dispatch.block import batch_invariant
-    from nondet.kernels.dispatch.rank_free import rank_free
-
-    model, x, widths = Wide(), _drawn(3 * 4096, torch.float32, 61).view(3, 4096), []
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    part = model.up.weight.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
-    weight = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-    model.up.weight = torch.nn.Parameter(weight, requires_grad=False)
-    model.up.forward = lambda x: torch.nn.functional.linear(x, model.up.weight.to_local(), None)
+    model, x, widths = Wide(), drawn((3, 4096), torch.float32, 61), []
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        part = model.up.weight.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
+        weight = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        model.up.weight = torch.nn.Parameter(weight, requires_grad=False)
+        model.up.forward = lambda x: torch.nn.functional.linear(x, model.up.weight.to_local(), None)
 
     class Widths(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -250,16 +256,13 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
-def _drawn(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    from nondet.core.inputs import generator, make
-
-    return make("wide", (count,), dtype, "cpu", generator(seed + 1, "cpu"))
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Numbers of many sizes, on the CPU, by this seed."""
+    return make("wide", shape, dtype, "cpu", generator(seed + 1, "cpu"))
 
 
 def many_sums(times: int) -> float:
     """The last of many small sums under a block; each message is let go of as soon as its sum is there."""
-    from nondet.kernels.dispatch.block import batch_invariant
-
     last = 0.0
     with batch_invariant(["all-reduce"]):
         for i in range(times):
@@ -270,22 +273,18 @@ def many_sums(times: int) -> float:
     return last
 
 
-def scatters_under_a_block() -> dict[str, object]:
+def reduce_scatter_under_a_block() -> dict[str, object]:
     """Every form of a reduce-scatter under batch_invariant(), beside the same places of the sum in order."""
     import torch.distributed._functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    from nondet.core.compare import identical
-    from nondet.kernels.all_reduce.chain import ordered_gather, prove_scatter, stock_into
-    from nondet.kernels.dispatch.block import batch_invariant
-
     rank, world = dist.get_rank(), dist.get_world_size()
-    x = _drawn(world * 6 * 101, torch.float32, rank).view(world * 6, 101)
+    x = drawn((world * 6, 101), torch.float32, rank)
     whole, stock = x.clone(), torch.empty(6, 101)
-    ordered_gather(whole.view(-1), _world())
+    sums.ordered_gather(whole.view(-1), _world())
     want = whole.chunk(world)[rank]
-    stock_into(stock.view(-1), x.view(-1), _world())
+    sums.stock_into(stock.view(-1), x.view(-1), _world())
     single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     forms = {name: torch.empty(6, 101) for name in ("tensor", "list", "async", "strided")}
     forms["strided"] = torch.empty(101, 6).T
@@ -309,12 +308,12 @@ def scatters_under_a_block() -> dict[str, object]:
         dist.all_reduce_coalesced(together)
     with batch_invariant(["matmul"]) as other:
         single(torch.empty(6, 101), x)
+    proven, _ = sums.prove_scatter("exchange", torch.bfloat16, torch.device("cpu"), _world())
     return {
         "unlike the order": [name for name, y in forms.items() if not identical(y.contiguous(), want.contiguous())],
-        "coalesced sums": identical(together[0], whole),
+        "afterwards": identical(together[0], whole) and proven,
         "stock is unlike": not identical(stock, want),
         "exact ones": int(counted) == world and bool((largest >= x.chunk(world)[rank]).all()),
-        "proof": prove_scatter("exchange", torch.bfloat16, torch.device("cpu"), _world()),
         "coverage": block.coverage().lines(),
         "another family": other.coverage().lines(),
     }
@@ -322,8 +321,6 @@ def scatters_under_a_block() -> dict[str, object]:
 
 def other_ways_in() -> list[str]:
     """Coverage of collectives that go by another way than a sum under no_grad: inference mode, other reductions."""
-    from nondet.kernels.dispatch.block import batch_invariant
-
     world = dist.get_world_size()
     with batch_invariant() as block:
         with torch.inference_mode():
@@ -359,8 +356,6 @@ def agreements_of_another_group(path: str) -> list[str]:
 
     The second group of a name has a rank that was in the first and one that was not, and its sums are of two parts.
     """
-    from nondet.kernels.all_reduce.chain import all_reduce
-
     rank, world, names = dist.get_rank(), dist.get_world_size(), []
     ran: list[str] = []
     for number, pairs in enumerate((((0, 1), (2, 3)), ((1, 2), (3, 0)))):
@@ -371,7 +366,7 @@ def agreements_of_another_group(path: str) -> list[str]:
             if rank in pair:
                 names.append(group.group_name)
                 x = torch.tensor([2.0**rank])
-                ran.append(all_reduce(x, group))
+                ran.append(sums.all_reduce(x, group))
                 if float(x) != sum(2.0**r for r in pair):
                     raise AssertionError(f"{float(x)} over {pair}")
     if set(names) - {"1", "2"}:
@@ -384,8 +379,6 @@ def agreements_of_another_group(path: str) -> list[str]:
 
 def _odd_parts(count: int, dtype: torch.dtype, seed: int, world: int, device: str | torch.device) -> list[torch.Tensor]:
     """What each rank contributes, the same on all of them; some of it -0.0, infinite or no number."""
-    from nondet.core.inputs import generator, make
-
     parts = [make("wide", (count,), dtype, device, generator(seed + r, device)) for r in range(world)]
     for i, odd in enumerate((-0.0, float("inf"), float("nan"), 0.0)):
         parts[(seed + i) % world][i::7] = odd
@@ -396,12 +389,6 @@ def _odd_parts(count: int, dtype: torch.dtype, seed: int, world: int, device: st
 
 def pushes(folder: str, world: int) -> list[str]:
     """Many sums by `push` over the first `world` ranks, sizes up and down, ranks out of step: what differs."""
-    import random
-
-    from nondet.core.compare import identical
-    from nondet.kernels.all_reduce import symmetric
-    from nondet.kernels.all_reduce.orders import chain, tree
-
     rank = dist.get_rank()
     if rank >= world:
         return []
@@ -457,25 +444,19 @@ def _device() -> torch.device:
 
 def _parts(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """What each rank contributes, on this rank's GPU."""
-    from nondet.core.inputs import generator, make
-
     device = _device()
     return [make("wide", (count,), dtype, device, generator(seed + r, device)) for r in range(dist.get_world_size())]
 
 
 def members_on_gpus() -> dict[str, list[str]]:
     """Members of both collectives that apply, by name; each with the bits of the order in plain torch."""
-    from nondet.core.compare import identical
-    from nondet.kernels.all_reduce import chain as members
-    from nondet.kernels.all_reduce.orders import chain
-
     rank, world = dist.get_rank(), dist.get_world_size()
     agreed: dict[str, list[str]] = {"all_reduce": [], "reduce_scatter": []}
     for dtype in (torch.bfloat16, torch.float32):
         for count in (1, 7, 12289, 2**20):
             parts = _parts(count * world, dtype, 11)
             want = chain(parts)
-            for name, member in members.MEMBERS.items():
+            for name, member in sums.MEMBERS.items():
                 try:
                     x = parts[rank].clone()
                     member(x, _world())
@@ -484,7 +465,7 @@ def members_on_gpus() -> dict[str, list[str]]:
                 if not identical(x, want):
                     raise AssertionError(f"{name} has other bits for {count * world} of {dtype}")
                 agreed["all_reduce"].append(name)
-            for name, sharer in members.SCATTER_MEMBERS.items():
+            for name, sharer in sums.SCATTER_MEMBERS.items():
                 out = torch.empty(count, dtype=dtype, device=_device())
                 try:
                     sharer(out, parts[rank], _world())
@@ -498,19 +479,13 @@ def members_on_gpus() -> dict[str, list[str]]:
 
 def pushes_on_gpus() -> list[str]:
     """Many sums by `push`, sizes up and down, eager and by two graphs in turn, other members between: what differs."""
-    import random
-
-    from nondet.core.compare import identical
-    from nondet.kernels.all_reduce.chain import MEMBERS
-    from nondet.kernels.all_reduce.orders import chain
-
     rank, world, device = dist.get_rank(), dist.get_world_size(), _device()
     drawn, unlike, graphs = random.Random(1), [], []  # noqa: S311
 
     def check(name: str, count: int, dtype: torch.dtype, turn: int) -> None:
         parts = _odd_parts(count, dtype, 10 * turn, world, device)
         x = parts[rank].clone()
-        MEMBERS[name](x, _world())
+        sums.MEMBERS[name](x, _world())
         if not identical(x, chain(parts)):
             unlike.append(f"{name}, call {turn}: {count} of {dtype}")
 
@@ -524,7 +499,7 @@ def pushes_on_gpus() -> list[str]:
         x, graph = torch.zeros(count, dtype=torch.bfloat16, device=device), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(3):  # of integers, and the second and third of sums
-                MEMBERS["push"](x, _world())
+                sums.MEMBERS["push"](x, _world())
         graphs.append((x, graph))
     check("push", 2**26, torch.bfloat16, 1)  # another mailbox; the graphs keep theirs
     for turn in range(60):
@@ -541,10 +516,6 @@ def pushes_on_gpus() -> list[str]:
 
 def captured_under_a_block() -> dict[str, object]:
     """torch.distributed's own calls under batch_invariant(), eager and from a CUDA graph, new numbers each time."""
-    from nondet.core.compare import identical
-    from nondet.kernels.all_reduce.orders import chain
-    from nondet.kernels.dispatch.block import batch_invariant
-
     rank, world = dist.get_rank(), dist.get_world_size()
     single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     x = torch.zeros(64 * 4096, dtype=torch.bfloat16, device=_device())
@@ -576,10 +547,6 @@ def captured_under_a_block() -> dict[str, object]:
 
 def products_on_gpus() -> list[str]:
     """Row-parallel products on this rank's part, eager and captured, against all of it on one GPU: what differs."""
-    from nondet.core.compare import identical
-    from nondet.core.inputs import generator, make
-    from nondet.kernels.all_reduce.tree import linear, row_parallel
-
     rank, world, device = dist.get_rank(), dist.get_world_size(), _device()
     weight = make("bell", (512, 4096), torch.bfloat16, device, generator(3, device))
     bias = make("bell", (512,), torch.bfloat16, device, generator(5, device))
@@ -605,14 +572,16 @@ def products_on_gpus() -> list[str]:
 # What tests of `nondet bench engine` over ranks have each rank do.
 
 
-def _from_wave(number: int, instead: Any) -> None:
+def _from_wave(number: int, instead: Callable[[Any, Any], Any]) -> None:
     """On rank 1, waves from this number on (counted over all engines, the first is 0) go by another function."""
-    original, waves = WarmEngine.serve, 0
+    from nondet.sampling.engine import WarmEngine
 
-    def serve(engine: WarmEngine) -> Session:
-        nonlocal waves
-        waves += 1
-        return instead(original, engine) if waves > number else original(engine)
+    original: Any = WarmEngine.serve
+    waves = itertools.count()
+
+    @functools.wraps(original)
+    def serve(engine: Any) -> Any:
+        return instead(original, engine) if next(waves) >= number else original(engine)
 
     if dist.get_rank() == 1:
         WarmEngine.serve = serve  # type: ignore[method-assign] # for as long as this rank lives, or `as_it_was`
@@ -620,10 +589,9 @@ def _from_wave(number: int, instead: Any) -> None:
 
 def answer_otherwise(number: int) -> None:
     """Rank 1 says that it came to other bits."""
-    from dataclasses import replace
 
-    def other(original: Any, engine: WarmEngine) -> Session:
-        session: Session = original(engine)
+    def other(original: Any, engine: Any) -> Any:
+        session = original(engine)
         return replace(session, outcomes=[replace(o, logprobs=b"other") for o in session.outcomes])
 
     _from_wave(number, other)
@@ -634,12 +602,11 @@ def die(number: int) -> None:
     _from_wave(number, lambda original, engine: os.kill(os.getpid(), signal.SIGKILL))
 
 
-_original = WarmEngine.serve
-
-
 def as_it_was() -> None:
     """Undo what stands in the place of a wave."""
-    WarmEngine.serve = _original  # type: ignore[method-assign] # as above
+    from nondet.sampling.engine import WarmEngine
+
+    WarmEngine.serve = getattr(WarmEngine.serve, "__wrapped__", WarmEngine.serve)  # type: ignore[method-assign]
 
 
 def shares(source: str, folder: str) -> dict[str, Any]:

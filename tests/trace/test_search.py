@@ -307,6 +307,7 @@ class Float8Toy(torch.Tensor):
         return cls(args[0].numbers, args[0].scale)
 
 
+@pytest.mark.usefixtures("stock_fp8")
 def test_a_weight_made_of_others_stays_in_replays_and_what_no_order_mends_is_named(tmp_path: Path) -> None:
     """Plain numbers in its place would ask another operator for its errors and its tree: these replays are refused."""
     model = model_of("llama")

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
@@ -14,14 +13,10 @@ from nondet.core.inputs import generator, make
 from nondet.kernels.all_reduce import symmetric, tree_cuda
 from nondet.kernels.all_reduce.chain import PROOF_SIZES
 from nondet.kernels.all_reduce.orders import ByGroup, chain, tree
-from nondet.kernels.all_reduce.tree import linear, row_parallel
+from nondet.kernels.all_reduce.tree import row_parallel
 from nondet.kernels.all_reduce.tree_cuda import ChunkTile, chunk_products
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.rank_free import rank_free
-from nondet.ranks.group import RankGroup
 from tests.build import DEVICE
 from tests.kernels.tiers import at_length
-from tests.ranks.tasks import Toy, Wide, _drawn
 
 
 def _parts(count, size, dtype):
@@ -143,33 +138,6 @@ def test_what_no_rank_free_product_is_made_of_is_refused():
         row_parallel(x, torch.ones(4, 24), None, None)
 
 
-# Sums over real ranks (gloo): members have their order's bits, the prover sees one rank's bit, torch is reached.
-
-TASKS = "tests.ranks.tasks"
-
-
-@pytest.fixture(scope="module")
-def four():
-    """Four ranks on the CPU."""
-    group = RankGroup(4, "cpu", limit_s=120)
-    yield group
-    group.close()
-
-
-@pytest.mark.slow
-def test_members_have_the_bits_of_the_order(four):
-    """On four ranks the two members for any device apply, with the plain sum's bits; the library's own does not."""
-    assert four.ask(f"{TASKS}:members_agree") == [["ordered_gather", "exchange"]] * 4
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter: ranks of CPUs share a file")
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.nightly
-def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
-    """Shares of several pieces, sizes up and down through one mailbox, ranks out of step: the plain sums' bits."""
-    assert four.ask(f"{TASKS}:pushes", str(tmp_path), world, limit_s=100) == [[]] * 4
-
-
 @pytest.mark.parametrize("world", [3, *at_length(2, *range(4, 9))])
 def test_a_proof_has_every_way_to_push(world):
     """Whole and in parts, in one piece and in several, of even sizes and odd ones: what some message would run."""
@@ -184,126 +152,6 @@ def test_a_proof_has_every_way_to_push(world):
         assert ways((*PROOF_SIZES["cuda"], *more)) == ways(range(1, 2**28, 9973))
         room = [symmetric.mail_bytes(count, itemsize, world) for count in more]
         assert max(room) <= 2**28
-
-
-@pytest.mark.slow
-def test_the_prover_sees_one_bit_on_one_rank(four):
-    """A member that holds is proven on every rank; one that is a bit off on rank 1 is refused on all, alike."""
-    answers = four.ask(f"{TASKS}:proofs")
-    assert len(answers) == 4
-    for proofs in answers:
-        assert proofs["exchange"][0], proofs
-        holds, evidence = proofs["backwards"]
-        assert not holds
-        assert "rank 1" in evidence
-
-
-@pytest.mark.slow
-def test_batch_invariant_reaches_every_form_of_an_all_reduce(four):
-    """In place, asynchronous, functional, DTensor's: all have the order's bits, where gloo's own are others."""
-    answers = four.ask(f"{TASKS}:under_a_block")
-    assert len(answers) == 4
-    for told in answers:
-        assert told["unlike the order"] == []
-        assert told["stock is unlike"], "the test would prove nothing"
-        assert told["stock afterwards"]
-        assert told["exact ones"]
-        assert "replaced: all_reduce (5 calls)" in told["coverage"]
-        assert any(
-            line.startswith("left stock: all_reduce float32: a reduction by PRODUCT") for line in told["coverage"]
-        )
-        assert any(line.startswith("at risk: all_reduce float32") for line in told["another family"])
-
-
-@pytest.mark.slow
-def test_other_ways_to_a_collective_are_counted(four):
-    """Inference mode, which skips autograd's keys, is reached; other reductions are at risk; copies are not."""
-    answers = four.ask(f"{TASKS}:other_ways_in")
-    assert len(answers) == 4
-    for lines in answers:
-        assert "replaced: all_reduce (1 calls)" in lines
-        assert any(line.startswith("at risk: reduce_ float32") for line in lines), lines
-        assert not [line for line in lines if "gather" in line or "broadcast" in line]
-
-
-@pytest.mark.slow
-def test_batch_invariant_reaches_every_form_of_a_reduce_scatter(four):
-    """By tensor, by list, asynchronous, functional, coalesced, DTensor's: each share has the bits of the ordered sum.
-
-    Maxima and integers run as they are, a product is left, and without the family a sum is at risk.
-    """
-    answers = four.ask(f"{TASKS}:scatters_under_a_block")
-    assert len(answers) == 4
-    for told in answers:
-        assert told["unlike the order"] == []
-        assert told["coalesced sums"]
-        assert told["stock is unlike"], "the test would prove nothing"
-        assert told["exact ones"]
-        assert told["proof"][0]
-        assert "replaced: reduce_scatter (7 calls)" in told["coverage"], told["coverage"]
-        assert any(
-            line.startswith("left stock: reduce_scatter float32: a reduction by PRODUCT") for line in told["coverage"]
-        )
-        assert any(line.startswith("at risk: reduce_scatter float32") for line in told["another family"])
-
-
-@pytest.mark.slow
-def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
-    """1, 2 and 4 ranks give one product, on every rank; a plain product cut in two does not."""
-    x = _drawn(7 * 512, torch.bfloat16, 90).view(7, 512)
-    weight, bias = _drawn(48 * 512, torch.bfloat16, 91).view(48, 512), _drawn(48, torch.bfloat16, 92)
-    whole = linear(x, weight, bias)
-    for ranks in (2, 4):
-        for part in four.ask(f"{TASKS}:row_parallel_parts", ranks)[:ranks]:
-            assert identical(part, whole)
-    halves = [x[:, half] @ weight[:, half].T for half in (slice(0, 256), slice(256, 512))]
-    assert not identical(halves[0] + halves[1] + bias, x @ weight.T + bias), "the test would prove nothing"
-    error = (whole.double() - (x.double() @ weight.double().T + bias.double())).norm()
-    assert error <= (x @ weight.T + bias - (x.double() @ weight.double().T + bias.double())).norm() * 1.5
-
-
-@pytest.mark.slow
-def test_four_ranks_give_the_model_of_one(four):
-    """A column- and a row-parallel layer over four ranks: rank-free has one rank's bits, an all-reduce others."""
-    model, x = Toy(), _drawn(5 * 64, torch.bfloat16, 53).view(5, 64)
-    with torch.no_grad(), batch_invariant():
-        plain = model(x)
-        with rank_free(model):
-            free = model(x)
-    assert all(identical(part, free) for part in four.ask(f"{TASKS}:toy_over_ranks", True))
-    assert not any(identical(part, plain) for part in four.ask(f"{TASKS}:toy_over_ranks", False))
-
-
-@pytest.mark.slow
-def test_columns_do_not_follow_the_ranks(four):
-    """On a CPU the columns of a layer that four ranks share have one rank's bits, where rank-free.
-
-    MKL gives a column other bits by the number of its neighbours, at this shape among others; not on each machine. So
-    that the parts are of one width, whoever holds them, is looked at beside.
-    """
-    model, x, widths = Wide(), _drawn(3 * 4096, torch.float32, 61).view(3, 4096), []
-
-    class Widths(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is torch.nn.functional.linear:
-                widths.append(len(args[1]))
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), batch_invariant(), Widths():
-        model(x)
-        with rank_free(model):
-            free = model(x)
-    assert widths == [384] + [48] * 8
-    parts, seen = zip(*four.ask(f"{TASKS}:columns_over_ranks"), strict=True)
-    assert identical(torch.cat(parts, -1), free)
-    assert seen == ([48] * 2,) * 4
-
-
-@pytest.mark.slow
-def test_agreements_end_with_their_group(four, tmp_path):
-    """torch gives names again: ranks that were in the old group vote with those that were not, and none waits."""
-    ran = four.ask("tests.ranks.tasks:agreements_of_another_group", str(tmp_path / "store"), limit_s=30)
-    assert ran == [["library"] * 2] * 4
 
 
 class _Group:

@@ -1,7 +1,6 @@
 """Attention over fixed segments: right against float64, and one set of bits however the work is cut.
 
-Segments are shortened to 128 keys, a half-precision tile, so that small inputs have several; on a CPU everything runs
-in Triton's interpreter.
+Segments are shortened, so that small inputs have several; on a CPU everything runs in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from tests.build import DEVICE, accuracy_bound
 from tests.kernels.tiers import at_length
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+SHORT = 128 if DEVICE == "cuda" else 64  # keys of a segment in float32
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = [
     pytest.mark.slow,
@@ -35,15 +35,27 @@ pytestmark = [
 
 
 @pytest.fixture
-def short_segments(monkeypatch, request):
-    """Segments of 128 keys; the tests that run on a GPU alone keep the real length."""
-    if "gpu" not in request.keywords:
-        monkeypatch.setattr(triton_kernels, "SEGMENT", 128)
+def segment(monkeypatch, request) -> int:
+    """Keys of a segment; a half-precision tile has 128."""
+    dtype = request.node.callspec.params.get("dtype") if hasattr(request.node, "callspec") else None
+    keys = 128 if dtype == HALF else SHORT
+    monkeypatch.setattr(triton_kernels, "SEGMENT", keys)
+    return keys
 
 
-def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32, kind="bell"):
+def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32):
     rng = inputs.generator(0, DEVICE)
-    return tuple(inputs.make(kind, (b, h, t, d), dtype, DEVICE, rng) for h, t in ((hq, tq), (hkv, tk), (hkv, tk)))
+    return tuple(inputs.make("bell", (b, h, t, d), dtype, DEVICE, rng) for h, t in ((hq, tq), (hkv, tk), (hkv, tk)))
+
+
+def starts(*counts: int) -> torch.Tensor:
+    """Where each request's tokens begin, and the end."""
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE)
+
+
+def drawn(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    rng = inputs.generator(0, DEVICE)
+    return tuple(inputs.make("bell", shape, torch.float32, DEVICE, rng) for shape in shapes)
 
 
 def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
@@ -52,43 +64,43 @@ def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
     return two_sums + torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(HALF)])
 @pytest.mark.parametrize(
     ("hq", "hkv", "tq", "tk", "d"),
-    [(2, 1, 16, 128, 16), (2, 1, 3, 130, 24), *at_length((6, 2, 7, 130, 24), (3, 1, 1, 150, 64), (2, 2, 25, 25, 96))],
+    [
+        (2, 1, 16, SHORT, 16),
+        (2, 1, 3, SHORT + 6, 24),
+        *at_length((6, 2, 7, 130, 24), (3, 1, 1, 150, 64), (2, 2, 25, 25, 96)),
+    ],
 )
 def test_within_the_accuracy_bound(dtype, hq, hkv, tq, tk, d):
     """Prefill, chunk and decode, MHA, GQA and MQA, head dims of no power of two, causal or not."""
     q, k, v = qkv(1, hq, hkv, tq, tk, d, dtype)
-    for causal in (True, False):
-        out = attention(q, k, v, causal=causal)
-        figures = compare.error_against(out, reference.attention(q, k, v, causal=causal))
-        assert figures.relative_norm <= bound(dtype, tk, d)
-    scaled = compare.error_against(attention(q, k, v, scale=0.5), reference.attention(q, k, v, scale=0.5))
-    assert scaled.relative_norm <= bound(dtype, tk, d)
+    for how in ({"causal": True}, {"causal": False}, {"scale": 0.5}):
+        figures = compare.error_against(attention(q, k, v, **how), reference.attention(q, k, v, **how))
+        assert figures.relative_norm <= bound(dtype, tk, d), how
 
 
-@pytest.mark.usefixtures("short_segments")
-def test_one_pass_and_split_are_the_same_bits(monkeypatch):
+def test_one_pass_and_split_are_the_same_bits(segment, monkeypatch):
     """Whether segments run in one program or in several is a matter of speed; another segment length is not."""
-    q, k, v = qkv(1, 1, 1, 5, 270, 16)
+    q, k, v = qkv(1, 1, 1, 5, 2 * segment + 14, 16)
     one_pass = attention(q, k, v, split=False)
     assert compare.identical(attention(q, k, v, split=True), one_pass)
     for span in (2, 3):
         monkeypatch.setattr(triton_kernels, "span_for", lambda *_, span=span: span)
         assert compare.identical(attention(q, k, v), one_pass), span
-    monkeypatch.setattr(triton_kernels, "SEGMENT", 64)
+    monkeypatch.setattr(triton_kernels, "SEGMENT", segment // 2)
     assert not compare.identical(attention(q, k, v, split=True), one_pass)
 
 
-@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(HALF)])
-def test_prefill_chunks_and_decode_are_the_same_bits(chained_dot, dtype):
+def test_prefill_chunks_and_decode_are_the_same_bits(segment, chained_dot, dtype):
     """A position has its bits however many queries ran with it. A decode whose cache starts elsewhere has others."""
-    q, k, v = qkv(1, 1, 1, 132, 132, 16, dtype)
+    end = segment + 4
+    q, k, v = qkv(1, 1, 1, end, end, 16, dtype)
     whole = attention(q, k, v)
-    for lo, hi in ((0, 1), (128, 129), (126, 132)):
+    for lo, hi in ((0, 1), (segment, segment + 1), (segment - 2, end)):
         for split in (True, False):
             part = attention(q[:, :, lo:hi], k[:, :, :hi], v[:, :, :hi], split=split)
             assert compare.identical(part, whole[:, :, lo:hi]), (lo, hi, split)
@@ -96,21 +108,21 @@ def test_prefill_chunks_and_decode_are_the_same_bits(chained_dot, dtype):
     assert not compare.identical(moved, whole[:, :, -1:])
 
 
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("segment")
 def test_batch_neighbours_do_not_matter():
     """A request has its bits alone and among others, and strides are only addresses."""
-    q, k, v = qkv(3, 2, 1, 2, 100, 16)
+    q, k, v = qkv(3, 2, 1, 2, SHORT + 6, 16)
     together = attention(q, k, v)
     for i in range(3):
         assert compare.identical(attention(q[i : i + 1], k[i : i + 1], v[i : i + 1]), together[i : i + 1])
     by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # [B, T, H, D] in memory
-    assert compare.identical(attention(*by_token), together)
     by_column = [x.mT.contiguous().mT for x in (q, k, v)]  # the last stride is not 1
-    assert compare.identical(attention(*by_column), together)
+    for views in (by_token, by_column):
+        assert compare.identical(attention(*views), together)
     assert not compare.identical(attention(q, k.roll(1, 0), v), together)
 
 
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("segment")
 @pytest.mark.skipif(DEVICE == "cuda", reason="its memory is never touched, which a CPU's allocator allows")
 def test_heads_beyond_32_bits():
     """A query head's offset may pass 2^31 elements, as with many heads over a long prompt."""
@@ -124,56 +136,44 @@ def test_heads_beyond_32_bits():
         assert compare.identical(attention(far, k, v, split=split), attention(q, k, v, split=split))
 
 
-@pytest.mark.usefixtures("short_segments")
-def test_window_is_the_last_keys():
-    """A sliding window hides everything but the last keys, one's own included, split or not."""
-    q, k, v = qkv(1, 1, 1, 3, 150, 16)
-    position = torch.arange(3, device=DEVICE)[:, None] + 147
-    keys = torch.arange(150, device=DEVICE)[None, :]
-    scores = (q.double() @ k.double().mT) / 4.0
-    hidden = (keys > position) | (keys <= position - 37)
-    expected = torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v.double()
-    out = attention(q, k, v, window=37, split=False)
-    assert compare.error_against(out, expected).relative_norm <= bound(torch.float32, 37, 16)
-    assert compare.identical(attention(q, k, v, window=37, split=True), out)
-    assert compare.identical(attention(q, k, v, window=150), attention(q, k, v))
-    assert not compare.identical(attention(q, k, v, window=38), out)
-
-
-@pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("split", [True, *at_length(False)])
-def test_softcap_bends_the_scores(chained_dot, split):
-    """Scores s become c * tanh(s / c) before the softmax, as Gemma 2 does, in every kernel alike."""
-    q, k, v = qkv(1, 2, 1, 5, 150, 24)
+@pytest.mark.usefixtures("segment", "chained_dot")
+@pytest.mark.parametrize("what", ["window", "softcap"])
+def test_a_window_is_the_last_keys_and_a_softcap_bends_the_scores(what):
+    """A window hides all but the last keys, one's own included; scores s become c * tanh(s / c), as Gemma 2 has it."""
+    length = SHORT + 16
+    q, k, v = qkv(1, 2, 1, 3, length, 24)
     scores = (q.double() @ k.double().repeat_interleave(2, 1).mT) / math.sqrt(24)
-    hidden = torch.arange(150, device=DEVICE) > torch.arange(145, 150, device=DEVICE)[:, None]
-    bent = 1.5 * torch.tanh(scores / 1.5)
-    expected = torch.softmax(bent.masked_fill(hidden, -math.inf), -1) @ v.double().repeat_interleave(2, 1)
-    out = attention(q, k, v, softcap=1.5, split=split)
-    assert compare.error_against(out, expected).relative_norm <= bound(torch.float32, 150, 24)
-    assert compare.identical(attention(q[:, :, -1:], k, v, softcap=1.5), out[:, :, -1:])
-    assert not compare.identical(attention(q, k, v, split=split), out)
+    position, keys = torch.arange(length, device=DEVICE)[-3:, None], torch.arange(length, device=DEVICE)
+    hidden, seen = keys > position, length
+    how, other = {"softcap": 1.5}, {}
+    if what == "window":
+        how, other, seen = {"window": 37}, {"window": 38}, 37
+        hidden |= keys <= position - 37
+    else:
+        scores = 1.5 * torch.tanh(scores / 1.5)
+    expected = torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v.double().repeat_interleave(2, 1)
+    out = attention(q, k, v, split=False, **how)
+    assert compare.error_against(out, expected).relative_norm <= bound(torch.float32, seen, 24)
+    assert compare.identical(attention(q, k, v, split=True, **how), out)
+    assert compare.identical(attention(q[:, :, -1:], k, v, **how), out[:, :, -1:])
+    assert not compare.identical(attention(q, k, v, **other), out)
+    if what == "window":
+        assert compare.identical(attention(q, k, v, window=length), attention(q, k, v))
 
 
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("split", [True, *at_length(False)])
 def test_dropped_keys_of_a_window_leave_the_anchor(split):
     """A sliding-window cache that has dropped the first keys gives the bits of one that keeps them all."""
-    window, lengths = 20, [(1, 150), (3, 131), (2, 15), (0, 0)]
-    rng = inputs.generator(0, DEVICE)
-    whole = [
-        tuple(inputs.make("bell", (n, h, 16), torch.float32, DEVICE, rng) for n, h in ((nq, 2), (nk, 1), (nk, 1)))
-        for nq, nk in lengths
-    ]
+    window, lengths = 20, [(1, SHORT + 11), (3, SHORT + 3), (2, 15), (0, 0)]
+    flat = iter(drawn(*(shape for nq, nk in lengths for shape in ((nq, 2, 16), (nk, 1, 16), (nk, 1, 16)))))
+    whole = [(next(flat), next(flat), next(flat)) for _ in lengths]
     kept = [min(nk, nq + window - 1) for nq, nk in lengths]
-    q = torch.cat([own_q for own_q, _, _ in whole])
-    k, v = (torch.cat([own[i][own[i].shape[0] - n :] for own, n in zip(whole, kept, strict=True)]) for i in (1, 2))
-    cu_q, cu_k = (
-        torch.tensor(list(accumulate(x, initial=0)), dtype=torch.int32, device=DEVICE)
-        for x in ([nq for nq, _ in lengths], kept)
-    )
+    q = torch.cat([own[0] for own in whole])
+    k, v = (torch.cat([own[i][len(own[i]) - n :] for own, n in zip(whole, kept, strict=True)]) for i in (1, 2))
+    cu_q, cu_k = starts(*(nq for nq, _ in lengths)), starts(*kept)
     positions = torch.cat([torch.arange(nk - nq, nk, device=DEVICE) for nq, nk in lengths])
-    sizes = {"max_seqlen_q": 3, "max_seqlen_k": 150, "window": window, "split": split}
+    sizes = {"max_seqlen_q": 3, "max_seqlen_k": SHORT + 11, "window": window, "split": split}
     out = attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, positions=positions, **sizes)
     for i, own in enumerate(whole[:3]):
         alone = attention(*(x.transpose(0, 1)[None] for x in own), window=window)
@@ -182,115 +182,82 @@ def test_dropped_keys_of_a_window_leave_the_anchor(split):
     assert not compare.identical(unanchored, out)
 
 
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("split", [True, *at_length(False)])
 def test_varlen_is_each_request_alone(chained_dot, split):
     """Packed decode, prefill, chunk and empty requests have the bits of the dense call on them alone."""
-    lengths = [(1, 140), (5, 5), (0, 0), (2, 70), (1, 1)]
-    total_q, total_k = (sum(x) for x in zip(*lengths, strict=True))
-    rng = inputs.generator(0, DEVICE)
-    q = inputs.make("bell", (total_q + 3, 2, 16), torch.float32, DEVICE, rng)
-    k, v = (inputs.make("bell", (total_k + 2, 1, 16), torch.float32, DEVICE, rng) for _ in range(2))
-    cu_q, cu_k = (
-        torch.tensor(list(accumulate(x, initial=0)), dtype=torch.int32, device=DEVICE)
-        for x in zip(*lengths, strict=True)
-    )
+    lengths = [(1, SHORT + 6), (5, 5), (0, 0), (2, 35), (1, 1)]
+    q, k, v = drawn((9 + 3, 2, 16), *[(SHORT + 47 + 2, 1, 16)] * 2)
+    cu_q, cu_k = (starts(*counts) for counts in zip(*lengths, strict=True))
+    more = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": SHORT + 6, "split": split}
     for window in (None, 20):
-        out = attention_varlen(
-            *(q, k, v),
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_q=5,
-            max_seqlen_k=140,
-            window=window,
-            split=split,
-        )
+        out = attention_varlen(q, k, v, window=window, **more)
         assert out.shape == q.shape
-        for i, (nq, nk) in enumerate(lengths):
-            own_q, own_k, own_v = (
-                x[cu[i] : cu[i + 1]].transpose(0, 1)[None] for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))
-            )
-            if not nq:
-                continue
-            alone = attention(own_q, own_k, own_v, window=window)
-            assert compare.identical(out[cu_q[i] : cu_q[i + 1]], alone[0].transpose(0, 1)), (i, nq, nk, window)
+        for i in (0, 1, 3, 4):
+            own = (x[cu[i] : cu[i + 1]].transpose(0, 1)[None] for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))
+            alone = attention(*own, window=window)
+            assert compare.identical(out[cu_q[i] : cu_q[i + 1]], alone[0].transpose(0, 1)), (lengths[i], window)
 
 
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("segment")
 @pytest.mark.parametrize("split", [True, *at_length(False)])
 def test_a_paged_cache_is_read_where_it_lies(split):
     """Keys found through an index, in scattered tokens of a cache and some twice, have the bits of gathered ones."""
-    rng = inputs.generator(0, DEVICE)
-    lengths = [(1, 100), (3, 70)]
-    q = inputs.make("bell", (4, 2, 24), torch.float32, DEVICE, rng)
-    k, v = (inputs.make("bell", (300, 1, 24), torch.float32, DEVICE, rng) for _ in range(2))
-    key_index = torch.randint(0, 300, (170,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    cu_q, cu_k = (
-        torch.tensor(list(accumulate(x, initial=0)), dtype=torch.int32, device=DEVICE)
-        for x in zip(*lengths, strict=True)
-    )
-    more = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 3, "max_seqlen_k": 100, "split": split}
-    gathered = attention_varlen(q, k[key_index], v[key_index], window=20, **more)
+    q, k, v = drawn((4, 2, 24), (200, 1, 24), (200, 1, 24))
+    key_index = torch.randint(0, 200, (SHORT + 41,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    more = {"cu_seqlens_q": starts(1, 3), "cu_seqlens_k": starts(SHORT + 6, 35), "max_seqlen_q": 3}
+    more |= {"max_seqlen_k": SHORT + 6, "window": 20, "split": split}
+    gathered = attention_varlen(q, k[key_index], v[key_index], **more)
     for index in (key_index, key_index.to(torch.int32)):
-        assert compare.identical(attention_varlen(q, k, v, key_index=index, window=20, **more), gathered)
-    moved = attention_varlen(q, k, v, key_index=key_index.roll(1), window=20, **more)
-    assert not compare.identical(moved, gathered)
+        assert compare.identical(attention_varlen(q, k, v, key_index=index, **more), gathered)
+    assert not compare.identical(attention_varlen(q, k, v, key_index=key_index.roll(1), **more), gathered)
 
 
-@pytest.mark.usefixtures("short_segments")
+@pytest.mark.usefixtures("segment")
 def test_rows_without_keys_and_nan():
     """More queries than keys: the first see none and give NaN, as the reference does. A NaN key reaches who sees it."""
     q, k, v = qkv(1, 2, 1, 5, 3, 16)
     assert compare.identical(attention(q, k, v).isnan(), reference.attention(q, k, v).isnan())
-    q, k, v = qkv(1, 2, 1, 3, 150, 16)
-    k[:, :, 149] = math.nan
+    q, k, v = qkv(1, 2, 1, 3, SHORT + 11, 16)
+    k[:, :, -1] = math.nan
     for split in (True, False):
         out = attention(q, k, v, split=split)
         assert out[:, :, 2].isnan().all()
         assert not out[:, :, :2].isnan().any()
 
 
-@pytest.mark.usefixtures("short_segments")
 def test_empty_and_refused():
     """No queries give no results; what makes no sense is refused with the value."""
     q, k, v = qkv(1, 4, 2, 3, 8, 16)
     assert attention(q[:, :, :0], k, v).shape == (1, 4, 0, 16)
-    with pytest.raises(ValueError, match="no keys"):
-        attention(q, k[:, :, :0], v[:, :, :0])
-    with pytest.raises(ValueError, match="no multiple"):
-        attention(q[:, :3], k, v)
-    with pytest.raises(ValueError, match="window"):
-        attention(q, k, v, causal=False, window=4)
-    with pytest.raises(ValueError, match="scale"):
-        attention(q, k, v, scale=-1.0)
-    with pytest.raises(ValueError, match="softcap"):
-        attention(q, k, v, softcap=0.0)
-    with pytest.raises(ValueError, match="head dims"):
-        attention(*(torch.zeros(1, 1, 2, 300, device=DEVICE) for _ in range(3)))
+    wide = torch.zeros(1, 1, 2, 300, device=DEVICE)
+    for given, how, words in (
+        ((q, k[:, :, :0], v[:, :, :0]), {}, "no keys"),
+        ((q[:, :3], k, v), {}, "no multiple"),
+        ((q, k, v), {"causal": False, "window": 4}, "window"),
+        ((q, k, v), {"scale": -1.0}, "scale"),
+        ((q, k, v), {"softcap": 0.0}, "softcap"),
+        ((wide, wide, wide), {}, "head dims"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attention(*given, **how)
     with pytest.raises(NotImplementedError, match="float64"):
         attention(q.double(), k.double(), v.double())
-    cu = torch.tensor([0, 3], device=DEVICE)
+    more = {"cu_seqlens_q": starts(3).long(), "cu_seqlens_k": starts(3).long(), "max_seqlen_q": 3, "max_seqlen_k": 8}
     with pytest.raises(ValueError, match="int32"):
-        attention_varlen(
-            *(x[0].transpose(0, 1) for x in (q, k, v)),
-            cu_seqlens_q=cu,
-            cu_seqlens_k=cu,
-            max_seqlen_q=3,
-            max_seqlen_k=8,
-        )
+        attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), **more)
 
 
-@pytest.mark.usefixtures("short_segments")
-def test_launch_is_noted():
+def test_launch_is_noted(segment):
     """The note tells one pass from split, with the block and the segments."""
-    q, k, v = qkv(1, 2, 1, 1, 200, 16)
+    q, k, v = qkv(1, 2, 1, 1, segment + 72, 16)
     with listen() as notes:
         attention(q, k, v)
         attention(q, k[:, :, :60], v[:, :, :60])
-    assert list(notes) == ["attention_split[16x32, 1 of 2 x 128]", "attention_one_pass[16x32]"]
+    segments = -(-(segment + 72) // segment)
+    assert list(notes) == [f"attention_split[16x32, 1 of {segments} x {segment}]", "attention_one_pass[16x32]"]
 
 
-@pytest.mark.usefixtures("short_segments")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("hq", "hkv", "d"), [(8, 2, 64), (8, 1, 128), (4, 4, 96), (4, 2, 256)])
@@ -305,13 +272,12 @@ def test_prefill_chunks_and_decode_are_the_same_bits_on_a_gpu(dtype, hq, hkv, d)
             assert compare.identical(part, whole[:, :, lo:hi]), (lo, hi, split)
 
 
-@pytest.mark.usefixtures("short_segments")
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [True, False])
 def test_varlen_replays_from_a_graph_with_other_lengths(split):
     """A captured launch reads the lengths on the device: replayed after they change, it computes the new requests."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv(1, 8, 2, 40, 2000, 64, HALF))
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 10, 40], [0, 700, 2000]))
+    cu_q, cu_k = starts(10, 30), starts(700, 1300)
 
     def call() -> torch.Tensor:
         return attention_varlen(

@@ -82,7 +82,7 @@ def added_up(parts: list[np.ndarray]) -> np.ndarray:
     return tree(filled, filled.shape[1])
 
 
-@pytest.mark.parametrize("width", [1024, 20000, *at_length(1, 7, 70, 5000, 9001)])
+@pytest.mark.parametrize("width", [1024, 17000, *at_length(1, 7, 70, 5000, 9001, 20000)])
 def test_sum_runs_in_the_written_order(width):
     """The docstring's order, written again in NumPy, gives the kernel's bits; adding from left to right does not."""
     x = make("cancel", 3, width)
@@ -94,7 +94,7 @@ def test_sum_runs_in_the_written_order(width):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16, torch.float64)])
-@pytest.mark.parametrize("shape", [(2, 3, 128), (2, 17000), *at_length(((3, 70),), ((1, 5000),), ((9,),), ((4, 1),))])
+@pytest.mark.parametrize("shape", [(2, 3, 128), (1, 17000), *at_length(((3, 70),), ((1, 5000),), ((9,),), ((4, 1),))])
 def test_within_the_accuracy_bound(dtype, shape):
     """Tails, several axes and several blocks a row reach the float64 result."""
     x = make("bell", *shape, dtype=dtype)
@@ -141,10 +141,10 @@ def test_exponentials_add_up_in_the_written_order(width):
 )
 def test_one_launch_is_two_launches(name, width, monkeypatch):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
-    x, log = make("wide", 3, width), name == "log_softmax"
+    x, log = make("wide", 2, width), name == "log_softmax"
     apart = triton_softmax._softmax(name, x, log=log, at_once=False)
     assert compare.identical(triton_softmax._softmax(name, x, log=log, at_once=True), apart)
-    assert compare.identical(triton_softmax._softmax(name, x[2:], log=log, at_once=True), apart[2:])
+    assert compare.identical(triton_softmax._softmax(name, x[1:], log=log, at_once=True), apart[1:])
     monkeypatch.setattr(triton_softmax, "_LAG_BYTES", 1)  # a row's results follow its pairs at once
     assert compare.identical(triton_softmax._softmax(name, x, log=log, at_once=True), apart)
 
@@ -247,46 +247,50 @@ def test_rms_norm_rounds_once():
 )
 def test_a_row_does_not_depend_on_the_others(width, names):
     """Alone, among others, at another place: the same bits; another row has other bits."""
-    x = make("wide", 4 if width < 10_000 else 2, width)
+    x = make("wide", 3 if width < 10_000 else 2, width)
     for name in names:
         together = run(name, x)
+        assert compare.identical(run(name, x.flip(0)).flip(0), together), name
         for i in range(len(x)):
             assert compare.identical(run(name, x[i : i + 1])[0], together[i]), name
-            assert compare.identical(run(name, x.roll(-i, 0))[0], together[i]), name
         assert not compare.identical(together[0], together[1]), name
 
 
 def test_strides_and_alignment_do_not_change_bits():
     """Columns of a wider tensor, a transposed one, rows that start off any alignment: the bits of the plain copy."""
-    x = make("bell", 5, 96, dtype=torch.float16)
-    wider = torch.zeros(5, 200, device=DEVICE, dtype=torch.float16)
+    x = make("bell", 3, 96, dtype=torch.float16)
+    wider = torch.zeros(3, 200, device=DEVICE, dtype=torch.float16)
     wider[:, 7:103] = x
-    shifted = torch.zeros(5 * 96 + 1, device=DEVICE, dtype=torch.float16)
+    shifted = torch.zeros(3 * 96 + 1, device=DEVICE, dtype=torch.float16)
     shifted[1:] = x.flatten()
-    by_axis = x.view(5, 2, 48).transpose(0, 1)  # no single row stride: [2, 5, 48]
+    by_axis = x.view(3, 2, 48).transpose(0, 1)  # no single row stride: [2, 3, 48]
     for name in ALL:
         plain = run(name, x)
-        for view in (wider[:, 7:103], x.T.contiguous().T, shifted[1:].view(5, 96)):
+        for view in (wider[:, 7:103], x.T.contiguous().T, shifted[1:].view(3, 96)):
             assert compare.identical(run(name, view), plain), name
         assert compare.identical(run(name, by_axis), run(name, by_axis.contiguous())), name
 
 
-@pytest.mark.parametrize("width", [40, 17000])
-def test_infinities_and_nan_stay_in_their_row(width):
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [(40, ["softmax", "log_softmax"]), (17000, ["softmax"]), *at_length((17000, ["log_softmax"]))],
+    ids=["few", "chunks", "log of chunks"],
+)
+def test_infinities_and_nan_stay_in_their_row(width, names):
     """Masked logits get probability 0, a row of only -inf gives what PyTorch gives, other rows stay as they were."""
     x = make("bell", 5, width)
-    before = triton_rows.softmax(x)
+    before = run(names[0], x[:1])
     x[1, ::2] = -math.inf
     x[2] = -math.inf
     x[3, 5] = math.nan
     x[4, width - 1] = math.inf
     torch.testing.assert_close(triton_rows.logsumexp(x), torch.logsumexp(x, -1), equal_nan=True)
-    for ours, theirs in ((triton_rows.softmax, torch.softmax), (triton_rows.log_softmax, torch.log_softmax)):
-        out = ours(x)
-        torch.testing.assert_close(out, theirs(x, -1), equal_nan=True, rtol=1e-5, atol=1e-6)
+    for name in names:
+        out = run(name, x)
+        torch.testing.assert_close(out, getattr(torch, name)(x, -1), equal_nan=True, rtol=1e-5, atol=1e-6)
         assert out[2:].isnan().all()
-    assert compare.identical(triton_rows.softmax(x)[0], before[0])
-    assert triton_rows.sum(x)[3].isnan()
+        assert name != names[0] or compare.identical(out[:1], before)
+    assert triton_rows.sum(x[3:4]).isnan()
 
 
 def test_empty_shapes():
@@ -311,18 +315,19 @@ def test_launch_is_noted():
 
 def test_refuses_what_it_has_no_kernel_for():
     """Integers, scalars and a weight of another width are refused by name."""
+    x, indices = make("bell", 2, 8), torch.zeros(3, device=DEVICE, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match="int64"):
         triton_rows.sum(torch.ones(2, 2, device=DEVICE, dtype=torch.int64))
-    with pytest.raises(ValueError, match="scalar"):
-        triton_rows.softmax(torch.ones((), device=DEVICE))
-    with pytest.raises(ValueError, match="rms_norm takes"):
-        triton_rows.rms_norm(make("bell", 2, 8), make("bell", 9))
-    with pytest.raises(ValueError, match="one shape"):
-        triton_rows.rms_norm_residual(make("bell", 2, 8), make("bell", 1, 8), make("bell", 8))
-    with pytest.raises(ValueError, match="cross_entropy takes"):
-        triton_rows.cross_entropy(make("bell", 2, 8), torch.zeros(3, device=DEVICE, dtype=torch.int64))
-    with pytest.raises(ValueError, match="float32"):
-        triton_rows.cross_entropy(make("bell", 2, 8), torch.zeros(2, device=DEVICE))
+    for operator, given, words in (
+        ("softmax", (torch.ones((), device=DEVICE),), "scalar"),
+        ("rms_norm", (x, make("bell", 9)), "rms_norm takes"),
+        ("rms_norm_residual", (x, make("bell", 1, 8), make("bell", 8)), "one shape"),
+        ("cross_entropy", (x, indices), "cross_entropy takes"),
+        ("cross_entropy", (x, torch.zeros(2, device=DEVICE)), "float32"),
+        ("layer_norm", (x, make("bell", 9), None, 1e-5), "layer_norm takes"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            getattr(triton_rows, operator)(*given)
 
 
 @pytest.mark.gpu
@@ -609,8 +614,6 @@ def test_layer_norm_keeps_subnormal_numbers() -> None:
 def test_layer_norm_leaves_rows_of_chunks() -> None:
     """Wider rows than a program holds go step by step."""
     assert triton_rows.layer_norm(make("bell", 2, 16385), None, None, 1e-5) is None
-    with pytest.raises(ValueError, match="layer_norm takes"):
-        triton_rows.layer_norm(make("bell", 2, 8), make("bell", 9), None, 1e-5)
 
 
 def test_what_is_remembered_under_inference_mode_serves_outside_of_it() -> None:
