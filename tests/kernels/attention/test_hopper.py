@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel: its bits are those of the order written plainly, and its plan reaches every key once.
+"""The Hopper kernels: their bits are those of the one plan, and a prefill's list of work reaches every key once.
 
 Gluon has no interpreter. Without a GPU, its list of work and its mask run as Python on NumPy, and the kernel is
 compiled for Hopper, which shows what would cost its speed without changing a result.
@@ -16,15 +16,12 @@ import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
 
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels import reference, triton_common
 from nondet.kernels.attention import cuda, hopper, triton_kernels
-from nondet.kernels.attention import cuda as triton_attention
-from nondet.kernels.attention import gluon_kernels as hopper_attention_parts
-from nondet.kernels.attention import hopper as hopper_attention
+from nondet.kernels.attention import gluon_kernels as parts
 from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan, attention_varlen, launch, quickest
 from nondet.kernels.attention.hopper import prefill, supports
 from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
@@ -43,8 +40,8 @@ def as_python(monkeypatch):
         where=np.where,
         minimum=np.minimum,
     )
-    monkeypatch.setattr(hopper_attention_parts, "gl", stub)
-    monkeypatch.setattr(hopper_attention_parts, "pin", lambda x: x)
+    monkeypatch.setattr(parts, "gl", stub)
+    monkeypatch.setattr(parts, "pin", lambda x: x)
     return launch
 
 
@@ -56,7 +53,7 @@ def test_every_item_has_one_program(as_python):
         for program in range(programs):
             as_python.program = program
             turns = range(math.ceil(items / programs))
-            mine.append([i for i in (int(hopper_attention_parts.item_of.fn(t)) for t in turns) if i < items])
+            mine.append([i for i in (int(parts.item_of.fn(t)) for t in turns) if i < items])
             assert len(mine[-1]) >= len(turns) - 1  # only the last turn may be short: barriers count turns
         assert sorted(i for items_of_one in mine for i in items_of_one) == list(range(items))
 
@@ -67,10 +64,8 @@ def test_programs_share_the_work_evenly(as_python):
     tiles = []
     for program in range(132):
         as_python.program = program
-        items = [int(hopper_attention_parts.item_of.fn(turn)) for turn in range(8)]
-        tiles.append(
-            sum(hopper_attention_parts.work_of.fn(i, 32, 32, 4096, 4096, True, 128, 128)[2] for i in items if i < 1024)
-        )
+        items = [int(parts.item_of.fn(turn)) for turn in range(8)]
+        tiles.append(sum(parts.work_of.fn(i, 32, 32, 4096, 4096, True, 128, 128)[2] for i in items if i < 1024))
     assert max(tiles) <= 1.03 * sum(tiles) / len(tiles)
 
 
@@ -83,13 +78,13 @@ def test_tiles_and_mask_show_every_visible_key_and_no_other(as_python, causal, t
     blocks = math.ceil(tq / 128)
     heads_all, seen_rows = 3, 0
     for item in range(blocks * heads_all):
-        head, first, tiles, full = hopper_attention_parts.work_of.fn(item, blocks, heads_all, tq, tk, causal, 128, 128)
+        head, first, tiles, full = parts.work_of.fn(item, blocks, heads_all, tq, tk, causal, 128, 128)
         assert (head, first) == (item % heads_all, (blocks - 1 - item // heads_all) * 128)
         for half in (0, 64):
             rows = range(first + half, min(first + half + 64, tq))
             seen = np.zeros((64, tk), dtype=bool)
             for j in range(tiles):
-                scores = hopper_attention_parts.mask_scores.fn(
+                scores = parts.mask_scores.fn(
                     np.ones((64, 128)), j * 128, first + half + tk - tq, tk, causal, None, None
                 )
                 if j < full:
@@ -108,60 +103,38 @@ def test_tiles_and_mask_show_every_visible_key_and_no_other(as_python, causal, t
 def test_a_total_has_a_place_for_every_element():
     """The layout of a consumer's total maps addresses to elements one to one."""
     for head_dim in (64, 128):
-        layout = hopper_attention_parts.total_layout(head_dim)
+        layout = parts.total_layout(head_dim)
         places = {(0, 0)}
         for row, col in layout.offset_bases:
             places |= {(r ^ row, c ^ col) for r, c in places}
         assert places == {(r, c) for r in range(64) for c in range(head_dim)}
 
 
-def half(*shape, dtype=torch.bfloat16):
-    return torch.zeros(shape, dtype=dtype)
-
-
-CALLS: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any], str | None]] = [
-    (half(1, 4, 8, 128), half(1, 2, 8, 128), {}, None),
-    (half(2, 4, 8, 64, dtype=torch.float16), half(2, 2, 20, 64, dtype=torch.float16), {"causal": False}, None),
-    (half(1, 8, 4, 128).transpose(1, 2), half(1, 8, 2, 128).transpose(1, 2), {}, None),
-    (half(1, 4, 8, 128, dtype=torch.float32), half(1, 2, 8, 128, dtype=torch.float32), {}, "float32"),
-    (half(1, 4, 8, 96), half(1, 2, 8, 96), {}, "96"),
-    (half(1, 4, 8, 128), half(1, 2, 8, 128), {"window": 4}, "window"),
-    (half(1, 4, 8, 128), half(1, 2, 8, 128), {"softcap": 30.0}, "soft cap"),
-    (half(1, 4, 9, 128), half(1, 2, 8, 128), {}, "8 and 9"),
-    (half(1, 4, 128, 8).mT, half(1, 2, 8, 128), {}, "q's last stride"),
-    (half(1, 4, 8, 128), half(1, 2, 8, 129)[..., 1:], {}, "k"),
-    (half(1, 4, 8, 132)[..., :128], half(1, 2, 8, 128), {}, "16 bytes"),
-    (half(1, 4, 8, 128), half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
-]
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 def test_what_it_does_not_take_has_a_reason():
     """Dtype, head dim, window, soft cap, shapes and layouts are refused by name, and nothing else is."""
-    for q, k, options, reason in CALLS:
+    q8, k8 = half(1, 4, 8, 128), half(1, 2, 8, 128)
+    assert hopper.SEGMENT == cuda.SEGMENT
+    for q, k, options, reason in (
+        (q8, k8, {}, None),
+        (half(2, 4, 8, 64).half(), half(2, 2, 20, 64).half(), {"causal": False}, None),
+        (half(1, 8, 4, 128).transpose(1, 2), half(1, 8, 2, 128).transpose(1, 2), {}, None),
+        (q8.float(), k8.float(), {}, "float32"),
+        (half(1, 4, 8, 96), half(1, 2, 8, 96), {}, "96"),
+        (q8, k8, {"window": 4}, "window"),
+        (q8, k8, {"softcap": 30.0}, "soft cap"),
+        (half(1, 4, 9, 128), k8, {}, "8 and 9"),
+        (half(1, 4, 128, 8).mT, k8, {}, "q's last stride"),
+        (q8, half(1, 2, 8, 129)[..., 1:], {}, "k"),
+        (half(1, 4, 8, 132)[..., :128], k8, {}, "16 bytes"),
+        (q8, half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
+    ):
         call = {"causal": True, "window": None, "softcap": None} | options
-        fault = hopper_attention._call_fault(q, k, k, **call)
+        fault = hopper._call_fault(q, k, k, **call)
         assert fault is None if reason is None else reason in fault
-
-
-def test_a_cpu_is_refused():
-    """No CPU tensor reaches the kernel: neither the question nor the call lets it through."""
-    q = half(1, 4, 8, 128)
-    missing = hopper_attention._NO_KERNEL or "compute capability 9.0"
-    assert missing in supports(q, q, q, True, None, None)
-    with pytest.raises(NotImplementedError, match=re.escape(missing)):
-        prefill(q, q, q, causal=True, scale=None)
-
-
-def test_a_compiler_is_sent_elsewhere(monkeypatch):
-    """While torch.compile traces, the answer is no, before anything is asked that a traced tensor cannot say."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    reason = supports(*(torch.empty(1, 4, 8, 128, device="meta"),) * 3, True, None, None)
-    assert (hopper_attention._NO_KERNEL or "torch.compile") in reason
-
-
-def test_its_constants_are_the_classes():
-    """Segments are as long as those of the Triton kernels."""
-    assert hopper_attention.SEGMENT == triton_attention.SEGMENT
 
 
 COMPILE = """
@@ -187,7 +160,7 @@ for head_dim, dtype, causal in ((128, "bf16", True), (64, "fp16", False)):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(hopper_attention._NO_KERNEL is not None, reason="this Triton has no Gluon for it")
+@pytest.mark.skipif(hopper._NO_KERNEL is not None, reason="this Triton has no Gluon for it")
 def test_it_compiles_for_hopper_without_spills_or_serial_products(tmp_path):
     """No GPU needed: each product stands once, the assembler keeps them asynchronous, registers and memory suffice."""
     said = compiled(COMPILE, tmp_path)
@@ -284,79 +257,10 @@ def test_a_box_is_compiled_for_its_dtype_and_size_alone() -> None:
     assert len({first, *others}) == 4
 
 
-# The Hopper prefill kernel on a GPU: its bits are those of `triton_attention`'s order, written plainly.
+# The Hopper prefill kernel on a GPU: its bits are those of the one plan of the Triton kernels.
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0")
-
-
-@triton.jit
-def _fold(x, M: tl.constexpr, N: tl.constexpr):
-    return tl.sum(tl.reshape(x, (M, 2, N // 2)), 1)
-
-
-@triton.jit
-def _plain_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, tq, tk, qk_scale,
-    stride_qh, stride_qt, stride_kh, stride_kt, stride_vh, stride_vt, stride_oh, stride_ot,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, SEGMENT: tl.constexpr,
-):  # fmt: skip
-    """One head and 64 queries a program, keys loaded through pointers, nothing overlapped."""
-    M: tl.constexpr = 64
-    head = tl.program_id(1)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
-    d = tl.arange(0, D)
-    q = tl.load(q_ptr + head * stride_qh + rows[:, None] * stride_qt + d[None, :], rows[:, None] < tq, 0.0)
-    k_ptr += head // GROUP * stride_kh
-    v_ptr += head // GROUP * stride_vh
-    m_all = tl.full((M,), float("-inf"), tl.float32)
-    l_all = tl.zeros((M,), tl.float32)
-    acc_all = tl.zeros((M, D), tl.float32)
-    for segment in range(0, tk, SEGMENT):
-        m = tl.full((M,), float("-inf"), tl.float32)
-        l8 = tl.zeros((M, 8), tl.float32)
-        acc = tl.zeros((M, D), tl.float32)
-        for start in range(segment, tl.minimum(tk, segment + SEGMENT), 128):
-            key = start + tl.arange(0, 128)
-            k = tl.load(k_ptr + key[None, :] * stride_kt + d[:, None], key[None, :] < tk, 0.0)
-            v = tl.load(v_ptr + key[:, None] * stride_vt + d[None, :], key[:, None] < tk, 0.0)
-            visible = key[None, :] < tk
-            if CAUSAL:
-                visible &= key[None, :] <= rows[:, None] + tk - tq
-            s = tl.where(visible, tl.dot(q, k), float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            neg = -(m_safe * qk_scale)
-            p = tl.exp2(tl.fma(s, tl.zeros_like(s) + qk_scale, tl.zeros_like(s) + neg[:, None]))
-            alpha = tl.exp2((m - m_safe) * qk_scale)
-            part8 = _fold(_fold(_fold(_fold(p, M, 128), M, 64), M, 32), M, 16)
-            l8 = tl.fma(l8, tl.zeros_like(l8) + alpha[:, None], part8)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-            m = m_new
-        l = tl.sum(_fold(_fold(l8, M, 8), M, 4), 1)  # noqa: E741 - the literature's name
-        m_new = tl.maximum(m_all, m)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        before = tl.exp2((m_all - m_safe) * qk_scale)
-        now = tl.exp2((m - m_safe) * qk_scale)
-        l_all = tl.fma(l_all, before, l * now)
-        acc_all = tl.fma(acc_all, tl.zeros_like(acc_all) + before[:, None], acc * now[:, None])
-        m_all = m_new
-    out = (acc_all / l_all[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + head * stride_oh + rows[:, None] * stride_ot + d[None, :], out, rows[:, None] < tq)
-
-
-def plainly(q, k, v, causal):
-    out = torch.empty_like(q)
-    qk_scale = 1.0 / math.sqrt(q.shape[3]) * math.log2(math.e)
-    for q_, k_, v_, out_ in zip(q, k, v, out, strict=True):
-        _plain_kernel[(triton.cdiv(q.shape[2], 64), q.shape[1])](
-            *(q_, k_, v_, out_, q.shape[2], k.shape[2], qk_scale, *q_.stride()[:2], *k_.stride()[:2]),
-            *(*v_.stride()[:2], *out_.stride()[:2], q.shape[1] // k.shape[1], causal, q.shape[3]),
-            *(hopper_attention.SEGMENT,),
-            num_stages=1,
-            enable_fp_fusion=False,
-        )
-    return out
 
 
 def qkv(b, hq, hkv, tq, tk, d, dtype=torch.bfloat16, kind="bell"):
@@ -371,7 +275,7 @@ def qkv(b, hq, hkv, tq, tk, d, dtype=torch.bfloat16, kind="bell"):
 @pytest.mark.parametrize("kind", ["bell", "wide", "outlier"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
-def test_its_bits_are_those_of_the_order_written_plainly(kind, dtype, causal):
+def test_a_prefill_s_bits_are_those_of_the_one_plan(kind, dtype, causal):
     """Tails of queries, keys and segments, one query, GQA and MQA, more items than programs, both head dims."""
     for shape in (
         (1, 4, 2, 128, 128, 128),
@@ -385,7 +289,7 @@ def test_its_bits_are_those_of_the_order_written_plainly(kind, dtype, causal):
         with listen() as ran:
             out = prefill(q, k, v, causal=causal, scale=None)
         assert list(ran) == ["attention_hopper[128x128]"]
-        assert compare.identical(out, plainly(q, k, v, causal)), shape
+        assert compare.identical(out, attention_by_one_plan(q, k, v, causal=causal)), shape
 
 
 @pytest.mark.gpu
@@ -398,10 +302,10 @@ def test_chunks_and_decode_give_the_prefills_bits():
         chunk = prefill(q[:, :, start:end], k[:, :, :end], v[:, :, :end], causal=True, scale=None)
         assert compare.identical(chunk, whole[:, :, start:end])
     for split in (False, True):
-        assert compare.identical(triton_attention.attention(q, k, v, split=split), whole)
+        assert compare.identical(attention(q, k, v, split=split), whole)
         for at in (0, 7, 511, 512, 1023, 1499):
             one = [q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1]]
-            assert compare.identical(triton_attention.attention(*one, split=split), whole[:, :, at : at + 1])
+            assert compare.identical(attention(*one, split=split), whole[:, :, at : at + 1])
     shifted = prefill(q, k.roll(1, 2), v.roll(1, 2), causal=False, scale=None)  # the same sums in another order
     assert not compare.identical(shifted, prefill(q, k, v, causal=False, scale=None))
 
@@ -462,29 +366,22 @@ def decoding_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "has_pdl", lambda device: True)
 
 
-DECODES: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any], bool]] = [
-    (half(1, 8, 1, 128), half(1, 2, 1024, 128), {}, True),
-    (
-        half(2, 8, 4, 64, dtype=torch.float16),
-        half(2, 2, 900, 64, dtype=torch.float16),
-        {"causal": False},
-        True,
-    ),
-    (half(1, 8, 1, 128), half(1, 1024, 2, 128).transpose(1, 2), {}, True),
-    (half(1, 8, 1, 96), half(1, 2, 1024, 96), {}, False),
-    (half(1, 8, 1, 128, dtype=torch.float32), half(1, 2, 1024, 128, dtype=torch.float32), {}, False),
-    (half(1, 8, 1, 128), half(1, 2, 1024, 128), {"window": 100}, False),
-    (half(1, 8, 1, 128), half(1, 2, 1024, 128), {"softcap": 30.0}, False),
-    (half(1, 8, 5, 128), half(1, 2, 1024, 128), {}, False),  # 20 rows
-    (half(1, 8, 1, 128), half(1, 2, 1024, 132)[..., :128], {}, False),  # 8 bytes
-    (half(1, 8, 1, 128), half(1, 2, 1024, 136)[..., 1:129], {}, False),
-]
-
-
 @pytest.mark.usefixtures("decoding_on_hopper")
 def test_few_rows_that_it_can_take_go_to_it() -> None:
     """By dtype, head dim, mask, rows and layout; and where a user asks for split or not, the Triton kernels run."""
-    for q, k, more, taken in DECODES:
+    step, keys = half(1, 8, 1, 128), half(1, 2, 1024, 128)
+    for q, k, more, taken in (
+        (step, keys, {}, True),
+        (half(2, 8, 4, 64).half(), half(2, 2, 900, 64).half(), {"causal": False}, True),
+        (step, half(1, 1024, 2, 128).transpose(1, 2), {}, True),
+        (half(1, 8, 1, 96), half(1, 2, 1024, 96), {}, False),
+        (step.float(), keys.float(), {}, False),
+        (step, keys, {"window": 100}, False),
+        (step, keys, {"softcap": 30.0}, False),
+        (half(1, 8, 5, 128), keys, {}, False),  # 20 rows
+        (step, half(1, 2, 1024, 132)[..., :128], {}, False),  # 8 bytes
+        (step, half(1, 2, 1024, 136)[..., 1:129], {}, False),
+    ):
         call = call_of(q, k, **more)
         assert (quickest(call).tiles > 0) is taken
         assert quickest(call, True).tiles == quickest(call, False).tiles == 0
@@ -502,17 +399,23 @@ def test_programs_fill_the_machine() -> None:
 
 
 @pytest.mark.usefixtures("decoding_on_hopper")
-def test_a_compiler_is_sent_elsewhere_from_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While torch.compile traces, nothing is asked that a traced tensor cannot say."""
+def test_a_compiler_is_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch.compile traces, the answer is no, before anything is asked that a traced tensor cannot say."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    call = call_of(*(torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700))))
-    assert not cuda._has_few_row_kernels(call)
+    q, k = (torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700)))
+    assert (hopper._NO_KERNEL or "torch.compile") in supports(q, k, k, True, None, None)
+    assert not cuda._has_few_row_kernels(call_of(q, k))
 
 
-def test_a_cpu_is_refused_by_decode() -> None:
-    """No CPU tensor reaches it."""
+def test_a_cpu_is_refused() -> None:
+    """No CPU tensor reaches either kernel: neither the question nor the call lets it through."""
+    q, k = half(1, 8, 1, 128), half(1, 2, 1024, 128)
+    missing = hopper._NO_KERNEL or "compute capability 9.0"
+    assert missing in supports(q, k, k, True, None, None)
+    with pytest.raises(NotImplementedError, match=re.escape(missing)):
+        prefill(q, k, k, causal=True, scale=None)
     assert hopper.available(CPU) is not None
-    assert quickest(call_of(half(1, 8, 1, 128), half(1, 2, 1024, 128))).tiles == 0
+    assert quickest(call_of(q, k)).tiles == 0
 
 
 def test_every_way_has_a_name_of_its_own() -> None:
@@ -532,7 +435,7 @@ COMPILE_DECODE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from nondet.kernels.attention import hopper, hopper as hopper_decode
+from nondet.kernels.attention import hopper
 from nondet.kernels.attention.gluon_kernels import decode_kernel
 from nondet.kernels.attention.gluon_kernels import merge_all_kernel
 
@@ -550,7 +453,7 @@ def build(kernel, types, constants, warps, **options):
 
 plain = {"CAUSAL": True, "HEAD_DIM": 128, "SEGMENT": 512}
 box = f"tensordesc<bf16[1, 1, 128, 128],{hopper._box_layout()!r}>"
-registers = hopper_decode._LAUNCH_REGISTERS
+registers = hopper._LAUNCH_REGISTERS
 dense = {"cu_q_ptr": None, "cu_k_ptr": None, "index_ptr": None}
 for split, tiles, slots, warps, page in ((True, 4, 6, 4, 0), (False, 2, 3, 4, 0), (True, 4, 6, 4, 16)):
     boxes = box.replace("128, 128]", f"{page}, 128]") if page else box
@@ -591,6 +494,11 @@ def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
 WAYS = {"a segment at a time": (4, 6, 4), "two programs to a multiprocessor": (4, 3, 2)}  # warps, slots, tiles
 
 
+def gluon_way(name: str, d: int, span: int) -> Way:
+    warps, slots, tiles = WAYS[name]
+    return Way(Plan(16, 128, d, warps, slots, False), span, span > 0, tiles, span > 0, True)
+
+
 def decode_qkv(
     b: int, hq: int, hkv: int, tq: int, tk: int, d: int, dtype: torch.dtype, kind: str
 ) -> list[torch.Tensor]:
@@ -611,7 +519,6 @@ def by(way: Way, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 @pytest.mark.parametrize("span", [0, 1, 3])
 def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
     """Lengths around tiles and segments, more segments than a merge takes at once, both head dims, several blocks."""
-    warps, slots, tiles = WAYS[name]
     for b, hq, hkv, tq, tk, d, kind, causal in (
         (2, 8, 2, 1, 1024, 128, "bell", True),
         (1, 8, 2, 1, 1, 128, "bell", True),
@@ -626,8 +533,9 @@ def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
     ):
         dtype = torch.bfloat16 if d == 128 else torch.float16
         q, k, v = decode_qkv(b, hq, hkv, tq, tk, d, dtype, kind)
-        way = Way(Plan(16, 128, d, warps, slots, False), span, span > 0, tiles, span > 0, True)
-        assert compare.identical(by(way, q, k, v, causal), by(one_plan(d, dtype), q, k, v, causal)), (tk, d)
+        assert compare.identical(
+            by(gluon_way(name, d, span), q, k, v, causal), by(one_plan(d, dtype), q, k, v, causal)
+        ), (tk, d)
     if span:  # the merge alone, behind the Triton kernel
         way = Way(triton_kernels.plan_for(1, 128, torch.bfloat16), span, True, lanes=True)
         q, k, v = decode_qkv(2, 8, 2, 2, 3000, 128, torch.bfloat16, "outlier")
@@ -640,7 +548,6 @@ def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> None:
     """Pages anywhere in a cache that holds NaN wherever none of these requests wrote, last pages' ends among it."""
-    warps, slots, tiles = WAYS[name]
     for lengths, queries, hq, hkv, d, kind in (
         ([1, 129, 1024, 513, 2100, 64, 16, 17], 1, 32, 8, 128, "wide"),
         ([700, 1], 1, 16, 8, 128, "bell"),
@@ -668,8 +575,8 @@ def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> 
         for span in (0, 1, 2):
             out = torch.full_like(q, torch.nan)
             sizes = (len(lengths), queries, max(lengths), None, True, None, None)
-            way = Way(Plan(16, 128, d, warps, slots, False), span, span > 0, tiles, span > 0, True)
-            launch(Call(q, k, v, out, *sizes, cu_q, cu_k, key_index=torch.cat(index), page=page), way)
+            call = Call(q, k, v, out, *sizes, cu_q, cu_k, key_index=torch.cat(index), page=page)
+            launch(call, gluon_way(name, d, span))
             assert compare.identical(out, expected), (lengths, span)
 
 
@@ -678,7 +585,6 @@ def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> 
 @pytest.mark.parametrize("name", WAYS)
 def test_infinities_and_nan_are_those_of_the_one_plan(name: str) -> None:
     """NaN and infinite keys and values, within a segment and over a whole one: the same bits reach the same rows."""
-    warps, slots, tiles = WAYS[name]
     for what in ("nan key", "infinite value", "infinite keys", "large keys"):
         q, k, v = decode_qkv(2, 8, 2, 1, 2500, 128, torch.bfloat16, "bell")
         if what == "nan key":
@@ -691,8 +597,7 @@ def test_infinities_and_nan_are_those_of_the_one_plan(name: str) -> None:
             k[1, 1, 100:1500] *= 1e30
         expected = by(one_plan(128, torch.bfloat16), q, k, v)
         for span in (0, 1):
-            way = Way(Plan(16, 128, 128, warps, slots, False), span, span > 0, tiles, span > 0, True)
-            assert compare.identical(by(way, q, k, v), expected), (what, span)
+            assert compare.identical(by(gluon_way(name, 128, span), q, k, v), expected), (what, span)
 
 
 @pytest.mark.gpu

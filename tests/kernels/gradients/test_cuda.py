@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +12,7 @@ from nondet.kernels.dispatch.replacements import root
 from nondet.kernels.gradients import cuda
 from nondet.kernels.rows import cuda as rows
 from tests.build import DEVICE, bell
-from tests.kernels.tiers import at_length, compiled
+from tests.kernels.tiers import at_length
 
 pytestmark = pytest.mark.slow
 DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]
@@ -76,37 +73,3 @@ def test_a_sum_over_rows_has_the_bits_of_a_sum_over_a_row(m: int) -> None:
     assert identical(cuda.sum_over_rows(x, torch.float32, g, scale), right)
     order = torch.randperm(m, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     assert identical(cuda.sum_over_rows(x[order].contiguous(), torch.float32), found) == (m < 3)
-
-
-_COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from nondet.kernels.gradients import cuda
-from nondet.kernels.rows.cuda_softmax import plan
-
-def build(kernel, warps, constants):
-    numbers = {"M": "i32", "WIDTH": "i32", "CHUNKS": "i32", "scale_ptr": "*fp32", "parts_ptr": "*fp32"}
-    names = kernel.arg_names
-    types = {name: "constexpr" if name in constants else numbers.get(name, "*bf16") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants and name != "M"}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False})
-    print("contracted", built.asm["ptx"].count("fma.rn.f32"))
-
-for width in (1024, 4096, 16384):
-    how = plan(width, 2)
-    warps = how.few[1]
-    build(cuda._norm_kernel, warps * (2 if width > 8192 else 1), {"EPS": 1e-6, "ROWS": 1, **how.tree()})
-    build(cuda._softmax_kernel, warps, {"LOG": False, "PASS": 0, "ROWS": 1, **how.tree(), **how.merging()})
-halves = {"SPAN": 4096, "LANES": 1024, "HALVES": 2, "LEVELS": 5, "COLUMNS": 64}
-build(cuda._columns_kernel, 4, {"NORMED": True, **halves})
-"""
-
-
-@pytest.mark.nightly
-def test_they_compile_for_hopper_without_spills(tmp_path: Path) -> None:
-    """No GPU needed: no thread is made to hold a whole row, and no product is contracted into a sum."""
-    said = compiled(_COMPILE, tmp_path)
-    assert re.findall(r"contracted (\d+)", said) == ["0"] * 7
-    assert [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)] == [0] * 7

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from typing import Any
 
@@ -22,11 +21,10 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.rows import cpu as cpu_rows
 from nondet.kernels.rows import cuda as triton_rows
 from nondet.kernels.rows import cuda_softmax
-from nondet.kernels.rows import cuda_softmax as triton_softmax
 from nondet.kernels.rows.cuda import module_norm
 from nondet.kernels.rows.cuda_softmax import plan, takes
 from tests.build import DEVICE, accuracy_bound
-from tests.kernels.tiers import at_length, compiled
+from tests.kernels.tiers import at_length
 
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = [
@@ -142,11 +140,11 @@ def test_exponentials_add_up_in_the_written_order(width):
 def test_one_launch_is_two_launches(name, width, monkeypatch):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
     x, log = make("wide", 2, width), name == "log_softmax"
-    apart = triton_softmax._softmax(name, x, log=log, at_once=False)
-    assert compare.identical(triton_softmax._softmax(name, x, log=log, at_once=True), apart)
-    assert compare.identical(triton_softmax._softmax(name, x[1:], log=log, at_once=True), apart[1:])
-    monkeypatch.setattr(triton_softmax, "_LAG_BYTES", 1)  # a row's results follow its pairs at once
-    assert compare.identical(triton_softmax._softmax(name, x, log=log, at_once=True), apart)
+    apart = cuda_softmax._softmax(name, x, log=log, at_once=False)
+    assert compare.identical(cuda_softmax._softmax(name, x, log=log, at_once=True), apart)
+    assert compare.identical(cuda_softmax._softmax(name, x[1:], log=log, at_once=True), apart[1:])
+    monkeypatch.setattr(cuda_softmax, "_LAG_BYTES", 1)  # a row's results follow its pairs at once
+    assert compare.identical(cuda_softmax._softmax(name, x, log=log, at_once=True), apart)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="turns the interpreter's programs around")
@@ -155,7 +153,7 @@ def test_one_launch_in_whatever_order_programs_start(monkeypatch):
     from triton.runtime.interpreter import interpreter_builder
 
     x = make("wide", 2, 17000)
-    apart = triton_softmax._softmax("softmax", x, log=False, at_once=False)
+    apart = cuda_softmax._softmax("softmax", x, log=False, at_once=False)
     forward, started = interpreter_builder.set_grid_idx, []
 
     def backward(i, j, k):
@@ -163,7 +161,7 @@ def test_one_launch_in_whatever_order_programs_start(monkeypatch):
         forward(started[-1], j, k)
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", backward)
-    assert compare.identical(triton_softmax._softmax("softmax", x, log=False, at_once=True), apart)
+    assert compare.identical(cuda_softmax._softmax("softmax", x, log=False, at_once=True), apart)
     assert started == sorted(started, reverse=True)
 
 
@@ -520,42 +518,6 @@ def test_the_interpreter_holds_nothing():
     """Its programs run one after the other, so none may wait for a later one."""
     x = logits(300, 20000, torch.bfloat16)
     assert not takes(x, plan(20000, 2))
-
-
-COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from nondet.kernels.rows import cuda_softmax as held
-from nondet.kernels.rows.cuda_softmax import plan
-
-names = held.held_kernel.arg_names
-types = {"x_ptr": "*i32", "out_ptr": "*i32", "pairs_ptr": "*i64", "turn_ptr": "*i32"}
-constants = {"LOG": False, "BF16": True} | plan(151936, 2).merging()
-types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-source = ASTSource(held.held_kernel, types, {(names.index(name),): value for name, value in constants.items()},
-                   {(names.index(n),): [["tt.divisibility", 16]] for n in ("x_ptr", "out_ptr", "WORDS", "stride_row")})
-built = compile(source, target=GPUTarget("cuda", 90, 32),
-                options={"num_warps": 1, "maxnreg": held._REGISTERS, "enable_fp_fusion": False})
-ptx = built.asm["ptx"]
-print("built", ptx.count("bar.sync"), ptx.count("fma.rn.f32"), ptx.count("ld.global.v4"))
-"""
-
-
-@pytest.mark.nightly
-def test_it_compiles_for_hopper_without_spills(tmp_path):
-    """No GPU needed: its 64 words fit in registers, and 16 loads bring them.
-
-    A warp needs no barrier. One build of 16 had one left all the same, why is not known; a warp waits for nobody there.
-    """
-    pytest.importorskip("triton.backends.nvidia")
-    said = compiled(COMPILE, tmp_path)
-    ((barriers, loads),) = re.findall(r"built (\d+) \d+ (\d+)", said)
-    assert int(barriers) <= 1, said
-    assert loads == "16", said
-    spills = re.findall(r"(\d+) bytes spill stores", said)
-    assert spills, said
-    assert set(spills) == {"0"}
 
 
 def steps_of(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> list[torch.Tensor]:
