@@ -21,7 +21,7 @@ FACTORIES = frozenset({"empty", "eye", "linspace", "normal", "ones", "rand", "ra
 KERNELS = sorted((Path(nondet.__file__).parent / "kernels").glob("**/*.py"))
 
 
-@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+@pytest.fixture(params=[torch.bfloat16, *at_length(torch.float64)], ids=str)
 def default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Entered by the test itself, for what is drawn before is float32."""
     yield request.param

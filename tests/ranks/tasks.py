@@ -55,42 +55,48 @@ def refuse() -> None:
     raise NotImplementedError("not here")
 
 
-def die_in_the_middle() -> None:
-    """Rank 1 dies while rank 0 waits for it."""
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(4))
-
-
-def hang() -> None:
-    """Rank 1 says nothing for a minute."""
-    if dist.get_rank() == 1:
-        time.sleep(60)
-
-
-def fail() -> None:
-    """Rank 0 fails, while rank 1 waits for it."""
-    if dist.get_rank() == 0:
+def end(how: str) -> None:
+    """A rank is killed, hangs or fails, while the other waits for it."""
+    if how == "fails" and dist.get_rank() == 0:
         raise ValueError("no such thing")
-    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1 and how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 1 and how == "hangs":
+        time.sleep(60)
+    if how != "hangs":
+        dist.all_reduce(torch.ones(4))
 
 
-def members_agree() -> list[str]:
-    """The members that apply here, each with the order's bits in plain torch, at sizes that share badly."""
-    rank, world, agreed = dist.get_rank(), dist.get_world_size(), []
-    for name, member in sums.MEMBERS.items():
-        try:
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                for count in (1, 3, 1003):
-                    parts = [drawn((count,), dtype, r) for r in range(world)]
-                    x = parts[rank].clone()
-                    member(x, _world())
-                    if not identical(x, chain(parts)):
-                        raise AssertionError(f"{name} has other bits for {count} of {dtype}")
-        except NotImplementedError:
-            continue
-        agreed.append(name)
-    return agreed
+def members_agree(device: str, counts: tuple[int, ...]) -> dict[str, list[str]]:
+    """Members of both collectives that apply, by name; each with the bits of the order in plain torch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    agreed: dict[str, list[str]] = {"all_reduce": [], "reduce_scatter": []}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for count in counts:
+            parts = _parts(count * world, dtype, 11, place)
+            want = chain(parts)
+            asked = [("all_reduce", name, member, None) for name, member in sums.MEMBERS.items()]
+            asked += [("reduce_scatter", name, member, rank) for name, member in sums.SCATTER_MEMBERS.items()]
+            for collective, name, member, share in asked:
+                try:
+                    if share is None:
+                        out, right = parts[rank].clone(), want
+                        member(out, _world())
+                    else:
+                        out, right = torch.empty(count, dtype=dtype, device=place), want.chunk(world)[share]
+                        member(out, parts[rank].clone(), _world())
+                except NotImplementedError:
+                    continue
+                if not identical(out, right):
+                    raise AssertionError(f"{collective}: {name} has other bits for {count * world} of {dtype}")
+                agreed[collective].append(name)
+    return {what: sorted(set(names)) for what, names in agreed.items()}
+
+
+def _parts(count: int, dtype: torch.dtype, seed: int, device: str | torch.device) -> list[torch.Tensor]:
+    """What each rank contributes, the same on all of them."""
+    return [make("wide", (count,), dtype, device, generator(seed + r, device)) for r in range(dist.get_world_size())]
 
 
 def proofs() -> dict[str, tuple[bool, str]]:
@@ -379,7 +385,7 @@ def agreements_of_another_group(path: str) -> list[str]:
 
 def _odd_parts(count: int, dtype: torch.dtype, seed: int, world: int, device: str | torch.device) -> list[torch.Tensor]:
     """What each rank contributes, the same on all of them; some of it -0.0, infinite or no number."""
-    parts = [make("wide", (count,), dtype, device, generator(seed + r, device)) for r in range(world)]
+    parts = _parts(count, dtype, seed, device)[:world]
     for i, odd in enumerate((-0.0, float("inf"), float("nan"), 0.0)):
         parts[(seed + i) % world][i::7] = odd
     for part in parts:
@@ -442,41 +448,6 @@ def _device() -> torch.device:
     return torch.device("cuda", dist.get_rank())
 
 
-def _parts(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """What each rank contributes, on this rank's GPU."""
-    device = _device()
-    return [make("wide", (count,), dtype, device, generator(seed + r, device)) for r in range(dist.get_world_size())]
-
-
-def members_on_gpus() -> dict[str, list[str]]:
-    """Members of both collectives that apply, by name; each with the bits of the order in plain torch."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    agreed: dict[str, list[str]] = {"all_reduce": [], "reduce_scatter": []}
-    for dtype in (torch.bfloat16, torch.float32):
-        for count in (1, 7, 12289, 2**20):
-            parts = _parts(count * world, dtype, 11)
-            want = chain(parts)
-            for name, member in sums.MEMBERS.items():
-                try:
-                    x = parts[rank].clone()
-                    member(x, _world())
-                except NotImplementedError:
-                    continue
-                if not identical(x, want):
-                    raise AssertionError(f"{name} has other bits for {count * world} of {dtype}")
-                agreed["all_reduce"].append(name)
-            for name, sharer in sums.SCATTER_MEMBERS.items():
-                out = torch.empty(count, dtype=dtype, device=_device())
-                try:
-                    sharer(out, parts[rank], _world())
-                except NotImplementedError:
-                    continue
-                if not identical(out, want.chunk(world)[rank]):
-                    raise AssertionError(f"{name} has other bits for shares of {count} of {dtype}")
-                agreed["reduce_scatter"].append(name)
-    return {what: sorted(set(names)) for what, names in agreed.items()}
-
-
 def pushes_on_gpus() -> list[str]:
     """Many sums by `push`, sizes up and down, eager and by two graphs in turn, other members between: what differs."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), _device()
@@ -520,7 +491,9 @@ def captured_under_a_block() -> dict[str, object]:
     single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     x = torch.zeros(64 * 4096, dtype=torch.bfloat16, device=_device())
     share = torch.zeros(x.numel() // world, dtype=x.dtype, device=x.device)
-    turns = [_parts(x.numel(), x.dtype, 100 * turn) for turn in range(4)]  # drawing is no part of the coverage
+    turns = [
+        _parts(x.numel(), x.dtype, 100 * turn, x.device) for turn in range(4)
+    ]  # drawing is no part of the coverage
     unlike = []
     with batch_invariant() as block:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from nondet.core.compare import identical
@@ -18,16 +17,22 @@ def causal(q_len: int, k_len: int, hidden_left: int = 0, hidden_right: int = 0) 
     return (key <= position) & (key >= hidden_left) & (key < k_len - hidden_right)
 
 
-def test_left_padding_begins_at_the_first_real_key() -> None:
-    """Rows that see nothing are padding; the others are a causal request of their own length."""
-    visible = np.stack([causal(6, 6), causal(6, 6, hidden_left=2)])
-    assert spans_of(visible, 6) == [Span(0, 0, 6, 0, 6, causal=True), Span(1, 2, 6, 2, 6, causal=True)]
-
-
-def test_right_padding_sees_all_real_keys() -> None:
-    """The real queries are causal; the padding after them sees every real key."""
-    spans = spans_of(causal(6, 6, hidden_right=2)[None], 6)
-    assert spans == [Span(0, 0, 4, 0, 4, causal=True), Span(0, 4, 6, 0, 4, causal=False)]
+def test_what_masks_mean() -> None:
+    """Rows that see nothing are padding; padding after the real queries sees every real key; the others are causal."""
+    static = np.pad(causal(3, 7), ((0, 0), (0, 9)))  # a cache longer than what it holds
+    packed = np.zeros((8, 16), dtype=bool)  # a decode, a chunk, a prefill, then padding
+    for block, q, k in ((causal(1, 5), 0, 0), (causal(3, 7), 1, 5), (causal(2, 2), 4, 12)):
+        packed[q : q + block.shape[0], k : k + block.shape[1]] = block
+    for what, visible, queries, spans in (
+        ("left padding", [causal(6, 6), causal(6, 6, 2)], 6, [Span(0, 0, 6, 0, 6, True), Span(1, 2, 6, 2, 6, True)]),
+        ("right padding", [causal(6, 6, 0, 2)], 6, [Span(0, 0, 4, 0, 4, True), Span(0, 4, 6, 0, 4, False)]),
+        ("a chunk", [causal(3, 10, 4)], 3, [Span(0, 0, 3, 4, 10, True)]),
+        ("a decode", [causal(1, 10, 4)], 1, [Span(0, 0, 1, 4, 10, True)]),
+        ("one row for all", [causal(1, 10, 4)], 2, [Span(0, 0, 2, 4, 10, False)]),
+        ("a static cache", [static], 3, [Span(0, 0, 3, 0, 7, True)]),
+        ("packed", [packed], 8, [Span(0, 0, 1, 0, 5, True), Span(0, 1, 4, 5, 12, True), Span(0, 4, 6, 12, 14, True)]),
+    ):
+        assert spans_of(np.stack(visible), queries) == spans, what
 
 
 def test_padding_behind_a_window_is_spans_of_one_query() -> None:
@@ -41,30 +46,6 @@ def test_padding_behind_a_window_is_spans_of_one_query() -> None:
         Span(0, 8, 9, 5, 6, causal=False),
     ]
     assert spans_of(visible[None, :, :8], 9) is None  # of other keys than the queries' own nothing is known
-
-
-def test_chunks_decodes_and_static_caches() -> None:
-    """A chunk after cached keys, one query after many, a cache longer than what it holds, one mask row for all."""
-    assert spans_of(causal(3, 10, 4)[None], 3) == [Span(0, 0, 3, 4, 10, causal=True)]
-    assert spans_of(causal(1, 10, 4)[None], 1) == [Span(0, 0, 1, 4, 10, causal=True)]
-    static = np.pad(causal(3, 7), ((0, 0), (0, 9)))
-    assert spans_of(static[None], 3) == [Span(0, 0, 3, 0, 7, causal=True)]
-    assert spans_of(causal(1, 10, 4)[None], 2) == [Span(0, 0, 2, 4, 10, causal=False)]
-
-
-def test_packed_requests() -> None:
-    """Requests one after the other, as continuous batching masks them: a decode, a chunk, a prefill; then padding."""
-    blocks = (causal(1, 5), causal(3, 7), causal(2, 2))
-    visible = np.zeros((8, 16), dtype=bool)
-    q = k = 0
-    for block in blocks:
-        visible[q : q + block.shape[0], k : k + block.shape[1]] = block
-        q, k = q + block.shape[0], k + block.shape[1]
-    assert spans_of(visible[None], 8) == [
-        Span(0, 0, 1, 0, 5, causal=True),
-        Span(0, 1, 4, 5, 12, causal=True),
-        Span(0, 4, 6, 12, 14, causal=True),
-    ]
 
 
 def test_spans_mean_what_the_mask_says() -> None:
@@ -87,17 +68,12 @@ def test_spans_mean_what_the_mask_says() -> None:
     assert found > 400
 
 
-@pytest.mark.parametrize(
-    "visible",
-    [
-        np.array([[1, 0, 1], [1, 1, 1], [1, 1, 1]], dtype=bool),  # a hole
-        np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool),  # a window that had slid before
-        np.array([[0, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=bool),  # causal the other way round
-    ],
-)
-def test_other_patterns_are_not_guessed_at(visible: np.ndarray) -> None:
+def test_other_patterns_are_not_guessed_at() -> None:
     """Holes, and windows that do not show where the request began, are no requests one after the other."""
-    assert spans_of(visible[None], 3) is None
+    hole, slid = [[1, 0, 1], [1, 1, 1], [1, 1, 1]], [[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    backwards = [[0, 0, 1], [0, 1, 1], [1, 1, 1]]
+    for visible in (hole, slid, backwards):
+        assert spans_of(np.array([visible], dtype=bool), 3) is None, visible
 
 
 def sliding(q_len: int, k_len: int, first: int, window: int) -> np.ndarray:

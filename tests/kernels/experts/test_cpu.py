@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -180,31 +180,20 @@ def test_the_stand_in_goes_with_the_block() -> None:
 
 WAYS = ("eager", "batched_mm", "grouped_mm")
 SIZES = {
-    "vocab_size": 257,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
+    "vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 40, "num_experts": 8, "norm_topk_prob": True}
+MODELS = {
+    "qwen3-moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**SIZES, **QWEN3_MOE)),
+    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**SIZES, num_local_experts=5)),
 }
 
 
-def qwen3_moe(way: str, dtype: torch.dtype) -> Any:
-    config = transformers.Qwen3MoeConfig(
-        **SIZES, head_dim=16, moe_intermediate_size=40, num_experts=8, norm_topk_prob=True
-    )
-    return drawn(transformers.Qwen3MoeForCausalLM, config, way, dtype)
-
-
-def mixtral(way: str, dtype: torch.dtype) -> Any:
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=5)
-    return drawn(transformers.MixtralForCausalLM, config, way, dtype)
-
-
-def drawn(kind: Any, config: Any, way: str, dtype: torch.dtype) -> Any:
+def model_of(name: str, way: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of weights large enough for experts, and their neighbours' rounding errors, to matter."""
-    model = kind._from_config(config, experts_implementation=way, dtype=dtype).eval().to(DEVICE)
+    kind, config = MODELS[name]
+    model = kind._from_config(copy.deepcopy(config), experts_implementation=way, dtype=dtype).eval().to(DEVICE)
     assert model.config._experts_implementation == way
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -212,9 +201,6 @@ def drawn(kind: Any, config: Any, way: str, dtype: torch.dtype) -> Any:
             if weight.dim() > 1:
                 weight.copy_((torch.rand(weight.shape, generator=rng) - 0.5) * (4.0 / weight.shape[-1] ** 0.5))
     return model
-
-
-MODELS = {"qwen3-moe": qwen3_moe, "mixtral": mixtral}
 
 
 def prompts(rows: int, length: int, seed: int = 1) -> torch.Tensor:
@@ -239,7 +225,7 @@ def keeps(model: Any, length: int = 24) -> list[bool]:
 )
 def test_logits_do_not_depend_on_the_batch(model, way, dtype):
     """A prompt alone and among others: equal logits, with nothing of the experts left to a stock kernel."""
-    made = MODELS[model](way, dtype)
+    made = model_of(model, way, dtype)
     with torch.no_grad(), batch_invariant() as block:
         assert all(keeps(made))
     ran = block.coverage().replaced
@@ -256,7 +242,7 @@ def test_stock_parts_in_float32(model, way):
     if DEVICE != "cpu":
         pytest.skip("what a GPU's libraries do at these sizes is theirs")
     with torch.no_grad():
-        made = MODELS[model](way, torch.float32)
+        made = model_of(model, way)
         assert not all(kept for length in (1, 5, 24) for kept in keeps(made, length))
 
 
@@ -265,9 +251,9 @@ def test_decoding_and_prefill_are_one_class(model):
     """Generation goes over to gathered weights for decoding: each step has the bits of the whole prompt's prefill."""
     ids = prompts(3, 20)
     with torch.no_grad(), batch_invariant():
-        prefill = MODELS[model]("grouped_mm", torch.float32)
+        prefill = model_of(model, "grouped_mm")
         whole = prefill(ids).logits
-        decode = MODELS[model]("batched_mm", torch.float32)
+        decode = model_of(model, "batched_mm")
         assert identical(decode(ids).logits, whole)
         cache = prefill(ids[:, :14]).past_key_values
         for position in range(14, 20):
@@ -277,7 +263,7 @@ def test_decoding_and_prefill_are_one_class(model):
 
 def test_mixed_lengths_in_one_batch():
     """Left padding, as unequal prompts are batched: a prompt's last logits are those it has alone."""
-    model = qwen3_moe("grouped_mm", torch.float32)
+    model = model_of("qwen3-moe", "grouped_mm")
     short, long = prompts(1, 11), prompts(1, 24, seed=2)
     batch = torch.cat([torch.nn.functional.pad(short, (13, 0)), long])
     mask = torch.ones_like(batch)
@@ -313,26 +299,22 @@ def test_a_tie_of_experts_is_decided_by_the_row():
             torch.topk(x, 6)
 
 
-SHAPES: dict[str, Callable[[], tuple[torch.Tensor, int, torch.Tensor]]] = {
-    "rows": lambda: (torch.rand(6, 4), 0, torch.rand(3, 4)),
-    "columns": lambda: (torch.rand(4, 6), 1, torch.rand(4, 3)),
-    "a vector": lambda: (torch.rand(6), 0, torch.rand(3)),
-    "the middle of three": lambda: (torch.rand(2, 6, 3), -2, torch.rand(2, 3, 3)),
-    "a transposed view": lambda: (torch.rand(3, 2, 6).permute(2, 0, 1), 0, torch.rand(3, 3, 2)),
-}
-
-
 def test_index_add_of_every_shape():
     """In place and out of place, along any axis, scaled: the target's own memory gets the sums, and nothing else."""
     index = torch.tensor([4, 1, 4])
-    for shape, made in SHAPES.items():
-        target, dim, source = made()
+    for target, dim, source in (
+        (torch.rand(6, 4), 0, torch.rand(3, 4)),
+        (torch.rand(4, 6), 1, torch.rand(4, 3)),
+        (torch.rand(6), 0, torch.rand(3)),
+        (torch.rand(2, 6, 3), -2, torch.rand(2, 3, 3)),
+        (torch.rand(3, 2, 6).permute(2, 0, 1), 0, torch.rand(3, 3, 2)),
+    ):
         right = target.double().index_add(dim, index, source.double(), alpha=2)
         with batch_invariant() as block:
             new = torch.index_add(target, dim, index, source, alpha=2)
             kept = target.index_add_(dim, index, source, alpha=2)
         assert kept is target
-        assert identical(new, target), shape
+        assert identical(new, target), target.shape
         torch.testing.assert_close(target.double(), right, rtol=1e-6, atol=1e-6)
         assert not block.coverage().left
 

@@ -14,29 +14,11 @@ from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul import cublaslt
-from nondet.kernels.matmul import cuda as matmul_choice
-from nondet.kernels.matmul import cuda as matmul_tables
+from nondet.kernels.matmul import cuda as choice
 from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cublaslt import BlasError, Problem, problem_of
-from nondet.kernels.matmul.cuda import (
-    Member,
-    Row,
-    Table,
-    bmm,
-    choices,
-    forget,
-    forget_tables,
-    linear,
-    matmul,
-    member,
-    mm,
-    prove,
-    read,
-    rule,
-    slug,
-    write,
-)
-from nondet.kernels.matmul.triton_kernels import tile_named
+from nondet.kernels.matmul.cuda import Member, Row, Table, bmm, choices, linear, matmul, member, mm, rule, write
+from nondet.kernels.matmul.triton_kernels import anchor, tile_named
 from tests.build import DEVICE, accuracy_bound, bell, error
 from tests.kernels.tiers import at_length
 
@@ -46,16 +28,16 @@ DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE =
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    forget()
+    choice.forget()
     yield
-    forget()
+    choice.forget()
 
 
 @pytest.fixture
 def book(monkeypatch: pytest.MonkeyPatch) -> Certificates:
     """Certificates in memory, empty."""
     found = Certificates({"device": "test"}, None)
-    monkeypatch.setattr(matmul_choice, "certificates", lambda: found)
+    monkeypatch.setattr(choice, "certificates", lambda: found)
     return found
 
 
@@ -69,33 +51,46 @@ def steered(monkeypatch: pytest.MonkeyPatch, book: Certificates) -> dict[str, ob
         assert isinstance(names, list)
         return names
 
-    def made_up(choice: str, a: torch.Tensor, b: torch.Tensor, bias: object = None, **options: object) -> Member | None:
-        if choice == triton_matmul.anchor(a.dtype).name:
-            return member(choice, a, b, bias)  # type: ignore[arg-type] # a tensor or None
-        if choice == "absent":
+    def made_up(name: str, a: torch.Tensor, b: torch.Tensor, bias: object = None, **options: object) -> Member | None:
+        if name == anchor(a.dtype).name:
+            return member(name, a, b, bias)  # type: ignore[arg-type] # a tensor or None
+        if name == "absent":
             return None
         (batch, m, _), n = a.shape, b.shape[2]
 
         def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
             assert isinstance(state["launched"], list)
-            state["launched"].append(choice)
+            state["launched"].append(name)
             flat = out.view(batch, m, n)
             weight = b.view(-1, b.shape[-1])
             left = a.reshape(batch, m, -1)
             right = weight.T[None] if weight.shape[0] == n else b.reshape(batch, -1, n)
-            tile = triton_matmul.anchor(a.dtype)
+            tile = anchor(a.dtype)
             triton_matmul.bind_chain(left, right, bias, tile)(left, right, bias, flat)
-            if choice == "wrong":
+            if name == "wrong":
                 flat[0, 0, 0] += 1.0
 
-        return Member("cublaslt", f"key of {choice}", choice, launch, False)
+        return Member("cublaslt", f"key of {name}", name, launch, False)
 
-    monkeypatch.setattr(matmul_choice, "INTERPRETED", False)
-    monkeypatch.setattr(matmul_choice, "choices", chosen)
-    monkeypatch.setattr(matmul_choice, "member", made_up)
+    monkeypatch.setattr(choice, "INTERPRETED", False)
+    monkeypatch.setattr(choice, "choices", chosen)
+    monkeypatch.setattr(choice, "member", made_up)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     return state
+
+
+steering = pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+BY_ANCHOR = f"matmul_chain[{anchor(torch.float32)}]"
+
+
+def noted() -> tuple[list[str], torch.Tensor]:
+    """What a product ran, and its result."""
+    x, weight = bell(5, 24), bell(8, 24, seed=1)
+    with listen() as notes:
+        out = linear(x, weight)
+    assert error(out, reference.linear(x, weight)) < 1e-6
+    return list(notes), out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,93 +150,73 @@ def test_bits_do_not_depend_on_the_batch(chained_dot, dtype):
     assert not compare.identical(linear(x.flip(1), weight.flip(1)), whole)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+@steering
 def test_first_use_proves_and_later_uses_do_not(steered, book):
     """A member runs once its bits are proven, which happens once; then it is one look-up away."""
-    x, weight = bell(5, 24), bell(8, 24, seed=1)
-    with listen() as notes:
-        out = linear(x, weight)
-    assert error(out, reference.linear(x, weight)) < 1e-6
-    assert notes == {"right": 1}
+    assert noted()[0] == ["right"]
     assert book.standing("cublaslt", "key of right") is True
     proofs = len(steered["launched"]) - 1
-    assert proofs == len(matmul_choice._PROOFS)
-    linear(x, weight)
+    assert proofs == len(choice._PROOFS)
+    noted()
     assert len(steered["launched"]) == proofs + 2
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+@steering
 def test_a_member_with_other_bits_is_excluded(steered, book):
     """One element that differs in a proof keeps a member out for good, and the next one is taken."""
     steered["names"] = ["absent", "wrong", "right"]
-    x, weight = bell(5, 24), bell(8, 24, seed=1)
-    with listen() as notes:
-        linear(x, weight)
-    assert notes == {"right": 1}
+    assert noted()[0] == ["right"]
     assert [(c.key, c.holds) for c in book.all()] == [("key of right", True), ("key of wrong", False)]
     assert "1 of 40 elements differ" in book.excluded()[0].evidence
-    forget()
+    choice.forget()
     steered["launched"] = []
-    linear(x, weight)
+    noted()
     assert steered["launched"] == ["right"]
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+@steering
 def test_nothing_unproven_runs_while_a_graph_is_captured(steered, book):
     """Unknown under capture means the anchor, for this capture only; what is proven is used there too."""
-    x, weight = bell(5, 24), bell(8, 24, seed=1)
     steered["capturing"] = True
-    with listen() as notes:
-        linear(x, weight)
-    assert list(notes) == [f"matmul_chain[{triton_matmul.anchor(x.dtype)}]"]
+    assert noted()[0] == [BY_ANCHOR]
     assert steered["launched"] == []
     assert book.all() == []
     steered["capturing"] = False
-    with listen() as notes:
-        linear(x, weight)
-    assert list(notes) == ["right"]
-    forget()
+    assert noted()[0] == ["right"]
+    choice.forget()
     steered["capturing"] = True
-    with listen() as notes:
-        linear(x, weight)
-    assert list(notes) == ["right"]
+    assert noted()[0] == ["right"]
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+@steering
 def test_without_memory_for_a_proof_nothing_is_concluded(steered, book, monkeypatch):
     """A proof that does not fit neither holds nor excludes: the anchor runs, and the next call asks again."""
-    x, weight = bell(5, 24), bell(8, 24, seed=1)
 
     def full(*unused: object, **also: object) -> torch.Tensor:
         raise torch.cuda.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(matmul_choice, "_hard", full)
-        with listen() as notes:
-            linear(x, weight)
-        assert list(notes) == [f"matmul_chain[{triton_matmul.anchor(x.dtype)}]"]
+        patch.setattr(choice, "_hard", full)
+        assert noted()[0] == [BY_ANCHOR]
         assert book.all() == []
-    with listen() as notes:
-        linear(x, weight)
-    assert list(notes) == ["right"]
+    assert noted()[0] == ["right"]
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="steers the dispatcher on the interpreter")
+@steering
 def test_operands_that_overlap_go_to_the_anchor(steered, book):
     """An expanded row has no place for a proof's inputs: nothing is proven, and the anchor computes it."""
-    x, weight = bell(1, 24).expand(5, 24), bell(8, 24, seed=1)
     with listen() as notes:
-        linear(x, weight)
-    assert list(notes) == [f"matmul_chain[{triton_matmul.anchor(x.dtype)}]"]
+        linear(bell(1, 24).expand(5, 24), bell(8, 24, seed=1))
+    assert list(notes) == [BY_ANCHOR]
     assert steered["launched"] == []
 
 
 def test_proof_inputs_keep_shape_and_strides():
     """A library chooses by layout, so a proof must run on the very layout; and its sums must cancel exactly."""
     like = bell(40, 64, dtype=torch.float16).T[None]
-    left = matmul_choice._hard(like, "order", negate=True)
+    left = choice._hard(like, "order", negate=True)
     assert (left.shape, left.stride()) == (like.shape, like.stride())
-    right = matmul_choice._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
+    right = choice._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
     assert not (left.double() @ right.double()).any()
     assert (left.float() @ right.float()).any()
 
@@ -252,14 +227,14 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
     a, b, bias = bell(1, 70, 5).mT, bell(1, 70, 9, seed=1), bell(9, seed=2)
     assert a.stride(2) != 1
     seen: list[tuple[object, ...]] = []
-    right = matmul_choice.bind_chain
+    right = choice.bind_chain
 
     def watched(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: object, **also: object) -> object:
         launch = right(a, b, bias, tile, **also)  # type: ignore[arg-type] # handed on
 
         def noted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
             seen.append((a.shape, a.stride(), b.shape, b.stride(), bias is not None))
-            if tile == triton_matmul.anchor(a.dtype) or str(tile) == "16x64x32":
+            if tile == anchor(a.dtype) or str(tile) == "16x64x32":
                 launch(a, b, bias, out)
                 return
             first, second = matmul(a[:, :, :35], b[:, :35]), matmul(a[:, :, 35:], b[:, 35:])
@@ -267,13 +242,13 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(matmul_choice, "bind_chain", watched)
+    monkeypatch.setattr(choice, "bind_chain", watched)
     good, split = (member(name, a, b, bias) for name in ("16x64x32w4s3", "32x64x32w4s3"))
     assert good is not None
     assert split is not None
-    assert matmul_choice.stands(good, a, b, bias) is True
+    assert choice.stands(good, a, b, bias) is True
     assert set(seen) == {(a.shape, a.stride(), b.shape, b.stride(), True)}
-    assert matmul_choice.stands(split, a, b, bias) is False
+    assert choice.stands(split, a, b, bias) is False
     assert [(c.member, c.holds) for c in book.all()] == [("triton 16x64x32w4s3", True), ("triton 32x64x32w4s3", False)]
     assert {c.key for c in book.all()} == {good.key}
     assert "float32[1,5,70]/0,1,5@16" in good.key
@@ -282,8 +257,8 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
 def test_proof_inputs_have_the_alignment_asked_for():
     """16 bytes and no more, where that is what the operands have."""
     like = bell(1, 4, 16)
-    assert matmul_choice._hard(like, "order", negate=True, alignment=16).data_ptr() % 64 == 16
-    assert matmul_choice._hard(like, "order", negate=True, alignment=256).data_ptr() % 64 == 0
+    assert choice._hard(like, "order", negate=True, alignment=16).data_ptr() % 64 == 16
+    assert choice._hard(like, "order", negate=True, alignment=256).data_ptr() % 64 == 0
 
 
 def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
@@ -293,10 +268,10 @@ def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
         raise cublaslt.BlasError("status 7")
 
     a, b = bell(1, 4, 16), bell(1, 16, 8, seed=1)
-    assert prove([Member("bad", "k", "bad", fail, False)], a, b) == [None]
+    assert choice.prove([Member("bad", "k", "bad", fail, False)], a, b) == [None]
     assert book.all() == []
     assert "status 7" in book.aside()["bad", "k"]
-    assert matmul_choice.stands(Member("bad", "k", "bad", fail, False), a, b) is False
+    assert choice.stands(Member("bad", "k", "bad", fail, False), a, b) is False
 
 
 def test_tf32_is_a_class_that_is_asked_for():
@@ -304,10 +279,10 @@ def test_tf32_is_a_class_that_is_asked_for():
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-        assert matmul_choice.class_of(torch.float32) == "chain"
+        assert choice.class_of(torch.float32) == "chain"
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert matmul_choice.class_of(torch.float32) == "chain-tf32"
-        assert matmul_choice.class_of(torch.bfloat16) == "chain"
+        assert choice.class_of(torch.float32) == "chain-tf32"
+        assert choice.class_of(torch.bfloat16) == "chain"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -338,27 +313,26 @@ def test_fake_tensors_get_the_right_shapes():
 
 def test_refuses_what_it_has_no_kernel_for():
     """An unsupported dtype or shape is an error with its name, never another implementation."""
-    with pytest.raises(NotImplementedError, match="int32"):
-        matmul(bell(2, 2).int(), bell(2, 2).int())
-    with pytest.raises(ValueError, match="float16"):
-        matmul(bell(2, 2), bell(2, 2).half())
-    with pytest.raises(ValueError, match="takes"):
-        matmul(bell(2, 3), bell(2, 3))
-    with pytest.raises(ValueError, match="bias"):
-        linear(bell(2, 3), bell(4, 3), bell(3))
-    with pytest.raises(ValueError, match="tile"):
-        member("16 by 16", bell(1, 2, 2), bell(1, 2, 2))
+    for operator, given, words in (
+        (matmul, (bell(2, 2).int(), bell(2, 2).int()), "int32"),
+        (matmul, (bell(2, 2), bell(2, 2).half()), "float16"),
+        (matmul, (bell(2, 3), bell(2, 3)), "takes"),
+        (linear, (bell(2, 3), bell(4, 3), bell(3)), "bias"),
+        (member, ("16 by 16", bell(1, 2, 2), bell(1, 2, 2)), "tile"),
+    ):
+        with pytest.raises(NotImplementedError if words == "int32" else ValueError, match=words):
+            operator(*given)
 
 
 def test_tables_that_come_along_name_members_that_exist():
     """A committed table that names no member, or has a gap, would be found by users."""
-    folder = Path(matmul_choice.__file__).parent / "tables"
+    folder = Path(choice.__file__).parent / "tables"
     paths = list(folder.glob("*.json"))
     assert paths
     for path in paths:
-        table = matmul_choice.read(path)
+        table = choice.read(path)
         assert table.rows
-        assert path.stem == matmul_choice.slug(table.gpu)
+        assert path.stem == choice.slug(table.gpu)
         for row in table.rows:
             for name in (row.choice, row.triton):
                 kind, _, rest = name.rpartition(":")
@@ -381,12 +355,12 @@ ROWS = [
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A user's folder and a packaged one, both empty."""
     user, packaged = tmp_path / "user", tmp_path / "packaged"
-    monkeypatch.setattr(matmul_tables, "user_folder", lambda: user)
-    monkeypatch.setattr(matmul_tables, "_FOLDER", packaged)
-    monkeypatch.setattr(matmul_tables.cublaslt, "version", lambda: 130100)
-    forget_tables()
-    yield user / f"{slug(GPU)}.json", packaged / f"{slug(GPU)}.json"
-    forget_tables()
+    monkeypatch.setattr(choice, "user_folder", lambda: user)
+    monkeypatch.setattr(choice, "_FOLDER", packaged)
+    monkeypatch.setattr(choice.cublaslt, "version", lambda: 130100)
+    choice.forget_tables()
+    yield user / f"{choice.slug(GPU)}.json", packaged / f"{choice.slug(GPU)}.json"
+    choice.forget_tables()
 
 
 def first(m: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, n: int = 32) -> str:
@@ -398,11 +372,11 @@ def test_round_trip(tmp_path):
     """A table comes back as it was written, one row a line."""
     table = Table(GPU, "2.11", "3.6", 130100, ROWS)
     write(tmp_path / "new" / "t.json", table)
-    assert read(tmp_path / "new" / "t.json") == table
+    assert choice.read(tmp_path / "new" / "t.json") == table
     assert (tmp_path / "new" / "t.json").read_text().count("\n") == len(ROWS) + 10
     (tmp_path / "bad.json").write_text('{"form": 99}')
     with pytest.raises(ValueError, match="form"):
-        read(tmp_path / "bad.json")
+        choice.read(tmp_path / "bad.json")
 
 
 def test_the_next_measured_m_decides(tables):
@@ -420,7 +394,7 @@ def test_other_shapes_follow_the_rule(tables):
     """No table, another dtype, another weight, a batch, or far more rows than were measured: the rule."""
     assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
     write(tables[1], Table(GPU, "2.11", "3.6", 130100, ROWS))
-    forget_tables()
+    choice.forget_tables()
     assert first(16) == "cublaslt:2"
     for got, dtype in (
         (first(16, batch=2), torch.bfloat16),
@@ -457,7 +431,7 @@ def test_a_broken_table_is_told_and_ignored(tables):
         assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
     for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
         write(tables[0], Table(GPU, "2.11", "3.6", 130100, [row._replace(**change) for row in ROWS[:1]]))
-        forget_tables()
+        choice.forget_tables()
         with pytest.warns(UserWarning, match="ignored"):
             assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
 
@@ -654,7 +628,7 @@ def test_one_class_over_m_on_hard_inputs(dtype, k, n):
     x = inputs.make("wide", (300, k), dtype, DEVICE, rng)
     weight = inputs.make("outlier", (n, k), dtype, DEVICE, rng)
     bias = bell(n, dtype=dtype, seed=6)
-    tile = triton_matmul.anchor(dtype)
+    tile = anchor(dtype)
     whole = triton_matmul.matmul_chain(x[None], weight.T[None], tile=tile)[0]
     biased = triton_matmul.matmul_chain(x[None], weight.T[None], bias, tile=tile)[0]
     with listen() as notes:
@@ -676,7 +650,7 @@ def test_a_captured_graph_replays_the_same_bits():
             if warm:
                 linear(rows, weight)
             else:
-                triton_matmul.matmul_chain(rows[None], weight.T[None], tile=triton_matmul.anchor(rows.dtype))
+                triton_matmul.matmul_chain(rows[None], weight.T[None], tile=anchor(rows.dtype))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 out = linear(rows, weight)
@@ -698,7 +672,7 @@ def test_inductor_runs_the_same_member():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_odd_sizes_batches_and_offsets(dtype):
     """Sizes and starts that no vector load likes: still the class's bits."""
-    tile = triton_matmul.anchor(dtype)
+    tile = anchor(dtype)
     for m, k, n in ((3, 1001, 77), (33, 1024, 515), (257, 130, 9)):
         a, b = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1)
         assert compare.identical(matmul(a, b), triton_matmul.matmul_chain(a[None], b[None], tile=tile)[0])

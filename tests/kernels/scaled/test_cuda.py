@@ -22,6 +22,12 @@ from tests.kernels.tiers import at_length
 pytestmark = pytest.mark.slow
 E4M3, E5M2 = FLOAT8
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3)]
+
+
+def bell(how, *sizes):
+    return operands("bell", how, sizes, (E4M3, E4M3), "cpu", 0)
+
+
 OUT = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's bfloat16 is wrong
 SIZES = (37, 300, 140)  # tails of every tile and of the stretch of 128
 
@@ -102,7 +108,7 @@ def test_experts_rows_are_their_own_products():
 
 def test_what_has_no_kernel_is_refused(monkeypatch):
     """Another dtype, or another device: never something else instead."""
-    given = operands("bell", "row", (4, 128, 16), (E4M3, E4M3), "cpu", 0)
+    given = bell("row", 4, 128, 16)
     with pytest.raises(NotImplementedError, match=r"into torch\.float64"):
         cuda.scaled_matmul(*given, torch.float64)
     monkeypatch.setattr(cuda, "INTERPRETED", False)
@@ -117,6 +123,8 @@ def kept(monkeypatch):
     monkeypatch.setattr(cuda, "certificates", lambda: found)
     monkeypatch.setattr(cuda, "INTERPRETED", False)
     monkeypatch.setattr(cuda, "_ROWS_PROVEN", 20)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     return found
 
 
@@ -128,8 +136,7 @@ def test_a_tile_that_leaves_the_class_is_excluded_and_the_anchor_s_stands_in(kep
         launched.append(tile)
         return cpu.in_order(a, b, scale_a, scale_b, dtype, bias, interval=64 if tile == cuda.TILES[0] else 128)
 
-    a, b, _, _ = operands("bell", "row", (4, 1024, 32), (E4M3, E4M3), "cpu", 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    a, b, _, _ = bell("row", 4, 1024, 32)
     monkeypatch.setattr(cuda, "scaled_matmul", planted)
     assert cuda._proven(a, b, False, torch.float32, cuda.TILES[1]) == cuda.TILES[1]
     assert cuda._proven(a, b, False, torch.float32, cuda.TILES[0]) == cuda.ANCHOR
@@ -174,30 +181,28 @@ def test_torch_s_own_product_serves_where_it_is_proven_and_nowhere_else(kept, mo
     def tiles(a, b, scale_a, scale_b, dtype, bias=None, *, tile=None):
         return cpu.in_order(a, b, scale_a, scale_b, dtype, bias)
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "_scaled_mm", planted)
-    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     monkeypatch.setattr(cuda, "scaled_matmul", tiles)
     for rows, holds in ((60, True), (64, False)):
-        given = operands("bell", "row", (rows, 512, 32), (E4M3, E4M3), "cpu", 0)
+        given = bell("row", rows, 512, 32)
         bias = torch.zeros(32)
         assert (cuda._library_step(given, torch.float32, None) == 1) is holds
         assert (cuda._library_step(given, torch.float32, bias) == 1) is holds
     assert {c.member for c in kept.all()} == {cuda.LIBRARY}
     assert len(kept.excluded()) == 2
-    few = operands("bell", "row", (8, 512, 32), (E4M3, E4M3), "cpu", 0)
+    few = bell("row", 8, 512, 32)
     assert not cuda._library_step(few, torch.float32, None)  # the tiles are faster
     mixed = (*given[:3], given[3][:, :1].clone())
     assert not cuda._library_step(mixed, torch.float32, None)  # torch has no such product
     assert not cuda._library_step((given[0], given[1].contiguous(), *given[2:]), torch.float32, None)
-    proven = operands("bell", "row", (60, 512, 32), (E4M3, E4M3), "cpu", 0)
+    proven = bell("row", 60, 512, 32)
     assert cuda._library_step(proven, torch.float32, None)
     wider = torch.zeros(60, 528, dtype=torch.uint8).view(E4M3)[:, :512]  # a proof's rows lie side by side
     assert not cuda._library_step((wider, *proven[1:]), torch.float32, None)
     deeper = torch.zeros(32, 528, dtype=torch.uint8).view(E4M3)[:, :512].mT
     assert not cuda._library_step((proven[0], deeper, *proven[2:]), torch.float32, None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    block = operands("bell", "block", (60, 512, 32), (E4M3, E4M3), "cpu", 0)
+    block = bell("block", 60, 512, 32)
     assert not cuda._library_step(block, torch.float32, None)
 
 
@@ -207,12 +212,10 @@ def test_the_library_is_asked_for_more_rows_where_it_leaves_the_class_at_few(kep
     def planted(a, b, scale_a, scale_b, bias=None, out_dtype=None):
         return cpu.in_order(a, b, scale_a, scale_b, out_dtype, bias, splits=2 if len(a) < 64 else 1)
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "_scaled_mm", planted)
-    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     monkeypatch.setattr(cuda, "scaled_matmul", lambda *given, tile: cpu.in_order(*given))
     for rows, step in ((5, 64), (60, 64), (63, 4), (70, 4)):
-        given = operands("bell", "block", (rows, 2048, 256), (E4M3, E4M3), "cpu", 0)
+        given = bell("block", rows, 2048, 256)
         assert cuda._library_step(given, torch.float32, None) == step
         assert identical(cuda.library(*given, torch.float32, step=step), cpu.in_order(*given, torch.float32))
 
@@ -239,14 +242,14 @@ def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
         return cpu.in_order(a, b, scale_a, scale_b, out_dtype, bias)
 
     monkeypatch.setattr(torch, "_scaled_mm", planted)
-    given = operands("bell", "block", (rows, 512, 256), (E4M3, E4M3), "cpu", 0)
+    given = bell("block", rows, 512, 256)
     stock_padded = load_object(operators()["scaled_matmul"].implementation("stock-padded").target("cuda"))
     for library in (cuda.library, stock_padded):  # the latter is asked about beside stock, which refuses a single row
         with listen() as ran:
             assert identical(library(*given, torch.float32), cpu.scaled_matmul(*given, torch.float32))
     assert "torch._scaled_mm, rows in fours" in ran
     assert "stock-padded" in implementations_of("scaled_matmul", ["stock"], "cuda")
-    by_row = operands("bell", "row", (rows, 512, 256), (E4M3, E4M3), "cpu", 0)
+    by_row = bell("row", rows, 512, 256)
     apart = (
         *by_row[:2],
         by_row[2].repeat(1, 2)[:, :1],
@@ -259,14 +262,14 @@ def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
     cuda.library(*apart, torch.float32)
     assert all(scale.is_contiguous() for scale in asked)
     with pytest.raises(NotImplementedError, match="nothing is padded"):
-        stock_padded(*operands("bell", "row", (rows, 512, 256), (E4M3, E4M3), "cpu", 0), torch.float32)
+        stock_padded(*bell("row", rows, 512, 256), torch.float32)
 
 
 def test_scales_that_lie_as_the_library_reads_them_are_not_copied(monkeypatch):
     """Every copy is a launch more than torch's own call: on an H200 two of them took 4 us beside a product of 14."""
 
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, *scales, **_: a)
-    a, b, *scales = operands("bell", "block", (8, 512, 256), (E4M3, E4M3), "cpu", 0)
+    a, b, *scales = bell("block", 8, 512, 256)
     with Seen() as seen:
         cuda.library(a, b, *(scale.mT.contiguous().mT for scale in scales), torch.float32)
     assert seen.names.count("aten.clone.default") == len(scales)  # those of this test, to have them lie so
@@ -317,6 +320,6 @@ def test_the_interpreter_refuses_bfloat16():
     """Its bfloat16 is wrong."""
     if not triton_common.INTERPRETED:
         pytest.skip("this is a GPU")
-    given = operands("bell", "row", (4, 128, 16), (E4M3, E4M3), "cpu", 0)
+    given = bell("row", 4, 128, 16)
     with pytest.raises(NotImplementedError, match="interpreter"):
         cuda.scaled_matmul(*given, torch.bfloat16)
