@@ -69,29 +69,23 @@ def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
     assert constants == CONSTANTS
 
 
-KINDS: list[tuple[torch.Tensor | None, tuple[Any, ...], dict[str, Any], int]] = [
-    (torch.zeros(8, dtype=torch.float16), (33, 0.5), CONSTANTS, 4),
-    (torch.zeros(9)[1:], (33, 0.5), CONSTANTS, 4),
-    (None, (33, 0.5), CONSTANTS, 4),
-    (torch.zeros(8), (1, 0.5), CONSTANTS, 4),
-    (torch.zeros(8), (32, 0.5), CONSTANTS, 4),
-    (torch.zeros(8), (2**31 + 1, 0.5), CONSTANTS, 4),
-    (torch.zeros(8), (True, 0.5), CONSTANTS, 4),
-    (torch.zeros(8), (33, 3), CONSTANTS, 4),
-    (torch.zeros(8), (33, 0.5), {"SPAN": 32, "LOG": False}, 4),
-    (torch.zeros(8), (33, 0.5), {"SPAN": 16, "LOG": True}, 4),
-    (torch.zeros(8), (33, 0.5), CONSTANTS, 8),
-]
-
-
 @pytest.mark.usefixtures("kernel")
 def test_another_kind_is_compiled() -> None:
     """A dtype, a place, none at all, another number or type of it, another constant or option."""
-    for x, numbers, constants, warps in KINDS:
-        kernel = Kernel()
-        launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), CONSTANTS, num_warps=4)
-        launch(kernel, (3,), (x,), numbers, constants, num_warps=warps)
-        assert kernel.compiled == 2, (x, numbers, constants, warps)
+    usual = (torch.zeros(8), (33, 0.5), CONSTANTS, 4)
+    for at, other in (
+        (0, torch.zeros(8, dtype=torch.float16)),
+        (0, torch.zeros(9)[1:]),
+        (0, None),
+        *((1, numbers) for numbers in ((1, 0.5), (32, 0.5), (2**31 + 1, 0.5), (True, 0.5), (33, 3))),
+        (2, {"SPAN": 32, "LOG": False}),
+        (2, {"SPAN": 16, "LOG": True}),
+        (3, 8),
+    ):
+        kernel: Any = Kernel()
+        for x, numbers, constants, warps in (usual, (*usual[:at], other, *usual[at + 1 :])):
+            launch(kernel, (3,), (x,), numbers, constants, num_warps=warps)
+        assert kernel.compiled == 2, other
 
 
 def test_another_device_is_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

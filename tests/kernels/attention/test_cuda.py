@@ -432,22 +432,26 @@ def operands(tokens: int = 150) -> tuple[torch.Tensor, ...]:
 
 
 steering = pytest.mark.skipif(DEVICE == "cuda", reason="steers the gate on the interpreter")
+SPLIT, BY_ONE_PLAN = "attention_split[16x32, 1 of 3 x 64]", "attention_one_pass[16x32, the one plan]"
+
+
+def noted(tokens: int = 150) -> list[str]:
+    """What a decode step ran."""
+    with listen() as notes:
+        attention(*operands(tokens))
+    return list(notes)
 
 
 @steering
 def test_the_first_use_proves_and_later_uses_do_not(steered: dict[str, Any], kept: Certificates) -> None:
     """Once for a way and form, at any length; another form is another proof, and a kept certificate is none."""
-    with listen() as notes:
-        attention(*operands())
-        attention(*operands(140))
+    assert noted() == noted(140) == [SPLIT]
     assert len(steered["asked"]) == 1
-    assert set(notes) == {"attention_split[16x32, 1 of 3 x 64]"}
     attention(*operands(), causal=False)
     assert len(steered["asked"]) == 2
     cuda.forget()  # as a new process, with the file of certificates
-    attention(*operands())
-    assert len(steered["asked"]) == 2
-    assert len(kept.all()) == 2
+    noted()
+    assert len(steered["asked"]) == len(kept.all()) == 2
 
 
 @steering
@@ -455,12 +459,9 @@ def test_a_way_of_other_bits_gives_way_to_the_one_plan(steered: dict[str, Any]) 
     """Excluded, or not to be told (memory): the one plan runs and the note says so; only the first is for good."""
     for verdict in (None, False):
         steered["verdict"] = verdict
-        with listen() as notes:
-            out = attention(*operands())
-        assert list(notes) == ["attention_one_pass[16x32, the one plan]"]
-        assert compare.identical(out, cuda.attention_by_one_plan(*operands()))
+        assert noted() == [BY_ONE_PLAN]
     asked = len(steered["asked"])
-    attention(*operands())
+    assert compare.identical(attention(*operands()), cuda.attention_by_one_plan(*operands()))
     assert len(steered["asked"]) == asked
 
 
@@ -468,16 +469,12 @@ def test_a_way_of_other_bits_gives_way_to_the_one_plan(steered: dict[str, Any]) 
 def test_nothing_unproven_runs_while_a_graph_is_captured(steered: dict[str, Any]) -> None:
     """Nothing can be proven then: the one plan, for this capture only; what is proven is used there too."""
     steered["capturing"] = True
-    with listen() as notes:
-        attention(*operands())
-    assert list(notes) == ["attention_one_pass[16x32, the one plan]"]
+    assert noted() == [BY_ONE_PLAN]
     assert steered["asked"] == []
     steered["capturing"] = False
-    attention(*operands())
+    noted()
     steered["capturing"] = True
-    with listen() as notes:
-        attention(*operands())
-    assert list(notes) == ["attention_split[16x32, 1 of 3 x 64]"]
+    assert noted() == [SPLIT]
 
 
 @steering

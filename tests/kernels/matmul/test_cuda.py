@@ -219,6 +219,9 @@ def test_proof_inputs_keep_shape_and_strides():
     right = choice._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
     assert not (left.double() @ right.double()).any()
     assert (left.float() @ right.float()).any()
+    for alignment in (16, 256):  # and no more, where that is what the operands have
+        made = choice._hard(bell(1, 4, 16), "order", negate=True, alignment=alignment)
+        assert made.data_ptr() % 64 == alignment % 64
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a small proof, for the interpreter")
@@ -252,13 +255,6 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
     assert [(c.member, c.holds) for c in book.all()] == [("triton 16x64x32w4s3", True), ("triton 32x64x32w4s3", False)]
     assert {c.key for c in book.all()} == {good.key}
     assert "float32[1,5,70]/0,1,5@16" in good.key
-
-
-def test_proof_inputs_have_the_alignment_asked_for():
-    """16 bytes and no more, where that is what the operands have."""
-    like = bell(1, 4, 16)
-    assert choice._hard(like, "order", negate=True, alignment=16).data_ptr() % 64 == 16
-    assert choice._hard(like, "order", negate=True, alignment=256).data_ptr() % 64 == 0
 
 
 def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
@@ -396,21 +392,20 @@ def test_other_shapes_follow_the_rule(tables):
     write(tables[1], Table(GPU, "2.11", "3.6", 130100, ROWS))
     choice.forget_tables()
     assert first(16) == "cublaslt:2"
-    for got, dtype in (
-        (first(16, batch=2), torch.bfloat16),
-        (first(16, torch.float16), torch.float16),
-        (first(16, torch.float32), torch.float32),
+    for batch, m, dtype, gpu in (
+        (2, 16, torch.bfloat16, GPU),
+        (1, 16, torch.float16, GPU),
+        (1, 16, torch.float32, GPU),
+        (1, 100_000, torch.bfloat16, GPU),
+        (1, 16, torch.bfloat16, "another GPU"),
     ):
-        assert got == rule(16, 32, 64, dtype)[0]
-    assert choices(1, 100_000, 32, 64, torch.bfloat16, GPU) == rule(100_000, 32, 64, torch.bfloat16)
-    assert choices(1, 16, 32, 64, torch.bfloat16, "another GPU") == rule(16, 32, 64, torch.bfloat16)
+        assert choices(batch, m, 32, 64, dtype, gpu)[0] == rule(m, 32, 64, dtype)[0]
 
 
-def test_ranks_of_another_library_are_not_believed(tables, monkeypatch):
+def test_ranks_of_another_library_are_not_believed(tables):
     """Ranks are a version's own: under another one its favourite is asked for."""
     write(tables[1], Table(GPU, "2.11", "3.6", 129999, ROWS))
-    assert first(16) == "cublaslt:0"
-    assert first(1) == "16x32x128w4s7"
+    assert (first(16), first(1)) == ("cublaslt:0", "16x32x128w4s7")
 
 
 def test_a_users_table_comes_first(tables):
@@ -478,16 +473,17 @@ def problem(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 def test_layouts_are_told_apart():
     """The library chooses by layout, so a proof for one must not be taken for another's."""
-    x, weight = half(1, 8, 64), half(32, 64)
-    assert problem(x, weight.T[None]).layout() == "nt"
-    assert problem(x, half(1, 64, 32)).layout() == "nn"
-    assert problem(half(1, 64, 8).mT, half(1, 64, 32)).layout() == "tn"
-    sliced = half(1, 8, 96)[:, :, :64]
-    assert problem(sliced, weight.T[None]).layout() == "nt a=96"
-    assert (problem(sliced, weight.T[None]).lda, problem(x, weight.T[None]).lda) == (96, 64)
-    stacked = half(3, 8, 64)
-    assert problem(stacked, half(3, 64, 32)).layout() == "nn"
-    assert problem(stacked[::2], half(2, 64, 32)).layout() == "nn a=64,1024"
+    x, weight, stacked = half(1, 8, 64), half(32, 64).T[None], half(3, 8, 64)
+    for a, b, layout in (
+        (x, weight, "nt"),
+        (x, half(1, 64, 32), "nn"),
+        (half(1, 64, 8).mT, half(1, 64, 32), "tn"),
+        (half(1, 8, 96)[:, :, :64], weight, "nt a=96"),
+        (stacked, half(3, 64, 32), "nn"),
+        (stacked[::2], half(2, 64, 32), "nn a=64,1024"),
+    ):
+        assert problem(a, b).layout() == layout
+    assert (problem(half(1, 8, 96)[:, :, :64], weight).lda, problem(x, weight).lda) == (96, 64)
 
 
 def test_sizes_of_one_have_a_valid_distance():
@@ -502,14 +498,17 @@ def test_sizes_of_one_have_a_valid_distance():
 
 def test_what_the_library_cannot_take_is_no_problem():
     """Strided both ways, overlapping, empty, or another dtype: left to Triton, not copied and not miscomputed."""
-    weight = half(64, 32)[None]
-    assert problem_of(half(1, 8, 128)[:, :, ::2], weight, None, False) is None
-    assert problem_of(half(1, 1, 64).expand(1, 8, 64), weight, None, False) is None
-    assert problem_of(half(1, 0, 64), weight, None, False) is None
-    assert problem_of(half(1, 8, 64).double(), weight.double(), None, False) is None
-    assert problem_of(half(2, 8, 64), half(2, 64, 32), half(32), False) is None
-    assert problem_of(half(1, 8, 64), weight, half(64)[::2], False) is None
-    assert problem(half(1, 8, 64), weight, half(32)).bias
+    x, weight = half(1, 8, 64), half(64, 32)[None]
+    for a, b, bias in (
+        (half(1, 8, 128)[:, :, ::2], weight, None),
+        (half(1, 1, 64).expand(1, 8, 64), weight, None),
+        (half(1, 0, 64), weight, None),
+        (x.double(), weight.double(), None),
+        (half(2, 8, 64), half(2, 64, 32), half(32)),
+        (x, weight, half(64)[::2]),
+    ):
+        assert problem_of(a, b, bias, False) is None
+    assert problem(x, weight, half(32)).bias
 
 
 class FakeFunction:
