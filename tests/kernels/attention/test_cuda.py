@@ -70,7 +70,7 @@ def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
     ("hq", "hkv", "tq", "tk", "d"),
     [
         (2, 1, 16, SHORT, 16),
-        (2, 1, 3, SHORT + 6, 24),
+        (4, 2, 3, SHORT + 6, 24),
         *at_length((6, 2, 7, 130, 24), (3, 1, 1, 150, 64), (2, 2, 25, 25, 96)),
     ],
 )

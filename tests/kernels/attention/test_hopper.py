@@ -1,7 +1,6 @@
 """The Hopper kernels: their bits are those of the one plan, and a prefill's list of work reaches every key once.
 
-Gluon has no interpreter. Without a GPU, its list of work and its mask run as Python on NumPy, and the kernel is
-compiled for Hopper, which shows what would cost its speed without changing a result.
+Gluon has no interpreter. Without a GPU, its list of work and its mask run as Python on NumPy.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
 
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
@@ -26,7 +24,7 @@ from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan
 from nondet.kernels.attention.hopper import prefill, supports
 from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
 from tests.build import accuracy_bound
-from tests.kernels.tiers import at_length, compiled
+from tests.kernels.tiers import at_length
 
 
 @pytest.fixture
@@ -135,45 +133,6 @@ def test_what_it_does_not_take_has_a_reason():
         call = {"causal": True, "window": None, "softcap": None} | options
         fault = hopper._call_fault(q, k, k, **call)
         assert fault is None if reason is None else reason in fault
-
-
-COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from nondet.kernels.attention import hopper as h
-from nondet.kernels.attention.gluon_kernels import prefill_kernel as kernel
-
-for head_dim, dtype, causal in ((128, "bf16", True), (64, "fp16", False)):
-    box = lambda rows: f"tensordesc<{dtype}[1, 1, {rows}, {head_dim}],{h._box_layout()!r}>"
-    constants = {"GROUP": 4, "CAUSAL": causal, "BLOCK_M": h._BLOCK_M, "BLOCK_N": h.BLOCK_N, "HEAD_DIM": head_dim,
-                 "SEGMENT": h.SEGMENT, "STAGES": h._STAGES[head_dim], "REGISTERS": h._CONSUMER_REGISTERS}
-    types = {name: "constexpr" for name in constants} | {"qk_scale": "fp32", "q_desc": box(64), "out_desc": box(64),
-                                                         "k_desc": box(h.BLOCK_N), "v_desc": box(h.BLOCK_N)}
-    names = kernel.arg_names
-    source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in names},
-                            {(names.index(name),): value for name, value in constants.items()}, {})
-    built = compile(source, target=GPUTarget("cuda", 90, 32),
-                    options={"num_warps": 4, "maxnreg": h._LAUNCH_REGISTERS, "enable_fp_fusion": False})
-    print("built", built.metadata.shared, built.asm["ptx"].count("wgmma.mma_async.sync"))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(hopper._NO_KERNEL is not None, reason="this Triton has no Gluon for it")
-def test_it_compiles_for_hopper_without_spills_or_serial_products(tmp_path):
-    """No GPU needed: each product stands once, the assembler keeps them asynchronous, registers and memory suffice."""
-    said = compiled(COMPILE, tmp_path)
-    built = [tuple(map(int, found)) for found in re.findall(r"built (\d+) (\d+)", said)]
-    # Per consumer: tile 0's scores, then scores and values in the loop, then the last values; 16 deep each.
-    assert [count for _, count in built] == [2 * (8 + 8 + 8 + 8), 2 * (4 + 4 + 8 + 8)]
-    assert all(shared <= 227 * 1024 for shared, _ in built)
-    assert "serialized" not in said
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
-    # The assembler of Triton 3.7 and later spills a few of the mask's constants, outside the loop's usual path.
-    most = 0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 1024
-    assert len(spills) >= 2
-    assert max(spills) <= most
 
 
 class _Launcher:
@@ -348,10 +307,9 @@ def test_within_the_accuracy_bound(dtype, head_dim):
         prefill(q, k, v, causal=True, scale=0.0)
 
 
-# Decode attention in Gluon, without a GPU: what it takes, when it is chosen, and what the compiler makes of it.
+# Decode attention in Gluon, without a GPU: what it takes, and when it is chosen.
 
 CPU = torch.device("cpu")
-needs_gluon = pytest.mark.skipif(hopper._NO_KERNEL_DECODE is not None, reason="this Triton has no Gluon for it")
 
 
 def call_of(q: torch.Tensor, k: torch.Tensor, **more: Any) -> Call:
@@ -429,64 +387,6 @@ def test_every_way_has_a_name_of_its_own() -> None:
         way._replace(tiles=2),
     ]
     assert len({way.name, *(other.name for other in others)}) == 8
-
-
-COMPILE_DECODE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from nondet.kernels.attention import hopper
-from nondet.kernels.attention.gluon_kernels import decode_kernel
-from nondet.kernels.attention.gluon_kernels import merge_all_kernel
-
-def build(kernel, types, constants, warps, **options):
-    names = kernel.arg_names
-    types |= {"part_ptr": "*fp32", "qk_scale": "fp32"}
-    types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    source = GluonASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, {})
-    built = compile(source, target=GPUTarget("cuda", 90, 32),
-                    options={"num_warps": warps, "enable_fp_fusion": False, **options})
-    ptx = built.asm["ptx"]
-    loads = [at for at in range(len(ptx)) if ptx.startswith("ld.global", at)]
-    print("built", built.metadata.shared, ptx.count("mma.sync"), ptx.count("cp.async.bulk.tensor"),
-          len(loads), int(max(loads) < ptx.index("fma.rn")))
-
-plain = {"CAUSAL": True, "HEAD_DIM": 128, "SEGMENT": 512}
-box = f"tensordesc<bf16[1, 1, 128, 128],{hopper._box_layout()!r}>"
-registers = hopper._LAUNCH_REGISTERS
-dense = {"cu_q_ptr": None, "cu_k_ptr": None, "index_ptr": None}
-for split, tiles, slots, warps, page in ((True, 4, 6, 4, 0), (False, 2, 3, 4, 0), (True, 4, 6, 4, 16)):
-    boxes = box.replace("128, 128]", f"{page}, 128]") if page else box
-    indices = {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32", "index_ptr": "*i32"} if page else {}
-    build(decode_kernel, {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_desc": boxes, "v_desc": boxes} | indices,
-          plain | {"SPLIT": split, "TILES": tiles, "SLOTS": slots, "EARLY": True, "GROUP": 4, "BLOCK_N": 128,
-                   "PAGE": page, "VARLEN": page > 0, **({} if page else dense),
-                   "WARPS": warps, **({} if split else {"part_ptr": None})}, warps, maxnreg=registers)
-build(merge_all_kernel, {"out_ptr": "*bf16"},
-      plain | {"VARLEN": False, "cu_q_ptr": None, "cu_k_ptr": None, "CHUNK": 16}, 1)
-"""
-
-
-@pytest.mark.nightly
-@needs_gluon
-def test_it_compiles_for_hopper_and_its_merge_waits_once(tmp_path: Any) -> None:
-    """No GPU needed: products and loads stand once, memory suffices; a merge has all its loads under way at once."""
-    said = compiled(COMPILE_DECODE, tmp_path)
-    built = [tuple(map(int, figures)) for figures in re.findall(r"built (\d+) (\d+) (\d+) (\d+) (-?\d+)", said)]
-    split, whole, paged, merge = built
-    assert paged[:2] == split[:2]
-    assert paged[2] in (2 * 8, 2 * 2 * 8)  # K or V of a tile, page by page in halves, in a loop over tiles
-    assert split[0] <= 227 * 1024
-    assert 2 * (whole[0] + 1024) <= 228 * 1024  # two programs to a multiprocessor
-    assert split[1] == 2 * 4 * 4 * 8  # scores and values of 4 tiles: 4 columns of 8 a warp, 8 deep
-    assert whole[1] == 2 * 2 * 4 * 8
-    assert (split[2], whole[2]) == (2 * 2 * 4, 2 * 2 * 2)  # K and V of each tile, in halves of the head dim
-    assert merge[3] == 16 + 3  # a segment's values a load; a lane's maximum, the one before it, and its sum
-    assert merge[4] == 1
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
-    assert len(spills) == 4
-    assert max(spills.pop(2), 8) == 8  # of the paged one, by Triton 3.7
-    assert max(spills) == 0
 
 
 # Decode attention in Gluon on a GPU: the bits of the one plan, whatever the way, and nothing is read too early.

@@ -179,10 +179,8 @@ def test_the_stand_in_goes_with_the_block() -> None:
 # Mixtures of experts under `batch_invariant()`: each way of computing experts, alone and in company, bit for bit.
 
 WAYS = ("eager", "batched_mm", "grouped_mm")
-SIZES = {
-    "vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2,
-}  # fmt: skip
+SIZES = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 40, "num_experts": 8, "norm_topk_prob": True}
 MODELS = {
     "qwen3-moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**SIZES, **QWEN3_MOE)),

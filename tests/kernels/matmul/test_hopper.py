@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from nondet.kernels.matmul.gluon_kernels import barriers_of
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, matmul_chain
 from tests.build import DEVICE
-from tests.kernels.tiers import compiled
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="the kernel needs compute capability 9.0")
@@ -174,40 +171,3 @@ def test_barriers_are_found_or_refused():
     for text in ("", init, second + init, init + second.replace("1040", "%r2"), init + second.replace(", 4;", ", 1;")):
         with pytest.raises(RuntimeError, match="not recognised"):
             barriers_of(text, 4)
-
-
-COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from nondet.kernels.matmul import hopper as h
-from nondet.kernels.matmul.gluon_kernels import rows_kernel as kernel
-
-names = kernel.arg_names
-for tile, early in ((h.HOPPER_TILES[0], True), (h.HOPPER_TILES[-1], False)):
-    box = lambda rows: f"tensordesc<bf16[{rows}, {h._PIECE}],{h._box_layout()!r}>"
-    pieces, likely = tile.block_k // h._PIECE, h.likely_barriers(h._held_bytes(tile), tile.stages)
-    loop, operands = h.hopper_loop(tile.block_m, tile.block_n, pieces, tile.stages, *likely, "bf16")
-    constants = {"bias_ptr": None, "HAS_BIAS": False, "ROWS": tile.block_m, "BLOCK_N": tile.block_n,
-                 "PIECES": pieces, "STAGES": tile.stages, "EARLY": early, "LOOP": loop, "OPERANDS": operands}
-    types = {name: "constexpr" for name in constants} | {"a_desc": box(tile.block_m), "b_desc": box(tile.block_n),
-                                                         "out_ptr": "*bf16"}
-    source = GluonASTSource(kernel, {name: types.get(name, "i32") for name in names},
-                            {(names.index(name),): value for name, value in constants.items()}, {})
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps, "launch_pdl": early})
-    ptx = built.asm["ptx"]
-    print("built", built.metadata.shared, ptx.count("wgmma.mma_async.sync"), h.barriers_of(ptx, 4) == likely,
-          ptx.count("griddepcontrol"))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(hopper._NO_KERNEL, reason="this Triton has no Gluon for it")
-def test_it_compiles_for_hopper_without_serial_products(tmp_path):
-    """No GPU needed: products stay asynchronous, barriers are where the loop waits, all has room; one starts early."""
-    said = compiled(COMPILE, tmp_path)
-    built = re.findall(r"built (\d+) (\d+) (\w+) (\d+)", said)
-    assert [row[1:] for row in built] == [("16", "True", "2"), ("8", "True", "0")]
-    assert all(int(row[0]) <= hopper._SHARED_BYTES for row in built)
-    assert "serialized" not in said
-    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}
