@@ -96,27 +96,21 @@ def test_a_copy_of_torchao_s_computes_with_torch_s_product(tmp_path, how):
     assert all("the batch's axis included" in what for what in told.at_risk)
 
 
-def test_without_torchao_the_script_says_so(tmp_path, monkeypatch):
-    """One line, nothing written; a folder that is there is refused first."""
+def test_what_the_script_cannot_do_is_one_line(folders, tmp_path, monkeypatch, capsys):
+    """No torchao, a folder that is there, a weight of no whole blocks, a model without weights: nothing is written."""
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(SystemExit, match="torchao-row is written by torchao, which can't be imported here"):
-        script().by_torchao("torchao-row", tmp_path / "new")
-    with pytest.raises(SystemExit, match="is there already"):
-        script().by_torchao("torchao-row", tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_nothing_is_overwritten_and_odd_sizes_are_refused(folders):
-    """One line, and the folder stays as it was; a weight of no whole blocks is refused by its sizes."""
-    with pytest.raises(SystemExit, match="is there already"):
-        script().convert("row", folders["row"])
-    with pytest.raises(SystemExit, match="whole blocks"):
-        script().quantized(torch.ones(100, 128), "block")
-
-
-def test_a_folder_without_weights_is_refused_in_a_line(tmp_path, monkeypatch, capsys):
-    """Exit code 2, and nothing written: a folder of parts, or none at all."""
+    for call, line in (
+        (
+            lambda: script().by_torchao("torchao-row", tmp_path / "new"),
+            "torchao-row is written by torchao, which can't",
+        ),
+        (lambda: script().by_torchao("torchao-row", tmp_path), "is there already"),
+        (lambda: script().convert("row", folders["row"]), "is there already"),
+        (lambda: script().quantized(torch.ones(100, 128), "block"), "whole blocks"),
+    ):
+        with pytest.raises(SystemExit, match=line):
+            call()
     monkeypatch.setattr(sys, "argv", ["fp8_model.py", "row", str(tmp_path / "new"), "--model", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         script().main()
@@ -141,10 +135,9 @@ def test_quantized_weights_that_stay_are_told_as_they_are():
     """A model that keeps its config's method computes with it; one that lost it has plain weights."""
     given = SimpleNamespace(quant_method="fbgemm_fp8")
     kept, lost = (SimpleNamespace(config=SimpleNamespace(quantization_config=one)) for one in (given, None))
+    made = {"quantization": "fp8, of which loading made bfloat16"}
     assert quantization_of(given, kept, "bfloat16") == {"quantization": "fbgemm_fp8"}
-    assert quantization_of({"quant_method": "fp8"}, lost, "bfloat16") == {
-        "quantization": "fp8, of which loading made bfloat16"
-    }
+    assert quantization_of({"quant_method": "fp8"}, lost, "bfloat16") == made
     assert quantization_of(None, lost, "bfloat16") == {}
 
 
@@ -266,13 +259,8 @@ def experts(
     block: tuple[int, int] | None = (128, 128), intermediate: int = 128, **more: Any
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """FP8Experts of 8 weights, seeded, and what a router of 2 gives them for 11 rows."""
-    config = SimpleNamespace(
-        hidden_size=256,
-        num_experts=8,
-        moe_intermediate_size=intermediate,
-        hidden_act="silu",
-        _experts_implementation="eager",
-    )
+    config = SimpleNamespace(hidden_size=256, num_experts=8, moe_intermediate_size=intermediate, hidden_act="silu")
+    config._experts_implementation = "eager"
     made = finegrained_fp8.FP8Experts(config, block_size=block, **more)
     made._is_expert_parallel = False
     rng = torch.Generator().manual_seed(0)
