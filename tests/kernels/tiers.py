@@ -7,11 +7,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 
 def at_length(*values: Any) -> list[Any]:
     """These only in a run at length (`nightly`); a tuple stands for several arguments."""
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.nightly) for v in values]
+
+
+def untouched(count: int) -> torch.Tensor:
+    """Room for so many float16 numbers of which few are ever touched, as a CPU's allocator allows; else a skip."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU's allocator takes all of it")
+    try:
+        return torch.empty(count, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("the system gives no 4 GiB of memory that is not touched")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def as_python(monkeypatch):
 
 
 def test_every_item_has_one_program_and_programs_share_the_work(as_python):
-    """Turn by turn, programs cover the items once; none has two items, or 3 % of a prefill's tiles, more than another."""
+    """Turn by turn, programs cover the items once; none has two items, or 3 % of the tiles, more than another."""
     for items, programs in ((1, 1), (7, 7), (1024, 132), (131, 132), (265, 132)):
         as_python.programs = programs
         turns, mine, tiles = range(math.ceil(items / programs)), [], []
@@ -350,9 +350,7 @@ def test_a_cpu_is_refused() -> None:
 def test_every_way_has_a_name_of_its_own() -> None:
     """A certificate of one way is none of another: whatever can differ is in the name."""
     way = triton_kernels.few_rows(8, 2, 128, CPU)
-    others = [
-        way._replace(plan=way.plan._replace(**{name: 3 + getattr(way.plan, name)})) for name in ("warps", "stages")
-    ]
+    others = [way._replace(plan=way.plan._replace(**change)) for change in ({"warps": 8}, {"stages": 3})]
     others += [way._replace(**{name: not getattr(way, name)}) for name in ("pdl", "lanes", "early")]
     others += [way._replace(span=way.span + 1), way._replace(tiles=2)]
     assert len({way.name, *(other.name for other in others)}) == 8

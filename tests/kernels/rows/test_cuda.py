@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nondet.core import compare, inputs
+from nondet.core import inputs
 from nondet.core.compare import identical
 from nondet.core.launch import listen
 from nondet.kernels import reference, triton_common
@@ -23,8 +23,8 @@ from nondet.kernels.rows import cuda as triton_rows
 from nondet.kernels.rows import cuda_softmax
 from nondet.kernels.rows.cuda import module_norm
 from nondet.kernels.rows.cuda_softmax import plan, takes
-from tests.build import DEVICE, accuracy_bound
-from tests.kernels.tiers import at_length
+from tests.build import DEVICE, accuracy_bound, error
+from tests.kernels.tiers import at_length, untouched
 
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = [
@@ -85,10 +85,10 @@ def test_sum_runs_in_the_written_order(width):
     """The docstring's order, written again in NumPy, gives the kernel's bits; adding from left to right does not."""
     x = make("cancel", 3, width)
     ours = triton_rows.sum(x).cpu()
-    assert compare.identical(ours, torch.from_numpy(added_up(chunks_of(x.cpu().numpy(), 0.0))[:, 0]))
+    assert identical(ours, torch.from_numpy(added_up(chunks_of(x.cpu().numpy(), 0.0))[:, 0]))
     if width > 64:
         left_to_right = np.add.accumulate(x.cpu().numpy(), axis=1, dtype=np.float32)[:, -1]
-        assert not compare.identical(ours, torch.from_numpy(left_to_right))
+        assert not identical(ours, torch.from_numpy(left_to_right))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16, torch.float64)])
@@ -105,14 +105,10 @@ def test_within_the_accuracy_bound(dtype, shape):
         gap = float((getattr(triton_rows, name)(x).double() - ref).norm())
         assert gap <= accuracy_bound(dtype, width) * max(size, float(ref.norm())), name
     weight, residual = make("bell", width), make("wide", *shape, dtype=dtype)
-    figures = compare.error_against(triton_rows.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    assert figures.relative_norm <= accuracy_bound(dtype, width)
-    for ours, ref in zip(
-        triton_rows.rms_norm_residual(x, residual, weight),
-        reference.rms_norm_residual(x, residual, weight),
-        strict=True,
-    ):
-        assert compare.error_against(ours, ref).relative_norm <= accuracy_bound(dtype, width)
+    pairs = [(triton_rows.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))]
+    both = [module.rms_norm_residual(x, residual, weight) for module in (triton_rows, reference)]
+    for ours, ref in (*pairs, *zip(*both, strict=True)):
+        assert error(ours, ref) <= accuracy_bound(dtype, width)
 
 
 @pytest.mark.parametrize("width", [70, 17000, *at_length(16385)])
@@ -128,7 +124,7 @@ def test_exponentials_add_up_in_the_written_order(width):
         ]
         total = added_up(sums)[:, :1] if len(sums) > 1 else sums[0]
         expected = np.log(total) + top
-        assert compare.identical(triton_rows.logsumexp(x), torch.from_numpy(expected[:, 0]))
+        assert identical(triton_rows.logsumexp(x), torch.from_numpy(expected[:, 0]))
     ours = triton_rows.log_softmax(x).double()
     torch.testing.assert_close(ours, torch.log_softmax(x.double(), -1), rtol=1e-5, atol=1e-5)
 
@@ -141,10 +137,10 @@ def test_one_launch_is_two_launches(name, width, monkeypatch):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
     x, log = make("wide", 2, width), name == "log_softmax"
     apart = cuda_softmax._softmax(name, x, log=log, at_once=False)
-    assert compare.identical(cuda_softmax._softmax(name, x, log=log, at_once=True), apart)
-    assert compare.identical(cuda_softmax._softmax(name, x[1:], log=log, at_once=True), apart[1:])
+    assert identical(cuda_softmax._softmax(name, x, log=log, at_once=True), apart)
+    assert identical(cuda_softmax._softmax(name, x[1:], log=log, at_once=True), apart[1:])
     monkeypatch.setattr(cuda_softmax, "_LAG_BYTES", 1)  # a row's results follow its pairs at once
-    assert compare.identical(cuda_softmax._softmax(name, x, log=log, at_once=True), apart)
+    assert identical(cuda_softmax._softmax(name, x, log=log, at_once=True), apart)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="turns the interpreter's programs around")
@@ -161,38 +157,32 @@ def test_one_launch_in_whatever_order_programs_start(monkeypatch):
         forward(started[-1], j, k)
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", backward)
-    assert compare.identical(cuda_softmax._softmax("softmax", x, log=False, at_once=True), apart)
+    assert identical(cuda_softmax._softmax("softmax", x, log=False, at_once=True), apart)
     assert started == sorted(started, reverse=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its memory is never touched, which a CPU's allocator allows")
 def test_rows_that_reach_beyond_32_bits_are_copied():
     """Columns are counted in 32 bits: a row whose last one lies further is read from a copy."""
-    try:
-        room = torch.empty(2**31 + 8, dtype=torch.float16)
-    except RuntimeError:
-        pytest.skip("the system gives no 4 GiB of memory that is not touched")
-    x = make("bell", 2, 5).half()
+    room, x = untouched(2**31 + 8), make("bell", 2, 5).half()
     far = room.as_strided((2, 5), (1, 2**29)).copy_(x)
-    assert compare.identical(triton_rows.softmax(far), triton_rows.softmax(x))
+    assert identical(triton_rows.softmax(far), triton_rows.softmax(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *at_length(torch.float32)])
 @pytest.mark.parametrize("width", [70, *at_length(17000)])
 def test_residual_is_two_operators(dtype, width):
     """x + residual as torch rounds it, and the norm of that: bit for bit, whatever the strides. Unrounded differs."""
-    x, residual, weight = (
-        make(k, *s, dtype=dtype) for k, s in (("bell", (3, width)), ("wide", (3, width)), ("bell", (width,)))
-    )
+    x, residual = make("bell", 3, width, dtype=dtype), make("wide", 3, width, dtype=dtype)
+    weight = make("bell", width, dtype=dtype)
     out, added = triton_rows.rms_norm_residual(x, residual, weight)
-    assert compare.identical(added, x + residual)
-    assert compare.identical(out, triton_rows.rms_norm(x + residual, weight))
+    assert identical(added, x + residual)
+    assert identical(out, triton_rows.rms_norm(x + residual, weight))
     apart = triton_rows.rms_norm_residual(x, residual.T.contiguous().T, weight)
-    assert compare.identical(apart[0], out)
-    assert compare.identical(apart[1], added)
+    assert identical(apart[0], out)
+    assert identical(apart[1], added)
     if dtype == torch.float16:
         unrounded = triton_rows.rms_norm(x.float() + residual.float(), weight.float()).half()
-        assert not compare.identical(unrounded, out)
+        assert not identical(unrounded, out)
 
 
 @pytest.mark.parametrize("width", [70, *at_length(17000)])
@@ -202,10 +192,10 @@ def test_cross_entropy_is_log_softmax_at_the_target(width):
     target = torch.tensor([[0, width - 1, 5], [-100, width, -1]], device=DEVICE)
     losses = triton_rows.cross_entropy(x, target)
     logs = triton_rows.log_softmax(x)
-    assert compare.identical(losses[0], -logs[0, [0, 1, 2], target[0]])
+    assert identical(losses[0], -logs[0, [0, 1, 2], target[0]])
     assert losses[1, 0] == 0
     assert losses[1, 1:].isnan().all()
-    assert compare.identical(triton_rows.cross_entropy(x, target.int()), losses)
+    assert identical(triton_rows.cross_entropy(x, target.int()), losses)
     assert triton_rows.cross_entropy(x, target, ignore_index=5)[0, 2] == 0
 
 
@@ -221,10 +211,10 @@ def test_rms_norm_reads_heads_where_they_lie(tokens: int, heads: int, width: int
         x = whole[:, at * width : (at + heads) * width].view(tokens, heads, width)
         copied = triton_rows.rms_norm(x.clone(memory_format=torch.contiguous_format), weight)
         for _ in range(2):
-            assert compare.identical(triton_rows.rms_norm(x, weight), copied)
+            assert identical(triton_rows.rms_norm(x, weight), copied)
         assert triton_common.again(("rms_norm", 1e-6), x, weight) is not None  # of a copy nothing is remembered
     uneven = whole.view(tokens, -1, width)[::2, ::2]
-    assert compare.identical(triton_rows.rms_norm(uneven, weight), triton_rows.rms_norm(uneven.contiguous(), weight))
+    assert identical(triton_rows.rms_norm(uneven, weight), triton_rows.rms_norm(uneven.contiguous(), weight))
 
 
 def test_rms_norm_rounds_once():
@@ -248,10 +238,10 @@ def test_a_row_does_not_depend_on_the_others(width, names):
     x = make("wide", 3 if width < 10_000 else 2, width)
     for name in names:
         together = run(name, x)
-        assert compare.identical(run(name, x.flip(0)).flip(0), together), name
+        assert identical(run(name, x.flip(0)).flip(0), together), name
         for i in range(len(x)):
-            assert compare.identical(run(name, x[i : i + 1])[0], together[i]), name
-        assert not compare.identical(together[0], together[1]), name
+            assert identical(run(name, x[i : i + 1])[0], together[i]), name
+        assert not identical(together[0], together[1]), name
 
 
 def test_strides_and_alignment_do_not_change_bits():
@@ -265,8 +255,8 @@ def test_strides_and_alignment_do_not_change_bits():
     for name in ALL:
         plain = run(name, x)
         for view in (wider[:, 7:103], x.T.contiguous().T, shifted[1:].view(3, 96)):
-            assert compare.identical(run(name, view), plain), name
-        assert compare.identical(run(name, by_axis), run(name, by_axis.contiguous())), name
+            assert identical(run(name, view), plain), name
+        assert identical(run(name, by_axis), run(name, by_axis.contiguous())), name
 
 
 @pytest.mark.parametrize(
@@ -287,7 +277,7 @@ def test_infinities_and_nan_stay_in_their_row(width, names):
         out = run(name, x)
         torch.testing.assert_close(out, getattr(torch, name)(x, -1), equal_nan=True, rtol=1e-5, atol=1e-6)
         assert out[2:].isnan().all()
-        assert name != names[0] or compare.identical(out[:1], before)
+        assert name != names[0] or identical(out[:1], before)
     assert triton_rows.sum(x[3:4]).isnan()
 
 
@@ -337,8 +327,8 @@ def test_bits_do_not_depend_on_the_batch(dtype, width):
     for name in ALL:
         whole = run(name, x)
         for m in (1, 2, 3, 8, 15, 64, 299):
-            assert compare.identical(run(name, x[:m]), whole[:m])
-            assert compare.identical(run(name, x[-m:]), whole[-m:])
+            assert identical(run(name, x[:m]), whole[:m])
+            assert identical(run(name, x[-m:]), whole[-m:])
 
 
 @pytest.mark.gpu
@@ -347,7 +337,7 @@ def test_sum_has_the_written_bits_in_bfloat16(width):
     """The GPU's layouts add as the docstring says."""
     x = make("cancel", 3, width, dtype=torch.bfloat16)
     expected = torch.from_numpy(added_up(chunks_of(x.float().cpu().numpy(), 0.0))[:, 0]).bfloat16()
-    assert compare.identical(triton_rows.sum(x).cpu(), expected)
+    assert identical(triton_rows.sum(x).cpu(), expected)
 
 
 # transformers' RMSNorm modules in one launch: the bits of the operators one by one, where the text is known.
@@ -472,10 +462,10 @@ def test_held_rows_have_the_bits_of_rows_read_twice(dtype, width):
             whole = cuda_softmax._softmax(name, x, log=log)
         assert any("held" in note for note in notes), notes
         for at_once in (False, True):
-            assert compare.identical(whole, cuda_softmax._softmax(name, x, log=log, at_once=at_once))
+            assert identical(whole, cuda_softmax._softmax(name, x, log=log, at_once=at_once))
         for m in (1, 2, 9, 33):
-            assert compare.identical(cuda_softmax._softmax(name, x[:m], log=log), whole[:m])
-            assert compare.identical(cuda_softmax._softmax(name, x[-m:], log=log), whole[-m:])
+            assert identical(cuda_softmax._softmax(name, x[:m], log=log), whole[:m])
+            assert identical(cuda_softmax._softmax(name, x[-m:], log=log), whole[-m:])
 
 
 @pytest.mark.gpu
@@ -485,14 +475,14 @@ def test_rows_apart_in_memory_and_rows_in_no_whole_words():
     room = logits(150, 40002, torch.bfloat16)
     apart = room[:, 2:32002]
     with listen() as notes:
-        assert compare.identical(cuda_softmax.softmax(apart), cuda_softmax.softmax(apart.contiguous()))
+        assert identical(cuda_softmax.softmax(apart), cuda_softmax.softmax(apart.contiguous()))
     assert sum(count for note, count in notes.items() if "held" in note) == 2
     for x in (room[:, :32001], room[:, 1:32001], room[:, :36000:2]):
         assert not takes(x, plan(x.shape[1], 2))
         got = cuda_softmax.softmax(x)
         padded = torch.full((150, x.shape[1] + x.shape[1] % 2), -torch.inf, device=DEVICE, dtype=x.dtype)
         padded[:, : x.shape[1]] = x
-        assert compare.identical(got, cuda_softmax.softmax(padded)[:, : x.shape[1]])
+        assert identical(got, cuda_softmax.softmax(padded)[:, : x.shape[1]])
 
 
 @pytest.mark.gpu
@@ -510,7 +500,7 @@ def test_waiting_ends_on_many_streams_at_once():
             with torch.cuda.stream(stream):
                 results.append(cuda_softmax.softmax(x))
     torch.cuda.synchronize()
-    assert all(compare.identical(result, alone) for result in results)
+    assert all(identical(result, alone) for result in results)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
