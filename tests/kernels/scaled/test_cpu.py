@@ -38,13 +38,8 @@ def test_sums_of_128_are_exact_or_their_parts_are(left, right):
     got = exact(a, b)
     for m in range(6):
         for n in range(5):
-            right_sum = sum(
-                (
-                    Fraction(x) * Fraction(y)
-                    for x, y in zip(a[m].double().tolist(), b[:, n].double().tolist(), strict=True)
-                ),
-                Fraction(0),
-            )
+            pairs = zip(a[m].double().tolist(), b[:, n].double().tolist(), strict=True)
+            right_sum = sum((Fraction(x) * Fraction(y) for x, y in pairs), Fraction(0))
             if left == right == E4M3:
                 assert Fraction(got[m, n].item()) == right_sum
             else:
@@ -103,14 +98,14 @@ def test_infinities_and_nan_stay_in_their_row_and_column():
 def test_what_is_no_such_product_is_refused():
     """Shapes and scales that do not fit are errors; other dtypes and scales have no kernel."""
     a, b, scale_a, scale_b = operands("bell", "row", (4, 256, 8), (E4M3, E4M3), "cpu", 0)
-    with pytest.raises(ValueError, match="do not fit"):
-        scaled_matmul(a, b, scale_a[:3], scale_b, torch.float32)
-    with pytest.raises(ValueError, match="takes"):
-        scaled_matmul(a, b[:100], scale_a, scale_b, torch.float32)
-    with pytest.raises(NotImplementedError, match="no invariant product"):
-        scaled_matmul(a.float(), b, scale_a, scale_b, torch.float32)
-    with pytest.raises(NotImplementedError, match="scales of"):
-        scaled_matmul(a, b, scale_a.double(), scale_b, torch.float32)
+    for given, kind, words in (
+        ((a, b, scale_a[:3], scale_b), ValueError, "do not fit"),
+        ((a, b[:100], scale_a, scale_b), ValueError, "takes"),
+        ((a.float(), b, scale_a, scale_b), NotImplementedError, "no invariant product"),
+        ((a, b, scale_a.double(), scale_b), NotImplementedError, "scales of"),
+    ):
+        with pytest.raises(kind, match=words):
+            scaled_matmul(*given, torch.float32)
 
 
 def test_experts_rows_have_the_bits_of_their_own_products():
@@ -119,10 +114,9 @@ def test_experts_rows_have_the_bits_of_their_own_products():
     weight, scales = b.mT.unflatten(0, (3, 16)).mT, scale_b[0].view(3, 16)
     out = scaled_grouped_matmul(a, weight, scale_a[:, 0], scales, torch.tensor([2, 2, 7]), torch.float32)
     for row, expert in enumerate((0, 0, 2, 2, 2, 2, 2)):
-        alone = scaled_matmul(
-            a[row : row + 1], weight[expert], scale_a[row : row + 1], scales[expert][None], torch.float32
-        )
-        assert identical(out[row : row + 1], alone)
+        one = slice(row, row + 1)
+        alone = scaled_matmul(a[one], weight[expert], scale_a[one], scales[expert][None], torch.float32)
+        assert identical(out[one], alone)
     assert not out[7:].any()
     with pytest.raises(ValueError, match="do not fit"):
         scaled_grouped_matmul(a, weight, scale_a[:, 0], scales, torch.tensor([2, 1, 7]), torch.float32)

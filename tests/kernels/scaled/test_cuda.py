@@ -250,17 +250,11 @@ def test_rows_are_padded_for_the_library_s_blocks(rows, monkeypatch):
     assert "torch._scaled_mm, rows in fours" in ran
     assert "stock-padded" in implementations_of("scaled_matmul", ["stock"], "cuda")
     by_row = bell("row", rows, 512, 256)
-    apart = (
-        *by_row[:2],
-        by_row[2].repeat(1, 2)[:, :1],
-        by_row[3].mT.repeat(1, 2)[:, :1].mT,
-    )  # torch takes no such scales
+    apart = by_row[2].repeat(1, 2)[:, :1], by_row[3].mT.repeat(1, 2)[:, :1].mT  # torch takes no such scales
     asked = []
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda a, b, *scales, **_: asked.extend(scales[:2]) or a.float() @ b.float()
-    )
-    cuda.library(*apart, torch.float32)
-    assert all(scale.is_contiguous() for scale in asked)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, *scales, **_: asked.extend(scales[:2]) or a.float())
+    cuda.library(*by_row[:2], *apart, torch.float32)
+    assert [scale.is_contiguous() for scale in asked] == [True, True]
     with pytest.raises(NotImplementedError, match="nothing is padded"):
         stock_padded(*bell("row", rows, 512, 256), torch.float32)
 
