@@ -23,7 +23,9 @@ def test_what_masks_mean() -> None:
     packed = np.zeros((8, 16), dtype=bool)  # a decode, a chunk, a prefill, then padding
     for block, q, k in ((causal(1, 5), 0, 0), (causal(3, 7), 1, 5), (causal(2, 2), 4, 12)):
         packed[q : q + block.shape[0], k : k + block.shape[1]] = block
+    ended = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)
     for what, visible, queries, spans in (
+        ("a window that ends", [ended], 4, [Span(0, 0, 3, 0, 3, True, 2), Span(0, 3, 4, 0, 4, True)]),
         ("left padding", [causal(6, 6), causal(6, 6, 2)], 6, [Span(0, 0, 6, 0, 6, True), Span(1, 2, 6, 2, 6, True)]),
         ("right padding", [causal(6, 6, 0, 2)], 6, [Span(0, 0, 4, 0, 4, True), Span(0, 4, 6, 0, 4, False)]),
         ("a chunk", [causal(3, 10, 4)], 3, [Span(0, 0, 3, 4, 10, True)]),

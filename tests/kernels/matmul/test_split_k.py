@@ -30,7 +30,7 @@ def operands(
 @MODULES
 def test_the_number_of_parts_changes_bits(module: ModuleType) -> None:
     """Ordered or not, another number of parts is another sum; the same number, in order, is the same."""
-    a, b = operands(module, 3, 700, 20)
+    a, b = operands(module, 3, 1500, 20)
     results = [module.split_k(a, b, splits=s, ordered=True) for s in (1, 2, 8)]
     assert not identical(results[0], results[1])
     assert not identical(results[0], results[2])

@@ -130,8 +130,7 @@ def test_exponentials_add_up_in_the_written_order(width):
 
 
 @pytest.mark.parametrize(
-    ("name", "width"),
-    [("softmax", 17000), *at_length(("softmax", 40000), ("log_softmax", 17000))],
+    ("name", "width"), [("softmax", 17000), *at_length(("softmax", 40000), ("log_softmax", 17000))]
 )
 def test_one_launch_is_two_launches(name, width, monkeypatch):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
