@@ -154,7 +154,7 @@ def all_reduce_under_a_block() -> dict[str, object]:
 
 def row_parallel_operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [7, 512], weight [48, 512], bias [48]."""
-    return (drawn((7, 512), torch.bfloat16, 90), drawn((48, 512), torch.bfloat16, 91), drawn((48,), torch.bfloat16, 92))
+    return drawn((7, 512), torch.float32, 90), drawn((48, 512), torch.float32, 91), drawn((48,), torch.float32, 92)
 
 
 def row_parallel_parts(ranks: int) -> torch.Tensor:
