@@ -326,7 +326,8 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, ane
         case = _case((name, min(K, 256), min(N, 128)), dtype, "order", "history", rows=min(largest, 8))
         title = case.name.replace(base.AXES["history"], "where the first call of a size is of one row, or of many")
         yield replace(case, name=title, data={**case.data, "anew": True})
-    yield _case(layer, dtype, "mixed", "neighbour_values", rows=min(largest, 64))
+    for kind in ("mixed", "positive"):
+        yield _case(layer, dtype, kind, "neighbour_values", rows=min(largest, 64))
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
     few = some(_FEW, min(largest, max(_FEW)), options)
     for layout in _LAYOUTS:

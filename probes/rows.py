@@ -135,7 +135,8 @@ class RowProbe(Probe):
             if options.inputs is None:
                 for kind in self.numbers:
                     yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
-            yield case("neighbour_values", mixed, 64, 64)
+            for kind in (mixed, "positive"):
+                yield case("neighbour_values", kind, 64, 64)
             yield case("alignment", best, 33, 33)
 
     def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
