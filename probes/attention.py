@@ -124,9 +124,8 @@ class Attention(Probe):
             for each in dict.fromkeys((heads, heads._replace(dim=64))):
                 name = "the last of 300 tokens while the longest query grows"
                 yield _Maker(options, dtype, each).case(name, "neighbour_length", 300, "order")
-            yield from _drawn(options, plain, chosen="heads" in config)
-            yield from _ungrouped(options, plain)
             if dtype == asked[0] or options.full:
+                yield from _drawn(options, plain, chosen="heads" in config)
                 yield from _forms(options, plain, chosen="heads" in config)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
@@ -351,17 +350,6 @@ def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
     yield maker.case(name, "cache", total, values=cached, new=new)
 
 
-def _ungrouped(options: Options, maker: _Maker) -> Iterator[Case]:
-    """A key head for each query head, where the heads asked about are fewer."""
-    if maker.heads.key == maker.heads.query:
-        return
-    tokens, _ = _tokens(options)
-    some = tuple(p for p in (_POSITIONS if options.full else _FEW_POSITIONS) if p < tokens)
-    name = f"prefill of {tokens} tokens against decode, a key head for each query head"
-    one_to_one = _Maker(options, maker.dtype, maker.heads._replace(key=maker.heads.query))
-    yield one_to_one.case(name, "query_chunk", tokens, positions=some)
-
-
 def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     """An encoder's attention, a scale of the model's own, long prompts, and other numbers of key heads."""
     few = (1, 2, 3, 5)
@@ -380,9 +368,11 @@ def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     if _tokens(options)[0] <= _LONG[-1]:
         name = f"prefill of {_LONG[-1] + 1} tokens against decode, beyond the first 256"
         yield plain.case(name, "query_chunk", _LONG[-1] + 1, positions=_LONG)
-    for key in () if chosen else sorted({1, plain.heads.query // 2} - {plain.heads.key}):
+    others = {plain.heads.query} if chosen else {1, plain.heads.query // 2, plain.heads.query}
+    for key in sorted(others - {plain.heads.key}):
         maker = _Maker(options, plain.dtype, plain.heads._replace(key=key))
         yield maker.case("decode of 5 requests in batches of B, 160 keys", "batch_size", 160, "order", values=few)
+        yield maker.case("prefill of 100 tokens against decode", "query_chunk", 100, positions=(1, 31, 64, 99))
 
 
 def _drawn(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:

@@ -113,7 +113,8 @@ class GroupedMatmul(Probe):
             if case.varied == "run":  # a whole tile at one expert, and no rows at the others
                 tile = min(rows, _TILE)
                 plans[0][1].append(_batch(torch.full_like(spread, home), torch.arange(tile), tile, E))
-        return {"x": x, "weight": w.mT, "plans": _on(device, plans)}
+        there = [(value, [_Batch(*(t.to(device) for t in batch)) for batch in batches]) for value, batches in plans]
+        return {"x": x, "weight": w.mT, "plans": there}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The asked rows in every plan; or the rows that equal the first; or the whole product at other moments."""
@@ -137,16 +138,6 @@ class GroupedMatmul(Probe):
         _, batches = inputs["plans"][0]
         parts = [reference.grouped_matmul(x[b.order], weight, b.offsets)[b.asked] for b in batches]
         return torch.cat(parts)
-
-
-def _on(device: str, plans: list[Plan]) -> list[Plan]:
-    """The plans with their tensors on the device, each with memory of its own, by one copy of each kind."""
-    kinds = [[batch[i] for _, batches in plans for batch in batches] for i in range(3)]
-    there = []
-    for parts in kinds:
-        packed = torch.cat(parts).to(device)
-        there.append(iter([part.clone() for part in packed.split([len(part) for part in parts])]))
-    return [(value, [_Batch(*(next(kind) for kind in there)) for _ in batches]) for value, batches in plans]
 
 
 def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip: int = 0, last: bool = False) -> _Batch:
