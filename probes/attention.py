@@ -133,8 +133,9 @@ class Attention(Probe):
         B, T, D = case.shape["B"], case.shape["Tk"], case.shape["D"]
         dtype, kind = case.torch_dtype, case.inputs
         rng = generator(seed, device)
-        q = make("positive" if kind == "positive" else "bell", (B, case.shape["Hq"], case.shape["Tq"], D), dtype, device, rng)
-        k = make(kind if kind in ("outlier", "positive") else "bell", (B, case.shape["Hkv"], T, D), dtype, device, rng)
+        of_q, of_k = {"outlier": ("bell", "outlier"), "positive": ("positive", "positive")}.get(kind, ("bell", "bell"))
+        q = make(of_q, (B, case.shape["Hq"], case.shape["Tq"], D), dtype, device, rng)
+        k = make(of_k, (B, case.shape["Hkv"], T, D), dtype, device, rng)
         wide = (B, case.shape["Hkv"], case.shape.get("Dv", D), T)
         v = make("bell" if kind == "mixed" else kind, wide, dtype, device, rng).mT.contiguous()
         if kind in ("order", "mixed"):  # a key's twin has its weight, and a value of the other sign: the result is 0

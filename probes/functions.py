@@ -216,7 +216,7 @@ class Subject:
         size, shape = int(value), tuple(result.shape)
         if self._sizes.setdefault(shape, size) != size:
             what = f"the result has the same shape {shape} for {self._sizes[shape]} and for {size} requests"
-            raise BadInputsError(what, "Choose with select= what of it is compared: all of it by lambda result, _: result.")
+            raise BadInputsError(what, "Choose with select= what is compared: all of it by lambda result, _: result.")
         if not result.dim() or len(result) % size:
             raise WrongResultError(f"a result of the shape {shape} has no row for each of {size} requests")
         return result if whole else result[: self.kept * (len(result) // size)]

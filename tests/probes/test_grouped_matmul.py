@@ -37,6 +37,14 @@ def test_choice_by_the_place_is_flagged():
     assert statuses(rows, varied="run") == {"identical"}
 
 
+def test_rows_after_the_last_expert_s_are_nobody_s():
+    """What a kernel leaves there is no difference between two calls, and not wrong; that they are there may matter."""
+    rows = measure("grouped-matmul", "grouped_leaves_later_rows", **SMALL, asked={"routing"})
+    named = [r for r in rows.values() if "half of the others after the last expert's rows" in r.values]
+    assert named
+    assert {(r.status, r.distinct, r.replays_parted) for r in named} == {("divergent", 2, 0)}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sound_kernel_is_not_flagged(dtype):
     """Rows computed by themselves are identical in every case and kind of input, and exact to a rounding."""
