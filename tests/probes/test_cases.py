@@ -189,3 +189,17 @@ def test_micro_batches_that_weigh_their_own_tokens():
     with pytest.raises(UserError, match="the same shape") as caught:
         check(lambda micro: gradient(micro)[None], lambda micro: (micro,), [1, 2, 4])
     assert "select=" in (caught.value.hint or "")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("switch", [False, True])
+def test_a_compiled_block_is_judged_by_its_own_bits(switch: bool) -> None:
+    """With the compiler's own switch on, too: it is about generated code, and the product is the library's."""
+    from torch._inductor import config
+
+    x, w = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    with config.patch(batch_invariant=switch):
+        compiled = torch.compile(lambda rows: torch.softmax(rows * rows.pow(2).mean(-1, True).rsqrt() @ w, -1))
+        run = check(compiled, lambda size: x[:size], [1, 2, 3, 8, 17, 64])
+        results = [compiled(x[:size])[:1] for size in run.rows[0].values]
+    assert [identical(results[0], result) for result in results] == [label == 0 for label in run.rows[0].labels]
