@@ -171,17 +171,9 @@ def _products(
 
 
 def _case(
-    layer: Layer,
-    kind: str,
-    varied: str,
-    M: int,
-    values: Iterable[int],
-    *,
-    dtype: str,
-    how: str,
-    out: str,
+    layer: Layer, kind: str, varied: str, M: int, values: Iterable[int], *, dtype: str, how: str, out: str,
     operator: str = "scaled_matmul",
-) -> Case:
+) -> Case:  # fmt: skip
     name, K, N = layer
     values = list(values)
     rows = max(values) if varied == "batch_size" else M
