@@ -56,26 +56,13 @@ class AllReduce(Probe):
 
     def _of(self, world: int, dtype: str, width: int, largest: int, options: Options) -> Iterator[Case]:
         def case(
-            what: str,
-            varied: str,
-            rows: int,
-            values: Iterable[int],
-            kind: str = "wide",
-            operator: str = "all_reduce",
+            what: str, varied: str, rows: int, values: Iterable[int], kind: str = "wide", operator: str = "all_reduce",
             **more: Any,
-        ) -> Case:
+        ) -> Case:  # fmt: skip
             message = Message(
-                world=world,
-                device=options.device,
-                operator=operator,
-                impl="stock",
-                dtype=dtype,
-                rows=rows,
-                width=width,
-                kind=kind,
-                names=options.device == "cuda",
-                **more,
-            )
+                world=world, device=options.device, operator=operator, impl="stock", dtype=dtype, rows=rows,
+                width=width, kind=kind, names=options.device == "cuda", **more,
+            )  # fmt: skip
             title, shape = f"{operator}: {what}, ranks={world}, width={width}", {"ranks": world, "M": rows, "N": width}
             data = {"message": message, "values": list(values)}
             return Case(title, operator, shape, dtype, varied, kind, data=data)

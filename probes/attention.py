@@ -97,6 +97,7 @@ _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _REQUESTS = 2  # in each call of a prefill, a chunk, a cached prompt
 _DENSE = 16  # every number of requests up to here is asked
 _LONG = (256, 257, 280, 299)
+_SEEN_OF = (40, 100)  # tokens that are compared, of a prompt's
 _SCALE = 0.25  # of the scores, where a model gives one of its own
 _JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request in the batch
 
@@ -118,13 +119,13 @@ class Attention(Probe):
                 yield plain.packed(options)
             yield from _decodes(options, plain)
             yield from _prefills(options, plain)
-            yield plain.case(f"requests among 6, {base.AXES['neighbour_values']}", "neighbour_values", 200)
+            for kind in ("bell", "positive"):
+                yield plain.case(f"requests among 6, {base.AXES['neighbour_values']}", "neighbour_values", 200, kind)
             for each in dict.fromkeys((heads, heads._replace(dim=64))):
                 name = "the last of 300 tokens while the longest query grows"
                 yield _Maker(options, dtype, each).case(name, "neighbour_length", 300, "order")
-            yield from _drawn(options, plain, chosen="heads" in config)
-            yield from _ungrouped(options, plain)
             if dtype == asked[0] or options.full:
+                yield from _drawn(options, plain, chosen="heads" in config)
                 yield from _forms(options, plain, chosen="heads" in config)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
@@ -132,9 +133,11 @@ class Attention(Probe):
         B, T, D = case.shape["B"], case.shape["Tk"], case.shape["D"]
         dtype, kind = case.torch_dtype, case.inputs
         rng = generator(seed, device)
-        q = make("bell", (B, case.shape["Hq"], case.shape["Tq"], D), dtype, device, rng)
-        k = make("outlier" if kind == "outlier" else "bell", (B, case.shape["Hkv"], T, D), dtype, device, rng)
-        v = make("bell" if kind == "mixed" else kind, (B, case.shape["Hkv"], D, T), dtype, device, rng).mT.contiguous()
+        of_q, of_k = {"outlier": ("bell", "outlier"), "positive": ("positive", "positive")}.get(kind, ("bell", "bell"))
+        q = make(of_q, (B, case.shape["Hq"], case.shape["Tq"], D), dtype, device, rng)
+        k = make(of_k, (B, case.shape["Hkv"], T, D), dtype, device, rng)
+        wide = (B, case.shape["Hkv"], case.shape.get("Dv", D), T)
+        v = make("bell" if kind == "mixed" else kind, wide, dtype, device, rng).mT.contiguous()
         if kind in ("order", "mixed"):  # a key's twin has its weight, and a value of the other sign: the result is 0
             places = torch.randperm(T // 2, generator=rng, device=device)
             every = slice(None) if kind == "order" else slice(1, None, 2)
@@ -143,7 +146,7 @@ class Attention(Probe):
             v[every, :, T // 2 * 2 :] = 0
         elif kind in EXACT:
             q.zero_()  # all weights are 1 / Tk; of the values of a column a number of sixteenths are 1, the others 0
-            ones = torch.randint(1, 16, (*v.shape[:2], 1, D), generator=rng, device=device) * T // 16
+            ones = torch.randint(1, 16, (*v.shape[:2], 1, v.shape[3]), generator=rng, device=device) * T // 16
             turned = torch.randint(0, T, ones.shape, generator=rng, device=device)
             v = ((torch.arange(T, device=device)[:, None] + turned) % T < ones).to(dtype)
         return {"q": q, "k": k, "v": v}
@@ -155,6 +158,8 @@ class Attention(Probe):
         if form := _form(case):
             base.require_arguments(operator, q, k, v, **form)
             operator = partial(operator, **form)
+        if "Dv" in case.shape:
+            operator = _where_it_serves(operator)
 
         def upto(start: int, stop: int, kept: slice | list[int] = slice(None)) -> torch.Tensor:
             """Queries start ... stop - 1, with all keys up to the last of them; the queries `kept` of these."""
@@ -174,6 +179,11 @@ class Attention(Probe):
         }
         if case.varied == "load":
             yield from packed_trials(operator, q, k, v, case.data["own"], case.data["met"])
+        elif case.varied == "hidden_keys":
+            by_token = [x.transpose(0, 2) for x in (q, k, v)]
+            later = torch.arange(_SEEN_OF[0], T, device=q.device)
+            call = base.Call(tuple(by_token), (later, later, None), torch.arange(_SEEN_OF[0], device=q.device))
+            yield from base.shared_trials("neighbour_values", call, partial(_turned, operator))
         elif case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(q, k, v), operator)
         elif case.varied == "neighbour_length":
@@ -196,6 +206,8 @@ class Attention(Probe):
             return reference.attention(q[:, :, -1:], k[:, :, -own:], v[:, :, -own:])
         if case.varied == "neighbour_length":
             return reference.attention(q[:, :, -1:], k, v)
+        if case.varied == "hidden_keys":
+            return reference.attention(*(x[:, :, : _SEEN_OF[0]] for x in (q, k, v))).transpose(0, 2)
         if case.varied == "prompt_length":
             return reference.attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
         out = reference.attention(q, k, v, **_form(case))
@@ -219,6 +231,23 @@ class Attention(Probe):
 def _form(case: Case) -> dict[str, Any]:
     """The keywords that its calls have."""
     return {name: case.data[name] for name in ("causal", "scale") if name in case.data}
+
+
+def _where_it_serves(operator: Operator) -> Operator:
+    """What refuses operands of these shapes is not asked about them."""
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        try:
+            return operator(*tensors)
+        except ValueError as error:
+            raise NotImplementedError(f"the case is not for it: {error}") from None
+
+    return run
+
+
+def _turned(operator: Operator, *by_token: torch.Tensor) -> torch.Tensor:
+    """Of tensors [T, H, B, D], and the result so."""
+    return operator(*(x.transpose(0, 2).contiguous() for x in by_token)).transpose(0, 2)
 
 
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> base.Call:
@@ -252,13 +281,15 @@ def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 class _Maker:
     """Cases of one dtype and head arrangement."""
 
-    def __init__(self, options: Options, dtype: str, heads: _Heads) -> None:
-        self.options, self.dtype, self.heads = options, dtype, heads
+    def __init__(self, options: Options, dtype: str, heads: _Heads, *, narrow: bool = False) -> None:
+        self.options, self.dtype, self.heads, self._narrow = options, dtype, heads, narrow
         self._where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"
 
     def _of(self, name: str, varied: str, B: int, Tq: int, Tk: int, kind: str = "bell", **more: Any) -> Case:
         shape = {"B": B, "Hq": self.heads.query, "Hkv": self.heads.key, "Tq": Tq, "Tk": Tk, "D": self.heads.dim}
-        return Case(name, "attention", shape, self.dtype, varied, kind, **more)
+        shape |= {"Dv": self.heads.dim // 2} if self._narrow else {}
+        axis = "other" if varied == "hidden_keys" else None
+        return Case(name, "attention", shape, self.dtype, varied, kind, axis=axis, **more)
 
     def packed(self, options: Options) -> Case:
         """One query and its keys among those of others, at the sizes that a trace met.
@@ -320,17 +351,6 @@ def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
     yield maker.case(name, "cache", total, values=cached, new=new)
 
 
-def _ungrouped(options: Options, maker: _Maker) -> Iterator[Case]:
-    """A key head for each query head, where the heads asked about are fewer."""
-    if maker.heads.key == maker.heads.query:
-        return
-    tokens, _ = _tokens(options)
-    some = tuple(p for p in (_POSITIONS if options.full else _FEW_POSITIONS) if p < tokens)
-    name = f"prefill of {tokens} tokens against decode, a key head for each query head"
-    one_to_one = _Maker(options, maker.dtype, maker.heads._replace(key=maker.heads.query))
-    yield one_to_one.case(name, "query_chunk", tokens, positions=some)
-
-
 def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     """An encoder's attention, a scale of the model's own, long prompts, and other numbers of key heads."""
     few = (1, 2, 3, 5)
@@ -339,12 +359,21 @@ def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     )
     name = f"decode of 5 requests in batches of B, 160 keys, scale={_SCALE}"
     yield plain.case(name, "batch_size", 160, "order", values=few, scale=_SCALE)
+    narrow = _Maker(options, plain.dtype, plain.heads, narrow=True)
+    name = "decode of 5 requests in batches of B, 160 keys, values half as wide as keys"
+    yield narrow.case(name, "batch_size", 160, "order", values=few)
+    name = "prefill of 100 tokens against decode, values half as wide as keys"
+    yield narrow.case(name, "query_chunk", 100, positions=(1, 31, 64, 99))
+    name = f"the first {_SEEN_OF[0]} of {_SEEN_OF[1]} tokens while keys that they do not see hold other values"
+    yield plain.case(name, "hidden_keys", _SEEN_OF[1])
     if _tokens(options)[0] <= _LONG[-1]:
         name = f"prefill of {_LONG[-1] + 1} tokens against decode, beyond the first 256"
         yield plain.case(name, "query_chunk", _LONG[-1] + 1, positions=_LONG)
-    for key in () if chosen else sorted({1, plain.heads.query // 2} - {plain.heads.key}):
+    others = {plain.heads.query} if chosen else {1, plain.heads.query // 2, plain.heads.query}
+    for key in sorted(others - {plain.heads.key}):
         maker = _Maker(options, plain.dtype, plain.heads._replace(key=key))
         yield maker.case("decode of 5 requests in batches of B, 160 keys", "batch_size", 160, "order", values=few)
+        yield maker.case("prefill of 100 tokens against decode", "query_chunk", 100, positions=(1, 31, 64, 99))
 
 
 def _drawn(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:

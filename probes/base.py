@@ -179,8 +179,9 @@ _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
     "scaled_grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
     **dict.fromkeys(("matmul", "split_k", "scaled_matmul"), lambda a, b, *_: (*a.shape[:-1], b.shape[-1])),
+    "attention": lambda q, _, v, *__: (*q.shape[:-1], v.shape[-1]),
     **dict.fromkeys(
-        ("attention", "rms_norm", "softmax", "log_softmax", "cumsum", "index_add", "scatter_add"),
+        ("rms_norm", "softmax", "log_softmax", "cumsum", "index_add", "scatter_add"),
         lambda x, *_: tuple(x.shape),
     ),
     **dict.fromkeys(("sum", "mean", "logsumexp"), lambda x, *_: tuple(x.shape[:-1])),
@@ -382,6 +383,9 @@ AXES = {
 }
 _OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
 LARGER = 256  # rows of the largest call between: a workspace may have grown since, or a tuner chosen anew
+# Rows more than the asked ones have, where another call of a size is its first, and where the asked one is. A stretch
+# of sizes that holds one list holds a part of the other, and sizes that all of one list are multiples of hold neither.
+_NEW_SIZES = ((1, 3, 6), (2, 5, 9))
 _DIRTY = 16  # blocks of a result's size that held NaN when the allocator got them back
 _SHIFTS = (0, 1, 3, 8)  # elements past an aligned address
 
@@ -434,6 +438,8 @@ def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
         "NaN": lambda x: torch.full_like(x, torch.nan),
         "infinite": lambda x: torch.full_like(x, torch.inf),
         "hidden": lambda x: torch.full_like(x, -torch.inf),  # wholly, as rows of a batch that is padded
+        "negated": torch.neg,
+        "larger by one": lambda x: x + 1,  # no column is zero any more
         "in another order": lambda x: x.flip(0),
         "copies of one row": lambda x: x[:1].expand_as(x),
     }
@@ -539,6 +545,7 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
         for rows, what in ((1, "one row"), (larger, "the largest batch")):
             between = call.resized(rows)
             yield Trial(f"after {what}", partial(_after, between, call, operator))
+        yield Trial("after the first call of a size had other values", partial(_at_new_sizes, call, other, operator))
     yield Trial("into memory that held NaN", over_nan)
     yield Trial(f"after {_OTHER_CALLS} other calls", after_many)
 
@@ -548,6 +555,27 @@ def _after(between: Call, call: Call, operator: Operator) -> torch.Tensor:
     with suppress(Exception):
         operator(*between.tensors)
     return call.ask(operator)
+
+
+def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
+    """The rows asked about, in calls of sizes that were met with other values first, where that decides their bits.
+
+    It does where all these sizes agree, and those that were met with the asked rows first agree on other bits. A kernel
+    that keeps what it got at the first call of a shape is told from one that chooses by the shape.
+    """
+    found = []
+    try:
+        for first, more in zip((other, call), _NEW_SIZES, strict=True):
+            given = []
+            for rows in more:
+                operator(*first.resized(len(call.tensors[0]) + rows).tensors)
+                given.append(call.resized(len(call.tensors[0]) + rows).ask(operator))
+            found.append(given)
+    except Exception:  # noqa: BLE001 - what does not serve these sizes is not asked about them
+        return call.ask(operator)
+    (values, *later), (own, *others) = found
+    steady = all(identical(values, result) for result in later) and all(identical(own, result) for result in others)
+    return values if steady and not identical(values, own) else call.ask(operator)
 
 
 def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch.Tensor:

@@ -4,9 +4,8 @@ He & Thinking Machines Lab (2025, doi 10.64434/tml.20250910) sum eight numbers i
 distinct results. That figure is reproduced here, together with what it depends on: it is what the built-in `sum` of
 Python 3.12 and 3.13 gives, which compensates the rounding of floats but not of the integers 1 and -1 in the list
 (Neumaier's algorithm; `builtin_sum` in CPython's bltinmodule.c). Plain additions, as Python 3.11 and every loop do
-them, give 258. Python 3.14 compensates integers too, all but those before the first float, which gives 9, and
-math.fsum gives 1. The arithmetic of each is written out below, so the result does not depend on the Python that runs
-it.
+them, give 258, and math.fsum gives 1. The arithmetic of each is written out below, so the result does not depend on the
+Python that runs it.
 """
 
 from __future__ import annotations
@@ -40,11 +39,12 @@ def add_plainly(numbers: Iterable[float]) -> float:
     return total
 
 
-def _compensated(numbers: Iterable[float], compensates: Callable[[float], bool]) -> float:
+def add_compensated(numbers: Iterable[float]) -> float:
+    """As `sum` of Python 3.12 and 3.13: what rounding takes from a float is kept, what it takes from an int is lost."""
     total, correction, started = 0.0, 0.0, False
     for x in numbers:
         grown = total + x
-        if started and compensates(x):
+        if started and isinstance(x, float):
             correction += (total - grown) + x if abs(total) >= abs(x) else (x - grown) + total
         # the integers before the first float, and that float, are added by another loop, which does not compensate
         started = started or isinstance(x, float)
@@ -52,19 +52,8 @@ def _compensated(numbers: Iterable[float], compensates: Callable[[float], bool])
     return total + correction if correction and math.isfinite(correction) else total
 
 
-def add_floats_compensated(numbers: Iterable[float]) -> float:
-    """As `sum` of Python 3.12 and 3.13: what rounding takes from a float is kept, what it takes from an int is lost."""
-    return _compensated(numbers, lambda x: isinstance(x, float))
-
-
-def add_all_compensated(numbers: Iterable[float]) -> float:
-    """As `sum` of Python 3.14: floats and integers alike, once the first float has come."""
-    return _compensated(numbers, lambda x: True)
-
-
 _PYTHON_SUMS: dict[str, Callable[[Iterable[float]], float]] = {
-    "summed as Python 3.12 does": add_floats_compensated,
-    "summed as Python 3.14 does": add_all_compensated,
+    "summed as Python 3.12 does": add_compensated,
     "added one by one": add_plainly,
     "math.fsum": math.fsum,
 }
@@ -76,7 +65,7 @@ class FloatSum(Probe):
     name = "float-sum"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """The four sums of the post's list, then one case for each dtype, accumulator and kind of input."""
+        """The three sums of the post's list, then one case for each dtype, accumulator and kind of input."""
 
         def case(name: str, length: int, dtype: str, kind: str, impl: str, **data: str) -> Case:
             about: Any = {"impls": (impl,), "demonstration": True, "data": data}

@@ -91,6 +91,7 @@ class Subject:
         self._leading: dict[str, dict[bool, tuple[torch.Tensor, ...]]] = {}
         self._first: tuple[torch.Size, torch.dtype] | None = None
         self._expected: torch.Size | None = None
+        self._sizes: dict[tuple[int, ...], int] = {}  # shapes of whole results, and for how many requests
         self.dtype, self.shape = "unknown", dict[str, int]()
         self.device = next((tensor.device.type for _, tensor in _tensors(self.inputs(values[0]))), "cpu")
 
@@ -213,6 +214,9 @@ class Subject:
         if self._select is not None:
             return result
         size, shape = int(value), tuple(result.shape)
+        if self._sizes.setdefault(shape, size) != size:
+            what = f"the result has the same shape {shape} for {self._sizes[shape]} and for {size} requests"
+            raise BadInputsError(what, "Choose with select= what is compared: all of it by lambda result, _: result.")
         if not result.dim() or len(result) % size:
             raise WrongResultError(f"a result of the shape {shape} has no row for each of {size} requests")
         return result if whole else result[: self.kept * (len(result) // size)]

@@ -35,6 +35,7 @@ _ROWS = 16  # of which every batch size is asked
 _FEW = (1, 2, 5, 17, 64)  # batch sizes of inputs that show less than the order-revealing ones
 _ROUTED = 4  # of which every routing is asked
 _WHOLE_TILES = (127, 128, 129, 255, 256)  # rows of one expert
+_TILE = 64
 _SHARE = 80  # rows of one expert up to which every number is asked
 
 
@@ -79,7 +80,8 @@ class GroupedMatmul(Probe):
                     counts = [n for n in sweep(min(largest, _SHARE), options, dense=True) if n >= _ROUTED]
                     counts += [n for n in _WHOLE_TILES if n <= largest]
                     yield _case(layer, dtype, "order", "routing", largest, home=drawn, values=counts or [largest])
-                    yield _case(layer, dtype, "mixed", "neighbour_values", min(largest, 64))
+                    for kind in ("mixed", "positive"):
+                        yield _case(layer, dtype, kind, "neighbour_values", min(largest, 64))
                     places = min(largest, _PLACES[options.device])
                     yield _case(layer, dtype, "order", "position", largest, places=places, home=drawn)
                     repeated = range(base.runs(options, _RUNS[options.device]))
@@ -108,7 +110,11 @@ class GroupedMatmul(Probe):
             plans = [(0, [_batch(spread, torch.arange(rows), case.data["places"], E)])]
         else:
             plans = [("all", [_batch(spread, torch.arange(rows), rows, E)])]
-        return {"x": x, "weight": w.mT, "plans": _on(device, plans)}
+            if case.varied == "run":  # a whole tile at one expert, and no rows at the others
+                tile = min(rows, _TILE)
+                plans[0][1].append(_batch(torch.full_like(spread, home), torch.arange(tile), tile, E))
+        there = [(value, [_Batch(*(t.to(device) for t in batch)) for batch in batches]) for value, batches in plans]
+        return {"x": x, "weight": w.mT, "plans": there}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The asked rows in every plan; or the rows that equal the first; or the whole product at other moments."""
@@ -134,26 +140,16 @@ class GroupedMatmul(Probe):
         return torch.cat(parts)
 
 
-def _on(device: str, plans: list[Plan]) -> list[Plan]:
-    """The plans with their tensors on the device, each with memory of its own, by one copy of each kind."""
-    kinds = [[batch[i] for _, batches in plans for batch in batches] for i in range(3)]
-    there = []
-    for parts in kinds:
-        packed = torch.cat(parts).to(device)
-        there.append(iter([part.clone() for part in packed.split([len(part) for part in parts])]))
-    return [(value, [_Batch(*(next(kind) for kind in there)) for _ in batches]) for value, batches in plans]
-
-
 def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip: int = 0, last: bool = False) -> _Batch:
     """A call of the rows, sorted by expert; among its first rows those from `skip` to `asked` are asked about.
 
     Args:
-        at: The expert of each row of x.
+        at: The expert of each row of x; `experts` itself: it comes after the last expert's rows.
         last: The asked rows come last among their experts' rows, not first.
     """
     arranged = rows.flip(0) if last else rows
     order = arranged[torch.sort(at[arranged], stable=True).indices]
-    offsets = torch.cumsum(torch.bincount(at[rows], minlength=experts), 0).int()
+    offsets = torch.cumsum(torch.bincount(at[rows], minlength=experts)[:experts], 0).int()
     place = torch.empty(int(rows.max()) + 1, dtype=torch.int64)
     place[order] = torch.arange(len(order))
     return _Batch(order, offsets, place[rows[skip:asked]])
@@ -175,13 +171,16 @@ def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
     every = torch.arange(len(spread))
     here = torch.full_like(spread, home)
     elsewhere = torch.where(spread == home, (home + 1) % experts, spread)
-    half = torch.where(torch.arange(len(spread)) % 2 == 0, here, elsewhere)
+    even = torch.arange(len(spread)) % 2 == 0
+    half, beyond = torch.where(even, here, elsewhere), torch.where(even, experts, spread)
     yield "alone", [_batch(here, every[i : i + 1], 1, experts) for i in range(_ROUTED)]
     for name, at, last in (
         ("others spread over all experts", spread, False),
         ("others at other experts", elsewhere, False),
         ("others at the same expert", here, False),
         ("others at the same expert, they come last", here, True),
+        ("half of the others after the last expert's rows", beyond, False),
+        ("half of the others after the last expert's rows, again", beyond, False),
         ("half of the others at the same expert", half, False),
         ("others at the next expert", torch.full_like(spread, (home + 1) % experts), False),
     ):
@@ -219,7 +218,7 @@ def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any)
         "routing": f"{_ROUTED} of {M} rows at expert {data.get('home')} while others go to other experts, of {E}",
         "rows": f"{_ROUTED} rows among n at expert {data.get('home')} and no others, of {E}",
         "position": f"one row at every place of expert {data.get('home')}, among {M} at {E}",
-        "run": f"{M} rows at {E} experts, the same call again",
+        "run": f"{M} rows at {E} experts, then {min(M, _TILE)} at one, the same calls again",
     }.get(about) or f"rows among {M} at {E} experts, {base.AXES[varied]}"
     shape = {"M": M, "E": E, "N": N, "K": K}
     title = f"{what}, K={K} N={N}, {kind}"

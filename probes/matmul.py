@@ -130,13 +130,13 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
 # What the questions of company, layout and moments are put to, unless the user chose a layer.
 _SMALL: dict[str, Layer] = {"cuda": _LAYERS["cuda"][0], "cpu": _LAYERS["cpu"][3]}
 _DTYPES = ("bfloat16", "float32")
-_LAYER_DTYPES = {"cuda": _DTYPES[:1], "cpu": _DTYPES}  # of all layers but the first
+_LAYER_DTYPES = {"cuda": _DTYPES[:1], "cpu": _DTYPES[1:]}  # of layers that get a sweep alone
 _LARGEST = {"cuda": 4096, "cpu": 256}
 _PLACES = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
 _RUNS = {"cuda": 100, "cpu": 20}
 _HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
-_LINSPACE_ON_CPU = 256  # of the 2,048 rows, unless the sweep is full: 137 GFLOP more would take as long as all the rest
+_LINSPACE_ON_CPU = 64  # of the 2,048 rows, unless the sweep is full: 137 GFLOP more would take as long as all the rest
 _ROWS = 16  # of which every batch size is asked; a row has N sums, each with a rounding of its own
 _ROWS_PER_PLACE = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
@@ -172,11 +172,11 @@ class Matmul(Probe):
         device, layer_dtypes = options.device, _LAYER_DTYPES[options.device]
         layers, chosen = _layers(options, _LAYERS[device])
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
+        asks_all = layers[0] if chosen else _SMALL[device]
         for layer in layers:
-            asked = dtypes(options, "matmul", _DTYPES if layer is layers[0] else layer_dtypes)
+            asked = dtypes(options, "matmul", _DTYPES if layer in (layers[0], asks_all) else layer_dtypes)
             for dtype in asked:
                 _check_memory(device, largest, layer, dtype)
-                asks_all = layers[0] if chosen else _SMALL[device]
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
                     yield from _in_company(options, asks_all, dtype, largest, anew=dtype == asked[0])
                 hard = layer is layers[0] and dtype == asked[0]
@@ -326,14 +326,16 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, ane
         case = _case((name, min(K, 256), min(N, 128)), dtype, "order", "history", rows=min(largest, 8))
         title = case.name.replace(base.AXES["history"], "where the first call of a size is of one row, or of many")
         yield replace(case, name=title, data={**case.data, "anew": True})
-    yield _case(layer, dtype, "mixed", "neighbour_values", rows=min(largest, 64))
+    for kind in ("mixed", "positive"):
+        yield _case(layer, dtype, kind, "neighbour_values", rows=min(largest, 64))
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
     few = some(_FEW, min(largest, max(_FEW)), options)
     for layout in _LAYOUTS:
         yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
     asked = options.inputs or ("bell", "integers")
     for kind in () if options.inputs else _OWN_NUMBERS:  # asked for by name, they have the sweep of their own
-        yield _case(layer, dtype, kind, "batch_size", few, rows=max(*few, _ROWS))
+        sizes = some(_FEWEST, min(largest, 33), options)
+        yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
     if "bell" in asked:  # a bias as large as what it is added to: dropped, shifted or rounded once more it shows
         sizes = sweep(largest, options, dense=True)
         yield _case(layer, dtype, "bell", "batch_size", sizes, rows=max(largest, _ROWS), layout="bias")
@@ -412,10 +414,4 @@ def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    # the post's figure was taken without TF32, which is torch's default: not a setting to leave to chance here
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        return operator(x, w)[:1]
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return operator(x, w)[:1]

@@ -29,13 +29,8 @@ class ModelSizes:
 
 # The fields of each model's public config.json (huggingface.co/<id>), under the keys that transformers uses.
 _KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size"),
 )
 PRESETS: dict[str, tuple[int, int, int, int, int, int, int]] = {
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936),

@@ -78,7 +78,8 @@ class ScaledMatmul(Probe):
                     first = layer is layers[0] and dtype == left[0]
                     slow = layers is _LAYERS["cpu"] and how == "tensor"
                     asked = _ONE_SCALE_ON_CPU[layers.index(layer)] if slow else layer
-                    yield from _products(options, asked, (dtype, how, results), largest, first=first)
+                    swept = dtype == left[0] or options.full  # of the other format fewer sizes are asked
+                    yield from _products(options, asked, (dtype, how, results), largest, first=first, swept=swept)
         layer = layers[0]
         shared = {"dtype": left[0], "how": "row", "out": "bfloat16" if "bfloat16" in results else results[0]}
         for varied in ("batch_size", "run"):
@@ -149,18 +150,19 @@ class ScaledMatmul(Probe):
 
 
 def _products(
-    options: Options, layer: Layer, form: tuple[str, str, Sequence[str]], largest: int, *, first: bool
+    options: Options, layer: Layer, form: tuple[str, str, Sequence[str]], largest: int, *, first: bool, swept: bool
 ) -> Iterator[Case]:
     dtype, how, results = form
     few = some(_FEW, largest, options)
     for out in results:
         said = {"dtype": dtype, "how": how, "out": out}
-        asked = kinds(options, ("order-wide", "bell", "outlier", "integers") if first else ("order-wide",))
+        all_kinds = first and out == results[0]
+        asked = kinds(options, ("order-wide", "bell", "outlier", "integers") if all_kinds else ("order-wide",))
         for kind in asked if first or out == results[0] else ():
-            dense = kind == "order-wide" and out == results[0]
-            values = sweep(largest, options, dense=dense and first) if dense or options.inputs else few
+            shows = swept and kind == "order-wide" and out == results[0]
+            values = sweep(largest, options, dense=all_kinds) if shows or options.inputs else few
             yield _case(layer, kind, "batch_size", largest, values, **said)
-        if first and out == results[0]:
+        if all_kinds:
             yield _case(layer, "order-wide", "position", _PLACES[options.device], (), **said)
             yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), **said)
             yield _case(layer, "order-wide", "alignment", min(largest, 33), (), **said)
@@ -169,17 +171,9 @@ def _products(
 
 
 def _case(
-    layer: Layer,
-    kind: str,
-    varied: str,
-    M: int,
-    values: Iterable[int],
-    *,
-    dtype: str,
-    how: str,
-    out: str,
+    layer: Layer, kind: str, varied: str, M: int, values: Iterable[int], *, dtype: str, how: str, out: str,
     operator: str = "scaled_matmul",
-) -> Case:
+) -> Case:  # fmt: skip
     name, K, N = layer
     values = list(values)
     rows = max(values) if varied == "batch_size" else M

@@ -22,6 +22,7 @@ KINDS = {
     "denormal": "bell times the dtype's smallest normal number: a kernel that flushes to zero gives other bits",
     "masked": "bell, and minus infinity from some place of each row on, as a mask leaves a row of scores",
     "infinite": "bell, with one infinity in every second row",
+    "positive": "bell without its sign, and one column of zeros: what a kernel may treat apart, if a whole batch is so",
     "integers": "integers -8 ... 8: sums and products are exact in every order, so that another result is a wrong one",
 }
 # Binades over which the exponents of the order-revealing kinds are spread, see `order_revealing`.
@@ -70,6 +71,10 @@ def make(
         return bell().to(dtype)
     if kind == "mixed":
         return _in_turn(bell().to(dtype), make("order", shape, dtype, device, rng))
+    if kind == "positive":
+        x = bell().abs_()
+        x[..., shape[-1] // 2] = 0.0
+        return x.to(dtype)
     if kind == "tiny":
         return bell().mul_(2.0**-12).to(dtype)
     if kind == "denormal":

@@ -186,7 +186,7 @@ IMPLS = Annotated[
     ),
 ]  # fmt: skip
 # Closed sets that modules hold which load torch: a typing error is told before.
-_KINDS = ("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers")
+_KINDS = ("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers", "positive")
 KINDS = OneOf((*_KINDS, "mixed", "tiny", "denormal", "masked", "infinite"), "unknown kind of input {value!r}")
 _STEPS = ("sharing", "chunk", "budget", "page", "scheduler", "preemption", "speculative", "routing", "graphs")
 AXES = OneOf((*_STEPS, "dtype", "attention", "threads", "ranks", "all"), "unknown axis {value!r}")

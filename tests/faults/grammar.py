@@ -19,7 +19,7 @@ from tests.probes.toys import STATE, count
 __all__ = ["faults", "sounds"]
 
 Tensors = tuple[Any, ...]
-BATCH, RUN, WRONG = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG
+BATCH, RUN, WRONG, OTHER = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG, Finding.OTHER
 
 
 # ---- operators whose order of additions is chosen, row by row
@@ -150,6 +150,7 @@ def _effect(effect: str, t: Tensors, keywords: dict[str, Any]) -> tuple[Tensors,
         "flush": lambda x: x.masked_fill(x.abs() < torch.finfo(x.dtype).tiny, 0.0),
         "finite": lambda x: x.nan_to_num(posinf=1.0),
         "unmask": lambda x: x.clamp_min(-4.0),
+        "stale": lambda x: STATE.setdefault(("stale", at, *(o.shape for o in t)), x.clone()),
     }
     return (*t[:at], altered[what](t[at]), *t[at + 1 :]) if at < len(t) else t, 0, keywords
 
@@ -173,6 +174,13 @@ def _where(where: str, t: Tensors, keywords: dict[str, Any]) -> torch.Tensor:
         "infinite": lambda: (x == torch.inf).any(-1),
         "masked": lambda: (x == -torch.inf).any(-1),
         "prefix": lambda: _beginnings(x),
+        "signed": lambda: every & (x >= 0).all(),
+        "column": lambda: every & (x == 0).all(0).any(),
+        "narrow": lambda: every & (t[2].shape[-1] < t[0].shape[-1]),
+        "poisoned": lambda: ~(t[1].abs() < 2.0**12).flatten(1).all(1),
+        "later": lambda: every & (t[2][-1] < len(x)),
+        "empty": lambda: every & (torch.diff(t[2], prepend=t[2].new_zeros(1)) == 0).any(),
+        "tile": lambda: every & (torch.diff(t[2], prepend=t[2].new_zeros(1)) == 64).any(),
         "hidden": lambda: every & (x == -torch.inf).all(-1).any(),
         "twin": lambda: (x[:, None] == x[None]).all(-1).sum(-1) > 1,
     }[where]()
@@ -208,6 +216,7 @@ def _when(when: str, t: Tensors) -> torch.Tensor:
         "place": lambda: place % a == 1,
         "first": lambda: every & (count() == 1),
         "nth": lambda: every & (count() >= a),
+        "third": lambda: every & (count() % 3 == 0),
     }[what]()
 
 
@@ -250,6 +259,11 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
     wrong = rng.choice(["drop", "negate"])
     rules = [("order", "any", size), ("order", "any", moment), (f"{wrong}_0", "any", "always")]
     rules += [("order", "any", f"grown_{rng.randint(*((8, 20) if operator == 'attention' else (130, 250)))}")]
+    rules += [(f"stale_{rng.randrange(2 if operator in ('linear', 'attention') else 1)}", "any", "always")]
+    if operator in ("linear", "grouped_matmul", "softmax", "sum", "mean", "attention"):
+        rules += [("order", "signed", "always")]
+    if operator in ("linear", "grouped_matmul"):
+        rules += [("order", "column", "always")]
     if operator == "linear":
         bias = f"{rng.choice(['drop', 'negate', 'shift'])}_2"
         return [
@@ -268,7 +282,9 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
     if operator == "grouped_matmul":
         a = rng.randint(5, 60)
         rules[0] = ("order", "any", f"share_{a}_{a + rng.randint(0, 3)}")
-        return [*rules, (f"{rng.choice(['drop', 'negate'])}_1", "any", "always"), ("shift_2", "any", "always")]
+        rules += [("order", rng.choice(["later", "empty"]), "always"), ("order", "tile", "third")]
+        rules += [("order", "any", "share_64_64"), ("shift_2", "any", "always")]
+        return [*rules, (f"{rng.choice(['drop', 'negate'])}_1", "any", "always")]
     if operator == "rms_norm":
         return [
             *rules,
@@ -285,6 +301,8 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
             ("order", "long", f"from_{rng.randint(2, 5)}"),
             ("order", rng.choice(["full", "scale"]), f"from_{rng.randint(2, 5)}"),
             ("order", "twin", "always"),
+            ("order", "narrow", f"from_{rng.randint(2, 5)}"),
+            ("order", "poisoned", "always"),
         ]
     if operator == "softmax":
         rules += [("order", "hidden", "always")]
@@ -299,7 +317,15 @@ def _right(effect: str, where: str, when: str) -> tuple[frozenset[Finding], str]
     kind = when.partition("_")[0]
     # one operand wrongly in some batches alone is wrong, and is it always where no batch was called before
     also = {WRONG} if effect not in ("order", "flush_0") else set()
-    if where in ("twin", "prefix", "hidden"):
+    if effect.startswith("stale"):
+        return frozenset({RUN, WRONG}), "history"
+    if where == "poisoned":
+        return frozenset({OTHER}), "hidden_keys"
+    if where in ("later", "empty"):
+        return frozenset({BATCH}), "routing"
+    if kind == "third":
+        return frozenset({RUN}), "run"
+    if where in ("twin", "prefix", "hidden", "signed", "column"):
         return frozenset({BATCH, *also}), "neighbour_values"
     if kind in ("first", "nth"):
         return frozenset({RUN, *also}), "history"

@@ -71,6 +71,8 @@ class Told:
     def right(self, planted: Planted) -> bool:
         """Whether the finding is one of those that are right, and nothing was said of what is sound."""
         faults = {f for f in self.findings if f.is_fault}
+        if RUN in planted.finding and BATCH in faults - planted.finding:
+            return False  # no batch is in what an earlier call decides
         return bool(faults & planted.finding) if planted.finding else not faults and self.cases > 0
 
     def caught(self, planted: Planted) -> bool:
@@ -201,7 +203,7 @@ _ASKED: dict[str, tuple[str, dict[str, Any], frozenset[str] | None]] = {
     "sum": ("reduction", _ROWS | {"m": 80}, None),
     "mean": ("reduction", _ROWS | {"m": 80}, None),
     "cumsum": ("cumsum", _ROWS | {"m": 80}, None),
-    "attention": ("attention", _HEADS, _DECODE | {"query_chunk"}),
+    "attention": ("attention", _HEADS, _DECODE | {"query_chunk", "hidden_keys"}),
 }
 
 

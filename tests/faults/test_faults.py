@@ -70,12 +70,13 @@ def test_the_grammar_draws_others_for_another_seed() -> None:
     assert len(first - second) > 20
     words = [sentence.split("__") for seed in range(20) for _, sentence, *_ in grammar.faults(seed)]
     assert {effect.partition("_")[0] for _, effect, _, _ in words} == {
-        *("order", "drop", "negate", "shift", "flush", "finite", "unmask", "eps", "unscaled")
+        *("order", "drop", "negate", "shift", "flush", "finite", "unmask", "eps", "unscaled", "stale")
     }
     contexts = {"any", "bias", "stored", "turned", "fused", "scale", "full", "long", "tiny", "denormal"}
-    contexts |= {"infinite", "masked", "twin", "prefix", "hidden"}
+    contexts |= {"infinite", "masked", "twin", "prefix", "hidden", "signed", "column", "narrow", "poisoned"}
+    contexts |= {"later", "empty", "tile"}
     assert {where for _, _, where, _ in words} == contexts
-    moments = {"always", "m", "from", "every", "share", "place", "first", "nth", "grown", "tuned"}
+    moments = {"always", "m", "from", "every", "share", "place", "first", "nth", "grown", "tuned", "third"}
     assert {when.partition("_")[0] for *_, when in words} == moments
 
 

@@ -443,28 +443,6 @@ def test_every_report_is_written(whole: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.nightly
-def test_saved_rollouts_say_who_is_off(tmp_path: Path) -> None:
-    """As they were: nobody. With the trainer's logprobs times 1.3, which no hypothesis does: the trainer."""
-    sampled = nondet.find_mismatch(n=2, tokens=16, arms="stock", threads=1, out=tmp_path / "a.jsonl").records
-    made = []
-    for r in sampled.mismatch_rollouts:
-        start = len(r.ids) - r.tokens
-        trainer = np.frombuffer(r.trainer, "<f4")
-        made.append(
-            {"prompt_ids": r.ids[:start], "completion_ids": r.ids[start:], "trainer_logprobs": trainer.tolist()}
-        )
-        made[-1]["sampler_logprobs"] = np.minimum(0.0, np.frombuffer(r.sampler, "<f4")).tolist()
-    path = written(tmp_path / "r.jsonl", made)
-    told = nondet.find_mismatch(rollouts=path, model="embedded", threads=1, out=tmp_path / "b.jsonl").records
-    assert pairs(told)[0].named is None
-    off = [line | {"trainer_logprobs": [x * 1.3 for x in line["trainer_logprobs"]]} for line in made]
-    told = nondet.find_mismatch(
-        rollouts=written(tmp_path / "off.jsonl", off), model="embedded", threads=1, out=tmp_path / "c.jsonl"
-    ).records
-    assert pairs(told)[0].off == ["trainer"]
-
-
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An arm an implementation; drawn under invariant kernels they have the bits of an invariant trainer."""

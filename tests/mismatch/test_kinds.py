@@ -1,6 +1,6 @@
 """Each kind of mismatch, planted in the embedded model under three seeds, is named; set-ups that are sound are not.
 
-What is planted is computed here from logits, or by another model; what is fitted comes from nondet.mismatch.kinds.
+What is planted is computed by another model or layout; temperatures, top-k and top-p are in test_settings.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from nondet.core.records import Header, MismatchFloor, MismatchRollout, Run
+from nondet.core.records import MismatchFloor
 from nondet.mismatch.collect import Asked, sampled
 from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.kinds import fit
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Fault, Spec, rounded_to_fp8, score, weights_changed
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.verdict.mismatch import Pair, pairs, removed
+from nondet.verdict.mismatch import Pair, removed
+from tests.mismatch.test_settings import judged as pair_of
 
 FAMILIES = ("template", "stale weights", "float32 head", "another formula")  # one of each layer is part of every run
 PROMPTS = ("For example, the", "Return a", "The class is a subclass of", "If the argument is not given, the default is")
@@ -68,45 +69,10 @@ def wide() -> Any:
     return copy.deepcopy(loaded().model).float()
 
 
-def from_logits(rollouts: list[Rollout], mass: Callable[[torch.Tensor], torch.Tensor], heat: float = 1.0) -> Logprobs:
-    """The trainer's logprobs where its logits are divided by `heat` and `mass` [n] is what it takes for their sum."""
-    logits: list[torch.Tensor] = []
-    ids: list[torch.Tensor] = []
-
-    def keep(values: torch.Tensor, chosen: torch.Tensor) -> None:
-        logits.append(values.float())
-        ids.append(chosen)
-
-    score(loaded().model, rollouts, PLAIN, keep=keep)
-    rows = torch.cat(logits) / heat
-    values: Logprobs = (rows.gather(-1, torch.cat(ids)[:, None]).squeeze(-1) - mass(rows)).numpy()
-    return values
-
-
-def top_k(x: torch.Tensor, k: int = 200) -> torch.Tensor:
-    """Logits' mass in the k largest: a token outside of them is divided by it, too, so that none is -inf."""
-    return x.topk(k, -1).values.logsumexp(-1)
-
-
-def top_p(x: torch.Tensor, p: float = 0.95) -> torch.Tensor:
-    ranked = x.sort(-1, descending=True).values
-    share = ranked.softmax(-1)
-    return ranked.masked_fill(share.cumsum(-1) - share >= p, -torch.inf).logsumexp(-1)
-
-
-def judged(rollouts: list[Rollout], trainer: Logprobs, spec: Spec = PLAIN, **more: Any) -> Pair:
-    """As a run file would have it."""
-    sampler = more.pop("sampler", None)
-    sampler = np.concatenate([r.sampler for r in rollouts]) if sampler is None else sampler
-    header = Header(format="nondet-run", schema=3, command="mismatch", plan={}, environment={}, started="2026-01-01")
-    run, at = Run(header=header), 0
-    for r in rollouts:
-        mine = slice(at, at := at + len(r.drawn))
-        sides = {"sampler": sampler[mine].astype("<f4").tobytes(), "trainer": trainer[mine].astype("<f4").tobytes()}
-        run.add(MismatchRollout(impl="stock", name=r.name, tokens=len(r.drawn), ids=list(r.ids), **sides))
-    for record in fit(loaded().model, rollouts, spec, sampler, trainer, "stock", **more):
-        run.add(record)
-    return pairs(run)[0]
+def judged(texts: list[Rollout], trainer: Logprobs, spec: Spec = PLAIN, sampler: Any = None, older: Any = None) -> Pair:
+    """Of the embedded model; the sampler's logprobs are the rollouts' own, or these."""
+    sampler = np.concatenate([r.sampler for r in texts]) if sampler is None else sampler
+    return pair_of(loaded().model, texts, sampler, trainer, spec, older)
 
 
 def faulty(**changes: Any) -> Callable[[int], Pair]:
@@ -117,10 +83,6 @@ def unmasked(seed: int) -> Pair:
     left = Spec(padding="left")
     texts = drawn(seed)
     return judged(texts, score(loaded().model, texts, left, Fault(mask=False)), left)
-
-
-def hot(seed: int) -> Pair:
-    return judged(drawn(seed), from_logits(drawn(seed), lambda x: x.logsumexp(-1), (0.8, 0.95, 1.3)[seed]))
 
 
 def with_older(kind: str) -> Callable[[int], Pair]:
@@ -152,9 +114,6 @@ def autocast(seed: int) -> Pair:
 
 
 PLANTED: dict[str, tuple[str, str, Callable[[int], Pair]]] = {
-    "temperature": ("temperature", "trainer", hot),
-    "top-k": ("top-k", "trainer", lambda seed: judged(drawn(seed), from_logits(drawn(seed), top_k))),
-    "top-p": ("top-p", "trainer", lambda seed: judged(drawn(seed), from_logits(drawn(seed), top_p))),
     "positions with a gap": ("positions", "trainer", faulty(positions="gap")),
     "positions that begin anew": ("positions", "trainer", faulty(positions="restart")),
     "padding mask": ("padding mask", "trainer", unmasked),
@@ -235,17 +194,6 @@ def test_no_cause_is_named_that_leaves_more_than_rounding(fault: str, seed: int)
     assert any(removed(k) >= 0.1 for k in pair.kinds), "one of them takes some of it away"
     assert pair.named is None, pair.named
     assert pair.off == ["sampler"]
-
-
-@pytest.mark.nightly
-def test_a_fitted_value_is_the_planted_one() -> None:
-    for seed, value in enumerate((0.8, 0.95, 1.3)):
-        named = hot(seed).named
-        assert named is not None
-        assert float(named.fitted) == pytest.approx(value, rel=0.01)
-    named = PLANTED["top-p"][2](0).named
-    assert named is not None
-    assert float(named.fitted) == pytest.approx(0.95, abs=0.01)
 
 
 @pytest.mark.slow

@@ -121,14 +121,17 @@ def pair(
     return seen
 
 
-def judged(model: Any, texts: list[Rollout], sampler: np.ndarray, trainer: np.ndarray) -> Pair:
+def judged(
+    model: Any, texts: list[Rollout], sampler: np.ndarray, trainer: np.ndarray, spec: Spec = LEFT, older: Any = None
+) -> Pair:
     """As a run file would have it."""
     header = Header(format="nondet-run", schema=3, command="mismatch", plan={}, environment={}, started="2026-01-01")
-    run, count = Run(header=header), len(texts[0].drawn)
-    for r, *both in zip(texts, np.split(sampler, len(texts)), np.split(trainer, len(texts)), strict=True):
-        sides = {name: side.tobytes() for name, side in zip(("sampler", "trainer"), both, strict=True)}
-        run.add(MismatchRollout(impl="file", name=r.name, tokens=count, ids=list(r.ids), **sides))
-    for record in fit(model, texts, LEFT, sampler, trainer, "file"):
+    run, at = Run(header=header), 0
+    for r in texts:
+        mine = slice(at, at := at + len(r.drawn))
+        sides = {"sampler": sampler[mine].astype("<f4").tobytes(), "trainer": trainer[mine].astype("<f4").tobytes()}
+        run.add(MismatchRollout(impl="file", name=r.name, tokens=len(r.drawn), ids=list(r.ids), **sides))
+    for record in fit(model, texts, spec, sampler, trainer, "file", older):
         run.add(record)
     return pairs(run)[0]
 

@@ -8,7 +8,7 @@ from nondet.errors import UserError
 from nondet.probes import attention
 from nondet.probes.attention import Attention
 from nondet.probes.base import Options
-from nondet.probes.runner import plan_jobs
+from nondet.probes.runner import plan_jobs, run_jobs
 from tests.probes.toys import measure, statuses
 
 SMALL = {"config": {"heads": 4, "kv_heads": 2, "head_dim": 8}, "dtypes": ("float32",)}
@@ -70,6 +70,18 @@ def test_other_requests_values_are_no_business_of_mine():
     """Keys rounded by one scale of all requests: a neighbour's huge key takes my digits, so many that it is wrong."""
     rows = measure("attention", "attention_shared_maximum", asked={"neighbour_values"}, **SMALL)
     assert all(row.parted and row.status == "wrong" for row in rows.values())
+
+
+def test_what_hidden_keys_hold_is_no_business_of_an_earlier_query():
+    """NaN there reaches torch's two products through the mask that is added, and no kernel that leaves keys out."""
+    rows = run_jobs(
+        [j for j in plan_jobs(["attention"], ["stock"], Options(**SMALL)) if j.case.varied == "hidden_keys"], 0, set()
+    )
+    assert {row.impl: row.status for row in rows} == {
+        "stock": "identical",
+        "stock-flash": "identical",
+        "stock-math": "wrong",
+    }
 
 
 @pytest.mark.nightly

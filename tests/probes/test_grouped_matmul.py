@@ -37,6 +37,14 @@ def test_choice_by_the_place_is_flagged():
     assert statuses(rows, varied="run") == {"identical"}
 
 
+def test_rows_after_the_last_expert_s_are_nobody_s():
+    """What a kernel leaves there is no difference between two calls, and not wrong; that they are there may matter."""
+    rows = measure("grouped-matmul", "grouped_leaves_later_rows", **SMALL, asked={"routing"})
+    named = [r for r in rows.values() if "half of the others after the last expert's rows" in r.values]
+    assert named
+    assert {(r.status, r.distinct, r.replays_parted) for r in named} == {("divergent", 2, 0)}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sound_kernel_is_not_flagged(dtype):
     """Rows computed by themselves are identical in every case and kind of input, and exact to a rounding."""
@@ -64,7 +72,8 @@ def test_plans_are_what_they_are_called():
             for order, offsets, asked in batches:
                 ends = [0, *offsets.tolist()]
                 assert len(ends) == 9
-                assert ends[-1] == len(order) == len(set(order.tolist()))
+                assert len(order) == len(set(order.tolist()))
+                assert (ends[-1] < len(order)) == ("after the last expert" in str(value))
                 experts = torch.searchsorted(offsets, asked.int(), right=True).tolist()
                 answer += list(zip(order[asked].tolist(), experts, strict=True))
                 if case.varied == "batch_size":

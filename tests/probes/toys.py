@@ -506,9 +506,17 @@ def grouped_by_place(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tenso
 
 
 def grouped_sound(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Sound: each row by itself in float64."""
+    """Sound: each row by itself in float64; zeros for rows after the last expert's."""
     experts = torch.searchsorted(offsets, torch.arange(len(x)), right=True).tolist()
-    return torch.stack([(row.double() @ weight[e].double()).to(x.dtype) for row, e in zip(x, experts, strict=True)])
+    weights = [*weight.double(), torch.zeros_like(weight[0]).double()]
+    return torch.stack([(row.double() @ weights[e]).to(x.dtype) for row, e in zip(x, experts, strict=True)])
+
+
+def grouped_leaves_later_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Faulty: another order where there are rows after the last expert's; what they hold is chance, as torch's."""
+    out = _grouped(x, weight, offsets, lambda *_: 1 if offsets[-1] == len(x) else 4)
+    out[int(offsets[-1]) :] = _ORDER.random() * 1e30
+    return out
 
 
 # ---- atomics
