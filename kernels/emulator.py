@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,14 +262,6 @@ def chain(leaves: int, order: Iterable[int] | None = None, terms: int = 1) -> Tr
     return Tree(leaves, tuple(nodes))
 
 
-def with_rest(tree: Tree, leaves: int) -> Tree:
-    """A tree of its leaves, to whose sum further leaves are added one by one."""
-    nodes = [tuple(c + (c >= tree.leaves) * (leaves - tree.leaves) for c in node) for node in tree.nodes]
-    for leaf in range(tree.leaves, leaves):
-        nodes.append((leaves + len(nodes) - 1, leaf))
-    return Tree(leaves, tuple(nodes))
-
-
 # Attention on a CPU in a short dtype (AVX-512): torch's vectors take exp(x) as 2 to the whole part less a polynomial,
 # which is 1.07e-4 at 0 (`fexp_u20`, aten/src/ATen/cpu/vec/vec512/vec512_float.h), and what is left of a row one by one.
 # A weight is rounded to the dtype, to 1, but their sum, which the values are divided by, is of what exp gave.
@@ -513,114 +505,6 @@ def _joined(
             now = leaves + len(nodes) - 1
         made[t] = now
     return _canonical(leaves, nodes, made[0])
-
-
-# Of positive terms nothing cancels. But a partial sum that is less than half a last digit of a huge term is lost where
-# it meets it, and one that is more shows: so it can be told whether leaf j, when it meets leaf i, is in a sum with
-# others. These triples tell the tree.
-
-
-class Question(NamedTuple):
-    """Whether the sum that holds leaf `j` where it meets leaf `i` holds at least so many (`least`) of `some`."""
-
-    i: int
-    j: int
-    some: Array
-    least: int
-
-
-Held = Callable[[Sequence[Question]], list[bool]]
-Asking = Generator[list[Question], list[bool], Any]
-
-
-def find_tree_of_positive(held: Held, places: Sequence[int], leaves: int, seed: int = 0) -> Tree:
-    """The tree of a sum of positive terms, two at a time.
-
-    Args:
-        held: Answers questions; those that do not wait for each other's answers are asked at once.
-        places: The leaves that are in the sum.
-        seed: Of the leaves that are asked about first; the tree is the same for each.
-    """
-    rng = np.random.default_rng(seed)
-    nodes: list[list[int]] = [[0]]  # the first holds the root, as any node holds what its parts turn out to be
-    begun: list[Asking] = []
-
-    def node(*children: int) -> int:
-        nodes.append([*children])
-        return leaves + len(nodes) - 1
-
-    def made(group: Array, stands: dict[int, int], into: list[int], at: int) -> Asking:
-        """Of a part that is done its least leaf `stands` for all of it."""
-        while len(group) > 1:
-            order = yield from _rising(group, rng)
-            if order is not None:
-                into[at] = functools.reduce(node, (stands[int(leaf)] for leaf in order))
-                return
-            i, j = (int(leaf) for leaf in rng.choice(group, 2, replace=False))
-            others = group[(group != i) & (group != j)]
-            with_i = yield from _beside(j, i, others)
-            others = others[~np.isin(others, with_i)]
-            with_j = yield from _beside(i, j, others)
-            parts = [np.sort(np.append(with_i, i)), np.sort(np.append(with_j, j))]
-            both = node(0, 0)
-            for side, part in enumerate(parts):
-                begun.append(made(part, {int(leaf): stands[int(leaf)] for leaf in part}, nodes[both - leaves], side))
-            first = int(min(parts[0][0], parts[1][0]))
-            stands[first] = both
-            group = np.sort(np.append(others[~np.isin(others, with_j)], first))
-        into[at] = stands[int(group[0])]
-
-    begun.append(made(np.array(sorted(places)), {leaf: leaf for leaf in places}, nodes[0], 0))
-    waiting: list[tuple[Asking, list[Question]]] = []
-    while begun or waiting:
-        answers = iter(held([question for _, questions in waiting for question in questions]))
-        going = [(one, [next(answers) for _ in questions]) for one, questions in waiting]
-        going += [(one, []) for one in begun]
-        begun.clear()
-        waiting = []
-        for one, told in going:
-            try:
-                waiting.append((one, one.send(told or None)))  # type: ignore[arg-type]  # None begins it
-            except StopIteration:
-                continue
-    return _canonical(leaves, [tuple(children) for children in nodes], nodes[0][0])
-
-
-def _rising(group: Array, rng: np.random.Generator) -> Asking:
-    """The order in which these are added one by one, where it is that of their numbers or its reverse."""
-    for order in (group, group[::-1]):
-        few = rng.integers(2, len(order), 8).tolist() if len(order) > 2 else []
-        for tried in (few[:1], few[1:], range(2, len(order))):
-            asked = [Question(int(order[t]), int(order[0]), order[t - 1 : t].copy(), 1) for t in tried]
-            if asked and not all((yield asked)):
-                break
-        else:
-            return order
-    return None
-
-
-def _beside(i: int, j: int, some: Array) -> Asking:
-    """Those that meet j before either meets i: by halves, of their numbers' lowest bits first or of their highest."""
-    for low, most in ((True, 64), (False, 64), (True, 2**62)):
-        found, pending = [np.empty(0, np.int64)], [some] if len(some) else []
-        left = most + len(some) // 8
-        while pending and left > 0:
-            left -= len(pending)
-            some_held = yield [Question(i, j, part, 1) for part in pending]
-            parts = [part for part, told in zip(pending, some_held, strict=True) if told]
-            pending = []
-            larger = [part for part in parts if len(part) > 1]
-            all_held = iter((yield [Question(i, j, part, len(part)) for part in larger]) if larger else [])
-            for part in parts:
-                if len(part) == 1 or next(all_held):
-                    found.append(part)
-                    continue
-                apart = int(np.bitwise_or.reduce(part ^ part[0]))
-                bit = apart & -apart if low else 1 << (apart.bit_length() - 1)
-                pending += [part[part & bit == 0], part[part & bit != 0]]
-        if not pending:
-            return np.sort(np.concatenate(found))
-    raise AssertionError("halves end")
 
 
 def _canonical(leaves: int, nodes: list[tuple[int, ...]], root: int) -> Tree:

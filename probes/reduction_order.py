@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,36 +28,26 @@ from nondet.core.inputs import generator, make, product_operands
 from nondet.core.measure import Trial
 from nondet.errors import reason_of
 from nondet.kernels import emulator, reference
-from nondet.kernels.emulator import Arithmetic, Array, Mask, Question, Tree
+from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
 from nondet.ranks.group import shared_gpus
 from nondet.ranks.operators import Message
 
-_WIDTHS = {"sum": (1000, 4096), "mean": (1000,), "softmax": (1000, 4096), "rms_norm": (1000, 4096)}
+_WIDTHS = {"sum": (1000, 4096), "mean": (1000,)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 1), (4096, 4096), (12288, 4096))}  # K, N
-_QUICK = ("sum", "softmax")  # what is asked among all probes: the others take a minute
 _LONGEST = 16384  # asked as well where the run is full
-_HEAD = 64  # of the attention that is asked; heads where masks are asked together, and its keys:
-_HEADS = 64
+_HEAD = 64  # of the attention that is asked, and its keys:
 _KEYS = {"cpu": 512, "cuda": 2048}
 _PARTS = 4  # of K, where the operator is told how many
 _RANKS, _WIDTH = 4, {"cpu": 64, "cuda": 4096}
 _LISTS = 1024  # of what ranks contribute, in turn over a message; its numbers that are checked of one order
-_ROOTS = ("softmax", "rms_norm")  # their sums are seen through one number of a row, so several rows are compared
-_SEEN = 16
-_VECTOR = 32  # elements of a short dtype
-_WHOLE = "whole rows"
-_NO_SCORE = -1e4  # whose exponential is 0
-_TOLD = 16  # exponentials at least
-_DRAWS = 64  # of numbers whose exponential and ones are to add up to a sum, 4 each; after 16 of few sums: most are told
 _PRODUCTS = ("linear", "split_k", "grouped_matmul")
 _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
 # Inputs whose bits a proven tree predicts. The last two are this probe's own, see `_one_sign` and `_zeros`.
 _KINDS = ("bell", "wide", "cancel", "order", "outlier", "one sign", "zeros")
 _SUMS = 24  # of each kind, where a call gives one; of zeros six times as many
-_MANY = 2**21  # elements of the rows that are drawn of a short dtype: few of them show a sum's last digit
 _APART = 16  # columns, whose weights are all aligned alike: where orders differ by column, theirs may agree
 _MORE = 48  # further draws at most, where those did not refute each of:
 _WRONG = 4  # trees with two elements exchanged that the proof has to refute, each by as many sums as:
@@ -66,7 +55,6 @@ _TELLING = 4
 _COLUMNS = 64  # of each kind, where it gives many
 _CLASSES = 12  # of one row, each with a tree of its own, and orders of one message
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
-_GRAPH = 64  # calls of a CUDA graph
 _CELLS = 2**20  # elements of rows that are made and copied at once
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 _SEEDS = 1000
@@ -74,27 +62,6 @@ _SEEDS = 1000
 
 class NotASumError(Exception):
     """What the masks show is no sum of these terms."""
-
-
-class Positive(NamedTuple):
-    """Of terms that are all positive, seen only through what is done to their sum.
-
-    Attributes:
-        code: What an element has to be for a term of that weight, the largest term being about 2^48.
-        bigs: Weights of 24 digits in [2^48, 2^49) for the largest term: under one of them a last digit shows.
-        show: show(rows [n, K], places [n]) -> [n]: what tells the sum of each row, whose element there has the
-            largest term.
-        through: Sums [n] in float64 -> what would be given for them; NaN where that is not known.
-        whole: (terms [n, K] or elements, sums [n]) -> [n, K]: rows, where a sum's own dtype is too short for `show`.
-        kinds: Of input that can be drawn.
-    """
-
-    code: Callable[[float], float]
-    bigs: Sequence[float]
-    show: Callable[[torch.Tensor, Sequence[int]], Array]
-    through: Callable[[Array], Array]
-    whole: Callable[[Array, Array], Array]
-    kinds: tuple[str, ...] = ("bell", "wide", "outlier")
 
 
 class Sum(NamedTuple):
@@ -109,9 +76,6 @@ class Sum(NamedTuple):
         finishes: What may be done to the root, of `Arithmetic.finish`.
         which: Of a product, the columns that it is asked of: "" for all.
         fewer: The same sum of fewer columns, where those of all may have several trees.
-        positive: Where terms can't cancel: then `ask` is not called.
-        single: single(K) is the same sum of float32 rows, where the dtype shows no last digit: its tree is tried, on
-            whole rows, and `draw` gives got [n, K].
     """
 
     ask: Callable[[torch.Tensor, int], torch.Tensor]
@@ -123,8 +87,6 @@ class Sum(NamedTuple):
     finishes: tuple[str, ...] = ("",)
     which: str = ""
     fewer: Callable[[], Any] | None = None
-    positive: Positive | None = None
-    single: Callable[[int], Any] | None = None
 
 
 class Found(NamedTuple):
@@ -188,26 +150,10 @@ def find(asked: Sum, seed: int = 0) -> Found:
     Raises:
         NotASumError: the masks show no sum: a term alone is not given back, or ones are not counted.
     """
-    if asked.single is not None:
-        tried: list[Found] = []  # a vector of a short dtype holds more elements: what is left of a row may come after
-        for width in dict.fromkeys((asked.K, asked.K - asked.K % _VECTOR)):
-            if width and not (tried and tried[0].proven):
-                tree, count = _claimed(asked.single(width), seed)
-                again = prove(asked, emulator.with_rest(tree, asked.K), seed)
-                tried.insert(0 if again.proven else 1, again._replace(masks=count))
-        return tried[0]
-    tree, count = _claimed(asked, seed)
-    return prove(asked, tree, seed)._replace(masks=count)
-
-
-def _claimed(asked: Sum, seed: int) -> tuple[Tree, int]:
-    """The tree that masks show, and how many there were."""
-    if asked.positive is not None:
-        swamps = _Swamps(asked, asked.positive, seed)
-        return emulator.find_tree_of_positive(swamps.held, swamps.places(), asked.K, seed), swamps.count
     masks = _Masks(asked)
     places = masks.places()
-    return emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed), masks.count
+    tree = emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed)
+    return prove(asked, tree, seed)._replace(masks=masks.count)
 
 
 class _Masks:
@@ -295,64 +241,6 @@ class _Masks:
         return np.where(np.isfinite(counts), np.rint(counts), counts)
 
 
-class _Swamps:
-    """Asks a sum of positive terms: a partial sum reaches half a last digit of a huge term where they meet, or not."""
-
-    _DIGIT, _SMALL = 2.0**25, 2.0**8  # the last digit of a term of [2^48, 2^49), and terms that are counted
-    _TRIES = 64
-
-    def __init__(self, asked: Sum, positive: Positive, seed: int) -> None:
-        self._of, self.count, self._device = positive, 0, asked.device
-        self._none, self._K = positive.code(0.0), asked.K
-        self._at_once = max(1, _CELLS // asked.K)
-        self._codes: dict[float, float] = {}
-        self._seen = math.nan
-        pairs = [(i, j) for i, j in np.random.default_rng(seed).integers(0, asked.K, (4, 2)).tolist() if i != j]
-        # a root of a whole number hides one digit more or less, and shows the next
-        for half, big, (i, j) in product((0.5, 1.5, 2.5, 3.5), positive.bigs[: self._TRIES], pairs):
-            self._half, self._big, self._i = half * self._DIGIT, big, i
-            low, high = self._told([(i, j, beyond, None) for beyond in (-128.0, 128.0)])
-            if low != high:
-                self._seen = float(high)
-                return
-        raise NotASumError("the last digit of a sum of positive terms does not show in what it gives")
-
-    def places(self) -> list[int]:
-        """The terms that are in the sum."""
-        others = np.delete(np.arange(self._K), self._i)
-        told = self._told([(self._i, j, 128.0, None) for j in others.tolist()])
-        return sorted([self._i, *others[told == self._seen].tolist()])
-
-    def held(self, asked: Sequence[Question]) -> list[bool]:
-        """As `nondet.kernels.emulator.find_tree_of_positive` asks."""
-        told = self._told([(q.i, q.j, -self._SMALL * (q.least - 0.5), q.some) for q in asked])
-        return [bool(one) for one in told == self._seen]
-
-    def _told(self, asked: Sequence[tuple[int, int, float, Array | None]]) -> Array:
-        """What is given for a huge term i, a term j of half a digit of it and so much more, and some small ones."""
-        self.count += len(asked)
-        told = [np.empty(0)]
-        for start in range(0, len(asked), self._at_once):
-            several = asked[start : start + self._at_once]
-            rows = torch.full((len(several), self._K), self._none, device=self._device)
-            big, half, more, some = zip(*several, strict=True)
-            each, small = np.arange(len(several)), [few for few in some if few is not None]
-            of = np.repeat(each, [0 if few is None else len(few) for few in some])
-            which = np.concatenate([each, each, of]), np.concatenate([big, half, *small])
-            values = np.full(len(which[0]), self._code(self._SMALL), np.float32)
-            values[: len(each)] = self._code(self._big)
-            values[len(each) : 2 * len(each)] = [self._code(self._half + beyond) for beyond in more]
-            at, own = torch.from_numpy(np.stack(which)).to(self._device), torch.from_numpy(values).to(self._device)
-            rows[at[0], at[1]] = own
-            told.append(self._of.show(rows, big))
-        return np.concatenate(told)
-
-    def _code(self, weight: float) -> float:
-        if weight not in self._codes:
-            self._codes[weight] = self._of.code(weight)
-        return self._codes[weight]
-
-
 # ---- the proof
 
 
@@ -383,9 +271,8 @@ def _arithmetics(asked: Sum, tree: Tree, products: bool) -> list[Arithmetic]:
 
 def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
     """Predict what the sum gives for real operands, under one arithmetic after the other until one misses no bit."""
-    kinds = _KINDS if asked.positive is None else asked.positive.kinds
-    drawn = [_drawn(asked, tree, kind, seed + _SEEDS) for kind in kinds]
-    of = np.repeat(kinds, [len(got) for *_, got in drawn])  # all at once: a chain's links cost alike
+    drawn = [_drawn(asked, tree, kind, seed + _SEEDS) for kind in _KINDS]
+    of = np.repeat(_KINDS, [len(got) for *_, got in drawn])  # all at once: a chain's links cost alike
     x, y, got = np.concatenate([x for x, *_ in drawn]), None, torch.cat([got for *_, got in drawn])
     if drawn[0][1] is not None:
         y = np.concatenate([y for _, y, _ in drawn if y is not None])
@@ -398,14 +285,14 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
             if fits and how._replace(finish=best.finish) != best:
                 continue
             said = emulator.predict(tree, x, y, how)
-            wrong = _wrong(asked, x, said, got)
+            wrong = _wrong(asked, said, got)
             if wrong.sum() < least:
                 best, sums, least = how, said, int(wrong.sum())
-                failed = {kind: int(n) for kind in kinds if (n := (of[wrong] == kind).sum())}
+                failed = {kind: int(n) for kind in _KINDS if (n := (of[wrong] == kind).sum())}
             if not wrong.any() and (how is best or (said != sums).any()):
                 fits.append(how)
     except NotImplementedError as error:
-        reason, failed = str(error), {kind: len(got) for kind, (*_, got) in zip(kinds, drawn, strict=True)}
+        reason, failed = str(error), {kind: len(got) for kind, (*_, got) in zip(_KINDS, drawn, strict=True)}
     if failed and not reason:
         reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
         reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
@@ -415,18 +302,17 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         """How many sums tell t from the tree, whose sums they are."""
         said = emulator.predict(t, x, y, best)
         new = said != sums
-        return int(_wrong(asked, x[new], said[new], got[torch.from_numpy(new)]).sum()) if new.any() else 0
+        return int(_wrong(asked, said[new], got[torch.from_numpy(new)]).sum()) if new.any() else 0
 
-    need = _TELLING if asked.single is None or y is not None else 1
-    left = [(t, n) for t in others if (n := need - telling(t, x, y, got, sums)) > 0]
+    left = [(t, n) for t in others if (n := _TELLING - telling(t, x, y, got, sums)) > 0]
     for more in range(_MORE):  # sums that have to tell these from the tree
         if not left:
             break
-        kind = kinds[-1] if asked.positive is None else kinds[more % len(kinds)]
+        kind = _KINDS[-1]
         x, y, got = _drawn(asked, tree, kind, seed + (more + 2) * _SEEDS)
         checked += len(got)
         added = [(how, emulator.predict(tree, x, y, how)) for how in fits]
-        missed = [int(_wrong(asked, x, said, got).sum()) for _, said in added]
+        missed = [int(_wrong(asked, said, got).sum()) for _, said in added]
         if min(missed):
             failed[kind] = failed.get(kind, 0) + min(missed)
             reason = f"other bits in {min(missed):,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
@@ -437,9 +323,9 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
     refuted = len(others) - len(left)
     proven = None if reason else best._replace(finish=" or ".join(how.finish for how in fits))
-    if proven is not None and asked.positive is None:  # what flushes them to 0 adds in that order all the same
+    if proven is not None:  # what flushes them to 0 adds in that order all the same
         x, y, got = _drawn(asked, tree, "tiny", seed + _SEEDS)
-        if lost := int(_wrong(asked, x, emulator.predict(tree, x, y, best), got).sum()):
+        if lost := int(_wrong(asked, emulator.predict(tree, x, y, best), got).sum()):
             aside = f"but for numbers that are not normal, or hardly: other bits in {lost:,} of {len(got):,} such sums"
             proven = proven._replace(aside=aside)
     return Found(tree, 0, proven, best, checked, sum(failed.values()), reason, refuted)
@@ -451,12 +337,10 @@ def _drawn(asked: Sum, tree: Tree, kind: str, seed: int) -> tuple[Array, Array |
     return x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy(), got
 
 
-def _wrong(asked: Sum, x: Array, said: Array, got: torch.Tensor) -> Array:
-    """Of which of the sums of x `got` has other bits than was said."""
-    if asked.positive is not None:
-        said = asked.positive.through(said) if asked.single is None else asked.positive.whole(x, said)
+def _wrong(asked: Sum, said: Array, got: torch.Tensor) -> Array:
+    """Of which of the sums `got` has other bits than was said."""
     rounded = torch.from_numpy(emulator.round_to(said, str(asked.dtype).removeprefix("torch."))).to(got.dtype)
-    other: Array = (bits(rounded) != bits(got.cpu())).reshape(len(got), -1).any(1).numpy()
+    other: Array = (bits(rounded) != bits(got.cpu())).numpy()
     return other
 
 
@@ -566,68 +450,25 @@ def _zeros(
 def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, finishes: tuple[str, ...]) -> Sum:
     """Element 0 of `operator(x [M, K]) -> [M]`: the sum of row 0."""
     x = torch.ones((M, K), dtype=dtype, device=device)
-    in_turn = _InTurn(x[0], lambda: operator(x)[0])
+    in_turn = partial(_in_turn, x[0], lambda: operator(x)[0])
 
     def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
         return in_turn(terms[:n])
 
     def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
         rows = _rows(kind, K, dtype, device, seed, dropped)
-        return rows, None, in_turn(rows, real=True)
+        return rows, None, in_turn(rows)
 
     return Sum(ask, draw, max(1, min(K, _CELLS // K)), K, dtype, device, finishes)
 
 
-class _InTurn:
-    """Asks about rows [n, K], each in turn at one address, [K]: alignment may decide on the order -> [n, ...].
-
-    Nothing waits for a GPU before the last of them. There masks go by CUDA graphs of so many calls, as a launch takes
-    the host longer than a GPU adds; real rows go call by call, as users' do, so a tree is proven of that.
-    """
-
-    def __init__(self, into: torch.Tensor, ask: Callable[[], torch.Tensor]) -> None:
-        self._into, self._ask = into, ask
-        self._graph: tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor] | None = None
-        self._by_graph = into.is_cuda
-
-    def __call__(self, rows: torch.Tensor, real: bool = False) -> torch.Tensor:
-        if self._by_graph and self._graph is None and not real and len(rows) >= _GRAPH:
-            self._graph = self._captured(rows)
-            self._by_graph = self._graph is not None
-        if self._graph is None or real:
-            return torch.stack([self._given(row).clone() for row in rows.unbind()])
-        graph, before, after = self._graph
-        given = []
-        for some in rows.split(_GRAPH):
-            before[: len(some)].copy_(some)
-            graph.replay()
-            given.append(after[: len(some)].clone())
-        return torch.cat(given)
-
-    def _given(self, row: torch.Tensor) -> torch.Tensor:
-        self._into.copy_(row)
-        return self._ask()
-
-    def _captured(self, rows: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor] | None:
-        """The graph, its rows and what it gives; None for what can't be captured, or gives other bits when it is.
-
-        Rows whose sums show an order tell that: of one term by itself there is only one result.
-        """
-        (K, dtype, device), half = (rows.shape[1], rows.dtype, str(rows.device)), _GRAPH // 2
-        before = make("bell", (half, K), dtype, device, generator(0, device))
-        before = torch.cat([before, _zeros(half, K, dtype, device, 0)])
-        after = torch.stack([self._given(row).clone() for row in before.unbind()])
-        first, graph = after.clone(), torch.cuda.CUDAGraph()
-        now = torch.cuda.stream(torch.cuda.current_stream())  # which torch leaves elsewhere where a capture fails
-        try:
-            with now, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                for row, into in zip(before.unbind(), after.unbind(), strict=True):
-                    into.copy_(self._given(row))
-            after.zero_()
-            graph.replay()
-        except Exception:  # noqa: BLE001 - whatever a user's function does that a graph can't hold: asked call by call
-            return None
-        return (graph, before, after) if identical(after, first) else None
+def _in_turn(into: torch.Tensor, evaluate: Callable[[], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """What is given for rows [n, K], each in turn at one address, since alignment may decide on the order -> [n]."""
+    given = []
+    for row in rows.unbind():
+        into.copy_(row)
+        given.append(evaluate().clone())
+    return torch.stack(given)
 
 
 def of_attention(
@@ -659,328 +500,6 @@ def of_attention(
     fewer = partial(of_attention, operator, M, K, dtype, device, D, further) if every < D else None
     finishes = ("divided by K", "times 1/K", *([emulator.VECTOR_WEIGHTS] if device == "cpu" else []))
     return Sum(ask, draw, len(columns), K, dtype, device, finishes, which, fewer)
-
-
-def of_squares(operator: Operator, M: int, K: int, device: str, dtype: torch.dtype = torch.float32) -> Sum:
-    """The sum of squares of row 0 of a norm, seen through the root that all elements are divided by.
-
-    Args:
-        operator: (x [M, K], weight [K]) -> [M, K]; a row's elements are multiplied by one number, which its squares'
-            sum decides.
-    """
-    x, weight = (torch.ones(shape, device=device) for shape in ((M, K), (K,)))
-    rng = np.random.default_rng(0)
-    in_turn = _InTurn(x[0], lambda: operator(x, weight)[0])
-
-    def show(rows: torch.Tensor, places: Sequence[int], real: bool = False) -> Array:
-        """By what the element there, a power of two or fixed, is multiplied; times the element."""
-        return _at(in_turn(rows, real), [[place] for place in places])[:, 0].astype(np.float64)
-
-    def draw(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows = _spread(kind, 3 * _SUMS, K, seed)
-        if dtype != torch.float32:
-            made = _midway(rows * (64.0 if dtype == torch.bfloat16 else 2.0), dtype, seed)
-            return made, made, whole(made.to(device))
-        at = np.random.default_rng(seed).integers(0, K, len(rows))
-        each, one = np.arange(len(rows)), np.ldexp(1.0, np.frexp(np.abs(rows).max(1))[1] - 6)
-        for _ in range(4):
-            rows[each, at] = one
-            odd = np.frexp((rows.astype(np.float64) ** 2).sum(1))[1] % 2 == 1
-            rows[odd] *= np.float32(np.sqrt(2.0))  # so that the sum is a whole number of 24 digits times a power of 4
-        rows, at = rows[~odd], at[~odd]  # of few terms the one that is no multiple may keep it odd
-        made = torch.from_numpy(rows).to(device)
-        got = show(made, at.tolist(), real=True) / rows[np.arange(len(rows)), at]
-        return made, made, torch.from_numpy(got.astype(np.float32))
-
-    def fives(totals: Array) -> tuple[Array, Array]:
-        """[n, 5]: numbers whose squares add up to each total in any order, and what the first of them is, or NaN."""
-        if K < 5:
-            raise NotASumError("a sum of fewer than 5 squares can't be seen through what a norm gives")
-        made, units = np.zeros((len(totals), 5), np.float32), np.full(len(totals), np.nan)
-        for n, total in enumerate(totals.tolist()):
-            digits, exponent = np.frexp(total)
-            if not np.isfinite(total) or digits * 2**24 % 1:
-                continue
-            whole, exponent = int(digits * 2**24), int(exponent) - 24
-            if exponent % 2:
-                whole, exponent = (whole // 2, exponent + 1) if whole % 2 == 0 else (whole * 2, exponent - 1)
-            units[n] = 2.0 ** (exponent // 2)
-            made[n] = np.array([1, *_squares(whole - 1)]) * units[n]
-        return made, units
-
-    def through(totals: Array) -> Array:
-        """What an element is multiplied by where the squares' sum is this."""
-        (made, units), rows = fives(totals), np.zeros((len(totals), K), np.float32)
-        places = np.array([rng.choice(K, 5, replace=False) for _ in totals])
-        np.put_along_axis(rows, places, made, 1)
-        return show(torch.from_numpy(rows).to(device), places[:, 0].tolist()) / units
-
-    def divided(elements: Array, totals: Array) -> Array:
-        """What becomes of elements so small that their own squares are nothing, beside five that are the sum."""
-        (made, units), given = fives(totals), np.full(elements.shape, np.nan)
-        if K == 5:
-            raise NotASumError("five squares in a short dtype leave no element to see their sum through")
-        for at in ((start + np.arange(5)) % K for start in range(0, K, K - 5)):
-            rows = (elements * 2.0**-60).astype(np.float32)
-            rows[:, at], others = made, np.delete(np.arange(K), at)
-            given[:, others] = in_turn(torch.from_numpy(rows).to(device)).double().cpu().numpy()[:, others] * 2.0**60
-        given[np.isnan(units)] = np.nan
-        return given
-
-    bigs = [((2048 + t) * 2.0**13) ** 2 for t in range(848)]  # of 12 digits' squares: no product of them is rounded
-    short = torch.ones_like(weight, dtype=dtype)
-    whole = _whole(lambda rows: operator(rows, short), M, K, dtype, device)
-    positive = Positive(lambda weight: float(np.sqrt(weight)), bigs, show, through, divided)
-    single = None if dtype == torch.float32 else lambda width: of_squares(operator, M, width, device)
-    return Sum(_not_asked, draw, 1, K, dtype, device, which=_WHOLE if single else "", positive=positive, single=single)
-
-
-Shares = Callable[..., Array]  # (rows [n, K], places [n, p], real = False)
-
-
-def of_exponentials(
-    shares: Shares,
-    K: int,
-    device: str,
-    first: bool = False,
-    whole: Operator | None = None,
-    dtype: torch.dtype = torch.float32,
-    single: Callable[[int], Sum] | None = None,
-    alone: Shares | None = None,
-) -> Sum:
-    """The sum of exponentials of a row: seen through the largest element's share, 1 / sum.
-
-    Exponentials of some numbers are measured first: two elements' shares leave one float32 that gives them both, or
-    the number is not used. What 1 / sum is taken for is asked as well where a GPU takes something near it: of the two
-    elements whose sum has the same digits, since no power of two changes any.
-
-    Args:
-        shares: shares(rows [n, K], places [n, p], real) -> [n, p]: exponentials of what is there less the row's
-            largest, divided by the sum of all, float32; of real rows see `_InTurn`.
-        first: Real rows have their largest element first, and at every 16th place: so no partial sum of a block is
-            scaled when a larger one comes, or when the block is added to others.
-        whole, dtype, single: whole(rows [n, K] of a shorter dtype) -> all shares [n, K]; and see `Sum`.
-        alone: The same of one row a call, where `shares` asks of several at once, which may be another order: real
-            rows are asked so, and everything is where no tree is proven by that.
-    """
-    measured = functools.cache(partial(_measured, shares, K, device, dtype))
-    known: dict[float, float] = {}
-
-    def show(rows: torch.Tensor, places: Sequence[int]) -> Array:
-        return shares(rows, [[i] for i in places])[:, 0]
-
-    def draw(kind: str, seed: int) -> tuple[torch.Tensor, None, torch.Tensor]:
-        numbers, powers, *_ = measured()
-        rng = np.random.default_rng(seed)
-        low = {"bell": 0.05, "wide": 0.0, "outlier": 0.5}[kind]
-        fit = np.flatnonzero(powers > np.quantile(powers, low))
-        chosen = rng.choice(fit, (3 * _SUMS if whole is None else _rows_of(K), K))
-        rows, terms = numbers[chosen], powers[chosen]
-        if kind == "outlier":  # most are far below
-            few = rng.random(rows.shape) < min(0.5, 16 / K)
-            least = int(powers.argmin())
-            rows, terms = np.where(few, rows, numbers[least]), np.where(few, terms, powers[least])
-        top = rng.integers(0, 1 if first else K, len(rows))
-        rows[np.arange(len(rows)), top], terms[np.arange(len(rows)), top] = 0.0, 1.0
-        if first:
-            rows[:, ::16], terms[:, ::16] = 0.0, 1.0
-        made = torch.from_numpy(rows).to(device)
-        if whole is not None:
-            return torch.from_numpy(terms), None, whole(made.to(dtype))
-        got = (alone or shares)(made, top[:, None].tolist(), real=True)[:, 0]
-        return torch.from_numpy(terms), None, torch.from_numpy(got.astype(np.float32))
-
-    def code(weight: float) -> float:
-        return math.log(weight / 2.0**48) if weight else _NO_SCORE
-
-    def through(totals: Array) -> Array:
-        return 1.0 / totals if measured()[2] else _reciprocals(shares, K, device, totals, known)
-
-    def divided(terms: Array, totals: Array) -> Array:
-        if measured()[3]:
-            return emulator.round_to(terms / totals[:, None], "float32")
-        over = terms * emulator.round_to(through(totals), "float32")[:, None]
-        return emulator.round_to(over, "float32")
-
-    positive = Positive(code, [2.0**48], show, through, divided)
-    which = _WHOLE if single else ""
-    fewer = None if alone is None else partial(of_exponentials, alone, K, device, first)
-    return Sum(_not_asked, draw, 1, K, dtype, device, which=which, fewer=fewer, positive=positive, single=single)
-
-
-def _rows_of(K: int) -> int:
-    return min(_MANY // K, 2048)
-
-
-def _whole(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str) -> Operator:
-    """Rows [n, K], each in turn row 0 of M -> what is given for row 0, [n, K]."""
-    x = torch.zeros((M, K), dtype=dtype, device=device)
-    return partial(_InTurn(x[0], lambda: operator(x)[0]), real=True)
-
-
-def _at(given: torch.Tensor, places: Sequence[Sequence[int]]) -> Array:
-    """Of each row [n, K] what is at its places [n, p]."""
-    shown: Array = given.gather(1, torch.tensor(places, device=given.device)).cpu().numpy()
-    return shown
-
-
-def _beside(shares: Shares, K: int, device: str, numbers: Array, tops: int = 1) -> tuple[Array, Array, Array]:
-    """Shares [n, 1] of 0, a row's first, and of each number, soon after, so in the same block; and for numbers near its
-    exponential, [n, 81], whether one may have been taken for it: their product is the share that it was given.
-
-    Args:
-        tops: So many zeros are in the row, and nothing else.
-    """
-    near = min(K, 16) - 1
-    places = [[0, j] for j in np.random.default_rng(1).integers(1, near + 1, len(numbers)).tolist()]
-    rows = np.full((len(numbers), K), _NO_SCORE, np.float32)
-    for row, (one, other), number in zip(rows, places, numbers, strict=True):
-        row[[one, *((other + n) % near + 1 for n in range(tops - 1))]] = 0.0
-        row[other] = number
-    given = shares(torch.from_numpy(rows).to(device), places)
-    return given[:, :1], given[:, 1:], _near(numbers) * given[:, :1] == given[:, 1:]
-
-
-def _near(numbers: Array) -> Array:
-    """[n, 81] float32: what may have been taken for their exponentials."""
-    powers = np.exp(numbers.astype(np.float64)).astype(np.float32)
-    made: Array = (powers[:, None].view(np.int32) + np.arange(-40, 41, dtype=np.int32)).view(np.float32)
-    return made
-
-
-def _measured(shares: Shares, K: int, device: str, dtype: torch.dtype) -> tuple[Array, Array, bool, bool]:
-    """Numbers of the dtype below 0 as float32 and the exponentials that are taken of them, in float64; then whether
-    every sum is divided by as IEEE 754 rounds, and whether shares are quotients or products of 1 / sum.
-
-    Raises:
-        NotASumError: hardly any can be told.
-    """
-    rng = np.random.default_rng(1)
-    drawn = -rng.uniform(0.01, 17.0, 400).astype(np.float32)
-    if dtype != torch.float32:  # most of its numbers
-        few = torch.from_numpy(-np.exp2(rng.uniform(-6.0, 4.0, 2000))).to(dtype)
-        drawn = np.unique(few.float().numpy())
-    one, could, (least, share, product_) = np.float32(1.0), _near(drawn), _beside(shares, K, device, drawn)
-    right, quotient = one / (one + could) == least, could / (one + could) == share
-    exact = bool((right & (quotient | product_)).any(1).all())
-    fits = right & (quotient | product_) if exact else product_
-    told = fits.sum(1) == 1
-    if told.sum() < _TOLD:
-        raise NotASumError(f"of {len(drawn)} exponentials {told.sum()} could be told from shares")
-    divides = exact and not (right & product_).any(1).all()
-    return drawn[told], could[told][fits[told]].astype(np.float64), exact, divides
-
-
-def _reciprocals(shares: Shares, K: int, device: str, totals: Array, known: dict[float, float]) -> Array:
-    """What is taken for 1 / each of the sums; NaN where no number was found whose exponential and ones add up to it.
-
-    Of few ones no order rounds but where the exponential is added, and several exponentials are rounded to each sum.
-    `known` keeps what was found for each of their digits, in [1, 2).
-    """
-    digits, exponents = np.frexp(totals)
-    normal = np.where(totals > 0, 2.0 * digits, 1.0)
-    rng, left = np.random.default_rng(2), np.array(sorted(set(normal.tolist()) - set(known)))
-    known |= dict.fromkeys(left.tolist(), math.nan)
-    for turn in range(_DRAWS):  # an exponential may be some of its digits off, or two may fit: more numbers are tried
-        for ones in (2, 3) if K > 3 and turn % 2 == 0 else (1,):  # beside few ones, and beside one: two may always fit
-            scale = min(ones, 2)
-            some = np.repeat(left if ones == 1 else left[np.floor(2 * left) == ones], 4)
-            if not len(some):
-                continue
-            near = scale * (some + rng.normal(0.0, 1.0, len(some)) * 2.0**-23) - ones
-            numbers = np.minimum(np.log(np.maximum(near, 2.0**-40)), 0.0).astype(np.float32)
-            least, _, fits = _beside(shares, K, device, numbers, ones)
-            could, want = _near(numbers), (scale * some[:, None]).astype(np.float32)
-            sums = [np.float32(ones - n) + (np.float32(n) + could) == want for n in range(ones)]
-            told = fits.any(1) & ~(fits & ~np.all(sums, 0)).any(1)
-            known |= dict(zip(some[told].tolist(), (scale * least[told, 0].astype(np.float64)).tolist(), strict=True))
-        left = np.array([want for want in left.tolist() if math.isnan(known[want])])[: _SUMS if turn > 15 else None]
-    return np.ldexp(np.array([known[want] for want in normal.tolist()]), 1 - exponents)
-
-
-def shares_of_softmax(operator: Operator, M: int, K: int, device: str) -> Shares:
-    """Row 0 of `operator(x [M, K]) -> [M, K]`."""
-    x = torch.zeros((M, K), device=device)
-    in_turn = _InTurn(x[0], lambda: operator(x)[0])
-    return lambda rows, places, real=False: _at(in_turn(rows, real), places)
-
-
-def shares_of_attention(operator: Operator, M: int, K: int, device: str, heads: int = 1) -> Shares:
-    """The weights of the last of M queries, in the values' columns: `operator` as in `of_attention`, a row a head."""
-    q, k, v = (torch.zeros((1, heads, n, _HEAD), device=device) for n in (M, K, K))
-    q[..., 0] = math.sqrt(_HEAD)
-    head, one = torch.arange(heads, device=device)[:, None], torch.ones((), device=device)
-
-    def shares(rows: torch.Tensor, places: Sequence[Sequence[int]], real: bool = False) -> Array:
-        given = []
-        for some, own in zip(rows.split(heads), torch.tensor(places, device=device).split(heads), strict=True):
-            at = head[: len(some)], own, torch.arange(own.shape[1], device=device)
-            k[0, : len(some), :, 0] = some
-            v[0][at] = one
-            given.append(operator(q, k, v)[0, : len(some), -1, : own.shape[1]].clone())
-            v[0][at] = one - one
-        shown: Array = torch.cat(given).cpu().numpy()
-        return shown
-
-    return shares
-
-
-@functools.lru_cache(2**16)
-def _squares(whole: int) -> list[int]:
-    """Four whole numbers whose squares add up to this (Lagrange), the largest first."""
-    for a in range(math.isqrt(whole), -1, -1):
-        left = whole - a * a
-        for b in range(math.isqrt(left), math.isqrt(left // 3) - 1, -1):
-            rest = left - b * b
-            for c in range(math.isqrt(rest), math.isqrt(rest // 2) - 1, -1):
-                d = math.isqrt(rest - c * c)
-                if d * d == rest - c * c:
-                    return [a, b, c, d]
-    raise AssertionError("every whole number is a sum of four squares")
-
-
-def _not_asked(terms: torch.Tensor, n: int) -> torch.Tensor:
-    raise AssertionError("terms that are all positive are asked by their own masks")
-
-
-def _spread(kind: str, count: int, K: int, seed: int) -> Array:
-    """[count, K] float32: ordinary numbers; as far apart as 2^16; or few that are as much larger."""
-    rng = np.random.default_rng(seed)
-    made = rng.standard_normal((count, K))
-    if kind == "wide":
-        made *= 2.0 ** rng.integers(-8, 9, (count, K))
-    elif kind == "outlier":
-        made *= np.where(rng.random((count, K)) < min(0.5, 8 / K), 2.0**10, 1.0)
-    return made.astype(np.float32)
-
-
-def _midway(rows: Array, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Rows [n, K] of a short dtype, two numbers of each drawn anew among many, so that some other over the root of
-    the mean square lies midway between two of the dtype: there the last digit of the squares' sum shows.
-
-    The sum's exponent is even, as `of_squares` needs it; rows of which none is are left out.
-    """
-    rng, digits = np.random.default_rng(seed), _DIGITS[dtype]
-    made, kept = torch.from_numpy(rows).to(dtype), []
-    for n, row in enumerate(made.double().numpy()):
-        for _ in range(8):
-            if np.frexp((row**2).sum())[1] % 2:
-                row *= rng.integers(1, 3, len(row))
-        made[n] = torch.from_numpy(row)
-        at, top = rng.choice(len(row), 2, replace=False), np.frexp(np.abs(row).max())[1]
-        others = np.unique(np.frexp(np.delete(np.abs(row), at))[0])
-        count = 2**16 // len(others)
-        could = rng.integers(2 ** (digits - 1), 2**digits, (count, 2)) * 2.0 ** (
-            top - digits - rng.integers(0, 3, (count, 2))
-        )
-        totals = (row**2).sum() - (row[at] ** 2).sum() + (could**2).sum(1)
-        places = np.ldexp(np.frexp(1.0 / np.sqrt(totals / len(row)))[0], digits)[:, None] * others
-        places *= 1.0 + (places < 2.0 ** (digits - 1))  # in one binade
-        apart = 0.5 - np.abs(places - np.rint(places)).max(1) + (np.frexp(totals)[1] % 2)
-        if apart.min() < 1 and 2.0**top < torch.finfo(dtype).max / 2:
-            made[n, at] = torch.from_numpy(could[apart.argmin()]).to(dtype)
-            kept.append(n)
-    return made[kept]
 
 
 def of_ranks(operator: Operator, message: Message) -> list[Sum]:
@@ -1053,7 +572,7 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
         weight[:, 0], weight[:, 1:2] = _BIG[dtype][0], -_BIG[dtype][0]
         ones /= 1.0 if operator(ones, weight).isfinite().all() else 16.0
         weight.zero_()
-    in_turn = _InTurn(weight[0], lambda: operator(ones, weight)[0, 0])
+    in_turn = partial(_in_turn, weight[0], lambda: operator(ones, weight)[0, 0])
 
     def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
         if N == 1:
@@ -1095,21 +614,15 @@ class ReductionOrder(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
-        expert; the values of attention; a sum over ranks. Among all probes a sum and a softmax of the first width."""
+        expert; the values of attention; a sum over ranks. Among all probes a sum of the first width."""
         if options.one_of_all:
-            for operator in _QUICK:
-                K, N = next(_sizes(operator, options))
-                yield _case(operator, K, N, dtypes(options, "reduction-order", ("float32",))[0], options)
+            K, N = next(_sizes("sum", options))  # the others take a minute
+            yield _case("sum", K, N, dtypes(options, "reduction-order", ("float32",))[0], options)
             return
-        for operator in ("sum", "mean", *_ROOTS, "attention", *_PRODUCTS, "all_reduce"):
+        for operator in ("sum", "mean", "attention", *_PRODUCTS, "all_reduce"):
             for K, N in dict.fromkeys(_sizes(operator, options)):
                 for dtype in dtypes(options, "reduction-order", ("float32", "bfloat16")):
-                    if (
-                        operator != "rms_norm" or dtype == "float32" or K <= 1000 or options.k
-                    ):  # too few sums would show
-                        yield _case(operator, K, N, dtype, options)
-                    if operator == "attention" and dtype == "float32":
-                        yield _case(operator, K, N, dtype, options, weights=True)
+                    yield _case(operator, K, N, dtype, options)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], and for products w [N, K]; q [1, 1, M, D] and k, v [1, 1, K, D]; the ranks' message."""
@@ -1121,13 +634,7 @@ class ReductionOrder(Probe):
         if case.operator == "attention":
             v = make("order", (_HEAD, K), dtype, device, generator(seed, device)).T.contiguous()
             q, k = (torch.zeros((1, 1, n, _HEAD), dtype=dtype, device=device) for n in (M, K))
-            if case.data["weights"]:
-                q[..., 0] = math.sqrt(_HEAD)
-                k[0, 0, :, 0] = make("bell", (K,), dtype, device, generator(seed, device))
-                v = torch.eye(K, _HEAD, dtype=dtype, device=device)
             return {"q": q, "k": k, "v": v[None, None]}  # equal scores: what differs is the order of the values
-        if case.operator in _ROOTS:
-            return {"x": make("bell", (M + _SEEN, K), dtype, device, generator(seed, device))}
         if case.operator not in _PRODUCTS:
             return {"x": make("order", (M, K), dtype, device, generator(seed, device))}
         x, w = product_operands("order", (M, K), (case.shape["N"], K), dtype, device, seed, weight_kind="bell")
@@ -1145,8 +652,6 @@ class ReductionOrder(Probe):
             return torch.tensor(inputs["message"].terms, dtype=torch.float64).sum(1).repeat(2)[None]
         if case.operator == "attention":
             return reference.attention(inputs["q"][:, :, -1:], inputs["k"], inputs["v"])[0, 0]
-        if case.operator in _ROOTS:
-            return getattr(reference, case.operator)(inputs["x"][:_SEEN], *_weight(case, inputs))
         x = inputs["x"][:1]
         return reference.linear(x, inputs["w"]) if "w" in inputs else getattr(reference, case.operator)(x)
 
@@ -1178,22 +683,17 @@ def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
         yield _LONGEST, 64 if operator in _PRODUCTS else 1
 
 
-def _case(operator: str, K: int, N: int, dtype: str, options: Options, *, weights: bool = False) -> Case:
+def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     device = options.device
     largest = None if options.m is None else base.size("--m", options.m, 1)
     batches = [m for m in _BATCHES[device] if largest is None or m < largest] + ([largest] if largest else [])
     M = max(batches)
     needed = (M * K + 3 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8 + K * 400
     needed += 2 * N * K * base.element_bytes(dtype) if operator == "grouped_matmul" else 0
-    needed += (M * K * 4 + 4 * K * _HEAD * 8) * (_HEADS if weights else 1) if operator == "attention" else 0
+    needed += M * K * 4 + 4 * K * _HEAD * 8 if operator == "attention" else 0
     require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
     what = f"{operator}: the order in which row 0 of M is added, K={K}"
-    if operator in _ROOTS:
-        terms = "exponentials" if operator == "softmax" else "squares"
-        what = f"{operator}: the order in which {terms} of row 0 of M are added, K={K}"
-    elif weights:
-        what = f"{operator}: the order in which exponentials are added for the last query of M, K={K}"
-    elif operator == "attention":
+    if operator == "attention":
         what = f"{operator}: the order in which values are added for the last query of M, K={K}"
     elif operator == "all_reduce":
         what = f"{operator}: the order in which ranks are added in the first and the last of M rows, K={K}"
@@ -1202,7 +702,7 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options, *, weight
         what = f"{operator}: the order in which row 0 of M is added, K={K} in {_PARTS} parts"
     shape = {"M": M, "K": K} | ({"N": N} if operator in _PRODUCTS else {})
     title = what + (f" N={N}" if operator in _PRODUCTS else "")
-    data = {"values": batches if len(batches) > 1 else [1, *batches], "weights": weights}
+    data = {"values": batches if len(batches) > 1 else [1, *batches]}
     return Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
 
 
@@ -1216,20 +716,8 @@ def _sums_of(case: Case, operator: Operator, inputs: Any, M: int) -> list[Sum]:
 def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
     K, dtype = case.shape["K"], case.torch_dtype
     device = str(next(iter(inputs.values())).device.type)
-    if case.data["weights"]:
-        heads, alone = (shares_of_attention(operator, M, K, device, heads=heads) for heads in (_HEADS, 1))
-        return of_exponentials(heads, K, device, first=True, alone=alone)
     if case.operator == "attention":
         return of_attention(operator, M, K, dtype, device)
-    if case.operator == "softmax":
-        whole = _whole(operator, M, K, dtype, device)
-        single = lambda width: of_exponentials(shares_of_softmax(operator, M, width, device), width, device)  # noqa: E731 - of a line
-        if dtype == torch.float32:
-            return single(K)
-        shares = shares_of_softmax(operator, M, K, device)
-        return of_exponentials(shares, K, device, whole=whole, dtype=dtype, single=single)
-    if case.operator == "rms_norm":
-        return of_squares(operator, M, K, device, dtype)
     if case.operator in _PRODUCTS:
         return of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)
     return of_rows(operator, M, K, dtype, device, ("divided by K", "times 1/K") if case.operator == "mean" else ("",))
@@ -1242,14 +730,7 @@ def _asked(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
         return operator(message).view(M, message.width)[[0, -1]].view(1, -1)
     if case.operator == "attention":
         return operator(inputs["q"][:, :, -M:].contiguous(), inputs["k"], inputs["v"])[0, 0, -1:]
-    if case.operator in _ROOTS:
-        x, weight = inputs["x"], _weight(case, inputs)
-        return torch.cat([operator(x[i : i + M], *weight)[:1] for i in range(_SEEN)])
     return _row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
-
-
-def _weight(case: Case, inputs: Any) -> tuple[torch.Tensor, ...]:
-    return (torch.ones_like(inputs["x"][0]),) if case.operator == "rms_norm" else ()
 
 
 def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:

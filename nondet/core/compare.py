@@ -367,31 +367,40 @@ def digest(*tensors: torch.Tensor) -> str:
     return sha.hexdigest()[:16]
 
 
-_TOGETHER = 2**22  # elements of classes that are compared before anybody looks
 _KEPT_BYTES = 2**26  # of results that wait on a GPU to be compared with one look
-_MATRIX = {"cpu": 2**20, "cuda": 2**31}  # elements, to compare each of some results with each
 
 
 class ClassBook:
     """Sorts results into classes of equal bits, numbered by first appearance.
 
-    One representative a class is kept on the device; a new result is compared with the class of its predecessor first,
+    One representative a class is kept on the device. Results are compared with the class of their predecessor first,
     since sweeps change class rarely.
     """
 
     def __init__(self) -> None:
         self.representatives: list[torch.Tensor] = []
         self.labels: list[int] = []
-        self._patterns: list[torch.Tensor] = []
+        self._patterns: list[torch.Tensor] = []  # of each representative, flat
         self._waiting: list[torch.Tensor] = []
         self._waiting_bytes = 0
+
+    def add(self, result: torch.Tensor) -> int:
+        """Label one result; a `ValueError` if its shape or dtype is not that of the results before it."""
+        return self.add_many(result[None])[0]
+
+    def add_many(self, results: torch.Tensor) -> list[int]:
+        """Label each slice of `results`, [n, ...], along its first axis. Raises as `add`."""
+        self.settle()
+        labels = self._label(results)
+        self.labels += labels
+        return labels
 
     def add_later(self, result: torch.Tensor) -> None:
         """Label a copy of one result by the time of `settle`: a GPU goes on meanwhile. Raises as `add`."""
         if not _is_slow_to_ask(result):
             self.add(result)
             return
-        self._check(result)
+        self._check(result[None])
         self._waiting.append(result.detach().clone())
         self._waiting_bytes += result.numel() * result.element_size()
         if self._waiting_bytes > _KEPT_BYTES:
@@ -400,108 +409,38 @@ class ClassBook:
     def settle(self) -> None:
         """Label what waits."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        self.add_each(waiting)
+        if waiting:
+            self.labels += self._label(torch.stack(waiting))
 
-    def add_each(self, results: Sequence[torch.Tensor]) -> None:
-        """As `add` of one after the other, with few looks: mostly all are alike, which one look tells."""
-        rest = list(results)
-        if rest and not self.labels:
-            self.add(rest.pop(0))
-        for result in rest:
-            self._check(result)
-        if rest:
-            last = self.labels[-1]
-            flags = looked_at([agreement(self.representatives[last], result) for result in rest])
-            alike = (*flags, False).index(False)
-            self.labels += [last] * alike
-            rest = rest[alike:]
-        work = len(rest) * (len(rest) + len(self._patterns)) * self.representatives[0].numel() if rest else 0
-        if len(rest) > 1 and work <= _MATRIX["cuda" if rest[0].is_cuda else "cpu"]:
-            self._add_matrix(rest)
-            return
-        for result in rest:
-            self.add(result)
-
-    def _add_matrix(self, results: Sequence[torch.Tensor]) -> None:
-        """Each with each, and with every class: one look."""
-        patterns = [bits(result) for result in results]
-        together = torch.stack(patterns).reshape(len(patterns), patterns[0].numel())
-        known = len(self._patterns)
-        rows = [(together == pattern.flatten()).all(1) for pattern in (*self._patterns, *patterns)]
-        equal: list[list[bool]] = torch.stack(rows).tolist()
-        labels: list[int] = []
-        for i, result in enumerate(results):
-            label = next((k for k in range(known) if equal[k][i]), None)
-            if label is None:
-                label = next((labels[j] for j in range(i) if equal[known + j][i]), None)
-            if label is None:
-                label = len(self.representatives)
-                self.representatives.append(result.detach().clone())
-                self._patterns.append(patterns[i].clone())
-            labels.append(label)
-        self.labels += labels
-
-    def _check(self, result: torch.Tensor) -> None:
-        first = next((x[0] for x in (self.representatives, self._waiting) if x), result)
-        if first.shape != result.shape or first.dtype != result.dtype:
-            got = f"{tuple(first.shape)} {first.dtype} against {tuple(result.shape)} {result.dtype}"
+    def _check(self, results: torch.Tensor) -> None:
+        first = next((kept[0] for kept in (self.representatives, self._waiting) if kept), None)
+        if first is not None and (first.shape != results.shape[1:] or first.dtype != results.dtype):
+            got = f"{tuple(first.shape)} {first.dtype} against {tuple(results.shape[1:])} {results.dtype}"
             raise ValueError(f"variants are not comparable: {got}")
 
-    def add(self, result: torch.Tensor) -> int:
-        """Label one result; a `ValueError` if its shape or dtype is not that of the results before it."""
-        self.settle()
-        self._check(result)
-        last = self.labels[-1] if self.labels else -1
-        if self.labels and raw_equal(self.representatives[last], result):  # mostly: no pattern need be made
-            self.labels.append(last)
-            return last
-        pattern = bits(result)
-        known = self._known(pattern)
-        if known is not None:
-            self.labels.append(known)
-            return known
-        self.representatives.append(result.detach().clone())
-        self._patterns.append(pattern.clone())
-        self.labels.append(len(self._patterns) - 1)
-        return self.labels[-1]
-
-    def _known(self, pattern: torch.Tensor) -> int | None:
-        """The class that has this pattern: some are asked at once, since each answer is waited for."""
-        each = max(1, _TOGETHER // max(1, pattern.numel()))
-        for start in range(0, len(self._patterns), each):
-            some = self._patterns[start : start + each]
-            answers = torch.stack([(x == pattern).all() for x in some]).tolist()
-            if True in answers:
-                return start + answers.index(True)
-        return None
-
-    def add_many(self, results: torch.Tensor) -> list[int]:
-        """Label each slice of `results`, [n, ...], along its first axis, in one pass on the device."""
-        self.settle()
-        if self.labels or results.numel() == 0:  # torch.unique refuses empty slices; they are all alike
-            begin = len(self.labels)
-            last = self.representatives[self.labels[-1]] if self.labels else None
-            fits = last is not None and last.shape == results.shape[1:] and last.dtype == results.dtype
-            if fits and bool(self.come_again(results, [self.labels[-1]] * len(results))):
-                self.labels += [self.labels[-1]] * len(results)
-            else:
-                self.add_each(list(results))
-            return self.labels[begin:]
-        pattern = bits(results)
-        pattern = pattern.reshape(results.shape[0], -1)
-        # mostly all are alike: that is one comparison, while torch.unique sorts whole slices
-        differs = (pattern != pattern[:1]).any(1)
-        inverse = torch.zeros(results.shape[0], dtype=torch.int64, device=results.device)
-        if bool(differs.any()):
-            inverse[differs] = torch.unique(pattern[differs], dim=0, return_inverse=True)[1] + 1
-        order: dict[int, int] = {}
-        for i, group in enumerate(inverse.tolist()):
-            if group not in order:
-                order[group] = len(order)
-                self.representatives.append(results[i].detach().clone())
-                self._patterns.append(bits(results[i]).clone())
-            self.labels.append(order[group])
-        return list(self.labels)
+    def _label(self, results: torch.Tensor) -> list[int]:
+        """The class of each slice; those that no class has found begin new ones. Each class is one look."""
+        self._check(results)
+        labels = [-1] * len(results)
+        if self.labels:  # mostly all are alike, and no pattern need be made
+            last = self.representatives[self.labels[-1]]
+            if bool(agreement(results, last.expand_as(results))):
+                return [self.labels[-1]] * len(results)
+        left, patterns = list(range(len(results))), bits(results)
+        label = 0
+        while left:
+            if label == len(self.representatives):
+                self.representatives.append(results[left[0]].detach().clone())
+                self._patterns.append(bits(self.representatives[-1]).flatten())
+            known = self._patterns[label]
+            equal = (patterns.reshape(len(left), known.numel()) == known).all(1).tolist()
+            for place, alike in zip(left, equal, strict=True):
+                if alike:
+                    labels[place] = label
+            others = [i for i, alike in enumerate(equal) if not alike]
+            left, patterns = [left[i] for i in others], patterns[others]
+            label += 1
+        return labels
 
     def come_again(self, results: torch.Tensor, labels: Sequence[int]) -> torch.Tensor:
         """Whether each slice of `results` has the bits of the class that its label names: one answer for all.

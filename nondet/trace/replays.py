@@ -20,11 +20,8 @@ from nondet.probes.reduction_order import (
     NotASumError,
     Sum,
     of_attention,
-    of_exponentials,
     of_product,
     of_rows,
-    of_squares,
-    shares_of_softmax,
     trees_of,
 )
 from nondet.trace.align import Pair, Roles
@@ -557,29 +554,6 @@ def _row_sum(call: RecordedCall, name: str) -> Sum:
     return of_rows(summed, call.rows, K, x.dtype, x.device.type, finishes)
 
 
-def _sum_inside(call: RecordedCall, name: str) -> Sum:
-    """The row's sum of exponentials in a softmax, or of squares in an RMSNorm, float32.
-
-    Raises:
-        NotImplementedError: another dtype, or rows that are not the call's.
-    """
-    ((path, x),) = [(p, t) for p, t in call.tensors().items() if call.axis in call.roles.get(p, ())]
-    K, device = x.shape[-1], x.device.type
-    if x.dtype != torch.float32 or x.numel() != call.rows * K:
-        raise NotImplementedError("a sum inside of an operator shows only in rows of float32")
-    swap = list(range(call.rows))
-    swap[0], swap[call.row] = swap[call.row], swap[0]
-
-    def by_row(rows: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        change = lambda p, t: rows[swap].reshape(t.shape) if p == path else torch.ones_like(t)  # noqa: E731 - of a line
-        out: torch.Tensor = call.prepared(change=change)()
-        return out.reshape(call.rows, K)[swap]
-
-    if name == "rms_norm":
-        return of_squares(by_row, call.rows, K, device)
-    return of_exponentials(shares_of_softmax(by_row, call.rows, K, device), K, device)
-
-
 def _values_of(call: RecordedCall, name: str) -> Sum:
     """The values of attention, added for this request's row with equal scores, over the keys that it sees."""
     _, _, v = (call.tensors()[place] for place in "012")
@@ -609,7 +583,6 @@ def _values_of(call: RecordedCall, name: str) -> Sum:
 _ASKED: dict[str, Callable[[RecordedCall, str], Sum]] = {
     **dict.fromkeys(("linear", "mm", "matmul", "addmm"), _product),
     **dict.fromkeys(("sum", "mean"), _row_sum),
-    **dict.fromkeys(("softmax", "rms_norm"), _sum_inside),
     "scaled_dot_product_attention": _values_of,
 }
 

@@ -608,15 +608,6 @@ def mean_turned(x: torch.Tensor) -> torch.Tensor:
     return turned(x, torch.ones(1, 40))[:, 0] / 40
 
 
-def softmax_turned(x: torch.Tensor) -> torch.Tensor:
-    powers = torch.exp(x - x.amax(1, keepdim=True))
-    return powers / turned(powers, torch.ones(1, 40))
-
-
-def norm_turned(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(turned(x * x, torch.ones(1, 40)) / 40)
-
-
 def values_turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention whose values are added in one chain; from 4 queries on the last key first."""
     weights = torch.softmax(q @ k.mT + mask, -1)[0, 0]
@@ -633,8 +624,6 @@ def tree_of(name: str, function: Callable[..., torch.Tensor]) -> Replay:
         keys, own = 0, range(0)
         if name == "mean":
             args, roles = (x,), {"0": ("tokens", ""), "out": ("tokens",)}
-        elif name in ("softmax", "rms_norm"):
-            args, roles = (x,), {"0": ("tokens", ""), "out": ("tokens", "")}
         elif name == "scaled_dot_product_attention":
             keys, own = 8 * rows, range(8 * row, 8 * row + 8)
             mask = torch.full((1, 1, rows, keys), -torch.inf)
@@ -656,8 +645,6 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
     "turned": ("linear", turned, _TURNED[0]),
     "mm": ("mm", mm_turned, _TURNED[0]),
     "mean": ("mean", mean_turned, _TURNED[0]),
-    "softmax": ("softmax", softmax_turned, _TURNED[0]),
-    "norm": ("rms_norm", norm_turned, _TURNED[0]),
     "values": ("scaled_dot_product_attention", values_turned, _TURNED[1]),
     "digits": ("linear", more_digits, "something else than the order (in float32; and in float64)"),
     "alike": ("linear", alike, "what differs is not in the sums that were tested"),
