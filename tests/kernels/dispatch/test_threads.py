@@ -245,10 +245,12 @@ def test_an_interrupt_at_any_step_of_a_block_leaves_the_next_one_whole() -> None
         finally:
             sys.settrace(tracing)
 
+    with batch_invariant():
+        pass  # functions are made once
     interrupted()
     most = steps
     assert most > 1000  # a function is a few steps
-    for at in (1, 5, most // 2, *range(most - 8, most + 1)):
+    for at in (1, most // 2, *range(most - 6, most + 1)):
         interrupted()
         with torch.no_grad(), batch_invariant() as entered:
             stock()
