@@ -31,20 +31,18 @@ from nondet.kernels import originals
 from nondet.kernels.dispatch import functions, replacements, state
 from nondet.kernels.dispatch import transformers as hf
 from nondet.kernels.dispatch import transformers_attention as hf_attention
-from nondet.kernels.dispatch.again import short_way
+from nondet.kernels.dispatch.again import SHORT_WAYS
 from nondet.kernels.dispatch.operators import (
     CERTIFIABLE,
     COMPOSED,
     COMPUTES,
     CONDITIONS,
-    EXEMPT,
     FAMILIES,
     OPERATORS,
     ORDERED_BY_SIZES,
     reason,
     variants,
 )
-from nondet.kernels.dispatch.replacements import VECTORS_ALONE
 from nondet.kernels.dispatch.state import Active, Coverage, Kernels, kernels_for, replace_now
 
 # Putting functions under torch's operators, and taking them away, while other threads compute.
@@ -166,7 +164,7 @@ def _replaced_and_certified() -> _Functions:
                         if original is not None:
                             made[f"aten::{name}", key] = functions.replacing(
                                 *(name, family, _kernels(device.lower()), original, replacement),
-                                again=_again(name, base, family, device, original),
+                                again=SHORT_WAYS.get(name) if device == "CUDA" else None,
                             )
         for name, matters in ORDERED_BY_SIZES.items():
             for key in (device, f"Autograd{device}"):
@@ -197,12 +195,6 @@ def _computes(qualified: str) -> bool:
     if namespace == "aten":
         return name in COMPUTES
     return bool(_has(qualified, "CompositeExplicitAutograd"))
-
-
-def _again(name: str, base: str, family: str, device: str, original: Any) -> Callable[..., Any] | None:
-    """The shorter way that an operator has on a device, see `functions.replacing`."""
-    alone = device == "CPU" and family == "pointwise" and name == base and name in VECTORS_ALONE and name not in EXEMPT
-    return short_way(name, device, original.call_boxed, alone)
 
 
 def _kernels(device: str) -> Callable[[], Kernels]:
