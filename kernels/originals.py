@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 # Of aten where no namespace is named.
-_NAMES = ("mm.out", "addmm.out", "mm", "addmm", "bmm.out", "_softmax.out", "mkldnn::_linear_pointwise")
+_NAMES = ("mm.out", "addmm.out", "bmm.out", "_softmax.out", "mkldnn::_linear_pointwise")
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _kernels: dict[str, Callable[..., Any]] = {}

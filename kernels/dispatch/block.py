@@ -10,9 +10,7 @@ Which invariance holds is for the kernels to say: `nondet.kernels.matmul`, `atte
 
 from __future__ import annotations
 
-import concurrent.futures.thread
 import functools
-import selectors
 import sys
 import threading
 import time
@@ -21,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,171 +31,78 @@ from nondet.kernels import originals
 from nondet.kernels.dispatch import functions, replacements, state
 from nondet.kernels.dispatch import transformers as hf
 from nondet.kernels.dispatch import transformers_attention as hf_attention
-from nondet.kernels.dispatch.again import short_way
+from nondet.kernels.dispatch.again import SHORT_WAYS
 from nondet.kernels.dispatch.operators import (
     CERTIFIABLE,
     COMPOSED,
     COMPUTES,
     CONDITIONS,
-    EXEMPT,
     FAMILIES,
     OPERATORS,
     ORDERED_BY_SIZES,
     reason,
     variants,
 )
-from nondet.kernels.dispatch.replacements import VECTORS_ALONE
-from nondet.kernels.dispatch.state import Active, Coverage, Kernels, kernels_for, replace_now, told_of_stock
+from nondet.kernels.dispatch.state import Active, Coverage, Kernels, kernels_for, replace_now
 
 # Putting functions under torch's operators, and taking them away, while other threads compute.
 #
 # torch's dispatcher keeps a table of kernels for each operator and does not lock it for callers. So nothing is
 # registered or taken away while a block is entered, whatever else changes: the functions look up what is on. They are
-# put there when the first block comes. When the last one goes they may stay, since the next may come soon
-# and putting a thousand takes milliseconds; stock's first call of one has it taken away before it goes on, and a few
-# such calls all of them, so that stock costs nothing again. What has no kernel of torch's own beside it never stays,
-# since compilers ask which operators have one. What was taken away is kept alive for a while: a thread may be inside.
+# put there by the outermost block and taken away at its end. What was taken away is kept alive for a while, since a
+# thread may be inside of it.
 #
-# Nothing stays where another thread may be in torch, and nothing is taken away by stock's call then. That leaves one
-# narrow place, which is torch's own: its table is written without a lock, a few nanoseconds an operator, when the first
-# block is entered, and when the last one is left while others compute. Hold a block around threads that enter and
-# leave others. What a thread is in the midst of when functions are put there ends as it began, in torch's kernels:
-# nothing is on yet (`nondet.kernels.dispatch.block._GRACE`).
+# That leaves one narrow place, which is torch's own: its table is written without a lock, a few nanoseconds an
+# operator, when the first block is entered, and when the last one is left while others compute. Hold a block around
+# threads that enter and leave others.
 
 _parsed = functools.cache(torch._C._dispatch_key_parse)  # a few keys, at 1,000 operators
 _has = torch._C._dispatch_has_kernel_for_dispatch_key
 _KEPT = 12_000  # of what was taken away, a few hundred bytes each; some 1,300 at once
-_FEW = 4  # operators that stock may call between two blocks before all functions are taken away
-
-# Whose frames may be all that a thread has: what never calls torch, and what runs functions, where it waits for one.
-_APART = frozenset({"nondet.core.progress", "tqdm", "ipykernel", "IPython", "zmq"})
-_RUNNERS = frozenset({"threading", "concurrent", "selectors", "asyncio", "tornado"})
-_WAITING = frozenset(
-    f.__code__ for f in (threading.Condition.wait, selectors.DefaultSelector.select, concurrent.futures.thread._worker)
-)
-
-
-def others_wait() -> bool:
-    """Whether no other thread of Python's can be in torch while this one holds Python's lock, and no gradient runs."""
-    here = threading.get_ident()
-    return torch._C._current_graph_task_id() == -1 and all(
-        ident == here or _waits(frame) for ident, frame in sys._current_frames().items()
-    )
-
-
-def _waits(top: FrameType) -> bool:
-    frame: FrameType | None = top
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        package = module.partition(".")[0]
-        if not {module, package} & _APART and (
-            package not in _RUNNERS or (frame is top and frame.f_code not in _WAITING)
-        ):
-            return False
-        frame = frame.f_back
-    return True
 
 
 class Registration:
-    """A set of functions under operators, there or not; when the last user leaves they may stay, see `stock_calls`.
+    """Functions under torch's operators, there or not.
 
     Args:
-        make: Gives the functions, (operator with namespace and overload, dispatch key) -> function; called once, at
-            the first use, with nothing registered.
+        make: Gives the functions, (operator with namespace and overload, dispatch key) -> function. It is called with
+            nothing registered, at first and after operators have come or gone.
     """
 
     def __init__(self, make: Callable[[], Mapping[tuple[str, str], Callable[..., Any]]]) -> None:
         self._make = make
-        self._functions: dict[str, dict[str, Callable[..., Any]]] | None = None  # operator -> dispatch key -> function
-        self._alone: set[str] = set()  # operators with a key at which torch has no kernel
-        self._between: set[str] = set()  # operators that stock called between blocks: each is taken away by itself
-        # what is taken away at once -> torch's library, kept since each leaks a name; and operators registered now
-        self._libraries, self._there = dict[tuple[str, str], Any](), set[str]()
-        self._users = 0
-        self._signs = self._operators = tuple[object, ...]()
+        self._functions: Mapping[tuple[str, str], Callable[..., Any]] = {}
+        self._operators: tuple[object, ...] = ()  # those that there were when the functions were made
+        self._libraries: dict[str, Any] = {}  # namespace -> torch's library, used again since each leaks a name
         self._kept: deque[Any] = deque(maxlen=_KEPT)
 
     def prepare(self) -> None:
-        """Make the functions, while the kernels that are registered are still torch's own."""
-        signs = self._signs if self._users else _signs()
-        if self._functions is not None and signs == self._signs:
-            return
-        self.take_away()  # an operator of a library that has gone would stay with its function
-        operators = len(torch._C._dispatch_get_all_op_names()), *signs[:1]
-        if operators != self._operators:  # at first; a library that was loaded since has brought some
-            functions: dict[str, dict[str, Callable[..., Any]]] = {}
-            for (qualified, key), function in self._make().items():
-                functions.setdefault(qualified, {})[key] = function
-            self._alone = {name for name, keys in functions.items() if not all(_has(name, key) for key in keys)}
-            self._functions, self._operators = functions, operators
-        self._signs = signs
+        """Make the functions. Not while a block is entered."""
+        self.take_away()  # an interrupt may have kept the last block from it
+        # a name is kept and told by its place: an operator that went and was defined anew is another
+        names = {id(name): name for name in torch.library._defs}
+        operators = len(torch._C._dispatch_get_all_op_names()), names, len(torch.library._impls)
+        if operators != self._operators:
+            self._functions, self._operators = self._make(), operators
 
-    def enter(self) -> None:
-        """One more user; the first puts the functions there. Not for two threads at once."""
-        if not self._users:
-            self.prepare()
-        self._users += 1  # from here on stock's calls (a signal's handler, a finalizer) take nothing away
-        try:
-            self._put()
-        except BaseException:
-            self._users -= 1
-            self.take_away(() if self._users else None)
-            raise
-
-    def leave(self) -> None:
-        """One user less; the last takes the functions away, or those that may not stay."""
-        self._users -= 1
-        if not self._users:
-            self.take_away(self._alone & self._there if others_wait() else None)
-
-    def stock_calls(self, qualified: str) -> None:
-        """Nothing is on, and a function that stayed was called. Its caller is still inside."""
-        if not self._users and qualified in self._there and others_wait():
-            few = len(self._functions or ()) - len(self._alone) - len(self._there) < _FEW
-            self.take_away([qualified] if few and qualified in self._between else None, inside=qualified)
-            self._between.update({qualified} - self._there)  # one that is still there keeps its library
-
-    def _put(self) -> None:
-        functions = self._functions or {}
+    def put(self) -> None:
+        """Have the functions be called."""
+        self.prepare()
         with warnings.catch_warnings():
             # torch says, once, that an operator is overridden: that is what this is for
             warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-            for qualified in functions.keys() - self._there:
-                group, name = self._group(qualified), qualified.partition("::")[2]
-                if group not in self._libraries:
-                    self._libraries[group] = torch._C._dispatch_library("IMPL", group[0], "", __file__, 0)
-                self._there.add(qualified)
-                for key, function in functions[qualified].items():
-                    # not by `torch.library`: its checks, and a key that torch reads anew, are half of an enter
-                    self._libraries[group].impl(name, _parsed(key), function, True)
+            for (qualified, key), function in self._functions.items():
+                namespace, _, name = qualified.partition("::")
+                if namespace not in self._libraries:
+                    self._libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "", __file__, 0)
+                # not by `torch.library`: its checks, and a key that torch reads anew, are half of an enter
+                self._libraries[namespace].impl(name, _parsed(key), function, True)
+                self._kept.append(_original(qualified, key))
 
-    def take_away(self, operators: Iterable[str] | None = None, *, inside: str = "") -> None:
-        """Have torch's own kernels be called again, of all operators by default; `inside`: of one that is under way."""
-        chosen = list(self._there if operators is None else operators)
-        groups = {self._group(qualified) for qualified in chosen}
-        # what a thread may be inside of, or on its way into, is kept: one that waits may wake up at any step below
-        for qualified in chosen if len(sys._current_frames()) > 1 else [inside] if inside else []:
-            self._kept.extend(_original(qualified, key) for key in (self._functions or {})[qualified])
-        if inside and not others_wait():
-            return
-        self._there.difference_update(chosen)  # first: after an interrupt the next block puts what it doesn't see there
-        for group in groups:
-            self._libraries[group].reset()
-
-    def _group(self, qualified: str) -> tuple[str, str]:
-        namespace = qualified.partition("::")[0]
-        return namespace, qualified if qualified in self._between else "alone" if qualified in self._alone else ""
-
-
-def _signs() -> tuple[object, ...]:
-    """Changes where a library may have brought operators: its code is mapped, or Python has registered them."""
-    # a name is kept and told by its place: an operator that went and was defined anew is another
-    said = {id(name): name for name in torch.library._defs}, len(torch.library._impls)
-    try:
-        with open("/proc/self/status", "rb", buffering=0) as status:
-            return *said, status.read(4096).partition(b"VmLib:")[2].partition(b"\n")[0]
-    except OSError:  # not Linux
-        return *said, object()
+    def take_away(self) -> None:
+        """Have torch's own kernels be called again; also where only some functions were put."""
+        for library in self._libraries.values():
+            library.reset()
 
 
 _Functions = dict[tuple[str, str], Callable[..., Any]]
@@ -259,7 +164,7 @@ def _replaced_and_certified() -> _Functions:
                         if original is not None:
                             made[f"aten::{name}", key] = functions.replacing(
                                 *(name, family, _kernels(device.lower()), original, replacement),
-                                again=_again(name, base, family, device, original),
+                                again=SHORT_WAYS.get(name) if device == "CUDA" else None,
                             )
         for name, matters in ORDERED_BY_SIZES.items():
             for key in (device, f"Autograd{device}"):
@@ -290,12 +195,6 @@ def _computes(qualified: str) -> bool:
     if namespace == "aten":
         return name in COMPUTES
     return bool(_has(qualified, "CompositeExplicitAutograd"))
-
-
-def _again(name: str, base: str, family: str, device: str, original: Any) -> Callable[..., Any] | None:
-    """The shorter way that an operator has on a device, see `functions.replacing`."""
-    alone = device == "CPU" and family == "pointwise" and name == base and name in VECTORS_ALONE and name not in EXEMPT
-    return short_way(name, device, original.call_boxed, alone)
 
 
 def _kernels(device: str) -> Callable[[], Kernels]:
@@ -515,6 +414,7 @@ def batch_invariant(families: Iterable[str] | None = None, *, training: bool = F
     the outermost one while another thread still computes under it: that thread's next calls are stock. A CUDA
     graph captured inside keeps the kernels that it was captured with. What torch.compile made before the outermost
     block, or in it, is compiled anew inside, and after it; nested blocks share their graphs, which look up what is on.
+    To enter the outermost block takes tens of milliseconds: hold one around the life of a server or a trainer.
 
     Args:
         families: Names from `FAMILIES`; None for all of them. A subset leaves the rest stock, which tells which family
@@ -546,18 +446,6 @@ _GRACE = 0.01
 _registration = Registration(decided)
 
 
-def _stock_calls(qualified: str) -> None:
-    """Not waited for: who holds the lock is putting functions there, or taking them away."""
-    if _lock.acquire(blocking=False):
-        try:
-            _registration.stock_calls(qualified)
-        finally:
-            _lock.release()
-
-
-told_of_stock.append(_stock_calls)
-
-
 def _publish() -> None:
     wanted = frozenset().union(*(block.families for block in _entered))
     training = any(block.training for block in _entered)
@@ -567,15 +455,16 @@ def _publish() -> None:
 def make_ready() -> None:
     """Make now what the first block of a process makes as it is entered, seconds on a GPU; torch stays as it is."""
     with _lock:
-        _registration.prepare()
+        if not _entered:
+            _registration.prepare()
 
 
 def _enter_first() -> None:
-    _registration.enter()
     try:
+        _registration.put()
         functions.install_compile(_note_compiled)
         sys.meta_path.insert(0, _imports)
-        if not others_wait():
+        if len(sys._current_frames()) > 1:
             time.sleep(_GRACE)
     except BaseException:
         _leave_last()
@@ -613,7 +502,7 @@ def _leave_last() -> None:
     _modules = {}
     with ExitStack() as steps:
         steps.callback(_compiled.clear)
-        steps.callback(_registration.leave)
+        steps.callback(_registration.take_away)
         steps.callback(functions.uninstall_compile)
         if _imports in sys.meta_path:
             sys.meta_path.remove(_imports)

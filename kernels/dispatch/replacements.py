@@ -617,6 +617,10 @@ def layer_norm(
         made = fused(x, weight, bias, eps)
         if made is not None:
             return made
+    else:
+        from nondet.kernels.rows.cpu import layer_norm as by_rows
+
+        return by_rows(x, weight, bias, eps)
     wide = x.float()
     mean = kernels.mean(wide)[..., None]
     centred = wide - mean
@@ -626,10 +630,7 @@ def layer_norm(
         out = out * weight.float()
     if bias is not None:
         out = out + bias.float()
-    saved = mean.dtype  # what torch's own backward takes: on a CPU the parameters' dtype, or else the input's
-    if not x.is_cuda:
-        saved = x.dtype if weight is None else weight.dtype
-    return out.to(x.dtype).contiguous(), mean.to(saved), scale.to(saved)  # contiguous, whatever x is, as torch's own
+    return out.to(x.dtype).contiguous(), mean, scale  # contiguous, whatever x is, as torch's own
 
 
 def root(x: torch.Tensor) -> torch.Tensor:
@@ -654,15 +655,10 @@ _FLOATING_ONLY = frozenset(
 )
 
 
-# Operators that are replaced by torch's own over vectors alone.
-VECTORS_ALONE: set[str] = set()
-
-
 def _elementwise(name: str) -> Callable[..., torch.Tensor]:
     """The operator by its vector body alone; integers as numbers of the default dtype, where torch takes them."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    VECTORS_ALONE.add(name)
 
     def replace(kernels: Kernels, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         from nondet.kernels.pointwise.cpu import vectors_only

@@ -162,18 +162,6 @@ def current() -> Active:
     return inside.began or _now
 
 
-told_of_stock: list[Callable[[str], None]] = []  # called with the operator where stock alone was asked for
-
-
-def is_off(active: Active, qualified: str) -> bool:
-    """Whether nothing is on: then the call is stock's, and no function of ours need stand there."""
-    if active.coverages:
-        return False
-    for tell in told_of_stock:
-        tell(qualified)
-    return True
-
-
 def in_parts(active: Active, composed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """An operator that torch composes of others, each of which goes by what was on for the whole."""
     before, inside.began = inside.began, active

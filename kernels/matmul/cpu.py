@@ -30,11 +30,9 @@ from nondet.kernels.matmul.cpu_tiles import (
     NotInvariantError,
     Tiles,
     environment_key,
-    padded,
     prove,
     proven,
     same_bits_at,
-    shortcut,
     sizes_for,
 )
 
@@ -257,134 +255,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     shape = x.shape
     rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     out = mm(rows, weight.t(), bias)
-    _remember(_key_of(x, weight, bias, "linear"), rows.shape[0], weight.t(), bias is not None)
     return out if len(shape) == 2 else out.view(*shape[:-1], weight.shape[0])
-
-
-class _Before(NamedTuple):
-    """A product that took one library call for all its rows, filled up or not.
-
-    Attributes:
-        size: Rows that the call takes.
-        inner_product: It is the inner product, not a GEMM.
-    """
-
-    label: str
-    size: int
-    inner_product: bool
-
-
-_BEFORE_KEPT = 2**14
-# By whatever chooses the call: both shapes, the second operand's strides, dtype and place on a line of 64 bytes,
-# whether there is a bias, and the settings. Not by the weight itself: layers of one shape are one kind.
-_before: dict[tuple[object, ...], _Before] = shortcut()
-
-
-def _remember(key: tuple[object, ...], rows: int, b: torch.Tensor, with_bias: bool) -> None:
-    depth, columns = b.shape
-    if not rows or depth < 2 or columns < 2 or 0 in b.stride() or key in _before:
-        return  # `mm` has other ways with these
-    try:
-        tiles, whole = _way_of(b, with_bias)
-    except NotInvariantError:
-        return
-    plan = tiles.plan(rows)
-    if len(plan.sizes) == 1:
-        if len(_before) >= _BEFORE_KEPT:
-            _before.clear()
-        _before[key] = _Before(plan.label, plan.sizes[0], whole is _inner_product)
-
-
-def _key_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, product: str) -> tuple[object, ...]:
-    return product, a.shape, b.shape, b.stride(), b.dtype, b.data_ptr() & 63, bias is None, environment_key()
-
-
-def linear_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """`linear` of a call like one before, without a gradient: the same library call, found in fewer steps.
-
-    None where no call was like it. Every layer of a model comes here at every step, and what Python does around a
-    product of a small batch costs as much as the product.
-    """
-    if _packed:
-        packed = packed_again(x, weight, bias)
-        if packed is not None:
-            return packed
-    before = _before.get(_key_of(x, weight, bias, "linear"))
-    if before is None or not _again_takes(x, weight, bias, weight.shape[:1]):
-        return None
-    if x.dim() == 2:
-        return _called(before, x, weight, None, bias)
-    out = _called(before, x.view(-1, x.shape[-1]), weight, None, bias)
-    return None if out is None else out.view(*x.shape[:-1], weight.shape[0])
-
-
-def mm_again(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """`mm_kept` of a call like one before, as `linear_again`."""
-    before = _before.get(_key_of(a, b, bias, "mm"))
-    if before is None or not _again_takes(a, b, bias, b.shape[1:]):
-        return None
-    return _called(before, a, None, b, bias)
-
-
-def _again_takes(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, columns: torch.Size) -> bool:
-    if a.dtype is not b.dtype or not a.is_contiguous():
-        return False
-    return bias is None or (bias.dtype is a.dtype and bias.shape == columns)
-
-
-def _called(
-    before: _Before, rows: torch.Tensor, weight: torch.Tensor | None, b: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor | None:
-    """rows [M, K] times b [K, N], or times weight [N, K] transposed, by the call of before."""
-    count, size = rows.shape[0], before.size
-    if count == size and rows.data_ptr() & 63:
-        return None  # copied to a place like the one that was certified, tile by tile
-    note(before.label)
-    if count < size:
-        rows = _filled_up(rows, size)
-    if before.inner_product:
-        out = _by_copy(b.t() if weight is None else weight, bias, rows)  # type: ignore[union-attr] # one is
-    else:
-        right = weight.t() if b is None else b  # type: ignore[union-attr] # the same
-        out = originals.call("mm", rows, right) if bias is None else originals.call("addmm", bias, rows, right)
-    return out if count == size else torch.narrow_copy(out, 0, 0, count)
-
-
-_FILLED_BYTES, _FILLED_KEPT = 2**16, 64
-
-
-class _Filled(threading.local):
-    """Zeros with room for rows in front, (rows, to so many, K, dtype) -> (all, the room); a thread's own."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-_filled = _Filled()
-
-
-def _filled_up(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """`padded(rows, 0, size)`, which the next call in this thread may write anew: small ones are kept."""
-    count, depth = rows.shape
-    key = (count, size, depth, rows.dtype)
-    found = _filled.kept.get(key)
-    if found is None:
-        if size * depth * rows.itemsize > _FILLED_BYTES:
-            return padded(rows, 0, size)
-        if len(_filled.kept) >= _FILLED_KEPT:
-            _filled.kept.clear()
-        with torch.inference_mode(False):  # what is made under it can't be written outside
-            whole = torch.zeros(size, depth, dtype=rows.dtype)
-            found = _filled.kept[key] = whole, whole[:count]
-    found[1].copy_(rows)
-    return found[0]
-
-
-def mm_kept(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`mm`, remembered for `mm_again`."""
-    out = mm(a, b, bias)
-    _remember(_key_of(a, b, bias, "mm"), a.shape[0], b, bias is not None)
-    return out
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

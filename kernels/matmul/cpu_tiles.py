@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -318,7 +317,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 _known: dict[tuple[object, ...], Tiles | NotInvariantError] = {}
-_shortcuts: list[dict[Any, Any]] = []
 _use_kept = True
 _lock = threading.RLock()
 
@@ -371,18 +369,9 @@ def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles])
     return tiles
 
 
-def shortcut() -> dict[Any, Any]:
-    """A fresh dict for what follows from proofs under a key at hand; it is emptied when proofs are forgotten."""
-    made: dict[Any, Any] = {}
-    _shortcuts.append(made)
-    return made
-
-
 def forget() -> None:
     """Prove everything anew at its next use, whatever certificates say."""
     global _use_kept
     with _lock:
         _known.clear()
-        for made in _shortcuts:
-            made.clear()
         _use_kept = False

@@ -203,7 +203,7 @@ MATMUL = Operator(
             invariant=True,
             targets={"cuda": f"{_FOLDER}.cuda:matmul", "cpu": f"{_FOLDER}.cpu:matmul"},
             entries={  # two and three dimensions apart, and with a bias
-                "mm": {"cuda": f"{_FOLDER}.cuda:mm", "cpu": f"{_FOLDER}.cpu:mm_kept"},
+                "mm": {"cuda": f"{_FOLDER}.cuda:mm", "cpu": f"{_FOLDER}.cpu:mm"},
                 "bmm": {"cuda": f"{_FOLDER}.cuda:bmm", "cpu": f"{_FOLDER}.cpu:bmm"},
             },
         ),

@@ -24,24 +24,60 @@ from nondet.core.inputs import order_revealing
 from nondet.core.launch import note
 from nondet.errors import UserError
 from nondet.kernels import originals
-from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, prove, proven, shortcut, sizes_for
-
-_Rows = np.ndarray[Any, np.dtype[np.float32]]
+from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, prove, proven, sizes_for
 
 # A sum is one number a row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
 _CHUNK = 32  # of `sum_over_rows`
 _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
-_tiles: dict[tuple[object, ...], Tiles] = shortcut()
-_sums: dict[int, Tiles] = shortcut()  # of float32, by width
 _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
 
 
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
     rows = _wide(x)
-    scale = square_roots(row_sums(rows * rows).div_(rows.shape[1]).add_(eps))
-    return (rows / scale[:, None]).mul_(weight.to(rows.dtype)).to(x.dtype).view(x.shape)
+    out = rows * rows
+    normed = out.numpy()
+    np.divide(rows.detach().numpy(), _roots(out, eps), out=normed)
+    normed *= _numbers(weight, rows)
+    return out.to(x.dtype).view(x.shape)
+
+
+@np.errstate(all="ignore")  # as above
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float = 1e-5
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x [..., H] less its mean) / sqrt(their mean square + eps) * weight [H] + bias [H] in x's dtype, rounded once.
+
+    Also the means and the factors [..., 1], in the parameters' dtype or else x's, as torch's backward takes them.
+    """
+    rows = _wide(x)
+    means = row_sums(rows)[:, None].div_(rows.shape[1])
+    out = rows - means
+    normed = out.numpy()
+    factors = 1.0 / _roots(out * out, eps)
+    normed *= factors
+    if weight is not None:
+        normed *= _numbers(weight, rows)
+    if bias is not None:
+        normed += _numbers(bias, rows)
+    saved, one_each = x.dtype if weight is None else weight.dtype, (*x.shape[:-1], 1)
+    kept = (t.to(saved).view(one_each) for t in (means, torch.from_numpy(factors)))
+    return out.to(x.dtype).view(x.shape), *kept
+
+
+def _roots(squares: torch.Tensor, eps: float) -> np.ndarray[Any, Any]:
+    """squares [M, H] -> sqrt(their sum / H + eps) [M, 1], each step rounded."""
+    scale = row_sums(squares)[:, None].numpy()
+    scale /= squares.shape[1]
+    scale += eps
+    return np.sqrt(scale, out=scale)
+
+
+def _numbers(x: torch.Tensor, like: torch.Tensor) -> np.ndarray[Any, Any]:
+    numbers: np.ndarray[Any, Any] = x.detach().to(like.dtype).numpy()
+    return numbers
 
 
 def rms_norm_residual(
@@ -104,39 +140,6 @@ def sum(x: torch.Tensor) -> torch.Tensor:
 def row_sums(rows: torch.Tensor) -> torch.Tensor:
     """rows [M, K], contiguous, float32 or float64 -> [M]: `sum` without its checks."""
     return _reduced("sum", _add_up, rows, scalar=True)
-
-
-def sums_of(rows: _Rows, out: _Rows | None = None) -> _Rows:
-    """`row_sums` of a tensor's own memory: rows [M, K], contiguous, float32 -> [M], into out if given; fewer steps."""
-    count = rows.shape[0]
-    tiles = _sums.get(rows.shape[1])
-    if tiles is None or count not in tiles.seconds:
-        return _proven_sums(rows, out)
-    note(tiles.plan(count).label)
-    if out is None:
-        out = np.empty(count, np.float32)
-    np.add.reduce(rows, axis=-1, out=out)
-    return out
-
-
-def whole(name: str, rows: torch.Tensor) -> str | None:
-    """The note of `softmax` or `log_softmax` over rows [M, V], where one library call is known to take them all."""
-    tiles = _tiles.get(_key(name, rows))
-    if tiles is None:
-        return None
-    plan = tiles.plan(rows.shape[0])
-    return plan.label if plan.whole else None
-
-
-def _proven_sums(rows: _Rows, out: _Rows | None) -> _Rows:
-    tensor = torch.from_numpy(rows)
-    sums: _Rows = row_sums(tensor).numpy()
-    if rows.size:
-        _sums[rows.shape[1]] = _tiles[_key("sum", tensor)]
-    if out is None:
-        return sums
-    out[...] = sums
-    return out
 
 
 def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -203,22 +206,12 @@ def _reduced(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar
     out = rows.new_empty((count,) if scalar else (count, width))
     if count == 0 or width == 0:
         return out.zero_()
-    key = _key(name, rows)
-    tiles = _tiles.get(key)
-    if tiles is None:
-        tiles = _tiles[key] = _proven(name, call, rows, key, scalar=scalar)
+    tiles = _proven(name, call, rows, scalar=scalar)
     note(tiles.plan(count).label)
     return tiles.apply((rows,), out, call)
 
 
-def _key(name: str, rows: torch.Tensor) -> tuple[object, ...]:
-    """Of a certificate: NumPy's sums do not follow torch's settings."""
-    return ("rows", name, rows.shape[1], rows.dtype, *(("numpy",) if name == "sum" else environment_key()))
-
-
-def _proven(
-    name: str, call: Callable[..., None], rows: torch.Tensor, key: tuple[object, ...], *, scalar: bool
-) -> Tiles:
+def _proven(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar: bool) -> Tiles:
     width = rows.shape[1]
 
     def make() -> Tiles:
@@ -235,4 +228,5 @@ def _proven(
 
         return prove(f"cpu_rows {name}", [case(s) for s in seeds], out_of, sizes)
 
-    return proven(f"cpu_rows {name}", key, make)
+    settings = ("numpy",) if name == "sum" else environment_key()  # NumPy's sums do not follow torch's settings
+    return proven(f"cpu_rows {name}", ("rows", name, width, rows.dtype, *settings), make)

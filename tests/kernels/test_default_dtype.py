@@ -31,7 +31,7 @@ def default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.bfloat16)], ids=str)
 def test_a_call_and_its_second_are_those_of_float32(dtype: torch.dtype, default: torch.dtype, device: str) -> None:
-    """The short ways of a CPU made a mean of float64 then, or ended in NumPy's TypeError, as attention did."""
+    """A CPU made a mean of float64 then, or ended in NumPy's TypeError, as attention did."""
     for name, (call, given) in calls(dtype).items():
         operands = tuple(x.to(device) for x in given)
         with torch.no_grad(), batch_invariant():

@@ -162,8 +162,8 @@ def test_what_is_put_under_torch_is_made_once() -> None:
     registration = tables.Registration(lambda: made.append(1) or {})  # type: ignore[func-returns-value]
     for _ in range(2):
         registration.prepare()
-        registration.enter()
-        registration.leave()
+        registration.put()
+        registration.take_away()
     assert made == [1]
 
 

@@ -75,6 +75,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "mv of a misfit": lambda: torch.mv(rand(2, 1), rand(3)),
     "linear of a misfit": lambda: F.linear(rand(2, 1), rand(3, 4)),
     "linear with a bias of one": lambda: F.linear(rand(2, 4), rand(3, 4), rand(2)),
+    "attention of other heads": lambda: F.scaled_dot_product_attention(rand(1, 4, 3, 8), *[rand(1, 2, 3, 8)] * 2),
     "softmax of no axis": lambda: torch.softmax(rand(2, 3), 2),
     "sum of no axis": lambda: rand(2, 3).sum(5),
     "sum of an axis twice": lambda: rand(2, 3).sum((1, 1)),
@@ -199,6 +200,74 @@ def test_a_number_in_the_place_of_a_tensor_is_torchs() -> None:
             assert mine.dtype == right.dtype
             assert identical(mine, right), dtype
         assert len(block.coverage().at_risk) >= 3, dtype
+
+
+def test_what_is_trained_can_be_added_in_place() -> None:
+    """To the result of what is not, as torch allows."""
+    x, weight = rand(1, 2, 5, 16), rand(16, 16)
+    added = rand(16).requires_grad_()
+    with batch_invariant():
+        for call in (lambda: F.linear(x, weight), lambda: F.scaled_dot_product_attention(x, x, x)):
+            out = call()
+            out += added
+            (gradient,) = torch.autograd.grad(out.sum(), added)
+            assert gradient.tolist() == [10.0] * 16
+
+
+def test_numbers_that_are_to_be_read_negated() -> None:
+    """As the imaginary part of a conjugate is: composed operators are met before torch negates them."""
+    calls: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+        "linear": (F.linear, (rand(2, 3, 77), rand(48, 77), rand(48))),
+        "rms_norm": (lambda x, w: F.rms_norm(x, (77,), w, 1e-6), (rand(2, 77), rand(77))),
+        "attention": (lambda q, k: F.scaled_dot_product_attention(q, k, k), (rand(2, 4, 1, 16), rand(2, 4, 70, 16))),
+    }
+    for name, (call, operands) in calls.items():
+        for place, given in enumerate(operands):
+            negated, plain = list(operands), list(operands)
+            negated[place], plain[place] = torch.complex(given, given).conj().imag, -given
+            assert negated[place].is_neg()
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode(), batch_invariant():
+                    right = call(*plain)
+                    assert identical(call(*negated), right), name
+                    assert not identical(call(*operands), right), name
+
+
+def test_a_norms_parameters_of_another_dtype_are_torchs_error() -> None:
+    """Neither rounded nor robbed of their imaginary part."""
+    x, weight = rand(5, 77), rand(77)
+    with torch.no_grad(), batch_invariant():
+        for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+            for given in ((weight.to(dtype), weight), (weight, weight.to(dtype)), (weight.to(dtype), None)):
+                with pytest.raises(RuntimeError, match="scalar type"):
+                    F.layer_norm(x, (77,), *given)
+            F.layer_norm(x, (77,), weight, weight)
+        half = x.bfloat16()
+        assert identical(F.layer_norm(half, (77,), weight, weight), F.layer_norm(half, (77,), weight, weight))
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn])
+def test_a_layout_without_plain_memory_is_left_to_torch(layout: Callable[..., torch.Tensor]) -> None:
+    """Also where a plain call of these shapes was before; nobody is warned of a fault of ours."""
+    operands = [rand(5, 77), rand(48, 77)]
+    for place in (0, 1):
+        unusual = [layout(x) if i == place else x for i, x in enumerate(operands)]
+        with torch.no_grad(), warnings.catch_warnings(action="error", category=RuntimeWarning):
+            try:
+                right = F.linear(*unusual)
+            except RuntimeError:  # torch has none
+                right = None
+            with batch_invariant() as block:
+                F.linear(*operands)
+                for _ in range(2):
+                    if right is None:
+                        with pytest.raises((RuntimeError, NotImplementedError)):
+                            F.linear(*unusual)
+                    else:
+                        made = F.linear(*unusual)
+                        assert made.layout == right.layout
+                        assert torch.allclose(made.to_dense(), right.to_dense(), atol=1e-4)  # stock's, in parts
+        assert block.coverage().replaced["linear"] == 1
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,20 +18,12 @@ import torch.nn.functional as F
 from nondet.core.compare import identical
 from nondet.kernels.dispatch import block, functions, state
 from nondet.kernels.dispatch.block import Registration, batch_invariant
+from nondet.kernels.dispatch.state import kernels_for
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.rows import cpu as cpu_rows
 
 X = torch.rand((8, 64), generator=torch.Generator().manual_seed(1)) * 2 - 1
 W = torch.rand((24, 64), generator=torch.Generator().manual_seed(2)) * 2 - 1
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block sees threads of the test, and not that of pytest-xdist, which reads a pipe and could be anybody's."""
-    before = sys._current_frames().keys() - {threading.get_ident()}
-    frames = sys._current_frames
-    seen = {"_current_frames": lambda: {i: f for i, f in frames().items() if i not in before}}
-    monkeypatch.setattr(block, "sys", types.SimpleNamespace(**vars(sys) | seen))
 
 
 def until_stopped(work: Callable[[], None], errors: list[Exception], counts: list[int]) -> Callable[[], None]:
@@ -154,7 +146,7 @@ def test_a_nested_enter_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     (Registering anew took 4 ms and raced with threads that compute. How long an enter takes is for `nondet bench`.)
     """
     with batch_invariant():
-        for changes in ("_put", "take_away"):
+        for changes in ("put", "take_away"):
             monkeypatch.setattr(
                 Registration, changes, lambda *args, **kwargs: pytest.fail("a nested block changed torch's table")
             )
@@ -171,7 +163,6 @@ STOCK: dict[str, Callable[[], torch.Tensor]] = {
     "cumsum": lambda: X.cumsum(0),
     "scatter_add": lambda: X.scatter_add(0, torch.zeros_like(X, dtype=torch.int64), X),
     "silu": lambda: F.silu(X),
-    "add.Tensor": lambda: X + X,
 }
 
 
@@ -181,66 +172,95 @@ def kernels() -> list[str]:
 
 
 def stock() -> list[torch.Tensor]:
-    """A call of each, which has what stayed of a block taken away."""
     with torch.no_grad():
         return [call() for call in STOCK.values()]
 
 
 def test_nothing_stays_behind() -> None:
-    """After the last leave and a first call every operator's kernel is torch's own again, whatever nested or raised.
-
-    What has no kernel of torch's beside it, as linear, is so at once.
-    """
-    bits = stock()
-    before = kernels()
+    """After the last leave every operator's kernel is torch's own again, whatever nested or raised."""
+    before, bits = kernels(), stock()
     assert not any(block.__file__ in table for table in before)
     with batch_invariant(), batch_invariant(["matmul"]):
-        assert all(block.__file__ in table for table in kernels())
+        assert all(
+            block.__file__ in table for name, table in zip(STOCK, kernels(), strict=True) if name != "add.Tensor"
+        )
     left = batch_invariant()
     with pytest.raises(ZeroDivisionError), left:
         raise ZeroDivisionError
-    assert block.__file__ not in kernels()[list(STOCK).index("linear")]
-    assert all(identical(got, was) for got, was in zip(stock(), bits, strict=True))
     assert kernels() == before
+    assert all(identical(got, was) for got, was in zip(stock(), bits, strict=True))
     assert state.current() == state.Active()
     assert not left.coverage().counts()
 
 
-def test_functions_stay_until_stock_calls_them() -> None:
-    """Between two blocks nothing is registered but what stock called, of which a few leave one by one, then all."""
-    registration = block._registration
-    put: list[set[str]] = []
+def test_a_thread_inside_of_a_kernel_when_the_block_ends_ends_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was taken away lives on for it, though another block has come and gone; its next call is stock's."""
+    kernels = kernels_for("cpu")
+    honest, began, go, got = kernels.softmax, threading.Event(), threading.Event(), []
 
-    def again(*names: str) -> set[str]:
-        """What a block puts there, after these were called outside."""
-        for name in names:
-            STOCK[name]()
-        before = set(registration._there)
-        with batch_invariant():
-            put.append(registration._there - before)
-        return {name.removeprefix("aten::") for name in put[-1]} - alone
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        began.set()
+        assert go.wait(30)
+        return honest(x)
 
-    with torch.no_grad(), batch_invariant():
-        alone = {name.removeprefix("aten::") for name in registration._alone}
-    assert "linear" in alone
-    names = ["mm", "_softmax", "sum.dim_IntList", "silu", "add.Tensor"]
-    with torch.no_grad():
-        for name in names:
-            again(name)  # met for the first time: whoever stood beside it goes, too
-        assert again() == set()
-        assert again("mm") == {"mm"}
-        assert again("mm", "silu", "mm") == {"mm", "silu"}
-        assert len(again(*names)) > 500
-        with batch_invariant() as replaced:
+    def work() -> None:
+        with torch.no_grad():
+            got.extend([torch.softmax(X[:, :63], -1), torch.softmax(X[:, :63], -1)])
+
+    monkeypatch.setitem(vars(kernels), "softmax", waits)
+    thread = threading.Thread(target=work)
+    with batch_invariant():
+        thread.start()
+        assert began.wait(30)
+    with batch_invariant():
+        pass
+    gc.collect()
+    go.set()
+    thread.join(30)
+    assert identical(got[0], honest(X[:, :63]))
+    assert identical(got[1], torch.softmax(X[:, :63], -1))
+
+
+def test_an_interrupt_at_any_step_of_a_block_leaves_the_next_one_whole() -> None:
+    """Ctrl-C while functions are put there or taken away: the next block computes by its own."""
+    codes = {f.__code__ for f in (block._enter_first, block._leave_last, Registration.put, Registration.take_away)}
+    steps, at = 0, 0
+
+    def trace(frame: types.FrameType, event: str, arg: object) -> Any:
+        nonlocal steps
+        steps += event == "line" and frame.f_code in codes
+        if at and steps == at:
+            raise KeyboardInterrupt
+        return trace if frame.f_code in codes else None
+
+    def interrupted() -> None:
+        nonlocal steps
+        steps, tracing = 0, sys.gettrace()
+        try:
+            sys.settrace(trace)
+            with batch_invariant():
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracing)
+
+    with batch_invariant():
+        pass  # functions are made once
+    interrupted()
+    most = steps
+    assert most > 1000  # a function is a few steps
+    for at in (1, most // 2, *range(most - 6, most + 1)):
+        interrupted()
+        with torch.no_grad(), batch_invariant() as entered:
             stock()
-    assert {"mm", "_softmax", "silu"} <= set(replaced.coverage().replaced)
+        assert {"mm", "_softmax", "sum.dim_IntList", "linear", "silu"} <= entered.coverage().replaced.keys(), at
 
 
 def test_what_came_between_two_blocks_is_watched() -> None:
-    """A library's operator is at risk in the next block, though functions stayed; and no call is counted twice."""
+    """A library's operator is at risk in the next block; and no call is counted twice."""
     with batch_invariant():
         pass
-    assert block._registration._there
     library = torch.library.Library("nondet_came_between", "DEF")
     try:
         library.define("twice(Tensor x) -> Tensor")
@@ -268,137 +288,6 @@ def test_an_operator_in_place_of_another_is_watched() -> None:
         finally:
             library._destroy()
     assert seen == [1, 1, 1]
-
-
-def whole() -> bool:
-    """Whether a block computes by its kernels."""
-    with torch.no_grad(), batch_invariant() as entered:
-        stock()
-    return {"mm", "_softmax", "sum.dim_IntList", "linear", "silu"} <= entered.coverage().replaced.keys()
-
-
-def test_an_interrupt_at_any_step_of_stock_leaves_the_next_block_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while stock's call takes functions away: the next block computes by its own (1 in 30 was torch's)."""
-    codes = {f.__code__ for f in (Registration.stock_calls, Registration.take_away, block._stock_calls)}
-    steps = step = 0
-
-    def trace(frame: types.FrameType, event: str, arg: object) -> Any:
-        nonlocal steps
-        steps += event == "line" and frame.f_code in codes
-        if step and steps == step:
-            raise KeyboardInterrupt
-        return trace if frame.f_code in codes else None
-
-    def interrupted(at: int) -> int:
-        """A block, and stock's first call, of all functions; how many steps it took."""
-        nonlocal steps, step
-        block._registration.take_away()
-        monkeypatch.setattr(block._registration, "_between", set())
-        with batch_invariant():
-            pass
-        steps, step, tracing = 0, at, sys.gettrace()
-        try:
-            sys.settrace(trace)
-            torch.softmax(X, -1)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(tracing)
-        return steps
-
-    most = interrupted(0)
-    assert most > 10
-    for at in range(1, most + 1):
-        interrupted(at)
-        assert whole(), at
-
-
-def test_stock_takes_nothing_away_of_what_is_being_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finalizer or a signal's handler calls torch while functions are put there."""
-    block._registration.take_away()
-    key_of, calls = block._parsed, iter(range(10**6))
-
-    def some(name: str) -> Any:
-        if next(calls) == 700:
-            stock()
-        return key_of(name)
-
-    monkeypatch.setattr(block, "_parsed", some)
-    assert whole()
-
-
-def test_what_is_taken_away_is_kept_for_a_thread_that_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that waits may be in torch an instant later: functions are kept for it, or stay where it woke up.
-
-    (They were not, and a thread came to a function that was no more: torch's assertion, or a crash.)
-    """
-    registration = block._registration
-    registration.take_away()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(stock).result()
-        with batch_invariant():
-            pass
-        monkeypatch.setattr(registration, "_between", set())
-        answers = iter([True, False])
-        monkeypatch.setattr(block, "others_wait", lambda: next(answers, True))
-        there = len(registration._there)
-        registration._kept.clear()
-        torch.softmax(X, -1)
-        assert len(registration._there) == there
-        registration._kept.clear()
-        torch.softmax(X, -1)
-        assert not registration._there
-        assert len(registration._kept) >= there
-
-
-def test_stock_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that stayed does what torch does, and no proof."""
-    with batch_invariant():
-        pass
-    assert "aten::cumsum" in block._registration._there
-    monkeypatch.setattr(functions, "proven", lambda *args: pytest.fail("proven outside of a block"))
-    X.cumsum(0)
-
-
-def test_nothing_stays_where_others_compute() -> None:
-    """At the last leave a thread that may be in torch has functions taken away; one that waits for work does not."""
-    there = block._registration._there
-    pool = ThreadPoolExecutor(1)
-    pool.submit(stock).result()
-    time.sleep(0.05)  # it waits for more by now
-    with batch_invariant():
-        assert there
-    assert there
-    began, go = threading.Event(), threading.Event()
-    busy = pool.submit(lambda: (began.set(), go.wait(30)))  # somebody's function, which may be one inside an operator
-    assert began.wait(30)
-    with batch_invariant():
-        assert there
-    assert not there
-    with batch_invariant():
-        pass
-    go.set()
-    busy.result()
-    pool.shutdown()
-
-
-def test_stock_takes_nothing_away_while_others_compute() -> None:
-    """A call outside of blocks leaves torch's table alone while another thread may be in torch."""
-    with torch.no_grad():
-        right = torch.softmax(X, -1)
-        with batch_invariant():
-            pass
-        there, began, go = block._registration._there, threading.Event(), threading.Event()
-        left = len(there)
-        thread = threading.Thread(target=lambda: (began.set(), go.wait(30)))
-        thread.start()
-        assert began.wait(30)
-        assert identical(torch.softmax(X, -1), right)
-        assert len(there) == left
-        go.set()
-        thread.join(30)
-        assert identical(torch.softmax(X, -1), right)
-        assert len(there) < left
 
 
 def test_a_kernel_that_raises_leaves_its_thread_as_it_was() -> None:
@@ -452,10 +341,9 @@ def test_a_norm_under_way_is_not_finished_by_an_outermost_block(monkeypatch: pyt
     """Nor where functions are put under torch's while a thread is between a norm's square and its mean."""
     with batch_invariant():
         pass  # torch's own kernels are kept by now, not this test's
-    block._registration.take_away()
     stock, got = norm(), []
     half, there = threading.Event(), threading.Event()
-    power, put = torch.library.get_kernel("aten::pow.Tensor_Scalar", "CPU"), Registration._put
+    power, put = torch.library.get_kernel("aten::pow.Tensor_Scalar", "CPU"), Registration.put
 
     def stop_at_the_square(keyset: Any, *args: Any) -> Any:
         out = power.call_boxed(keyset, *args)
@@ -468,7 +356,7 @@ def test_a_norm_under_way_is_not_finished_by_an_outermost_block(monkeypatch: pyt
         put(self)
         there.set()
 
-    monkeypatch.setattr(Registration, "_put", put_and_go)
+    monkeypatch.setattr(Registration, "put", put_and_go)
     thread = threading.Thread(target=lambda: got.append(norm()))
     grace = types.SimpleNamespace(sleep=lambda seconds: thread.join(30))
     monkeypatch.setattr(block, "time", grace, raising=False)
@@ -527,20 +415,15 @@ def test_an_entry_that_fails_half_way_leaves_nothing(
 ) -> None:
     """Whichever step of entering raises, kernels and snapshot are what they were, and a later block is whole."""
 
-    def tables() -> list[str]:
-        if not outer:
-            stock()  # what stayed of an earlier block, or of the one that failed, is no part of the question
-        return kernels()
-
     own = norm()
     with batch_invariant(outer) if outer else nullcontext():
         monkeypatch.setattr(block, "_modules", {})  # stand-ins are looked after
-        before, active = tables(), state.current()
+        before, active = kernels(), state.current()
         with monkeypatch.context() as patch:
             STEPS[where][0](patch)
             with pytest.raises(MemoryError, match="here"):
                 batch_invariant().__enter__()
-        assert tables() == before
+        assert kernels() == before
         assert state.current() == active
         assert len(block._entered) == bool(outer)
     assert identical(norm(), own)

@@ -142,49 +142,6 @@ def test_it_says_what_ran() -> None:
     assert [name.startswith("cpu_matmul float32[") for name in heard] == [True]
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "columns"),
-    [(torch.float32, 96), (torch.float32, 1024), *at_length((torch.bfloat16, 96), (torch.float16, 96))],
-)
-def test_a_call_found_again_is_like_the_one_before_in_all(dtype: torch.dtype, columns: int, with_bias: bool) -> None:
-    """The same bits, by either of the library's ways; each thing that may decide them is looked at alone."""
-    x, weight = (t.contiguous() for t in operands(dtype, 64, columns))
-    x, bias = x[:16].clone(), torch.ones(columns, dtype=dtype) if with_bias else None
-    cpu_matmul._before.clear()  # an earlier test's calls may be like those that must not be found
-    right = cpu_matmul.linear(x, weight, bias)
-    with listen() as before:
-        cpu_matmul.linear(x, weight, bias)
-    with listen() as heard:
-        again = cpu_matmul.linear_again(x, weight, bias)
-    if not cpu_matmul.tiles_of(weight.t(), with_bias).plan(16).whole:
-        assert again is None  # several library calls, which are planned anew
-        return
-    assert again is not None
-    assert identical(again, right)
-    assert list(heard) == list(before) != []
-    other = weight.clone().mul_(3.0)  # a layer of the same shape, somewhere else: one kind of call, its own numbers
-    found = cpu_matmul.linear_again(x, other, bias)
-    assert found is not None
-    assert identical(found, cpu_matmul.linear(x, other, bias))
-    assert not identical(found, right)
-    wide = torch.empty(16, 128, dtype=dtype)[:, :64].copy_(x)
-    assert wide.data_ptr() % 64 == 0
-    others = {
-        "strided rows": (wide, weight, bias),
-        "another place": (torch.empty(16 * 64 + 1, dtype=dtype)[1:].view(16, 64).copy_(x), weight, bias),
-        "fewer rows": (x[:15], weight, bias),
-        "a part of the weight": (x, weight[:32], None),
-        "its transpose": (x, weight.view(-1).as_strided((columns, 64), (1, columns)), bias),
-    }
-    if with_bias:
-        others |= {
-            "another dtype": (x, weight, torch.ones(columns, dtype=torch.float64)),
-            "a wider bias": (x, weight, torch.ones(1, dtype=dtype)),
-        }
-    assert [name for name, call in others.items() if cpu_matmul.linear_again(*call) is not None] == []
-
-
 # Weights kept in oneDNN's layout: the plain weight's bits, and only as long as the weight is what was copied.
 
 ONEDNN_DTYPES = [torch.bfloat16, torch.float32]
