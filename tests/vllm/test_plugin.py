@@ -1062,3 +1062,27 @@ def test_norms_are_invariant(toy: Toy) -> None:
     torch.testing.assert_close(gemma.forward_cuda(x), whole)
     for odd in (norms.RMSNorm(64, has_weight=False), norms.RMSNorm(64, variance_size_override=8)):
         assert compare.identical(odd.forward_cuda(x), toys.RMSNorm.forward_native(odd, x))
+
+
+@pytest.mark.slow
+def test_a_compiler_keeps_every_operator_whole(toy: Toy) -> None:
+    """One graph for any number of rows, and for layers alike, with nothing in it but ours."""
+    quantized = [toys.QKVParallelLinear(8, 8, Fp8()) for _ in range(2)]
+    loaded(toy, it := nn.Sequential(toys.QKVParallelLinear(8, 8), toys.RMSNorm(8), *quantized))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda layer, x: layer(x), backend=keep, fullgraph=True, dynamic=True)
+    x = torch.randn(9, 8)
+    for layer in it:
+        for rows in (9, 5, 3):
+            part = x[:rows].clone()
+            assert compare.identical(compiled(layer, part), layer(part))
+    called = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert [name for name in called if "_get_data_attr" not in name] == [
+        f"vllm.nondet_{name}" for name in ("product", "rms_norm", "own_product")
+    ]
+    torch._dynamo.reset()
