@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # vLLM, its own batch-invariant mode, and nondet's plugin on one GPU: traces as solo under load, the same bits in fresh
-# processes, tokens a second, where a start's seconds go, faults that have to be found. Needs vLLM 0.25.1 and nondet in
+# processes, tokens a second, where a start's seconds go, faults that have to be found. Needs vLLM and nondet in
 # PYTHON's environment. One file a mode and model under OUT; what is there is kept, so a call that was cut off is made
 # again as it was. PACK names one archive (some 100 kB) of all that is there, written anew after each result.
 # usage: OUT=FOLDER [PACK=FILE.tgz] [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
@@ -26,7 +26,7 @@ failed=0
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 [ -z "${PACK:-}" ] || PACK=$(realpath -m "$PACK")
-"$PYTHON" -c "import vllm, nondet" || { echo "vLLM 0.25.1 and nondet have to be installed in $PYTHON's environment" >&2; exit 2; }
+"$PYTHON" -c "import vllm, nondet" || { echo "vLLM and nondet have to be installed in $PYTHON's environment" >&2; exit 2; }
 packed() { # everything small that is there, as one file that is whole at any time
     [ -n "${PACK:-}" ] || return 0
     local made=$PACK.$BASHPID
@@ -138,9 +138,8 @@ if part fp8; then # static scales, norms not fused; layers whose own kernel can'
     for mode in nondet own stock; do fp8 "fp8-wide-torch-$mode" --mode $mode --model "$wide"; done
     unset VLLM_DISABLED_KERNELS
     for mode in nondet stock; do fp8 "fp8-row-split-$mode" --mode $mode --model "$row" --plant split; done
-    fp8 fp8-wide-fusions --mode nondet --model "$wide" --plant fusions
     wait
-    there fp8-{wide-nondet,wide-torch-nondet,row-split-nondet,row-split-stock,wide-fusions}.json
+    there fp8-{wide-nondet,wide-torch-nondet,row-split-nondet,row-split-stock}.json
 fi
 for model in $MODELS; do # modes in one memory, timed in turns; TURNS: such groups, one after the other
     part pair || break

@@ -6,9 +6,8 @@ A DIR is loaded as it is; 0.6b, 8b and moe (64 experts, 8 a token) are Qwen3's s
 place (vLLM's own dummy weights are so small that nothing can diverge). The load is 400 requests at once, prompts in
 chunks: copies of two targets among random ones. --until and --begin FILE make the timed part wait for its turn, where
 several processes share a GPU. Mode "aten" is vLLM's own batch-invariant one with torch's products, not Triton's:
-three lines, and nothing proves those products. --plant is a fault that has to be found: "split" adds the
-halves of K of vLLM's FP8 products below 16 rows, "fusions" leaves vLLM's own fusions on under the plugin, which must
-refuse to start then.
+three lines, and nothing proves those products. --plant split is a fault that has to be found: it adds the halves of K
+of vLLM's FP8 products below 16 rows.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--launched", action="store_true", help="this process is one of the ranks, started by others")
     parser.add_argument("--step", type=int, default=2048, help="most tokens of a step")
-    parser.add_argument("--plant", choices=["split", "fusions"])
+    parser.add_argument("--plant", choices=["split"])
     parser.add_argument("--profile", action="store_true", help="where the time of a step, and of --long's, goes")
     parser.add_argument("--cache-gib", type=float, default=8.0)
     parser.add_argument("--until", type=Path)
@@ -119,13 +118,8 @@ def products_by_aten() -> None:
     linear.linear_batch_invariant = vocab_parallel_embedding.linear_batch_invariant = torch.nn.functional.linear
 
 
-def plant(what: str) -> None:
+def plant() -> None:
     """Put a fault into this process, before its engine is made."""
-    if what == "fusions":
-        from nondet.vllm import plugin
-
-        plugin._fusions = lambda passes: []
-        return
     import torch
     from vllm import _custom_ops as ops
     from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
@@ -374,21 +368,9 @@ def main() -> None:
     if asked.mode == "aten":
         os.environ[_ATEN] = "1"
         products_by_aten()
-    try:
-        if asked.plant:
-            plant(asked.plant)
-        test = Test(asked)
-    except Exception as error:
-        if asked.plant != "fusions":
-            raise
-        refused = {
-            "mode": asked.mode,
-            "model": asked.model,
-            "argv": sys.argv,
-            "refused": f"{type(error).__name__}: {error}",
-        }
-        asked.out.write_text(json.dumps(refused, indent=1))
-        return
+    if asked.plant:
+        plant()
+    test = Test(asked)
     test.load()
     asked.out.write_text(json.dumps(test.seen, indent=1))
     if asked.until is not None:

@@ -3,8 +3,9 @@
     curl -LO https://files.pythonhosted.org/.../vllm-0.33.0.tar.gz && tar xzf vllm-0.33.0.tar.gz
     python scripts/vllm_seams.py vllm-0.33.0 ...
 
-A line for each seam that is gone or takes other parameters, and for each `supports_` of FlashAttention's backend that
-nondet's attention would inherit and nobody has looked at; exit code 1 where there is one. What fits was not run:
+A line for each seam that is gone or takes other parameters, for a KV cache in a layout that nondet's attention does not
+take, and for each `supports_` of FlashAttention's backend that it would inherit and nobody has looked at; exit code 1
+where there is one. What fits was not run:
 `nondet.vllm.plugin.TRIED` names those that were.
 """
 
@@ -15,11 +16,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nondet.vllm.plugin import MOVED, SEAMS, Seam
+from nondet.vllm.plugin import MOVED, SEAMS, SHAPE, Seam
 
 
-def parameters(source: Path, place: str) -> str | None:
-    """The names of the parameters of "module:Class.function" under `source`; None where it is not there."""
+def found_at(source: Path, place: str) -> ast.AST | None:
+    """The definition of "module:Class.function" under `source`; None where it is not there."""
     module, _, path = place.partition(":")
     file = source.joinpath(*module.split("."))
     file = file.with_suffix(".py") if file.with_suffix(".py").exists() else file / "__init__.py"
@@ -31,11 +32,36 @@ def parameters(source: Path, place: str) -> str | None:
         if name not in inside:
             return None
         found = inside[name]
-    if isinstance(found, ast.ClassDef):
-        return ""
+    return found
+
+
+def parameters(source: Path, place: str) -> str | None:
+    """The names of the parameters of "module:Class.function" under `source`; None where it is not there."""
+    found = found_at(source, place)
+    if found is None or isinstance(found, ast.ClassDef):
+        return None if found is None else ""
     taken = found.args  # type: ignore[attr-defined] # it is a function
     every = [*taken.posonlyargs, *taken.args, taken.vararg, *taken.kwonlyargs, taken.kwarg]
     return " ".join(argument.arg for argument in every if argument is not None)
+
+
+# What `nondet.vllm.plugin` finds by asking, written as vLLM writes it: the shape of a cache, or the layout's axes.
+_LAYOUTS = (
+    "(num_blocks, 2, block_size, num_kv_heads, head_size)",
+    "(num_blocks, num_kv_heads, block_size, 2 * head_size)",
+    "LBNHC = (0, 1, 3, 2, 4)",
+)
+
+
+def layout_of(source: Path) -> str:
+    """How the KV cache of FlashAttention's backend lies, in the words of its sources."""
+    function = found_at(source, SHAPE)
+    if function is not None:
+        said = [ast.unparse(n.value) for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
+    else:
+        layouts = found_at(source, "vllm.v1.kv_cache_layout:KVCacheLayout")
+        said = [text for n in getattr(layouts, "body", ()) if (text := ast.unparse(n)).startswith("LBNHC =")]
+    return " or ".join(said) or "not there"
 
 
 # Answered by SegmentsBackend, or as FlashAttention's is: what it says of GPUs, options together, and windows.
@@ -87,6 +113,8 @@ def main(folders: list[str]) -> int:
             for seam, taken in moved(Path(folder))
         ]
         new = [f"  FlashAttentionBackend.{name}: nobody has looked at it" for name in inherited(Path(folder))]
+        layout = layout_of(Path(folder))
+        new += [f"  another layout of the KV cache: {layout}"] if layout not in _LAYOUTS else []
         print(f"{Path(folder).name}: {len(SEAMS) - len(lines)} of {len(SEAMS)} seams fit", *lines, *new, sep="\n")
         faults += len(lines) + len(new)
     return int(faults > 0)

@@ -3,7 +3,7 @@
 The cache is FlashAttention's, [blocks, 2, page, heads, dim], and so is the writing of keys and values into it. For
 each step one small kernel writes down where every key lies in the flat cache, from the block tables, into a buffer that
 stays where it is: captured graphs read it. K is then the flat cache without its last page and V the one without its
-first, [tokens, heads, dim] both, and a request's keys are looked up by `Call.key_index`. From vLLM 0.29 on K and V of a
+first, [tokens, heads, dim] both, and a request's keys are looked up by `Call.key_index`. From vLLM 0.26 on K and V of a
 token are one row (`IN_ROWS`), [blocks, heads, page, 2 dim], laid token by token: K and V are then the rows' halves.
 
 A step is cut into launches: the requests of one query together, further requests together, and each chunk that is large
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -41,16 +42,14 @@ from nondet.kernels.attention.cuda import (
     attention,
     compute,
     form_of,
-    prove_hopper,
     prove_way,
     quickest,
     stands,
 )
-from nondet.kernels.attention.hopper import compile_merges, supports
+from nondet.kernels.attention.hopper import compile_merges
 from nondet.kernels.attention.triton_kernels import SEGMENT, Way, plan_for
 from nondet.kernels.triton_common import again, launch
 from nondet.vllm import log
-from nondet.vllm.ahead import Ahead
 from nondet.vllm.operators import float32_default
 
 _ELSE = "Unset NONDET_BATCH_INVARIANT for this model."
@@ -60,7 +59,9 @@ _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be c
 # kernel saves. Four times this took 3% off the prefill of 8B's shape. Of 16 heads 2,048 queries over 1,536 keys are
 # above it, of 32 heads over 768. Speed alone: the dense prefill is proven at start to have the bits of the other way.
 _DENSE_WORK = 3 << 24
-IN_ROWS = not hasattr(FlashAttentionBackend, "get_kv_cache_shape")
+_shape = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)  # gone from vLLM 0.29 on: layouts have names there
+IN_ROWS = _shape is None or len(_shape(2, 16, 3, 64)) == 4
+RESERVED: list[torch.Tensor] = []  # indexes of keys that no builder has taken yet
 _LARGE_SPAN = 4  # segments of one program where a chunk's queries alone do not fill a GPU
 _FEW_PROGRAMS = 66
 
@@ -162,7 +163,8 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         requests, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         self.cu_k = torch.zeros(requests + 1, dtype=torch.int32, device=device)
-        self.key_index = torch.zeros(requests * longest, dtype=torch.int32, device=device)
+        fits = RESERVED and RESERVED[-1].numel() >= requests * longest
+        self.key_index = RESERVED.pop() if fits else _index(requests * longest, device)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names if name in layers]
         # the dense prefill takes neither window nor soft cap
@@ -210,6 +212,24 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         return meta
 
 
+def _index(keys: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(keys, dtype=torch.int32, device=device)
+
+
+def reserve(model: torch.nn.Module, config: Any) -> None:
+    """Make the indexes of keys before vLLM measures memory: as many as there will be builders, one a group of layers.
+
+    vLLM makes groups of so many layers as its rarest kind, of one window, has.
+    """
+    impls = [one.impl for one in model.modules() if isinstance(getattr(one, "impl", None), SegmentsImpl)]
+    kinds = Counter(impl.sliding_window for impl in impls)
+    groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
+    keys = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
+    device = next(model.parameters()).device
+    RESERVED[:] = [_index(keys, device) for _ in range(groups)]
+    log(f"attention keeps {groups} times {4 * keys / 2**20:,.0f} MiB for where keys lie: a number a key of a step.")
+
+
 def ways_of(
     impl: Any, dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int
 ) -> dict[Way, Call]:
@@ -236,20 +256,8 @@ def ways_of(
     return ways
 
 
-def warm(
-    impls: Iterable[Any],
-    dtype: torch.dtype,
-    requests: int,
-    longest: int,
-    device: torch.device,
-    page: int,
-    *,
-    dry: bool = False,
-) -> int:
+def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> int:
     """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served.
-
-    Args:
-        dry: Only launch it, and prove nothing.
 
     Returns:
         How many ways there are.
@@ -260,42 +268,27 @@ def warm(
             ways = ways_of(impl, dtype, requests, longest, device, page)
             lanes = False
             for way, call in ways.items():
-                if dry or stands(call, way):
+                if stands(call, way):
                     prove_way(form_of(call), way, device, dry=True)  # where a certificate spared a proof it compiles
                     lanes = lanes or way.lanes
             if lanes:
                 compile_merges(dtype, impl.head_size, -(-longest // SEGMENT), device)
-            q, kv = (
-                as_dense(torch.zeros(4096, heads, impl.head_size, dtype=dtype, device=device))
-                for heads in (impl.num_heads, impl.num_kv_heads)
-            )
-            if impl.sliding_window[0] >= 0 or impl.logits_soft_cap:
-                pass  # the dense prefill of a large chunk takes neither
-            elif not dry:
+            if impl.sliding_window[0] < 0 and not impl.logits_soft_cap:  # the dense prefill takes neither
+                q, kv = (
+                    as_dense(torch.zeros(4096, heads, impl.head_size, dtype=dtype, device=device))
+                    for heads in (impl.num_heads, impl.num_kv_heads)
+                )
                 attention(q, kv, kv.clone())
-            elif supports(q, kv, kv, True, None, None) is None:
-                prove_hopper(dtype, impl.head_size, impl.num_heads // impl.num_kv_heads, True, device, dry=True)
             count += len(ways)
     return count
 
 
-def launch_dry(model: torch.nn.Module, config: Any) -> None:
-    """What `warm` will launch for a loaded model's layers, to be compiled ahead."""
-    impls = [one.impl for one in model.modules() if isinstance(getattr(one, "impl", None), SegmentsImpl)]
-    device, dtype = torch.device("cuda", torch.cuda.current_device()), config.model_config.dtype
-    limits = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
-    warm(impls, dtype, *limits, device, config.cache_config.block_size, dry=True)
-
-
 def warmed(*asked: Any) -> None:
     """`warm`, and a line of the log that says what it took."""
-    began, ahead = time.perf_counter(), [*Ahead.begun]
-    Ahead.begun.clear()
-    waited = sum(one.join() for one in ahead)
+    began = time.perf_counter()
     with first_uses() as uses:
         what = f"attention in {warm(*asked)} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
-    copies = ", ".join(f"{one.kernels} by {one.copies} copies of this process" for one in ahead) or "none"
-    log(f"{what}, in {time.perf_counter() - began:.1f} s; ahead: {copies}, waited {waited:.1f} s.")
+    log(f"{what}, in {time.perf_counter() - began:.1f} s.")
 
 
 def flat_of(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:

@@ -7,7 +7,10 @@ Products: class "chain" (`nondet.kernels.matmul.cuda`). Members are certified fo
 and for no other; any other M is padded to the next one, with whatever lies in memory: no row minds its neighbours.
 Norms: class "lanes" (`nondet.kernels.rows.cuda`), rounded once.
 
-FP8 layers keep their own kernel where it stands. Another gets class "chain-fp8" (`nondet.kernels.scaled`): activations
+Quantized layers keep their own kernel where it stands, in an operator as well (`OwnMethod`), and so is vLLM's sum over
+ranks kept: both at the same certified row counts and at no other. So few of them are proven whatever the largest step.
+
+An FP8 layer whose kernel does not stand gets class "chain-fp8" (`nondet.kernels.scaled`): activations
 quantized by vLLM's own kernels (a maximum over a row, or over 128 numbers of it, and then each number by itself: a row
 depends on itself alone), the product at certified row counts as plain ones are, and the whole of it asked for the same
 bits at each of these as at the largest. One scale for all activations of a step is the batch's by its meaning, and no
@@ -25,11 +28,10 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nondet.core import inputs
 from nondet.core.certificates import Certificates
-from nondet.core.launch import first_uses, listen
+from nondet.core.launch import first_uses
 from nondet.core.proof import Claim, prove
 from nondet.kernels.scaled.functions import BLOCK, quantize_block, quantize_by, quantize_row
 
@@ -115,6 +117,11 @@ def padded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
     out = compute(rows)
     out = out[:count] if room != count else out
     return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+
+def padded_sum(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """x [..., N] added over ranks by compute, at a row count that was certified; as it is where there are none yet."""
+    return padded(compute, x) if _counts and x.ndim > 1 else compute(x)
 
 
 def _first(key: tuple[Any, ...], rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -212,6 +219,15 @@ def _quantized_by_vllm(
     return q, left
 
 
+def own_product(x: torch.Tensor, weight: torch.Tensor, width: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] -> [..., width] by the own kernel of the quantized layer that has this weight; see `keep_own`."""
+    note(weight)
+    layer, method, most = _owners[weight.data_ptr()]
+    parts = x.reshape(-1, x.shape[-1]).split(most)  # a head meets more rows than requests where prompts have logprobs
+    made = [padded(lambda rows: method.apply(layer, rows, bias), part) for part in parts]
+    return (made[0] if len(made) == 1 else torch.cat(made)).view(*x.shape[:-1], width)
+
+
 # name under torch.ops.vllm -> what computes it, what a tracer is told
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "nondet_product": (product, lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0]))),
@@ -219,55 +235,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         scaled_product,
         lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0 if _in_blocks(weight) else 1])),
     ),
+    "nondet_own_product": (own_product, lambda x, weight, width, *_: x.new_empty((*x.shape[:-1], width))),
     "nondet_rms_norm": (rms_norm, lambda x, *_: x.new_empty(x.shape)),
     "nondet_add_rms_norm": (add_rms_norm, lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape))),
     "nondet_silu_mul": (silu_mul, lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2))),
-}
-
-
-# The implementations that vLLM's IR dispatches to. It inlines them when it compiles: each is nothing but its operator.
-
-
-def norm_fits(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """Whether `ir_rms_norm` computes it: a weight over the whole width."""
-    return weight is not None and variance_size is None
-
-
-def ir_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-) -> torch.Tensor:
-    """As `vllm.ir.ops.rms_norm`."""
-    out: torch.Tensor = torch.ops.vllm.nondet_rms_norm(x, weight, epsilon)
-    return out
-
-
-def add_norm_fits(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> bool:
-    """Whether `ir_add_rms_norm` computes it."""
-    return weight is not None and variance_size is None
-
-
-def ir_add_rms_norm(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `vllm.ir.ops.fused_add_rms_norm`."""
-    out: tuple[torch.Tensor, torch.Tensor] = torch.ops.vllm.nondet_add_rms_norm(x, x_residual, weight, epsilon)
-    return out
-
-
-# operator of vLLM's IR -> implementation, whether it takes the arguments
-IR: dict[str, tuple[Callable[..., Any], Callable[..., bool]]] = {
-    "rms_norm": (ir_rms_norm, norm_fits),
-    "fused_add_rms_norm": (ir_add_rms_norm, add_norm_fits),
 }
 
 
@@ -277,13 +248,11 @@ class Certified(NamedTuple):
     Attributes:
         proofs: New ones: of a machine's second start there are none.
         compiled: Kernels that Triton had not on disk.
-        ran: The member at each row count.
     """
 
     seconds: float
     proofs: int
     compiled: int
-    ran: dict[int, str]
 
 
 @contextmanager
@@ -297,36 +266,23 @@ def float32_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def certified(work: Callable[[], object]) -> Certified:
+    """What was done in work(), which launches what is then proven."""
+    began = time.perf_counter()
+    with float32_default(), torch.inference_mode(), first_uses() as uses:
+        work()
+    return Certified(time.perf_counter() - began, uses.proofs, uses.compiled)
+
+
 def certify_product(weight: torch.Tensor, bias: torch.Tensor | None, counts: Sequence[int]) -> Certified:
     """Prove a member for each number of rows that this weight can meet, as `product` will ask for it."""
-    began, ran = time.perf_counter(), {}
-    with float32_default(), torch.inference_mode(), first_uses() as uses:
-        for rows in counts:
-            with listen() as noted:
-                product(weight.data.new_zeros((rows, weight.shape[1])), weight, bias)
-            ran[rows] = next((name for name, _ in noted.most_common(1)), "?")
-    return Certified(time.perf_counter() - began, uses.proofs, uses.compiled, ran)
+    return certified(lambda: [product(weight.data.new_zeros((m, weight.shape[1])), weight, bias) for m in counts])
 
 
-class Traced(TorchDispatchMode):
-    """Which of torch's products are called under it, none of them in an opaque operator: a compiler may take others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes the call, and makes it."""
-        if func.namespace == "aten" and func.overloadpacket.__name__ in _PRODUCTS:
-            self.products.add(f"aten::{func.overloadpacket.__name__}")
-        return func(*args, **(kwargs or {}))
-
-
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "matmul", "linear"))
-
-
-# A quantized layer keeps its own kernel, which is asked whether it is invariant: at each number of rows against itself
-# at the largest, on ordinary and on hard inputs, its rows at the beginning and at the end of the large call.
+# A quantized layer keeps its own kernel, which is asked whether it is invariant: at each number of rows that it can
+# meet against itself at the largest, on ordinary and on hard inputs, its rows at the beginning and at the end of that.
+# address of a weight -> its layer, the method that it came with, and the largest number of rows that was proven
+_owners: dict[int, tuple[Any, Any, int]] = {}
 _KINDS = ("bell", "wide", "outlier", "cancel")
 
 
@@ -414,6 +370,47 @@ def _from(
     return compute(x[start : start + rows].clone())
 
 
+class OwnMethod:
+    """In the place of a quantized layer's method: that method, in an operator and at certified row counts."""
+
+    def __init__(self, method: Any, weight: str, width: int) -> None:
+        self.weight, self.width = weight, width
+        if hasattr(method, "embedding"):
+            self.embedding = method.embedding
+
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        """As vLLM's linear methods are called; Dynamo traces it and keeps the operator whole."""
+        return torch.ops.vllm.nondet_own_product(x, getattr(layer, self.weight), self.width, bias)
+
+
+def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
+    """Have a quantized layer's own kernel run at these row counts alone, which are certified.
+
+    It is found by its largest parameter: an operator with the layer's name would be another one in each layer, and
+    torch.compile would compile each anew.
+
+    Raises:
+        RuntimeError: it gives another dtype than it takes, or has no parameter; the layer is as it was.
+    """
+    sizes = {name: weight.numel() for name, weight in layer.named_parameters(recurse=False)}
+    name, method = max(sizes, key=lambda one: sizes[one], default=""), layer.quant_method
+    if not sizes.get(name):
+        raise RuntimeError("it has no weight of its own")
+    weight = getattr(layer, name).data
+    with float32_default(), torch.inference_mode():
+        made = method.apply(layer, torch.zeros(counts[0], width_of(layer), dtype=dtype, device=weight.device), None)
+    if made.dtype != dtype:
+        raise RuntimeError(f"it gives {made.dtype} for {dtype}")
+    _owners[weight.data_ptr()] = layer, method, counts[-1]
+    vars(layer).pop("input_quant_key", None)  # else a kernel before it would hand it quantized numbers
+    layer.quant_method = OwnMethod(method, name, made.shape[-1])
+
+
+def width_of(layer: Any) -> int:
+    """K of a linear layer, or of a head."""
+    return int(getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or 0)
+
+
 # Another kernel than its own, for FP8 layers.
 
 # vLLM's kernels whose weights lie as they were loaded: by columns [K, N], or in blocks [N, K]
@@ -489,21 +486,17 @@ def replace_scaled(
     bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
     given = (weight, scales.contiguous(), *(getattr(layer, name, None) for name in _GIVEN), bias)
     key = ("scaled", *((x.shape, x.stride()) if x is not None else None for x in given))
+
+    def prove_all() -> None:
+        for rows in counts:
+            scaled_product(torch.zeros(rows, width, dtype=dtype, device=weight.device), *given)
+        failed = stands_alone(lambda x: scaled_product(x, *given), width, dtype, weight.device, counts)
+        if failed is not None:
+            raise NotImplementedError(f"its product gives a row other bits at M={failed} than at M={counts[-1]}")
+
+    width = layer.input_size_per_partition
     if key not in known:
-        known[key] = _certify_scaled(given, layer.input_size_per_partition, counts, dtype)
+        known[key] = certified(prove_all)
     layer.register_buffer(_SCALES, given[1], persistent=False)
     vars(layer).pop("input_quant_key", None)  # else a kernel before it would hand it quantized numbers
     layer.quant_method = ScaledMethod()
-
-
-def _certify_scaled(given: tuple[Any, ...], width: int, counts: Sequence[int], dtype: torch.dtype) -> Certified:
-    began, ran, device = time.perf_counter(), {}, given[0].device
-    with float32_default(), torch.inference_mode(), first_uses() as uses:
-        for rows in counts:
-            with listen() as noted:
-                scaled_product(torch.zeros(rows, width, dtype=dtype, device=device), *given)
-            ran[rows] = next((name for name, _ in noted.most_common(1)), "?")
-        failed = stands_alone(lambda x: scaled_product(x, *given), width, dtype, device, counts)
-    if failed is not None:
-        raise NotImplementedError(f"its product gives a row other bits at M={failed} than at M={counts[-1]}")
-    return Certified(time.perf_counter() - began, uses.proofs, uses.compiled, ran)

@@ -16,7 +16,6 @@ import importlib
 import inspect
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 TRIED = ("0.25.1",)  # versions of vLLM whose seams fit, and that were run
 _BACKEND = "nondet.vllm.attention.SegmentsBackend"
-_PROVIDER = "nondet"
+_BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # 1: no torch.compile. From 0.31 on vLLM's own mode sets it for many shapes
 _STOCK = "Unset NONDET_BATCH_INVARIANT to run vLLM as it is."
 
 
@@ -47,11 +46,13 @@ class Seam(NamedTuple):
 
 
 _LAYERS = "vllm.model_executor.layers"
+_NORMS = ("RMSNorm", "GemmaRMSNorm")
 _APPLY = f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply"
 _ROUTING = f"{_LAYERS}.fused_moe.router.fused_topk_router:FusedTopKRouter._compute_routing"
+_SUM = "vllm.distributed.parallel_state:GroupCoordinator._all_reduce_out_place"
 _OURS = "_nondet_proven"  # set on a router and on a layer of experts that ours compute
 _FLASH = "vllm.v1.attention.backends.flash_attn"
-_SHAPE = f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape"
+SHAPE = f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape"
 SEAMS = (
     Seam(f"{_LAYERS}.linear:UnquantizedLinearMethod.apply", "self layer x bias"),
     Seam(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "self layer x bias"),
@@ -61,12 +62,10 @@ SEAMS = (
         "vllm.utils.torch_utils:direct_register_custom_op",
         "op_name op_func mutates_args fake_impl target_lib dispatch_key tags",
     ),
-    Seam("vllm.ir.ops.layernorm:rms_norm", "x weight epsilon variance_size"),
-    Seam("vllm.ir.ops.layernorm:fused_add_rms_norm", "x x_residual weight epsilon variance_size"),
+    *(Seam(f"{_LAYERS}.layernorm:{n}.forward_{by}", "self x residual") for n in _NORMS for by in ("native", "cuda")),
     Seam(f"{_LAYERS}.activation:SiluAndMul.forward_cuda", "self x"),
-    Seam("vllm.ir.op:IrOp.register_impl", "self provider supported supports_args inplace"),
     Seam("vllm.v1.attention.backends.registry:register_backend", "backend class_path is_mamba"),
-    Seam(_SHAPE, "num_blocks block_size num_kv_heads head_size cache_dtype_str"),
+    Seam(SHAPE, "num_blocks block_size num_kv_heads head_size cache_dtype_str"),
     Seam(f"{_FLASH}:FlashAttentionMetadataBuilder.__init__", "self kv_cache_spec layer_names vllm_config device"),
     Seam(f"{_FLASH}:FlashAttentionMetadataBuilder.build", "self common_prefix_len common_attn_metadata fast_build"),
     Seam(
@@ -80,6 +79,7 @@ SEAMS = (
     ),
     Seam(f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update", "self layer key value kv_cache slot_mapping"),
     Seam("vllm.engine.arg_utils:EngineArgs.create_engine_config", "self usage_context headless"),
+    Seam(_SUM, "self input_"),
     Seam("vllm.v1.worker.gpu_worker:Worker.load_model", "self load_dummy_weights"),
     Seam("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "self"),
     Seam("vllm.v1.worker.gpu_worker:Worker.reload_weights", "self args kwargs"),
@@ -88,7 +88,7 @@ SEAMS = (
     Seam("vllm.v1.worker.gpu_worker:Worker.add_lora", "self lora_request"),
 )
 # Where a seam that is not there lies in later versions: from 0.29 on a backend asks for a layout, and gives no shape.
-MOVED = {_SHAPE: Seam("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
+MOVED = {SHAPE: Seam("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
 _HOOK = "_of_nondet"
 _NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
 _done: list[int] = []  # the process that has registered: a fork inherits what was patched, and patches nothing again
@@ -124,13 +124,14 @@ def register() -> None:
         UserError: no Linux, no NVIDIA GPU, a vLLM whose seams do not fit, or another plugin in the way. Nothing was
             changed then.
     """
-    before = os.environ.get(OWN)
+    before = {name: os.environ.get(name) for name in (OWN, _BREAKABLE)}
     try:
         if asked() and not _done:
             _register()
     except BaseException:
-        os.environ.pop(OWN, None)
-        os.environ.update({} if before is None else {OWN: before})
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
         # vLLM asks each plugin once a process: who tried again after a refusal would get vLLM as it is, in silence
         loader = sys.modules.get("vllm.plugins")
         if loader is not None:
@@ -149,6 +150,7 @@ def _register() -> None:
     if os.environ.get(OWN, "1") not in ("", "1"):
         raise UserError(f"{ASKED}=1 and {OWN}={os.environ[OWN]} exclude each other", f"Unset {OWN}.")
     os.environ[OWN] = "1"  # before modules are loaded that read it once
+    os.environ.setdefault(_BREAKABLE, "0")
     _install(check_seams())
     _done.append(os.getpid())
     log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
@@ -166,10 +168,7 @@ def seam_at(place: str) -> Any:
 
 
 def parameters(found: Any) -> str:
-    """The names of its parameters; of an operator of vLLM's IR those of its native implementation."""
-    implementations = getattr(found, "impls", None)
-    if isinstance(implementations, Mapping):
-        found = implementations["native"].impl_fn
+    """The names of its parameters."""
     found = getattr(found, "__func__", found)  # of a class's method the class as well, as the sources have it
     return " ".join(inspect.signature(found).parameters)
 
@@ -211,7 +210,7 @@ def check_seams() -> dict[str, Any]:
         owner = owner_of(found[place])
         if owner.partition(".")[0] != "vllm":
             raise UserError(f"{place} was replaced by {owner} before nondet could", "Run one of the two plugins.")
-    if _SHAPE in found and not _known_layout(found[_SHAPE]):
+    if SHAPE in found and not _known_layout(found[SHAPE]):
         raise _misfit(vllm.__version__, "FlashAttention's KV cache has another layout")
     registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     with_custom = _path_of(registry.CUSTOM)
@@ -222,8 +221,8 @@ def check_seams() -> dict[str, Any]:
 
 def _known_layout(asked: Any) -> bool:
     """Whether the cache is one of the two that `nondet.vllm.attention.flat_of` takes."""
-    if asked.__name__ == _SHAPE.rpartition(".")[2]:
-        return bool(asked(2, 16, 3, 64) == (2, 2, 16, 3, 64))
+    if asked.__name__ == SHAPE.rpartition(".")[2]:
+        return asked(2, 16, 3, 64) in ((2, 2, 16, 3, 64), (2, 3, 16, 128))
     with suppress(ImportError, AttributeError):
         return bool(seam_at("vllm.v1.kv_cache_layout:KVCacheLayout.LBNHC").value == (0, 1, 3, 2, 4))
     return False
@@ -250,10 +249,6 @@ def _install(found: Mapping[str, Any]) -> None:
     for name, (compute, shape) in operators.OPERATORS.items():
         if not hasattr(torch.ops.vllm, name):
             found["vllm.utils.torch_utils:direct_register_custom_op"](name, compute, fake_impl=shape)
-    for name, (compute, fits) in operators.IR.items():
-        operator = found[f"vllm.ir.ops.layernorm:{name}"]
-        if _PROVIDER not in operator.impls:
-            operator.register_impl(_PROVIDER, supports_args=fits)(compute)
 
     def apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:  # dynamo traces it and keeps the operator whole
         return torch.ops.vllm.nondet_product(x, layer.weight, bias)
@@ -263,16 +258,46 @@ def _install(found: Mapping[str, Any]) -> None:
         f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
     ):
         seam_at(method).apply = apply
+    _METHODS[apply] = REPLACED, _PRODUCTS
+    _METHODS[operators.ScaledMethod.apply] = REPLACED, _SCALED
+    _METHODS[operators.OwnMethod.apply] = CERTIFIED, "its own kernel, at row counts certified at start"
 
     def forward_cuda(self: Any, x: Any) -> Any:
         return torch.ops.vllm.nondet_silu_mul(x)
 
     seam_at(f"{_LAYERS}.activation:SiluAndMul").forward_cuda = forward_cuda
+    _install_norms()
     _install_experts(found)
+    _install_sum(found[_SUM])
     registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     found["vllm.v1.attention.backends.registry:register_backend"](registry.CUSTOM, _BACKEND)
     _before_configuration(found["vllm.engine.arg_utils:EngineArgs.create_engine_config"])
     _around_start(*(found[f"vllm.v1.worker.gpu_worker:Worker.{n}"] for n in ("load_model", "compile_or_warm_up_model")))
+
+
+def _install_norms() -> None:
+    """Ours before vLLM's, whichever of its forwards a norm's class is dispatched to."""
+    import torch
+
+    def normed(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        if residual is None:
+            return torch.ops.vllm.nondet_rms_norm(x, weight, epsilon)
+        return torch.ops.vllm.nondet_add_rms_norm(x, residual, weight, epsilon)
+
+    plain, gemma = (seam_at(f"{_LAYERS}.layernorm:{name}") for name in _NORMS)
+    theirs = plain.forward_native
+
+    def forward(self: Any, x: Any, residual: Any = None) -> Any:
+        if not self.has_weight or self.variance_size_override is not None:
+            return theirs(self, x, residual)
+        return normed(x, residual, self.weight.data, self.variance_epsilon)
+
+    def forward_gemma(self: Any, x: Any, residual: Any = None) -> Any:
+        return normed(x, residual, self.weight.float() + 1.0, self.variance_epsilon)
+
+    for norm, ours in ((plain, forward), (gemma, forward_gemma)):
+        norm.forward_native = norm.forward_cuda = ours
+        _METHODS[ours] = REPLACED, "norm in class lanes"
 
 
 def _install_experts(found: Mapping[str, Any]) -> None:
@@ -306,6 +331,17 @@ def _install_experts(found: Mapping[str, Any]) -> None:
     seam_at(_ROUTING.rpartition(".")[0])._compute_routing = compute_routing
 
 
+def _install_sum(theirs: Callable[..., Any]) -> None:
+    """vLLM's sum over tensor-parallel ranks, at the row counts that `start` certifies."""
+    from nondet.vllm.operators import padded_sum
+
+    def _all_reduce_out_place(self: Any, input_: Any) -> Any:
+        of_tensors = self.unique_name.partition(":")[0] == "tp"
+        return padded_sum(partial(theirs, self), input_) if of_tensors else theirs(self, input_)
+
+    seam_at(_SUM.rpartition(".")[0])._all_reduce_out_place = _all_reduce_out_place
+
+
 def _before_configuration(original: Callable[..., Any]) -> None:
     def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False) -> Any:
         prepare(self)
@@ -329,6 +365,7 @@ def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None
 
     def compile_or_warm_up_model(self: Any) -> Any:
         done = warm_up(self)
+        getattr(sys.modules.get(f"{__package__}.attention"), "RESERVED", []).clear()
         check_met(self.model_runner.get_model(), getattr(self, "of_nondet", ()))
         return done
 
@@ -362,28 +399,26 @@ def prepare(arguments: Any) -> None:
     Raises:
         UserError: somebody asked for something else.
     """
+    if os.environ.get(OWN) != "1":
+        what = f"{OWN} is {os.environ.get(OWN) or 'not set'} since nondet's kernels are in place, which need it at 1"
+        raise UserError(what, "Set it to 1 again, or start a new process without NONDET_BATCH_INVARIANT.")
     custom = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum").CUSTOM
-    wanted = arguments.attention_backend or arguments.attention_config.backend
-    if wanted not in (None, custom, "CUSTOM"):
-        name = getattr(wanted, "name", wanted)
-        raise UserError(f"--attention-backend {name} and {ASKED}=1 exclude each other", "Leave the option out.")
-    if arguments.attention_config.backend is None:
-        arguments.attention_backend = custom
+    place = arguments.attention_config if arguments.attention_config.backend else arguments
+    field = "backend" if place is arguments.attention_config else "attention_backend"
+    wanted = getattr(getattr(place, field), "name", getattr(place, field))
+    if wanted not in (None, "CUSTOM", "FLASH_ATTN"):
+        raise UserError(f"--attention-backend {wanted} and {ASKED}=1 exclude each other", "Leave the option out.")
+    if wanted == "FLASH_ATTN":  # as vLLM takes by itself, and its own determinism tests name
+        log("warning: --attention-backend FLASH_ATTN computes nothing here; attention is nondet's, over its cache.")
+    setattr(place, field, custom)
     for name in ("rms_norm", "fused_add_rms_norm"):
-        given = getattr(arguments.ir_op_priority, name) or getattr(arguments.kernel_config.ir_op_priority, name)
-        if given and given[0] != _PROVIDER:
-            raise UserError(
-                f"--ir-op-priority {name}={','.join(given)} and {ASKED}=1 exclude each other", "Leave it out."
-            )
-        if not given:
-            setattr(arguments.ir_op_priority, name, [_PROVIDER])
-    # norms by the IR, in eager mode as well; SiLU by ours, rotary by vLLM's own kernel: Inductor fuses nothing anew
+        if any(_get(arguments, f"{place}ir_op_priority.{name}") for place in ("", "kernel_config.")):
+            log(f"warning: --ir-op-priority {name} computes nothing here: norms are nondet's.")
+    # SiLU by ours, rotary by vLLM's own kernel: Inductor fuses nothing anew
     operators = arguments.compilation_config.custom_ops
-    if "+rms_norm" in operators:  # by a kernel of vLLM's own
-        raise UserError(f"--compilation-config custom_ops=+rms_norm and {ASKED}=1 exclude each other", "Leave it out.")
-    for name in ("-rms_norm", "+silu_and_mul", "+rotary_embedding"):
-        if not {f"+{name[1:]}", f"-{name[1:]}"} & set(operators):
-            operators.append(name)
+    for name in ("silu_and_mul", "rotary_embedding"):
+        if not {f"+{name}", f"-{name}"} & set(operators):
+            operators.append(f"+{name}")
     passes = arguments.compilation_config.pass_config
     for name in _fusions(passes):  # else vLLM turns on those of norms and SiLU, as it sees ours there
         if getattr(passes, name) is None:
@@ -498,7 +533,7 @@ _EXPERTS = "experts in class grouped, certified at start"
 _PRODUCTS = "products in class chain, certified at start"
 _SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel is not proven"
 _PROVEN = (_EXPERTS, _PRODUCTS)  # at start, and not before
-_METHODS = {__name__: _PRODUCTS, f"{__package__}.operators": _SCALED}  # whose module a method's `apply` is of
+_METHODS: dict[Any, tuple[str, str]] = {}  # what computes a product, or a norm -> its standing, and why; see `_install`
 
 
 class Standing(NamedTuple):
@@ -538,10 +573,9 @@ def standing_of(
         if around not in _BY_METHOD:
             return said(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
         # whatever its name: another plugin may have put its own there since
-        ours = _METHODS.get(getattr(getattr(method, "apply", None), "__module__", "")) if installed else None
-        if ours is not None:
-            return said(REPLACED, ours)
-        return own(name, module)
+        apply = getattr(method, "apply", None)
+        ours = _METHODS.get(getattr(apply, "__func__", apply)) if installed else None
+        return said(*ours) if ours is not None else own(name, module)
     if "AttentionLayerBase" in ancestors:  # whatever has a cache: state spaces and linear attention as well
         by = type(getattr(module, "impl", module)).__name__
         if not installed or by != "SegmentsImpl":
@@ -549,14 +583,17 @@ def standing_of(
         if kind != "Attention":  # sinks that are keys, chunks that are requests, whole prompts: by a step's metadata
             return said(AT_RISK, f"attention as a {kind} asks for it, which was not tried")
         return said(REPLACED, "attention in class segments")
-    if {"RMSNorm", "GemmaRMSNorm"} & ancestors:
+    if {*_NORMS} & ancestors:
         if not installed:
             return own(name, module)
         around = next(cls.__name__ for cls in type(module).__mro__ if any(n.startswith("forward") for n in vars(cls)))
-        if around not in ("RMSNorm", "GemmaRMSNorm"):
+        if around not in _NORMS:
             return said(AT_RISK, f"a norm by {around}'s own forward, which nondet does not know")
-        whole = getattr(module, "variance_size_override", None) is None and getattr(module, "has_weight", True)
-        return said(REPLACED, "norm in class lanes") if whole else said(AT_RISK, "a norm without weight, or of a part")
+        if getattr(module, "variance_size_override", None) is not None or not getattr(module, "has_weight", True):
+            return said(AT_RISK, "a norm without weight, or of a part")
+        ours = {_METHODS.get(getattr(type(module), f"forward_{by}", None)) for by in ("native", "cuda")}
+        [what] = ours if len(ours) == 1 else [None]
+        return said(*what) if what is not None else said(AT_RISK, "a norm that was replaced after nondet's")
     if _ELEMENTWISE & ancestors:
         return said(ELEMENTWISE, "nothing is added up")
     if next(module.children(), None) is not None:
@@ -631,36 +668,29 @@ def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
     Raises:
         NotImplementedError: a product of no tile is proven here.
     """
-    import torch
 
-    from nondet.core.launch import first_uses, listen
     from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
-    from nondet.vllm.operators import Certified, float32_default
+    from nondet.vllm.operators import certified
 
     w13, w2, top = layer.w13_weight.data, layer.w2_weight.data, layer.top_k
     met: dict[Any, int] = {}
     for tokens in range(1, max(counts) + 1):
         rows = (tokens * top, len(w13))
         met.setdefault((tile_for(*rows, w13.shape[1], w13.dtype), tile_for(*rows, w2.shape[1], w13.dtype)), tokens)
-    began, ran = time.perf_counter(), {}
-    with float32_default(), torch.inference_mode(), first_uses() as uses:
+
+    def launch_all() -> None:
         for tokens in sorted({*counts, *met.values()}):
-            with listen() as noted:
-                chosen = route(w13.new_zeros((tokens, len(w13))), top, renormalize=layer.renormalize)
-                weighted_experts(w13.new_zeros((tokens, w13.shape[2])), w13, w2, *chosen)
-            ran[tokens] = _products(noted)
-    return Certified(time.perf_counter() - began, uses.proofs, uses.compiled, ran)
+            chosen = route(w13.new_zeros((tokens, len(w13))), top, renormalize=layer.renormalize)
+            weighted_experts(w13.new_zeros((tokens, w13.shape[2])), w13, w2, *chosen)
 
-
-def _products(noted: Counter[str]) -> str:
-    return ", ".join(sorted(name for name in noted if name.startswith("grouped"))) or "?"
+    return certified(launch_all)
 
 
 def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standing]:
     """What of a configuration, beside its layers, has to be proven: what ranks exchange.
 
     Args:
-        counts: Numbers of rows that the sum over two ranks is asked for; none: no sum is asked for any.
+        counts: Numbers of rows that the sum over ranks is asked for; none: no sum is asked for any.
     """
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
@@ -671,10 +701,9 @@ def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standi
 
 
 def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]:
-    """(standing, why) of vLLM's sum over ranks; whatever else they exchange is copied.
+    """(standing, why) of vLLM's sum over ranks, at the row counts that it is filled up to; all else is copied.
 
-    Two numbers have one sum, so of two ranks a few row counts are asked for what is not their sum. More have one for
-    each order, which may follow the message's size: of them every row count is that a step can have.
+    Of two ranks as well: two numbers have one sum, but it may travel in fewer bits.
 
     Raises:
         UserError: the sum failed, on this rank alone perhaps. NONDET_ALLOW_AT_RISK=1 is no help: two ranks that went
@@ -683,14 +712,10 @@ def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]
     from nondet.vllm.operators import sum_over_ranks_stands
 
     graphs, model = limits_of(config)[0], config.model_config
-    what, claim = "the sum over ranks could not be tested", "two ranks have one sum: equal bits at"
-    if ranks > 2:
-        counts, claim = rows_met(config), f"the sum over {ranks} ranks has equal bits at all"
-        if len(counts) > _MOST_ASKED:
-            return AT_RISK, _TOO_MANY.format("the sum over ranks", len(counts))
+    what = "the sum over ranks could not be tested"
     try:
         group, capture = (seam_at(f"vllm.distributed.parallel_state:{n}") for n in ("get_tp_group", "graph_capture"))
-    except (ImportError, AttributeError) as error:  # on both ranks
+    except (ImportError, AttributeError) as error:  # on all ranks
         return AT_RISK, f"{what}: {one_line(str(error), 120)}"
     try:
         failed = sum_over_ranks_stands(group(), capture, model.get_hidden_size(), model.dtype, counts, graphs)
@@ -699,7 +724,8 @@ def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]
     if failed is not None:
         return AT_RISK, f"the sum over ranks gives a row other bits at M={failed} than at M={counts[-1]}"
     in_graphs = ", graphs' sizes in graphs as well" if graphs else ""
-    return CERTIFIED, f"{claim} {len(counts)} row counts{in_graphs}"
+    only = f"all {len(counts)} row counts, the only ones that it runs at"
+    return CERTIFIED, f"the sum over {ranks} ranks has equal bits at {only}{in_graphs}"
 
 
 def limits_of(config: Any) -> tuple[list[int], int, int]:
@@ -708,19 +734,6 @@ def limits_of(config: Any) -> tuple[list[int], int, int]:
     tokens = _get(config, "scheduler_config.max_num_batched_tokens")
     requests = _get(config, "scheduler_config.max_num_seqs")
     return graphs, int(tokens), int(requests)
-
-
-def rows_met(config: Any) -> list[int]:
-    """Every number of rows that a step can have.
-
-    Where graphs are of decodes alone, other steps keep theirs; else up to the largest graph they are filled up. Not
-    under data parallelism: a step too large for graphs on one of its ranks takes them from the others' steps as well.
-    """
-    graphs, tokens, _ = limits_of(config)
-    mixed = getattr(_get(config, "compilation_config.cudagraph_mode"), "mixed_mode", lambda: None)()
-    alone = _get(config, "parallel_config.data_parallel_size", 1) == 1
-    padded = graphs if alone and getattr(mixed, "name", "") == "PIECEWISE" else ()
-    return sorted({*(m for m in padded if m <= tokens), *range(max(padded, default=0) + 1, tokens + 1)})
 
 
 def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Callable[[Any], Any], int]]:
@@ -743,25 +756,26 @@ def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Calla
         yield partial(by_head, heads), heads * width
 
 
-_MOST_ASKED = 4096  # row counts that a layer's own kernel is asked for, or a sum over ranks
-_TOO_MANY = "{} would have to be tested at {:,} row counts: lower --max-num-batched-tokens"
+def rows_of(layer: Any, counts: Sequence[int], requests: int) -> Sequence[int]:
+    """Those numbers of rows that a layer meets: a head has a row a request."""
+    from nondet.vllm.operators import room_for
+
+    return [m for m in counts if m <= room_for(requests)] if "VocabParallelEmbedding" in _ancestors(layer) else counts
 
 
-def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
-    """Asks a layer's own kernel, a product's or a norm's; layers of one kind and shape once."""
-    import torch
+def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], Standing]:
+    """Asks a layer's own kernel, a product's or a norm's; layers of one kind and shape once.
 
-    from nondet.vllm.operators import Traced, stands_alone
+    Args:
+        counts: Every number of rows that it will be asked for; none: all that a step can have, up to the largest.
+    """
+    from nondet.vllm.operators import stands_alone, width_of
 
-    at_graphs, every = rows_met(config), range(1, limits_of(config)[1] + 1)  # of logits always: a row a request
+    _, tokens, requests = limits_of(config)
     known: dict[str, tuple[str, str]] = {}
 
     def judged(layer: Any) -> tuple[str, str]:
-        is_head = "VocabParallelEmbedding" in _ancestors(layer)  # outside of what vLLM compiles
-        met = every if is_head else at_graphs
-        if len(met) > _MOST_ASKED:
-            return AT_RISK, _TOO_MANY.format("its kernel", len(met))
-        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or 0
+        met = rows_of(layer, counts, requests) or range(1, tokens + 1)
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         method: Any = getattr(layer, "quant_method", None)
 
@@ -770,12 +784,7 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
 
         try:
             parameter = next(layer.parameters())
-            asked = [(compute, int(width))] if method is not None else [*_forms_of_norm(layer, parameter, config)]
-            if method is not None and not is_head and _get(config, "compilation_config.mode", 0):
-                with Traced() as seen, torch.inference_mode():
-                    compute(torch.zeros(1, asked[0][1], dtype=config.model_config.dtype, device=parameter.device))
-                if seen.products:
-                    return AT_RISK, f"its product is {min(seen.products)}, which vLLM compiles: not what is tested here"
+            asked = [(compute, width_of(layer))] if method is not None else [*_forms_of_norm(layer, parameter, config)]
             failed = None
             for form, size in asked:
                 failed = failed or stands_alone(form, size, config.model_config.dtype, parameter.device, met)
@@ -783,7 +792,8 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
             return AT_RISK, f"its kernel could not be tested: {one_line(str(error), 120) or type(error).__name__}"
         if failed is not None:
             return AT_RISK, f"its kernel gives a row other bits at M={failed} than at M={met[-1]}"
-        return CERTIFIED, f"its kernel gives equal bits at all {len(met)} row counts"
+        only = ", the only ones that it runs at" if counts else ""
+        return CERTIFIED, f"its kernel gives equal bits at all {len(met)} row counts{only}"
 
     def own(name: str, layer: Any) -> Standing:
         quantized = getattr(layer, "quant_method", None)
@@ -804,13 +814,9 @@ def own_kernel(config: Any) -> Callable[[str, Any], Standing]:
 
 
 def _prove(
-    standing: Standing, module: Any, counts: Sequence[int], logits: int, seen: dict[Any, operators.Certified]
+    standing: Standing, module: Any, counts: Sequence[int], requests: int, seen: dict[Any, operators.Certified]
 ) -> Standing:
-    """Certify what a layer's standing says it computes by, once for layers alike; where that fails it is at risk.
-
-    Args:
-        logits: The most rows of a head, which has a row a request.
-    """
+    """Certify what a layer's standing says it computes by, once for layers alike; where that fails it is at risk."""
     from nondet.vllm import operators
 
     weight = getattr(module, "weight", None)
@@ -828,8 +834,7 @@ def _prove(
         bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
         key = (weight.shape, weight.stride(), weight.dtype, bias is None)
         if key not in seen:
-            most = logits if "VocabParallelEmbedding" in _ancestors(module) else counts[-1]
-            seen[key] = operators.certify_product(weight, bias, [m for m in counts if m <= most])
+            seen[key] = operators.certify_product(weight, bias, rows_of(module, counts, requests))
     return standing
 
 
@@ -845,26 +850,25 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
 
     graphs, tokens, requests = limits_of(config)
     counts = operators.row_counts(graphs, tokens)
-    operators.use_counts(counts)
-    names = ("world_size", "nnodes", "distributed_executor_backend")
-    ranks, *where = (_get(config, f"parallel_config.{name}") for name in names)
-    # ranks of one host share memory, which a fork leaves alone; among hosts it is known to network cards as well
-    if torch.cuda.is_available() and (ranks == 1 or where == [1, "mp"]):
-        from nondet.vllm.ahead import Ahead
-        from nondet.vllm.attention import launch_dry
+    unproven = "not proven, because the start is refused"  # which it is at once: nothing of it will run
 
-        try:
-            Ahead.begun.append(Ahead(partial(launch_dry, model, config), ranks))
-        except Exception as error:  # noqa: BLE001 - a start without it is slower, and nothing else
-            log(f"attention's kernels are not compiled ahead: {one_line(str(error), 120) or type(error).__name__}")
+    def looked_at(own: Callable[[str, Any], Standing]) -> list[tuple[Standing, Any]]:
+        looked = [(s, m) for name, m in model.named_modules() if (s := standing_of(name, m, own)) is not None]
+        if os.environ.get(ALLOWED) != "1" and any(s.standing == AT_RISK for s in (*found, *(s for s, _ in looked))):
+            left = (s._replace(why=unproven) if s.why in _PROVEN else s for s, _ in looked)
+            _tell([*found, *left], config, seen, rank)
+        return looked
+
     seen: dict[tuple[Any, ...], operators.Certified] = {}
-    found = list(config_standings(config, counts))
-    own = _or_scaled(own_kernel(config), counts, config, seen)
-    looked = [(s, m) for name, m in model.named_modules() if (s := standing_of(name, m, own)) is not None]
-    if os.environ.get(ALLOWED) != "1" and any(s.standing == AT_RISK for s in (*found, *(s for s, _ in looked))):
-        unproven = "not proven, because the start is refused"  # which it is at once: nothing of it will run
-        _tell([*found, *(s._replace(why=unproven) if s.why in _PROVEN else s for s, _ in looked)], config, seen, rank)
-    found += [_prove(standing, module, counts, operators.room_for(requests), seen) for standing, module in looked]
+    found: list[Standing] = []
+    looked_at(lambda name, layer: Standing(name, type(layer).__name__, CERTIFIED, unproven))
+    operators.use_counts(counts)
+    attention = sys.modules.get(f"{__package__}.attention")  # where vLLM has loaded it
+    if attention is not None:
+        attention.reserve(model, config)
+    found += config_standings(config, counts)
+    looked = looked_at(_kept_or_scaled(own_kernel(config, counts), counts, config, seen))
+    found += [_prove(standing, module, counts, requests, seen) for standing, module in looked]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     seconds, proofs, compiled = (sum(x) for x in zip((0.0, 0, 0), *(c[:3] for c in seen.values()), strict=True))
@@ -876,10 +880,10 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
 
 
 def check_met(model: Any, found: Sequence[Standing]) -> None:
-    """Did vLLM's runs at start, its compiled model and graphs among them, ask our operators for what they replace?
+    """Did vLLM's runs at start, its compiled model and graphs among them, ask our operators for what they compute?
 
-    Products, norms and experts are looked for by their weights. Not looked for: attention, tables of embeddings and
-    heads, and Gemma's norms, whose weight is made anew at each call.
+    Products, norms, experts and kept kernels are looked for by their weights. Not looked for: attention, tables of
+    embeddings and heads, and Gemma's norms, whose weight is made anew at each call.
 
     Raises:
         UserError: a layer that none of them ran with, as where vLLM put another kernel there, and
@@ -890,37 +894,44 @@ def check_met(model: Any, found: Sequence[Standing]) -> None:
     modules, weights = dict(model.named_modules()), {}
     for one in found:
         module = modules.get(one.layer)
-        weight = getattr(module, "w13_weight", getattr(module, "weight", None))
+        kept = getattr(module, "quant_method", None)
+        weight = getattr(module, kept.weight if isinstance(kept, operators.OwnMethod) else "weight", None)
+        weight = getattr(module, "w13_weight", weight)
         skipped = {"VocabParallelEmbedding", "GemmaRMSNorm"} & _ancestors(module)
-        if one.standing == REPLACED and weight is not None and not skipped:
+        if one.standing in (REPLACED, CERTIFIED) and weight is not None and not skipped:
             weights[one.layer] = weight.data
     missed = operators.not_met(weights)
     log(f"{len(weights) - len(missed)} of {len(weights)} layers that were looked for ran by nondet's operators.")
     if missed:
-        what = f"{len(missed)} layers said to be replaced did not run by nondet's operators, the first {missed[0]}"
+        what = f"{len(missed)} layers said to be proven did not run by nondet's operators, the first {missed[0]}"
         log(f"{what}.")
         if os.environ.get(ALLOWED) != "1":
             raise UserError(what, f"Set {ALLOWED}=1 to start all the same. {_STOCK}")
 
 
-def _or_scaled(
+def _kept_or_scaled(
     own: Callable[[str, Any], Standing], counts: Sequence[int], config: Any, seen: dict[Any, operators.Certified]
 ) -> Callable[[str, Any], Standing]:
     """A layer's own kernel; where that does not stand nondet's FP8 product, if it is one and that is proven."""
     from nondet.vllm import operators
 
+    dtype, requests = config.model_config.dtype, limits_of(config)[2]
+
     def asked(name: str, layer: Any) -> Standing:
         standing = own(name, layer)
-        if standing.standing != AT_RISK or getattr(layer, "quant_method", None) is None:
+        if getattr(layer, "quant_method", None) is None:
             return standing
-        why = operators.unfit_scaled(layer)
-        if not why:
-            try:
-                operators.replace_scaled(layer, counts, config.model_config.dtype, seen)
-            except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
-                why = one_line(str(error), 120) or type(error).__name__
+        try:
+            if standing.standing == CERTIFIED:
+                operators.keep_own(layer, dtype, rows_of(layer, counts, requests))
+                return standing
+            why = operators.unfit_scaled(layer)
+            if not why:
+                operators.replace_scaled(layer, counts, dtype, seen)
+        except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
+            why = one_line(str(error), 120) or type(error).__name__
         if why:
-            return standing._replace(why=f"{standing.why}; not replaced: {why}")
+            return standing._replace(standing=AT_RISK, why=f"{standing.why}; not replaced: {why}")
         replaced = config.additional_config.setdefault("nondet_scaled", [])  # a graph with its own kernel is another
         replaced.append(name)
         return standing._replace(standing=REPLACED, why=_SCALED)
@@ -988,14 +999,7 @@ def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, An
     from nondet.core.runfile import open_run
 
     folder, named = cache_folder(), os.environ.get(WRITTEN)
-    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
-    if named:
-        path = Path(named)
-        path = path if not rank else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
-        path = path if not path.exists() else path.with_name(f"{path.stem}-{stamp}{path.suffix}")
-    elif folder is not None:
-        path = folder.parent / "vllm" / f"coverage-{stamp}.jsonl"
-    else:
+    if folder is None and not named:
         return None
     import vllm
 
@@ -1011,12 +1015,16 @@ def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, An
         "proofs": sum(one.proofs for one in seen.values()),
         "proofs_s": round(sum(one.seconds for one in seen.values()), 2),
     }
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
     try:
+        path = Path(named) if named else Path(folder or "").parent / "vllm" / f"coverage-{stamp}.jsonl"
+        path = path.with_name(f"{path.stem}-rank{rank}{path.suffix}") if named and rank else path
+        path = path.with_name(f"{path.stem}-{stamp}{path.suffix}") if path.exists() else path
         writer = open_run(path, command="vllm", plan=plan, environment=collect())
         for record in grouped(found):
             writer.write(record)
         writer.finish()
-    except UserError as error:  # a full disk does not keep a server from starting: its log has the same
+    except (UserError, OSError, ValueError) as error:  # a full disk or a name that is none: the log has the same
         log(f"no coverage file: {error}")
         return None
     return path

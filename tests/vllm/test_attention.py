@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,19 +27,19 @@ NEEDED |= {"sliding_window": None, "kv_cache_dtype": "auto"}
 
 
 pytestmark = pytest.mark.slow
-LAYOUTS = pytest.mark.parametrize("in_rows", [False, True], ids=["planes", "rows"])
+LAYOUTS = pytest.mark.parametrize("version", ["0.25.1", "0.26.0", *at_length("0.29.0")])
 
 
 @pytest.fixture
-def in_rows() -> bool:
-    """The cache: [blocks, 2, page, heads, dim], or [blocks, heads, page, 2 dim] of vLLM 0.29 and later."""
-    return False
+def version() -> str:
+    """The cache: [blocks, 2, page, heads, dim], or [blocks, heads, page, 2 dim] of vLLM 0.26 and later."""
+    return "0.25.1"
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch, in_rows: bool) -> Iterator[ModuleType]:
+def backend(monkeypatch: pytest.MonkeyPatch, version: str) -> Iterator[ModuleType]:
     """nondet.vllm.attention over the toy's FlashAttention; it is loaded anew, and gone afterwards."""
-    for name, module in toys.modules(in_rows=in_rows).items():
+    for name, module in toys.modules(version=version).items():
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules.pop("nondet.vllm.attention", None)
     yield importlib.import_module("nondet.vllm.attention")
@@ -243,12 +244,13 @@ def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
     assert not it.supports_kv_cache_dtype("fp8_e4m3")
     assert not any([it.supports_sink(), it.supports_mm_prefix(), it.supports_non_causal()])
     assert not backend.SegmentsBuilder.supports_update_block_table
-    if backend.IN_ROWS:
+    if hasattr(it, "get_kv_cache_shape"):
+        assert it.get_kv_cache_shape(3, 16, 2, 32) == ((3, 2, 16, 64) if backend.IN_ROWS else (3, 2, 16, 2, 32))
+    else:
         assert it.supported_kv_cache_layouts() == (toys.KVCacheLayout.LBNHC,)
+    if backend.IN_ROWS:
         with pytest.raises(RuntimeError, match="view size is not compatible"):
             backend.flat_of(torch.zeros(3, 2, 16, 64))  # head by head, as no layout has it that was asked for
-    else:
-        assert it.get_kv_cache_shape(3, 16, 2, 32) == (3, 2, 16, 2, 32)
 
 
 def test_a_step_that_is_not_causal_is_refused(backend: ModuleType) -> None:
@@ -287,21 +289,37 @@ def test_no_step_is_launched_in_another_way(
 
 
 def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And its log says so; layers of a kind count once."""
+    """And its log says so; layers of a kind count once. Of each proof one case is computed here."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kept = Certificates({"device": "a test's"}, tmp_path)
     monkeypatch.setattr(cuda, "certificates", lambda: kept)
     monkeypatch.setattr(triton_kernels, "SEGMENT", 128)
-    for name, small in (("_HEADS_KV", 1), ("_BLOCKS", 0.3), ("_KINDS", ("values",))):
+    cases = cuda._cases
+    monkeypatch.setattr(cuda, "_cases", lambda *how: itertools.islice(cases(*how), 1))
+    for name, small in (("_HEADS_KV", 1), ("_BLOCKS", 0.05), ("_KINDS", ("values",))):
         monkeypatch.setattr(cuda, name, small)
     cuda.forget()
-    impls = [backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8})) for _ in range(2)]
+    impls = [backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8, "head_size": 16})) for _ in range(2)]
     for proofs in (2, 0):
         backend.warmed(impls, torch.float16, 2, 100, torch.device("cpu"), PAGE)
         assert f"nondet: attention in 2 ways: {proofs} proofs, 0 kernels compiled, in " in toys.LOG[-1]
-        assert toys.LOG[-1].endswith("ahead: none, waited 0.0 s.")
         kept = Certificates({"device": "a test's"}, tmp_path)  # as another process reads them
         cuda.forget()
+
+
+def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType) -> None:
+    """One for each builder: of groups of so many layers as the rarest window has. Its size is said."""
+    windows = [None, *[8] * 5, None, *[8] * 2]
+    layers = [toys.Attention(backend.SegmentsImpl(**(NEEDED | {"sliding_window": w}))) for w in windows]
+    backend.reserve(torch.nn.Sequential(toys.RMSNorm(8), *layers), toys.config(model_config__max_model_len=2**18))
+    assert len(backend.RESERVED) == 1 + 4
+    assert toys.LOG[-1] == "nondet: attention keeps 5 times 8 MiB for where keys lie: a number a key of a step."
+    made = backend.RESERVED[-1]
+    spec = SimpleNamespace(block_size=PAGE, dtype=torch.float16)
+    builders = [backend.SegmentsBuilder(spec, [], toys.config(), torch.device("cpu")) for _ in range(6)]
+    assert builders[0].key_index is made
+    assert len({one.key_index.data_ptr() for one in builders}) == 6
+    assert backend.RESERVED == []
 
 
 def test_the_copy_engine_brings_what_lies_together(backend: ModuleType) -> None:

@@ -147,10 +147,11 @@ def test_what_stands_is_kept(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
     kernel, given = FORMS[form]
     layer = fp8(kernel, 10**9, **given)
-    kept = layer.quant_method
+    x = torch.randn(64, K, dtype=torch.bfloat16)
+    before = layer(x)
     worker = loaded(toy, torch.nn.Sequential(layer))
     assert {s.standing for s in read_run(path).layer_standings} == {"certified stock"}
-    assert layer.quant_method is kept
+    assert compare.identical(layer(x), before)
     assert worker.vllm_config.additional_config == {}
 
 

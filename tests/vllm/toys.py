@@ -16,32 +16,6 @@ from torch import nn
 VERSION = "0.25.1"
 
 
-class Op:
-    """As vllm.ir.op.IrOp: `impls` by provider, the native one first."""
-
-    __module__ = "vllm.ir.op"
-
-    def __init__(self, native: Any) -> None:
-        self.impls = {"native": SimpleNamespace(impl_fn=native)}
-        self.fits: dict[str, Any] = {}
-
-    def register_impl(self, provider: str, *, supported: bool = True, supports_args: Any = None, inplace: bool = False):  # type: ignore[no-untyped-def]
-        def keep(function: Any) -> Any:
-            self.impls[provider] = SimpleNamespace(impl_fn=function)
-            self.fits[provider] = supports_args
-            return function
-
-        return keep
-
-
-def rms_norm(x: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
-    raise AssertionError("the native norm")
-
-
-def fused_add_rms_norm(x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
-    raise AssertionError("the native norm")
-
-
 class UnquantizedLinearMethod:
     def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
         return torch.nn.functional.linear(x, layer.weight, bias)
@@ -86,13 +60,40 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, has_weight: bool = True, variance_size_override: Any = None) -> None:
         super().__init__()
         self.weight, self.has_weight = nn.Parameter(torch.ones(width), requires_grad=False), has_weight
-        self.variance_size_override = variance_size_override
+        self.variance_size_override, self.variance_epsilon = variance_size_override, 1e-6
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        return self.forward_native(x, residual)
+
+    def forward_cuda(self, x: Any, residual: Any = None) -> Any:
+        raise AssertionError("vLLM's own kernel")
+
+    def forward_native(self, x: Any, residual: Any = None) -> Any:
         whole = x if residual is None else x + residual
         wide = whole.double()  # exact enough that no order of the mean shows
         out = (wide * (wide * wide).mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype) * self.weight.to(x.dtype)
         return out if residual is None else (out, whole)
+
+
+class GemmaRMSNorm(RMSNorm):
+    """Times 1 + weight."""
+
+    def forward_native(self, x: Any, residual: Any = None) -> Any:
+        raise AssertionError("vLLM's own")
+
+    forward_cuda = forward_native
+
+
+class GroupCoordinator:
+    """Ranks, this one among them; `summed` is their sum."""
+
+    unique_name, device, rank_in_group, summed = "tp:0", torch.device("cpu"), 0, None
+
+    def all_reduce(self, input_: Any) -> Any:
+        return self._all_reduce_out_place(input_)
+
+    def _all_reduce_out_place(self, input_: Any) -> Any:
+        return self.summed(input_)
 
 
 class SiluAndMul(nn.Module):
@@ -205,6 +206,7 @@ class SegmentsImpl:
 
 class AttentionBackendEnum(Enum):
     FLASH_ATTN = "flash"
+    TRITON_ATTN = "triton"
     CUSTOM = "custom"
 
     def get_path(self) -> str:
@@ -276,7 +278,7 @@ class FlashAttentionImpl:
         raise AssertionError("FlashAttention's own")
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        in_rows = kv_cache.ndim == 4  # as from vLLM 0.29 on
+        in_rows = kv_cache.ndim == 4  # as from vLLM 0.26 on
         k, v = kv_cache.transpose(1, 2).chunk(2, -1) if in_rows else kv_cache.unbind(1)
         page = k.shape[1]
         for i, slot in enumerate(slot_mapping.tolist()):
@@ -310,6 +312,16 @@ class FlashAttentionBackend:
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+
+class RowsBackend(FlashAttentionBackend):
+    """As from vLLM 0.26 on: K and V of a token in one row."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
 
 
 def direct_register_custom_op(
@@ -353,8 +365,7 @@ class Worker:
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.model, self.vllm_config, self.rank = model, vllm_config, 0
         self.model_runner = SimpleNamespace(get_model=lambda: model)
-        self.loaded, self.fused, self.norm = False, [], torch.ops.vllm.nondet_rms_norm
-        # layers that vLLM computes by something else; what the norms are compiled to
+        self.loaded, self.fused = False, list[Any]()  # layers that vLLM computes by something else
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.loaded = True
@@ -366,7 +377,7 @@ class Worker:
             if isinstance(layer, LinearBase):
                 layer.quant_method.apply(layer, layer.weight.new_ones(2, layer.input_size_per_partition))
             elif isinstance(layer, RMSNorm):
-                self.norm(layer.weight.new_ones(2, layer.weight.shape[0]), layer.weight.data, 1e-6)
+                layer.forward_cuda(layer.weight.new_ones(2, layer.weight.shape[0]))
         return 1.5
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None: ...
@@ -411,12 +422,13 @@ def config(**changes: Any) -> Any:
     return made
 
 
-def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) -> dict[str, ModuleType]:
+def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
     """A fresh toy, for sys.modules: classes that the plugin patches are made anew each time.
 
     Args:
-        in_rows: As from vLLM 0.29 on a backend names layouts of a cache, which has K and V of a token in one row.
+        version: From 0.26 on a cache has K and V of a token in one row, from 0.29 on a backend names layouts of it.
     """
+    since = tuple(map(int, version.split(".")))
 
     def module(name: str, **members: Any) -> None:
         made[name] = ModuleType(name)
@@ -424,6 +436,7 @@ def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) ->
             if isinstance(value, type) and key in (
                 "UnquantizedLinearMethod",
                 "UnquantizedEmbeddingMethod",
+                *("RMSNorm", "GemmaRMSNorm", "GroupCoordinator"),
                 *("UnquantizedFusedMoEMethod", "FusedTopKRouter", "SiluAndMul"),
                 *("EngineArgs", "Worker"),
             ):
@@ -431,15 +444,16 @@ def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) ->
                 for function in vars(value).values():
                     if callable(function) and hasattr(function, "__module__"):
                         function.__module__ = name
-            elif callable(value) and not isinstance(value, type | Op) and hasattr(value, "__module__"):
+            elif callable(value) and not isinstance(value, type) and hasattr(value, "__module__"):
                 value.__module__ = name
             setattr(made[name], key, value)
 
     made: dict[str, ModuleType] = {}
     for function in (
+        RowsBackend.get_kv_cache_shape,
         *(FlashAttentionBackend.get_kv_cache_shape, FlashAttentionMetadataBuilder.__init__),
         *(FlashAttentionMetadataBuilder.build, FlashAttentionImpl.__init__, FlashAttentionImpl.forward),
-        *(FlashAttentionImpl.do_kv_cache_update, Op.register_impl),
+        FlashAttentionImpl.do_kv_cache_update,
         AttentionBackend.supported_kv_cache_layouts.__func__,  # type: ignore[attr-defined] # a class's method
     ):
         function.__module__ = "vllm.toys"
@@ -457,21 +471,21 @@ def modules(cuda: bool = True, version: str = VERSION, in_rows: bool = False) ->
     module(f"{place}.unquantized_fused_moe_method", UnquantizedFusedMoEMethod=UnquantizedFusedMoEMethod)
     module(f"{place}.router.fused_topk_router", FusedTopKRouter=FusedTopKRouter)
     module("vllm.utils.torch_utils", direct_register_custom_op=direct_register_custom_op)
-    module("vllm.ir.op", IrOp=Op)
-    module("vllm.ir.ops.layernorm", rms_norm=Op(rms_norm), fused_add_rms_norm=Op(fused_add_rms_norm))
+    module("vllm.model_executor.layers.layernorm", RMSNorm=RMSNorm, GemmaRMSNorm=GemmaRMSNorm)
+    module("vllm.distributed.parallel_state", GroupCoordinator=GroupCoordinator)
     module(
         "vllm.v1.attention.backends.registry", register_backend=register_backend,
         AttentionBackendEnum=AttentionBackendEnum,
     )  # fmt: skip
     module("vllm.v1.attention.backend", AttentionCGSupport=AttentionCGSupport, AttentionType=AttentionType)
-    if in_rows:
+    backend: type = RowsBackend if since >= (0, 26) else FlashAttentionBackend
+    if since >= (0, 29):
+        backend = type("FlashAttentionBackend", (AttentionBackend,), {})
         made["vllm.v1.attention.backend"].AttentionBackend = AttentionBackend  # type: ignore[attr-defined] # a module's
         module("vllm.v1.kv_cache_layout", KVCacheLayout=KVCacheLayout)
     module(
         "vllm.v1.attention.backends.flash_attn",
-        FlashAttentionBackend=type("FlashAttentionBackend", (AttentionBackend,), {})
-        if in_rows
-        else FlashAttentionBackend,
+        FlashAttentionBackend=backend,
         FlashAttentionImpl=FlashAttentionImpl, FlashAttentionMetadata=FlashAttentionMetadata,
         FlashAttentionMetadataBuilder=FlashAttentionMetadataBuilder,
     )  # fmt: skip
