@@ -5,8 +5,8 @@
 Elsewhere kernels are timed, under CUDA graphs or with so much work that Python is little of it. A model run without
 graphs pays for the host at every call. So here are calls of little work, one after the other: on a CPU the CPU time of
 the one thread that makes them, on CUDA the clock's time of many calls and one wait. Entering and leaving the block is
-off the clock, but in the cell "enter", where it is all there is. `nondet report` shows the run. Exit code 3 where a ratio
-fell beyond noise.
+off the clock, but in the cell "enter", where it is all there is. `nondet report` shows the run. Exit code 3 where a
+ratio fell beyond noise.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class HostClock(PerfCounter):
     budget_us = 100_000.0
 
     def __init__(self, device: str) -> None:
-        super().__init__(time.thread_time if device == "cpu" else time.perf_counter)
+        super().__init__()
+        self._clock = time.thread_time if device == "cpu" else time.perf_counter
         self.method = "thread_time" if device == "cpu" else "calls without a graph"
         self._wait = torch.cuda.synchronize if device == "cuda" else nullcontext
 
