@@ -19,7 +19,6 @@ from nondet.sampling.analysis import (
     DEFINITION,
     HOST_NOTE,
     NAME,
-    TOO_FEW_ROUNDS,
     SampleSummary,
     SpeedRatio,
     coverage_rows,
@@ -492,7 +491,7 @@ def speed_blocks(report: Report) -> list[Block]:
     """Tokens per second by load, where there are several."""
     if not report.speeds:
         return []
-    notes = {TOO_FEW_ROUNDS: any(s.speed.interval is None for s in report.speeds)}
+    notes = {s.speed.reason: True for s in report.speeds if s.speed.interval is None}
     notes[f"against plain `stock`: {HOST_NOTE}"] = any(s.speed.host_bound for s in report.speeds)
     note = "".join(f" Not measured: {why}." for why, so in notes.items() if so)
     table = grid(

@@ -479,7 +479,7 @@ def _cost(report: Report) -> tuple[str, str]:
         if means:
             return one_line(f"speedup over the best stock: {', '.join(means[:5])}", 160), ""
     model = next(filter(None, (model_of(r.run) for r in report.runs if r.run.header.command in _OF_MODELS)), "")
-    words = ["bench", "engine", *(["--models", model] if model else [])]
+    words = ["sample", "--turns", *(["--model", model] if model else [])]
     return "cost: not measured", _again(report, *words, names=("--dtype", *_MACHINE))
 
 

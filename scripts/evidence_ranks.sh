@@ -50,8 +50,11 @@ nondet vary-ranks sample --vary "ranks=$worlds" --impl stock --impl invariant --
 nondet bench-row-parallel bench row-parallel --ranks "${worlds//:/,}" --m 1 --m 8 --m 64 --m 1024
 nondet probe-all-reduce probe all-reduce --ranks "${worlds//:/,}"
 part tests env -u NONDET_RANKS_LIMIT_S "$python" -m pytest -q -p no:cacheprovider tests/ranks/test_group.py
-# what it costs end to end, CUDA graphs, implementations in turn wave by wave
-engine=(--models "$model" --requests 2,4)
-[ "$device" = cuda ] && engine=(--models random:qwen3-8b --models "$model" --requests 8,32,128)
-nondet bench-engine bench engine --ranks "${worlds//:/,}" "${engine[@]}"
+# what it costs end to end, implementations in turn round by round
+n=64 turns=targets=8
+[ "$device" = cuda ] && n=320 turns=targets=32,budget=512
+for world in ${worlds//:/ }; do
+    nondet "turns-$world" sample --turns --ranks "$world" --impl stock --impl invariant --impl rank-free \
+        --model "$model" --n "$n" --load "others=0,spread=1,$turns"
+done
 exit "$left"

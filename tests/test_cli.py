@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from nondet.probes.base import COMPUTE_DTYPES
 from nondet.sampling.axes import ALL, AXES
 from nondet.services import options
 from nondet.services.probe import ProbeRequest, _as_operator, _probe_names
-from nondet.services.run import Output, Sink
+from nondet.services.run import Output, Sink, argv_of
 from nondet.services.sample import SampleRequest
 from tests.build import Command, tiers
 
@@ -123,7 +124,7 @@ def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
     wrong = [
         *("probe softmax --device tpu", "sample --device tpu", "sample --dtype int8", "sample --load hevy"),
         *("sample --impl invariant:atention", "trace --load hevy", "diagnose --dtype int8", "bench linear --clock sun"),
-        *("bench engine --dtype int8", "embed --model m --texts t.txt --impl fast", "certify --threads 0"),
+        *("bench linear --dtype int8", "embed --model m --texts t.txt --impl fast", "certify --threads 0"),
         *(
             "gate run.jsonl --by day",
             "probe softmax --fail-on sunshine",
@@ -441,6 +442,23 @@ def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
         assert [words for words in listed if words not in text] == []
         assert text.count("─╮") > run(command, "--help")[1].count("─╮")
     assert run("--version")[1].startswith("nondet ")
+
+
+def test_a_request_is_typed_as_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `argv_of` gives is parsed into the same request: flags on and off, lists, paths, what is left alone."""
+    seen = []
+
+    def sample(request: SampleRequest, sink: Sink) -> None:
+        seen.append(replace(request, given=frozenset()))
+
+    monkeypatch.setattr("nondet.services.sample.sample", sample)
+    request = SampleRequest(
+        prompt_file=Path("far.txt"), impl=["stock", "invariant:attention"], n=3, cuda_graphs=False, max_tokens=8,
+        trust_remote_code=True, load="light", seed=7, out=Path("x.jsonl"),
+    )  # fmt: skip
+    for one in (request, SampleRequest(cuda_graphs=True, device="cuda", temperature=0.5)):
+        assert cli.main(argv_of("sample", one)) == 0
+        assert seen.pop() == one
 
 
 def test_an_old_command_names_the_new_one(run: Command) -> None:

@@ -38,7 +38,6 @@ def test_what_a_list_names_twice_is_told(capsys: pytest.CaptureFixture[str]) -> 
         "mismatch --arms invariant:norm,invariant:norm",
         "mismatch --trainer padding=left,padding=right",
         "mismatch --prompt a --prompt a",
-        "bench engine --requests 8,08",
         "probe all-reduce --ranks 2,2",
         "sample --load others=2,others=3",
         "sample --endpoint http://127.0.0.1:9 --arms solo,solo=3",

@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from nondet.bench.work import FP8, ITEM_BYTES, Work, bench_of, timed_operators, work_of
 from nondet.core.inputs import generator, make
 from nondet.core.operator import BenchSizes, Operand, tile_borders
-from nondet.core.records import Cell, Limit, Record, Row, Status, Timed
+from nondet.core.records import Cell, Limit, Row, Status, Timed
 from nondet.core.registry import load_implementation, load_object, operators
 from nondet.errors import UnknownNameError, UserError
 
@@ -108,16 +108,22 @@ class CudaGraphs:
         return [start.elapsed_time(end) * 1e3 for start, end in runs]
 
 
-class PerfCounter:
-    """Python's clock around the calls, for a CPU: operators return when they are done."""
+# Of a CPU. `cpu` is the time of this process, its threads' together: what others run meanwhile is not in it, nor is
+# waiting. On a loaded machine a replay that outlasts a time slice is interrupted and a shorter one is not, so that by
+# the clock on the wall the slower of two implementations looks slower than it is, in its fastest replay too.
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
-    method: str = "perf_counter"
+
+class PerfCounter:
+    """A clock of Python's around the calls, for a CPU: operators return when they are done."""
+
     cache_bytes = _CPU_CACHE_BYTES
     budget_us = 60_000.0
     replay_us = 2_000.0
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: str = "wall") -> None:
+        self._clock = CLOCKS[clock]
+        self.method = self._clock.__name__
 
     def record(self, call: Call, sets: Sequence[tuple[Any, ...]], calls: int) -> Replay:
         """A loop; the first calls are made here."""
@@ -142,35 +148,12 @@ class PerfCounter:
         return [seconds * 1e6 for seconds in runs]
 
 
-class ProcessTime(PerfCounter):
-    """The CPU time of this process, its threads' together: what others run meanwhile is not in it, nor is waiting.
-
-    On a loaded machine a replay that outlasts a time slice is interrupted and a shorter one is not, so that by the
-    clock on the wall the slower of two implementations looks slower than it is, in its fastest replay too.
-    """
-
-    method = "process_time"
-
-    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
-        super().__init__(clock)
-
-
 Stopwatch = CudaGraphs | PerfCounter
 
 
 def stopwatch_for(device: str, clock: str = "wall") -> Stopwatch:
     """The way to time on the device type: by the clock on the wall, or on a CPU by "cpu" time."""
-    if device == "cuda":
-        return CudaGraphs()
-    return ProcessTime() if clock == "cpu" else PerfCounter()
-
-
-def in_turn(names: Sequence[str], rounds: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """(round, name): everybody once a round; the order turns by one each time, so nobody follows the same neighbour."""
-    for number in rounds:
-        turn = number % len(names)
-        for name in [*names[turn:], *names[:turn]]:
-            yield number, name
+    return CudaGraphs() if device == "cuda" else PerfCounter(clock)
 
 
 def interleave(
@@ -181,9 +164,10 @@ def interleave(
     most: int = 41,
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Microseconds of each replay, by implementation: round after round, everybody once a round, see `in_turn`.
+    """Microseconds of each replay, by implementation: round after round, everybody once a round.
 
-    A first round, which decides how many follow within the stopwatch's budget, is not in the figures.
+    The order moves on by one each round, so that nobody always follows the same other one. A first round, which decides
+    how many follow within the stopwatch's budget, is not in the figures.
 
     Args:
         before: Called before each replay, off the clock.
@@ -199,8 +183,10 @@ def interleave(
     first = stopwatch.read([run(name) for name in names])
     rounds = min(max(math.ceil(stopwatch.budget_us * len(names) / max(sum(first), 1e-3)), least), most)
     runs: dict[str, list[Any]] = {name: [] for name in names}
-    for _, name in in_turn(names, range(rounds)):
-        runs[name].append(run(name))
+    for number in range(rounds):
+        first_name = number % len(names)
+        for name in (*names[first_name:], *names[:first_name]):
+            runs[name].append(run(name))
     return {name: stopwatch.read(own) for name, own in runs.items()}
 
 
@@ -370,43 +356,15 @@ class BenchCase:
         return replace(self, shape={**self.shape, self.axis: size})
 
 
-_Case = TypeVar("_Case", bound=BenchCase)
-
-
-def groups_of(cases: Sequence[_Case]) -> list[list[_Case]]:
+def groups_of(cases: Sequence[BenchCase]) -> list[list[BenchCase]]:
     """Cells that ask for equal bits, together, in the order of their first: one weight, width, KV, ranks, or model."""
-    groups: dict[tuple[str, str, str], list[_Case]] = {}
+    groups: dict[tuple[str, str, str], list[BenchCase]] = {}
     for case in cases:
         groups.setdefault((case.operator, case.group, case.dtype), []).append(case)
     return list(groups.values())
 
 
 Key = tuple[str, ...]
-
-
-def keys_of(cases: Sequence[_Case], device: str, heads: Callable[[Sequence[_Case]], Sequence[Row]]) -> list[Key]:
-    """Keys of every record, group by group: its cells', and those of the rows on its bits."""
-    return [
-        key
-        for group in groups_of(cases)
-        for key in (*(case.key(device) for case in group), *(head.key for head in heads(group)))
-    ]
-
-
-def whole_groups(
-    cases: Sequence[_Case],
-    keys: Callable[[Sequence[_Case]], Sequence[Key]],
-    measure: Callable[[Sequence[_Case]], Iterator[Record]],
-    done: Collection[Key],
-) -> Iterator[Record]:
-    """What is not in `done` of the records that `measure` gives.
-
-    A group of which anything is missing is measured whole, since its bits are compared with one another; what is done
-    already is not given again.
-    """
-    for group in groups_of(cases):
-        if not all(key in done for key in keys(group)):
-            yield from (record for record in measure(group) if record.key not in done)
 
 
 def sizes_text(shape: Mapping[str, int]) -> str:

@@ -17,12 +17,11 @@ from nondet.bench.cells import (
     BenchCase,
     Failure,
     Key,
+    groups_of,
     interleave,
-    keys_of,
     sizes_text,
     stopwatch_for,
     timed_of,
-    whole_groups,
 )
 from nondet.bench.work import ITEM_BYTES, RANK_OPERATORS
 from nondet.core.measure import row_of
@@ -45,18 +44,9 @@ _SETS = 4
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-class RanksCase(BenchCase):
-    """One cell: an all_reduce of [M, N] on each rank, or a row_parallel of [M, K / ranks] times [N, K / ranks]."""
-
-    @property
-    def world(self) -> int:
-        """Ranks."""
-        return self.shape["ranks"]
-
-    @property
-    def message_bytes(self) -> int:
-        """What each rank gives to the sum."""
-        return self.shape["M"] * self.shape["N"] * ITEM_BYTES[self.dtype]
+def message_bytes(case: BenchCase) -> int:
+    """What each rank gives to the sum."""
+    return case.shape["M"] * case.shape["N"] * ITEM_BYTES[case.dtype]
 
 
 class RankTimes(NamedTuple):
@@ -70,7 +60,7 @@ class RankTimes(NamedTuple):
     failure: Failure | None = None  # (status, reason) where it could not be timed
 
 
-def time_cell(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> dict[str, RankTimes]:
+def time_cell(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> dict[str, RankTimes]:
     """Compute the cell once for its bits, then time it: replay i of one implementation beside replay i of all.
 
     What does not apply here does not apply on any rank, so that all of them time the same implementations.
@@ -82,7 +72,7 @@ def time_cell(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> 
     times: dict[str, RankTimes] = {}
     replays: dict[str, Callable[[], object]] = {}
     kept: list[object] = []  # a captured graph reads its buffers where they lay, and keeps none of them alive
-    calls = max(1, min(_REPLAY_BYTES[device] // case.message_bytes, _CALLS_MOST[device]))
+    calls = max(1, min(_REPLAY_BYTES[device] // message_bytes(case), _CALLS_MOST[device]))
     with torch.no_grad():
         for impl in impls:
             with listen() as notes:
@@ -110,7 +100,7 @@ def _together(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _prepare(case: RanksCase, impl: str, device_type: str, seed: int) -> tuple[Call, list[tuple[torch.Tensor]]]:
+def _prepare(case: BenchCase, impl: str, device_type: str, seed: int) -> tuple[Call, list[tuple[torch.Tensor]]]:
     """The call, on one tensor of this rank, and sets of it. Row 0 is the same numbers at every m."""
     import torch.distributed as dist
 
@@ -171,10 +161,11 @@ _WIDTH = {"cuda": 4096, "cpu": 512}
 _LAYERS = {"cuda": ((4096, 4096), (12288, 4096), (8192, 5120), (25600, 5120)), "cpu": ((768, 256),)}
 
 
-def _case(operator: str, world: int, dtype: str, m: int, n: int, k: int = 0) -> RanksCase:
+def _case(operator: str, world: int, dtype: str, m: int, n: int, k: int = 0) -> BenchCase:
+    """An all_reduce of [M, N] on each rank, or a row_parallel of [M, K / ranks] times [N, K / ranks]."""
     same = ({"K": k} if k else {}) | {"N": n, "ranks": world}
     section = f"{operator.replace('_', '-')}, {world} ranks"
-    return RanksCase(section, operator, sizes_text(same), "M", {"M": m} | same, dtype)
+    return BenchCase(section, operator, sizes_text(same), "M", {"M": m} | same, dtype)
 
 
 def plan_ranks(
@@ -186,7 +177,7 @@ def plan_ranks(
     m: Sequence[int] | None = None,
     n: int | None = None,
     k: int | None = None,
-) -> list[RanksCase]:
+) -> list[BenchCase]:
     """Every cell, in the order of the run. Raises UnknownNameError: a dtype that is not timed."""
     cases = []
     for dtype in dtypes:
@@ -207,28 +198,33 @@ def plan_ranks(
     return cases
 
 
-def _impls(case: RanksCase, wanted: Sequence[str]) -> list[str]:
+def _impls(case: BenchCase, wanted: Sequence[str]) -> list[str]:
     return [impl for impl in RANK_OPERATORS[case.operator.replace("_", "-")] if impl in wanted]
 
 
-def ranks_keys(cases: Sequence[RanksCase], wanted: Sequence[str], device: str) -> list[Key]:
+def ranks_keys(cases: Sequence[BenchCase], wanted: Sequence[str], device: str) -> list[Key]:
     """Keys of every record, for a progress bar and for resuming."""
-    return keys_of(cases, device, lambda group: [_head(group[0], impl, device) for impl in _impls(group[0], wanted)])
+    keys: list[Key] = []
+    for group in groups_of(cases):
+        keys += [case.key(device) for case in group]
+        keys += [_head(group[0], impl, device).key for impl in _impls(group[0], wanted)]
+    return keys
 
 
 def collect_ranks(
-    cases: Sequence[RanksCase], wanted: Sequence[str], device: str, seed: int, done: Collection[Key] = ()
+    cases: Sequence[BenchCase], wanted: Sequence[str], device: str, seed: int, done: Collection[Key] = ()
 ) -> Iterator[Record]:
-    """Measure what is not in `done`, group by group: its cells, then a row on its bits for each implementation."""
-    return whole_groups(
-        cases,
-        lambda group: ranks_keys(group, wanted, device),
-        lambda group: _measured(group, _impls(group[0], wanted), device, seed),
-        done,
-    )
+    """Measure what is not in `done`, group by group: its cells, then a row on its bits for each implementation.
+
+    A group of which anything is missing is measured whole, since its bits are compared with one another.
+    """
+    for group in groups_of(cases):
+        if not all(key in done for key in ranks_keys(group, wanted, device)):
+            records = _measured(group, _impls(group[0], wanted), device, seed)
+            yield from (record for record in records if record.key not in done)
 
 
-def _measured(group: Sequence[RanksCase], impls: Sequence[str], device: str, seed: int) -> Iterator[Record]:
+def _measured(group: Sequence[BenchCase], impls: Sequence[str], device: str, seed: int) -> Iterator[Record]:
     told: list[dict[str, RankTimes]] = []  # by the first rank, cell by cell
     for case in group:
         began = time.perf_counter()
@@ -239,10 +235,10 @@ def _measured(group: Sequence[RanksCase], impls: Sequence[str], device: str, see
         yield _bits(group, impl, device, [times[impl] for times in told])
 
 
-def _ask(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> list[dict[str, RankTimes]]:
+def _ask(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> list[dict[str, RankTimes]]:
     """What each rank has to say; of ranks that failed, why. One that died takes its group with it, not the run."""
     try:
-        group = shared_group(case.world, device)
+        group = shared_group(case.shape["ranks"], device)
         answers: list[dict[str, RankTimes]] = group.ask(f"{_CELL}:time_cell", case, tuple(impls), device, seed)
     except RankError as error:
         lost = RankTimes("", [], 0, [], "not timed", (Status.ERROR, str(error)))
@@ -250,34 +246,34 @@ def _ask(case: RanksCase, impls: Sequence[str], device: str, seed: int) -> list[
     return answers
 
 
-def _cell(case: RanksCase, device: str, answers: Sequence[dict[str, RankTimes]], began: float) -> Cell:
+def _cell(case: BenchCase, device: str, answers: Sequence[dict[str, RankTimes]], began: float) -> Cell:
     timed = []
     for impl in answers[0]:
         times = [answer[impl] for answer in answers]
         missing = next((t.failure for t in times if t.failure is not None), None)
         samples = [max(replay) for replay in zip(*(t.samples_us for t in times), strict=True)]
         timed.append(timed_of(impl, samples, times[0].ran, failure=missing))
-    first = list(answers[0].values())
+    first, world = list(answers[0].values()), case.shape["ranks"]
     return case.cell(
         device,
         timed,
         began,
-        bytes=case.message_bytes,
-        flops=2 * case.shape["M"] * case.shape["N"] * case.shape.get("K", 0) // case.world,
+        bytes=message_bytes(case),
+        flops=2 * case.shape["M"] * case.shape["N"] * case.shape.get("K", 0) // world,
         method=f"{first[0].method if first else 'not timed'}, the slowest rank",
         sets=_SETS,
         calls=max((t.calls for t in first), default=0),
-        bus_bytes=2 * (case.world - 1) * case.message_bytes // case.world if case.operator == "all_reduce" else 0,
+        bus_bytes=2 * (world - 1) * message_bytes(case) // world if case.operator == "all_reduce" else 0,
     )
 
 
-def _head(case: RanksCase, impl: str, device: str) -> Row:
+def _head(case: BenchCase, impl: str, device: str) -> Row:
     title = f"{case.section} {case.group}: row 0 of M rows"
     claims = impl != "stock"
     return case.row(impl, device, case=title, inputs="wide", varied="batch_size", claims_invariance=claims)
 
 
-def _bits(group: Sequence[RanksCase], impl: str, device: str, times: Sequence[RankTimes]) -> Row:
+def _bits(group: Sequence[BenchCase], impl: str, device: str, times: Sequence[RankTimes]) -> Row:
     """Row 0 at every M of the group, by the digest of its bits on rank 0."""
     head = _head(group[0], impl, device)
     good = [(case.shape["M"], t) for case, t in zip(group, times, strict=True) if t.row]

@@ -23,8 +23,6 @@ from nondet.core.proof import DeviceLostError, attempt, in_words, operands_key, 
 from nondet.core.records import Difference, ErrorFigures, Row, Status
 from nondet.errors import UserError
 
-_LISTED = 12  # exclusions shown for each member and pattern; the run file has all of them
-
 _TAILS = (128, 64, 32, 16, 8, 4, 2)
 
 
@@ -88,123 +86,10 @@ def _lesser(error: ErrorFigures | None, of: ErrorFigures | None) -> str:
     return ""
 
 
-def plural(cases: int) -> str:
-    """ "1 case", "2 cases"."""
-    return f"{cases} case" if cases == 1 else f"{cases} cases"
-
-
 def where(values: Sequence[int | str]) -> str:
     """ "1, 2, 3, 8 and 12 more"."""
     shown = ", ".join(map(str, values[:8]))
     return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"
-
-
-@dataclass
-class Finding:
-    """What all rows of one member say about one class, operator and dtype.
-
-    Attributes:
-        questions: Rows with an answer.
-        variants: Answers compared with the anchor's.
-        elements: Finite elements compared.
-        left: Rows in which the member left its class.
-        unanswered: Rows with variants that were not answered: refused, or failed.
-    """
-
-    cls: str
-    operator: str
-    dtype: str
-    member: str
-    questions: int = 0
-    variants: int = 0
-    elements: int = 0
-    left: list[Row] = field(default_factory=list)
-    unanswered: list[Row] = field(default_factory=list)
-
-    @property
-    def verdict(self) -> str:
-        """In a phrase."""
-        if not self.questions:
-            failed = any(r.status == Status.ERROR for r in self.unanswered)
-            return "failed: nothing is proven" if failed else "not applicable here: nothing is proven"
-        if any(r.replays_parted for r in self.left):
-            return "not in the class: nondeterministic from run to run"
-        if not self.left:
-            return "in the class, where it ran" if self.unanswered else "in the class"
-        out = sum(len(r.extra.get("left_at", [])) for r in self.left)
-        if out >= self.variants:
-            return "not in the class"
-        return f"in the class, but for {out} of {self.variants}: excluded there"
-
-
-def findings(rows: Sequence[Row]) -> list[Finding]:
-    """One for each class, operator, dtype and member, in the order of the rows."""
-    found: dict[tuple[str, str, str, str], Finding] = {}
-    for row in rows:
-        at = (str(row.extra.get("class", "")), row.operator, row.dtype, row.impl)
-        one = found.setdefault(at, Finding(*at))
-        if row.status in (Status.ERROR, Status.SKIPPED) or row.extra.get("unanswered_at"):
-            one.unanswered.append(row)
-        if row.status in (Status.ERROR, Status.SKIPPED):
-            continue
-        one.questions += 1
-        one.variants += row.trials - 1
-        one.elements += int(row.extra.get("elements", 0))
-        if row.status == Status.DIVERGENT:
-            one.left.append(row)
-    return list(found.values())
-
-
-def exclusions(found: Sequence[Finding]) -> Iterator[str]:
-    """For each member and pattern of parting: where, what it suggests, and the first differing element."""
-    for one in found:
-        alike: dict[str, list[Row]] = {}
-        for row in one.left:
-            alike.setdefault(row.reason or "the same call again gives other bits", []).append(row)
-        for reason, rows in alike.items():
-            yield f"\n{one.member} leaves {one.cls} ({one.operator} {one.dtype}): {reason}"
-            for row in rows[:_LISTED]:
-                what = row.case.removeprefix(f"{one.cls} {one.operator} ")
-                yield f"  {what}: excluded at {_axis(row)} {where(row.extra.get('left_at', []))}{_first(row)}"
-            if len(rows) > _LISTED:
-                yield f"  and {len(rows) - _LISTED} more (see the run file)"
-
-
-def _axis(row: Row) -> str:
-    return "M =" if all(isinstance(v, int) for v in row.values[1:]) else "form"
-
-
-def _first(row: Row) -> str:
-    first = row.extra.get("first")
-    if first is None:
-        return ""
-    return (
-        f"; first: {_axis(row)} {first['at']}, element {first['element']} on {first['inputs']!r} inputs, "
-        f"up to {first['max_ulp']:,} ULP"
-    )
-
-
-def unanswered(found: Sequence[Finding]) -> Iterator[str]:
-    """For each member the questions that it did not answer, and why: nothing is proven there."""
-    for one in found:
-        reasons = dict.fromkeys(row.reason for row in one.unanswered)
-        if reasons:
-            what = f"{one.member} ({one.cls} {one.operator} {one.dtype})"
-            said = "; ".join(list(reasons)[:3])
-            yield f"\n{what} gave no answer, or not to all, in {plural(len(one.unanswered))}: {said}"
-
-
-def tried(rows: Sequence[Row], found: Sequence[Finding]) -> Iterator[str]:
-    """What a clean verdict rests on, in counts: chosen sizes and inputs are no sample, so no rate follows from them."""
-    clean = [one.elements for one in found if one.questions and not one.left]
-    asked = len({(row.case, row.dtype) for row in rows})
-    kinds = dict.fromkeys(str(kind) for row in rows for kind in row.extra.get("inputs", []))
-    text = f"\nTried: {asked} shapes and layouts, each over batches (attention: ways to cut a prompt), on inputs "
-    text += f"{', '.join(kinds)}."
-    if clean:
-        text += f" Where nothing differed, {min(clean):,} elements or more were compared."
-        text += " Other shapes, settings and machines are not covered."
-    yield text
 
 
 PROBE = "certify"
@@ -395,9 +280,7 @@ def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
         first, each, asked = 0.0, 0.0, 0
         for value in (question.values[0], question.values[-1], *question.values[1:-1]):  # smallest, largest, others
             times = []
-            for _ in range(
-                2
-            ):  # the first may compile, on a GPU for seconds; the second is what every further one takes
+            for _ in range(2):  # the first may compile, on a GPU for seconds; the second is what every other one takes
                 began = clock()
                 question.answer(inputs, member, value)
                 wait_for_device()
@@ -491,6 +374,8 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
             question.axis, asked, left, alike=all(book.apart[v] == 1 for v in left), error=book.error, of=anchor_error
         )
         notes.insert(0, said)
+    if book.replays_parted:
+        notes.insert(0, "the same call again gives other bits")
     if book.widest is not None and book.widest.nonfinite:
         notes.insert(1, "NaN or infinity on one side only")
     if left or book.replays_parted:
@@ -501,6 +386,8 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
     extra = head.extra | {"elements": book.elements, "left_at": left, "unanswered_at": list(book.failed)}
     if book.first is not None:
         value, kind, apart = book.first
+        where_first = f"first: {question.axis} = {value}, element {apart.first_mismatch} on {kind!r} inputs"
+        notes.insert(1, f"{where_first}, up to {apart.max_ulp:,} ULP")
         extra["first"] = {"at": value, "inputs": kind, "element": apart.first_mismatch, "max_ulp": apart.max_ulp}
     if anchor_error is not None:
         extra["anchor_relative_error"] = anchor_error.relative_norm

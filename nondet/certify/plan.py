@@ -79,11 +79,11 @@ class Question:
 
     def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
         """The anchor's whole answer."""
-        raise NotImplementedError
+        return self.answer(inputs, anchor, self.whole)
 
     def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
-        """What of the whole answer a variant has to give."""
-        raise NotImplementedError
+        """What of the whole answer a variant has to give: so many first rows, where variants are batch sizes."""
+        return whole[: int(value)]
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
         """What a member gives for a variant."""
@@ -208,10 +208,6 @@ class RowsQuestion(Question):
             return self._run(inputs, anchor, 0, self._rows)
         return torch.cat([self._run(inputs, anchor, i, i + 1) for i in range(self._rows)])
 
-    def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
-        """The first M rows."""
-        return whole[: int(value)]
-
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
         """The first M rows alone."""
         return self._run(inputs, call, 0, int(value))
@@ -301,14 +297,6 @@ class GroupedQuestion(Question):
         spread = (torch.rand(self._rows, generator=generator(self.seed, "cpu")).square() * E).long()
         return x, weight.view(E, N, K).mT, spread.to(self.device)
 
-    def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
-        """[R, N] in the order of x."""
-        return self.answer(inputs, anchor, self._rows)
-
-    def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
-        """The first R rows."""
-        return whole[: int(value)]
-
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
         """The first R rows, sorted by expert, multiplied, and put back into the order of x."""
         x, weight, experts = inputs
@@ -331,14 +319,6 @@ class ScaledQuestion(Question):
 
         sizes = (self._rows, self.shape["K"], self.shape["N"])
         return operands(kind, self.layout.split()[0], sizes, (self.torch_dtype,) * 2, self.device, self.seed)
-
-    def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
-        """[M, N] for the largest M."""
-        return self.answer(inputs, anchor, self._rows)
-
-    def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
-        """The first M rows."""
-        return whole[: int(value)]
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
         """The first M rows alone."""

@@ -1,9 +1,8 @@
-"""`nondet certify`: its table, and what is kept already."""
+"""`nondet certify`, and what it has kept already."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,27 +13,10 @@ from nondet.services.certify import CertifyRequest
 from nondet.services.run import pick_device
 
 if TYPE_CHECKING:
-    from nondet.certify.check import Finding
     from nondet.core.certificates import Certificates
-    from nondet.core.records import Run
-
-# Without -v: members in a table, and lines of a list.
-_TABLE_MOST, _LINES_MOST = 8, 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class CertifyTerminal(Terminal):
-    """Members by class, where other commands have their report."""
-
-    def render(self, run: Run) -> None:
-        """Print the table, or of a quiet command the verdict; of vLLM's layers the report."""
-        if self.quiet or run.layer_standings:
-            super().render(run)
-        else:
-            _print(run, verbose=self.verbose)
-
-
-def _certify(request: CertifyRequest, sink: CertifyTerminal) -> None:
+def _certify(request: CertifyRequest, sink: Terminal) -> None:
     if not request.show and not request.forget:
         service.certify(request, sink)
         return
@@ -48,51 +30,7 @@ def _certify(request: CertifyRequest, sink: CertifyTerminal) -> None:
 
 
 _certify.__doc__ = service.certify.__doc__
-certify = command_of(_certify, CertifyTerminal)
-
-
-def _print(finished: Run, *, verbose: bool) -> None:
-    """Verdicts in a table, then every exclusion, then what could not be asked, and what was tried.
-
-    Without `verbose` a long table is cut down to the members that left their class, and lists to their first lines.
-    """
-    from rich.table import Table
-
-    from nondet.certify.check import exclusions, findings, tried, unanswered
-    from nondet.core.registry import classes
-
-    console = PipedConsole()
-    found = findings(finished.rows)
-    table = Table("class", "operator", "member", "equal", "verdict")
-    brief = not verbose and len(found) > _TABLE_MOST
-    for one in [one for one in found if one.left][:_TABLE_MOST] if brief else found:
-        out = sum(len(row.extra.get("left_at", [])) for row in one.left)
-        equal = f"{one.variants - out} of {one.variants}"
-        table.add_row(one.cls, f"{one.operator} {one.dtype}", one.member, equal, _verdict(one, out))
-    try:
-        if table.row_count:
-            console.print(table, markup=False)
-        for lines in map(list, (exclusions(found), unanswered(found), tried(finished.rows, found))):
-            shown = lines[:_LINES_MOST] if brief else lines
-            for text in shown:
-                console.print(one_line(text, 76) if brief else text, markup=False, highlight=False)
-            if len(shown) < len(lines):
-                console.print(f"… and {len(lines) - len(shown)} more: -v", markup=False, highlight=False)
-        if brief:
-            held = sum(not one.left for one in found)
-            console.print(f"{held} of {len(found)} members in their class at every shape tested; all of them: -v")
-            return
-        for name in dict.fromkeys(one.cls for one in found):
-            console.print(f"\n{name}: {classes()[name].order}", markup=False, highlight=False)
-    except BrokenPipeError:
-        return
-
-
-def _verdict(one: Finding, out: int) -> str:
-    """As the finding's own, but for a member that left its class in most cases."""
-    if not out or 2 * out <= one.variants or out >= one.variants:
-        return one.verdict
-    return f"not in the class: {one.variants - out} of {one.variants} cases agree"
+certify = command_of(_certify)
 
 
 def _forget(kept: Certificates) -> None:

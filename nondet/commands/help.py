@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 # Command -> the options of its short help, beside those that are common wherever they exist.
 _COMMON = {
     "diagnose": "prompt prompt_file n within max_tokens load dtype device",
-    "sample": "n prompt prompts max_tokens model impl load vary temperature endpoint device",
+    "sample": "n prompt prompts max_tokens model impl turns load vary temperature endpoint device",
     "probe": "from_trace impl dtype m k n preset inputs full map device",
     "embed": "model texts column impl batch dtype device",
     "trace": "prompt max_tokens model impl load run request replay solo shrink most repro device",

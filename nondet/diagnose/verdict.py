@@ -227,7 +227,7 @@ def settled(run: Run, name: str) -> str:
     if name == "cost" and run.header.plan.get("device") == "cuda":
         return (
             "on a GPU each call of a diagnosis is launched from the host, whose work can outweigh the GPU's, so a "
-            "ratio of such rounds is not the cost of the kernels; nondet bench engine measures it"
+            "ratio of such rounds is not the cost of the kernels; nondet sample --turns measures it"
         )
     return ""
 

@@ -51,6 +51,9 @@ _RATE, _MAIN = "_tokens_per_second", ("stock", "invariant")
 # Beside them, where several rounds were timed: the least and the largest ratio of a round. Older runs lack them.
 _SPAN = ("invariant_ratio_low", "invariant_ratio_high")
 
+# Figures of a round whose session captured CUDA graphs: what the steps took that captured none.
+TIMED_TOKENS, TIMED_US = "tokens beside captures", "µs beside captures"
+
 NAME = "speed ratio"
 DEFINITION = (
     "speed ratio: invariant's tokens/s over those of the fastest stock, each the median over rounds of the tokens "
@@ -59,6 +62,7 @@ DEFINITION = (
     "the largest)"
 )
 TOO_FEW_ROUNDS = "too few rounds were timed for an interval"
+NOT_IN_TURN = "the implementations did not take turns, as under nondet sample --turns"
 # On an H200 4.4 s of host time in cuDNN's attention for 11 ms on the GPU: docs/evidence/h200/stock-profile.txt.
 HOST_NOTE = (
     "stock may run cuDNN's attention here, whose work on the host can outweigh the GPU's, so the ratio is not the cost "
@@ -73,7 +77,7 @@ class SpeedRatio:
     Attributes:
         stock, invariant: Tokens per second; `baseline` names that stock.
         interval: Of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds.
-            None where too few were timed: then the ratio is nobody's answer.
+            None where too few were timed, or not in turn, as `reason` says: then the ratio is nobody's answer.
         rounds: Those that both played.
         host_bound: Stock may have waited for cuDNN's work on the host, see `HOST_NOTE`.
     """
@@ -84,6 +88,7 @@ class SpeedRatio:
     host_bound: bool = False
     interval: tuple[float, float] | None = None
     rounds: int = 0
+    reason: str = TOO_FEW_ROUNDS
 
     @property
     def is_cost(self) -> bool:
@@ -98,8 +103,15 @@ class SpeedRatio:
 
 def median_rate(rounds: Iterable[Round]) -> float:
     """Generated tokens per second of everybody, the median over rounds that took time; 0.0 without one."""
-    rates = [r.tokens / r.seconds for r in rounds if r.seconds > 0]
+    rates = [rate for r in rounds if (rate := _rate(r)) > 0]
     return statistics.median(rates) if rates else 0.0
+
+
+def _rate(r: Round) -> float:
+    """Tokens per second of a round; of one that captured CUDA graphs, in the steps that captured none."""
+    if TIMED_US in r.figures:
+        return 1e6 * r.figures[TIMED_TOKENS] / r.figures[TIMED_US] if r.figures[TIMED_US] else 0.0
+    return r.tokens / r.seconds if r.seconds > 0 else 0.0
 
 
 def speed_ratio(rates: Mapping[str, float], *, host_bound: bool = False) -> SpeedRatio | None:
@@ -128,17 +140,19 @@ def speed_ratio_of(run: Run) -> SpeedRatio | None:
         return None
     invariant = next(impl for impl in impls if role_of(impl) == Role.INVARIANT and rates[impl] > 0)
     ours, stock = (
-        {r.round: r.tokens / r.seconds for r in run.rounds if r.impl == impl and r.seconds > 0 and r.tokens}
+        {(r.round, r.steps): _rate(r) for r in run.rounds if r.impl == impl and _rate(r) > 0}
         for impl in (invariant, speed.baseline)
     )
-    ratios = [ours[number] / stock[number] for number in ours.keys() & stock.keys()]
+    ratios = [ours[same] / stock[same] for same in ours.keys() & stock.keys()]
+    if not run.header.plan.get("turns"):
+        return replace(speed, rounds=len(ratios), reason=NOT_IN_TURN)
     return replace(speed, interval=median_interval(ratios), rounds=len(ratios))
 
 
 def ratio_text(speed: SpeedRatio) -> str:
     """ "speed ratio 0.98 against stock-no-cudnn (0.95 to 1.02, 25 rounds)"; that there is none where it is no cost."""
     if not speed.is_cost:
-        return f"cost not measured: {HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS}"
+        return f"cost not measured: {HOST_NOTE if speed.host_bound else speed.reason}"
     low, high = speed.interval or (0.0, 0.0)
     span = f"{low:.2f} to {high:.2f}, {speed.rounds} rounds"
     return f"{NAME} {speed.ratio:.2f} against {one_line(speed.baseline, 40)} ({span})"

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from nondet.core.records import BASE_ARM, AxisValue, Completion, Round, Tape, ar
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.traces import RoundCollector, Trace, open_traces
 from nondet.errors import EngineStoppedError, UserError
+from nondet.sampling.analysis import TIMED_TOKENS, TIMED_US
 from nondet.sampling.axes import Conditions, Proof, Varied
 from nondet.sampling.engine import cheap_collections, pinned, warm_up
 from nondet.sampling.implementations import implementation
@@ -107,10 +108,13 @@ def collect(
     preparing: Preparing | None = None,
     told: Told | None = None,
     played: Session | None = None,
+    turns: bool = False,
 ) -> None:
     """Run whatever the run file does not hold yet.
 
     Args:
+        turns: Play each round under every implementation before the next round, so that their times can be compared;
+            else all rounds of one implementation come before those of the next.
         elsewhere: An engine in another process, which is put under an implementation by its own means.
         played: The first round as this process has run it already under the one implementation that is named: then
             nothing has to be warmed up, and this is the run that the recorded one is compared with.
@@ -138,10 +142,36 @@ def collect(
             elsewhere = stack.enter_context(RanksEngine(loaded, ranks))
         if elsewhere is not None:
             engine, under = elsewhere, elsewhere.implementation
-        for impl in impls:
-            with under(impl) as counted:
-                common = (writer, traces, impl, loaded, plan, seed, counted)
-                _Rounds(*common, engine, weights, settle, progress, preparing, told, played).run(repeat)
+        common = (loaded, plan, seed, Counter, engine, weights, settle, progress, preparing, told, played)
+        parts = [_Rounds(writer, traces, impl, *common) for impl in impls]
+        if turns:
+            _take_turns(parts, under, repeat)
+            return
+        for part in parts:
+            with under(part.impl) as part.counted:
+                part.begin(repeat)
+                for index in part.left:
+                    part.play(index)
+                part.finish()
+
+
+def _take_turns(parts: Sequence[_Rounds], under: Under, repeat: bool) -> None:
+    """Round after round, every implementation once, in an order that moves on by one each round.
+
+    Whatever the machine does over time falls on all of them alike, and none always follows the same other one.
+    """
+    for part in parts:
+        with under(part.impl) as part.counted:
+            part.begin(repeat)
+    for index in range(len(parts[0].plan.rounds)):
+        first = index % len(parts)
+        for part in (*parts[first:], *parts[:first]):
+            if index in part.left:
+                with under(part.impl) as part.counted:
+                    part.play(index)
+    for part in parts:
+        with under(part.impl) as part.counted:
+            part.finish()
 
 
 @dataclass
@@ -182,7 +212,7 @@ class _Sessions(RoundCollector):
                 background={} if arm else {o.request.id: o.schedule for o in others},
                 ran=ran,
                 arm=arm,
-                figures=session.figures if arm else {},
+                figures=session.figures if arm else _beside_captures(session),
             )
         )
         if session.fatal:
@@ -216,6 +246,15 @@ class _Sessions(RoundCollector):
         return []
 
 
+def _beside_captures(session: Session) -> dict[str, int]:
+    """What the steps took that captured no CUDA graph, where others did; capturing takes as long as many steps."""
+    if not any(step.captured for step in session.pace):
+        return {}
+    timed = [step for step in session.pace if not step.captured]
+    spent = round(1e6 * sum(step.seconds for step in timed))
+    return {TIMED_TOKENS: sum(step.tokens for step in timed), TIMED_US: spent}
+
+
 @dataclass
 class _Rounds(_Sessions):
     """The plan's rounds under one implementation, and some of them once more."""
@@ -229,30 +268,39 @@ class _Rounds(_Sessions):
     played: Session | None = None
     done: int = 0
     tokens: int = 0
+    left: list[int] = field(default_factory=list)  # the rounds that are not on disk yet
+    again: bool = False  # whether the first one is to be run once more
+    first: Session | None = None
 
-    def run(self, repeat: bool) -> None:
-        """The rounds that are not on disk yet, then the first one again."""
+    def begin(self, repeat: bool) -> None:
+        """Find out what is left to do, and warm up if anything is."""
         rounds = self.plan.rounds
-        missing = self.missing(range(len(rounds)))
-        again = repeat and repeat_key(self.loaded, self.impl) not in self.writer.done
-        if not (missing or again or self._open_rounds()):
+        self.left = self.missing(range(len(rounds)))
+        self.again = repeat and repeat_key(self.loaded, self.impl) not in self.writer.done
+        if not (self.left or self.again or self._open_rounds()):
             return
-        self.done = sum(r.target for i, requests in enumerate(rounds) if i not in missing for r in requests)
+        self.done = sum(r.target for i, requests in enumerate(rounds) if i not in self.left for r in requests)
         report = None if self.preparing is None else partial(self.preparing, self.impl)
         if self.played is None:
             model = getattr(self.engine, "model", None)  # over ranks it is in other processes
             self.played = warm_up(model, self.plan, self.loaded.device, self._session, report)
-        first: Session | None = None
-        for index in missing:
-            session = self.collect(index, partial(self._session, rounds[index], self._count))
-            first = session if index == 0 else first
-            if index == 0 and self.told is not None and len(rounds) > 1:
+
+    def play(self, index: int) -> None:
+        """A round that is left."""
+        session = self.collect(index, partial(self._session, self.plan.rounds[index], self._count))
+        if index == 0:
+            self.first = session
+            if self.told is not None and len(self.plan.rounds) > 1:
                 self.told(self.impl, self._recorded())
-        if again and first is not None:
+
+    def finish(self) -> None:
+        """The first round again, and others that a difference leaves open."""
+        rounds, first = self.plan.rounds, self.first
+        if self.again and first is not None:
             started = time.perf_counter()
             other = self.played or self._session(rounds[0])
             self.writer.write(repeat_row(self.loaded, self.impl, first, other, started))
-        held = [0] if again and first is None else []  # a resumed run holds it against what another process wrote
+        held = [0] if self.again and first is None else []  # a resumed run holds it against what another process wrote
         for index in held + self._open_rounds():
             started = time.perf_counter()
             recorded = {c.key: c for c in self._recorded() if c.round == index}

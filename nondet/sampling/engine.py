@@ -11,13 +11,12 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from math import ceil
 from typing import Any, NamedTuple
@@ -283,14 +282,10 @@ def stop_now(manager: Any) -> None:
     """Stop the engine's thread and wait for it. Told and woken first: idle, it looks up but every tenth of a second."""
     status = manager.background_thread_status
     status.request_stop(status.HARD_STOP, manager.distributed_helper.global_rank)
-    if name := _wake_name(manager):
-        getattr(manager, name).set()
+    for name in ("_wake_up_loop", "_has_new_requests"):  # the event that the idle thread waits for in 5.23, in 5.17
+        if hasattr(manager, name):
+            getattr(manager, name).set()
     manager.stop(block=True, hard_stop=True)
-
-
-def _wake_name(manager: Any) -> str:
-    """Of the event that the engine's idle thread waits for; "" where it has none."""
-    return next((name for name in ("_wake_up_loop", "_has_new_requests") if hasattr(manager, name)), "")  # 5.23, 5.17
 
 
 # A sampler whose draw belongs to (seed, position), and that gives a row the same token whatever the batch.
@@ -622,119 +617,6 @@ def _finished(
             yield result
 
 
-# An engine that stays up, for timing: the same requests are served wave after wave, each from idle to idle.
-#
-# Its CUDA graphs are captured in the first wave, with the implementation that is on, and replayed in all that follow.
-# Several stand beside each other on one model, and one of them is busy at a time. Nothing is watched: no hook runs, no
-# margin is kept. Pages are not shared, so a wave finds nothing of the one before.
-#
-# Between waves the engine's thread is held (see `Gate`): idle, it looks for requests ten times a second else, and over
-# ranks talks to the others' threads each time. So a wave begins with all of its requests in the queue, and ends with
-# nothing under way: no thread computes while another engine is busy, nor while the implementation changes.
-
-
-class Gate:
-    """Stands in the place of the event that the engine's idle thread waits for, and holds it until it is let on."""
-
-    def __init__(self) -> None:
-        self._let_on, self._holds = threading.Event(), threading.Event()
-        self.filling = False  # what is added meanwhile wakes nobody
-
-    def set(self) -> None:
-        """Let the thread on: from outside, or by the engine when there is something to do."""
-        if not self.filling:
-            self._let_on.set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """The engine's thread comes here when it is idle, whatever time limit it has in mind."""
-        self._holds.set()
-        self._let_on.wait()
-        self._holds.clear()
-        self._let_on.clear()
-        return True
-
-    def clear(self) -> None:
-        """`wait` has done so: what was set since is not to be lost."""
-
-    def holds(self, timeout: float) -> bool:
-        """Whether the thread is held by now, or within so many seconds."""
-        return self._holds.wait(timeout)
-
-
-class WarmEngine(ExitStack):
-    """An engine on a model over these requests, which come at once in each wave, under a load without sharing."""
-
-    def __init__(self, model: Any, requests: Sequence[Request], load: Load) -> None:
-        super().__init__()
-        self.requests = list(requests)
-        self._model, self._load = model, load
-        self._log, self._gate = SessionLog({}), Gate()
-        self._waves = 0
-        self._manager: Any = None
-        self._attention = ""
-
-    def __enter__(self) -> WarmEngine:
-        self._manager = self.enter_context(_engine_of(self._model, self.requests, self._load, self._log, watched=False))
-        if not (name := _wake_name(self._manager)):
-            raise UserError("the engine of this transformers can't be held between runs", "Use 5.17 to 5.23.")
-        setattr(self._manager, name, self._gate)
-        return self
-
-    def serve(self) -> Session:
-        """Serve every request once more: one wave. Steps count from 0 in `packs`, equal in waves of equal batches.
-
-        Its figures are "captured", the CUDA graphs captured in it, and "ran attention X", as the engine has set it. A
-        `UserError` where the engine died, or did not serve a request to its end.
-        """
-        log, manager = self._log, self._manager
-        own = {f"w{self._waves}-{r.id}": r for r in self.requests}
-        self._waves += 1
-        begun, graphs = log.steps, self._graphs()
-        with first_uses() as uses:
-            self._gate.filling = True  # all of them are waiting before any is served: equal waves are equal batches
-            try:
-                for name, r in own.items():
-                    log.arrivals[name] = 0
-                    manager.add_request(list(r.prompt), request_id=name, max_new_tokens=r.max_new_tokens)
-            finally:
-                self._gate.filling = False
-            if manager.is_running():
-                self._gate.set()
-            else:
-                with interrupts_later():
-                    manager.start()
-                self._attention = _attention(self._model)
-            results = {result.request_id: result for result in _finished(manager, len(own))}
-            while manager.is_running() and not self._gate.holds(_POLL_SECONDS):
-                pass  # until the engine's thread has nothing under way
-        if not manager.is_running():
-            error = manager.background_thread_status.fatal_error
-            raise UserError(f"the engine stopped in step {log.steps}: {reason_of(error)}", "Use less load.")
-        outcomes = [
-            _outcome(r, results[name], log, log.entries.get(name, []), [], (), "", False) for name, r in own.items()
-        ]
-        if failed := next((o for o in outcomes if o.reason), None):
-            raise UserError(f"{failed.request.id}: {failed.reason}", "Use less load.")
-        packs = [log.packs[step] for step in sorted(log.packs)[begun:]]
-        first = log.marks[begun]
-        lost = uses.within(first, log.ended)
-        return Session(
-            outcomes=outcomes,
-            steps=log.steps - begun,
-            tokens=sum(len(o.token_ids) for o in outcomes),
-            seconds=log.ended - first - lost,
-            packs={i: tuple(s._replace(request=own[s.request].id) for s in pack) for i, pack in enumerate(packs)},
-            figures={"captured": self._graphs() - graphs, f"ran attention {self._attention}": 1},
-            first_use_seconds=lost,
-        )
-
-    def _graphs(self) -> int:
-        """CUDA graphs that the engine holds."""
-        processor = getattr(self._manager, "batch_processor", None)
-        graphs = getattr(getattr(processor, "inputs_and_outputs", None), "graphs", None)
-        return len(getattr(graphs, "_storage", ()))
-
-
 def _attention(model: Any) -> str:
     """As the engine has set it, once it has started."""
     return str(model.config._attn_implementation).removeprefix("paged|")
@@ -809,9 +691,8 @@ def _engine_of(
     setting: Setting = PLAIN,
     speculation: Speculation | None = None,
     drawing: Drawing | None = None,
-    watched: bool = True,
 ) -> Iterator[Any]:
-    """A manager not yet started, our scheduler and hooks in place till the end; `watched`: margins, captures kept."""
+    """A manager not yet started, our scheduler and hooks in place till the end."""
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching import scheduler as schedulers
 
@@ -829,10 +710,10 @@ def _engine_of(
     if speculation is not None:
         hooks.append(model.register_forward_pre_hook(speculation.widen, with_kwargs=True))
         after.append(speculation.verify)
-    elif watched and load.graphs:
+    elif load.graphs:
         log.ring = TopRing(min(load.requests, load.budget), model.device)
         after += [log.ring.hook, log.note_capture]
-    elif watched:
+    else:
         after.append(log.record_logits)
     hooks += [model.register_forward_hook(hook, with_kwargs=True) for hook in (*after, *([drawing] if drawing else []))]
     try:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib.util
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,19 +18,13 @@ import torch.distributed as dist
 from nondet.core.launch import listen, note
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import RankError, RankGroup, check_ranks, fail_now, limit_or
-from nondet.sampling.engine import TransformersEngine, WarmEngine, run_session
+from nondet.sampling.engine import TransformersEngine, run_session
 from nondet.sampling.implementations import RANK_FREE, implementation
 from nondet.sampling.model import (
     EMBEDDED,
     LoadedModel,
-    check_memory,
     embedded_folder,
-    is_published,
-    is_random,
     quiet,
-    random_config,
-    random_model,
-    read_tokenizer,
 )
 from nondet.sampling.plan import Load, Outcome, Request, Session
 
@@ -67,170 +60,46 @@ def _by_plan() -> Any:
     return DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
 
 
-class _Slices:
-    """A tensor as a file of safetensors gives it: what is taken from it is a contiguous copy of that part alone."""
-
-    def __init__(self, whole: torch.Tensor) -> None:
-        self._whole = whole
-
-    def get_shape(self) -> list[int]:
-        return list(self._whole.shape)
-
-    def get_dtype(self) -> str:
-        return {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[self._whole.dtype]
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._whole[index].clone(memory_format=torch.contiguous_format)
-
-
-def cut(whole: Any) -> Any:
-    """This rank's share, by its own plan, of a model that all hold alike: a copy, so that the whole can be freed."""
-    tensors = {name: _Slices(parameter.detach()) for name, parameter in whole.named_parameters()}  # a tied one once
-    options: dict[str, Any] = {"config": whole.config, "state_dict": tensors, "dtype": whole.dtype}
-    return type(whole).from_pretrained(None, distributed_config=_by_plan(), **options).eval()
-
-
-class Share(NamedTuple):
-    """Parameters that a rank holds, the model's whole vocabulary, and the digest of weights that were drawn here."""
-
-    parameters: int
-    vocabulary: int
-    digest: str
-
-
 @dataclass(frozen=True)
 class Played:
-    """What one rank, or one process, has to say of a session."""
+    """What one rank has to say of a session."""
 
     digest: str = ""  # SHA-256 (first 16 hex digits) over ids, logprob bits and schedules of all requests
-    session: Session | None = None  # of a session that is no warm engine's wave rank 0's, None of the others
+    session: Session | None = None  # rank 0's; None of the others
     coverage: Counter[str] = field(default_factory=Counter)  # what the dispatcher says, and what launchers noted
     ran: Counter[str] = field(default_factory=Counter)
     refusal: tuple[str, str] | None = None  # what the engine refuses, and what to try; None where it does not
 
 
-def open_model(source: str, dtype: str, device: str, threads: int) -> Share:
-    """Have this rank's share of the model, in the place of an earlier one.
-
-    Heads or widths that the ranks don't divide are a `ValueError` of transformers, random weights that don't fit a
-    `UserError`.
+def open_model(folder: str, dtype: str, device: str, threads: int) -> None:
+    """Have this rank's share of the model; heads or widths that the ranks don't divide are transformers' `ValueError`.
 
     Args:
-        source: A folder, or random weights: each rank draws all of them on its own device, from one seed, and keeps
-            its share.
         threads: Of this rank on a CPU. The caller's own number: bits follow it, so that ranks can only be held against
             one process at the same.
     """
     global _model
-    let_go()
     torch.set_num_threads(threads)
     place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    digest = ""
-    if is_random(source):
-        vocabulary = read_tokenizer(str(embedded_folder()), embedded_folder(), {}).get_vocab()
-        config = random_config(source, max(vocabulary.values()) + 1)
-        made_on = str(place) if is_published(source) else "cpu"
-        check_memory(source, config, torch_dtype, "cpu" if made_on == "cpu" else device)
-        whole = random_model(config, torch_dtype, made_on)
-        digest = _digest_of_weights(whole)
-        _model = cut(whole)
-        del whole
-        give_back()
-    else:
-        _model = load(source, place, dtype=torch_dtype)
+    _model = load(folder, place, dtype=getattr(torch, dtype))
     if _model.device.type != device:
         raise ValueError(f"transformers left the model on {_model.device.type}")
-    parameters = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in _model.parameters())
-    return Share(parameters, int(_model.config.get_text_config().vocab_size), digest)
-
-
-def _digest_of_weights(model: Any) -> str:
-    """Of the sums of each parameter's bits, as integers."""
-    sums = []
-    for _, parameter in sorted(model.named_parameters()):
-        view = parameter.detach().view(torch.int32 if parameter.element_size() == 4 else torch.int16)
-        sums.append(int(view.sum(dtype=torch.int64)))
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 
 def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, Any]) -> Played:
     """One session of the engine on this rank, under `impl`; `options` as of `nondet.sampling.engine.run_session`."""
     model = _model if impl == RANK_FREE else None  # weights are packed where there are no ranks alone
-    with report_failures():
-        played = _played(impl, model, lambda: run_session(_model, requests, load, **options))
-    return played if dist.get_rank() == 0 else replace(played, session=None)
-
-
-def _played(impl: str, model: Any, session_of: Callable[[], Session]) -> Played:
-    """A session under the implementation, or what the engine refuses: what all ranks refuse alike."""
-    with implementation(impl, model) as counted, listen() as ran, torch.no_grad():
+    with report_failures(), implementation(impl, model) as counted, listen() as ran, torch.no_grad():
         try:
-            session = session_of()
-        except UserError as error:
+            session = run_session(_model, requests, load, **options)
+        except UserError as error:  # what all ranks refuse alike
             return Played(refusal=(error.what, error.hint))
         coverage = Counter(counted())
     sha = hashlib.sha256()
     for outcome in session.outcomes:
         sha.update(repr((outcome.request.id, outcome.token_ids, outcome.finish, outcome.schedule)).encode())
         sha.update(outcome.logprobs)
-    return Played(sha.hexdigest()[:16], session, coverage, Counter(ran))
-
-
-# Warm engines, one for each implementation, on a model in this process, or on each rank's share of one. The caller of
-# ranks asks all of them for one wave after the other. Every rank serves the same requests; the engine's first rank
-# hands them on, and the steps of all go together, for each begins with an exchange over the ranks.
-
-# An implementation's name -> one wave of its engine.
-Serve = Callable[[str], Played]
-
-_stack = ExitStack()
-_serve: Serve | None = None
-
-
-@contextmanager
-def warm_engines(model: Any, requests: Sequence[Request], load: Load, impls: Sequence[str]) -> Iterator[Serve]:
-    """An engine for each implementation, and what serves a wave of one of them, the implementation in place."""
-    with ExitStack() as stack:
-        engines = {impl: stack.enter_context(WarmEngine(model, requests, load)) for impl in impls}
-        yield lambda impl: _played(impl, model, engines[impl].serve)
-
-
-def stand(requests: Sequence[Request], load: Load, impls: Sequence[str]) -> None:
-    """In a rank: set an engine up for each implementation; those that stood before are ended."""
-    global _serve
-    leave()
-    _stack.enter_context(report_failures())
-    _serve = _stack.enter_context(warm_engines(_model, requests, load, impls))
-
-
-def wave(impl: str) -> Played:
-    """In a rank: one wave of the implementation's engine."""
-    assert _serve is not None  # noqa: S101 - the parent asks for waves of what stands
-    return _serve(impl)
-
-
-def leave() -> None:
-    """In a rank: end the engines."""
-    global _serve
-    _serve = None  # it holds the model
-    _stack.close()
-
-
-def let_go() -> None:
-    """In a rank: end the engines and hold no model any more."""
-    global _model
-    leave()
-    if _model is not None:
-        _model = None
-        give_back()
-
-
-def give_back() -> None:
-    """Memory that nothing needs, to the device: a model is held by cycles, and the next one may need its room."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    return Played(sha.hexdigest()[:16], session if dist.get_rank() == 0 else None, coverage, Counter(ran))
 
 
 @contextmanager
@@ -272,9 +141,6 @@ class RanksEngine:
         loaded: The model as the caller loaded it: its tokenizer, its identity and its weights are what the ranks get.
         world: Ranks; 1 too, for a comparison by one means.
 
-    Attributes:
-        shares: Parameters that each rank holds.
-
     Raises:
         UserError: ranks that can't be had, or a model that can't be cut over them.
     """
@@ -292,8 +158,7 @@ class RanksEngine:
             try:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
-                opened = self._group.ask(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
-                self.shares: list[int] = [share.parameters for share in opened]
+                self._group.ask(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
             except RankError as error:
                 self.close()
                 raise UserError(
@@ -348,7 +213,9 @@ class RanksEngine:
         except RankError as error:
             self.close()
             return _lost(requests, str(error))
-        check_refused(parts)
+        for part in parts:
+            if part.refusal is not None:
+                raise UserError(*part.refusal)
         session = parts[0].session
         assert session is not None  # noqa: S101 - rank 0 gives one wherever it refuses nothing
         self._coverage += parts[0].coverage
@@ -362,13 +229,6 @@ class RanksEngine:
             for outcome in session.outcomes:
                 on_token_count(outcome.request, len(outcome.token_ids))
         return session
-
-
-def check_refused(parts: Sequence[Played]) -> None:
-    """Raise what an engine refused, as a `UserError`."""
-    for part in parts:
-        if part.refusal is not None:
-            raise UserError(*part.refusal)
 
 
 def _lost(requests: Sequence[Request], reason: str, steps: int = 0) -> Session:

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +18,13 @@ import typer
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, parse_load
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink
-from nondet.services.sample import open_model, planned, prompt_text
+from nondet.services.run import Output, Request, Sink, argv_of
+from nondet.services.sample import SampleRequest, open_model, planned, prompt_text
 
 # Many short rounds: completions of one round are not independent, and a difference shows within a few tokens.
 _LOAD, _N, _MAX_TOKENS = "default,targets=12,others=12,spread=12", 60, 64
 _MOST = 10_000
+_SAME = ("model", "seed", "dtype", "device", "max_tokens", "trust_remote_code")  # in the processes that compile ahead
 # For compiling in other processes meanwhile: cores; bytes of the model; what is some 640 tokens of most text.
 _CORES_LEAST, _WEIGHTS_MOST, _FAR_CHARACTERS = 8, 4 * 2**30, 2600
 
@@ -115,19 +116,20 @@ def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
         prompt, far = Path(folder, "prompt.txt"), Path(folder, "far.txt")
         prompt.write_text(text, encoding="utf-8")
         far.write_text(text * (1 + _FAR_CHARACTERS // len(text)), encoding="utf-8")
-        same = ["--prompt-file", str(prompt), "--load", request.load, "--n", str(request.n or _N)]
-        long = ["--prompt-file", str(far), "--load", f"{request.load},budget=1100", "--n", "1"]
-        options = {"model": request.model, "seed": request.seed, "dtype": request.dtype, "device": request.device}
-        options |= {"max-tokens": request.max_tokens}
-        argv = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-        argv += ["--no-cuda-graphs", *(["--trust-remote-code"] if request.trust_remote_code else [])]
-        children = [
-            subprocess.Popen(  # noqa: S603 - this program
-                [sys.executable, "-m", "nondet", "sample", *argv, *own, "--impl", impl, "--out", f"{folder}/{i}.jsonl"],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )
-            for i, (impl, own) in enumerate([("invariant:attention", same), ("invariant", same), ("invariant", long)])
-        ]  # fmt: skip
+        same = {name: getattr(request, name) for name in _SAME} | {"cuda_graphs": False}
+        short = SampleRequest(prompt_file=prompt, load=request.load, n=request.n or _N, impl=["invariant"], **same)
+        runs = [replace(short, impl=["invariant:attention"]), short]
+        with suppress(UserError):  # a load that names a budget takes no other
+            runs.append(replace(short, prompt_file=far, load=f"{request.load},budget=1100", n=1))
+        children = []
+        for i, run in enumerate(runs):
+            words = argv_of("sample", replace(run, out=Path(folder, f"{i}.jsonl")))
+            children.append(
+                subprocess.Popen(  # noqa: S603 - this program
+                    [sys.executable, "-m", "nondet", *words],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )
+            )  # fmt: skip
         try:
             yield
         finally:

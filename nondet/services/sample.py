@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from nondet.core.launch import FirstUses
     from nondet.core.records import Completion
     from nondet.core.runfile import RunWriter
-    from nondet.sampling.axes import Conditions, Subject
-    from nondet.sampling.collect import Elsewhere
+    from nondet.sampling.axes import Conditions, Subject, Varied
+    from nondet.sampling.collect import Elsewhere, Play
     from nondet.sampling.model import LoadedModel
     from nondet.sampling.plan import Load, Plan, Sampling
 
@@ -50,7 +50,7 @@ _ARMS = "solo,cold,warm,chunked,loaded"
 # Options of nondet's own engine, which a server decides for itself.
 _OWN_ENGINE = (
     *("impl", "dtype", "device", "threads", "trust_remote_code"),
-    *("vary", "draft_model", "ranks", "cuda_graphs", "engine"),
+    *("vary", "turns", "draft_model", "ranks", "cuda_graphs", "engine"),
 )
 # Most prompts of the embedded model have parted by then; so many completions take about a minute on two cores.
 _MAX_TOKENS = 40
@@ -130,6 +130,13 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             "load's steps are padded to more than one size",
         ),
     ] = None
+    turns: Annotated[
+        bool,
+        o.opt(
+            "Play each round under every implementation before the next, so that the report can compare their speed.",
+            "--turns",
+        ),
+    ] = False
     vary: Annotated[
         str | None,
         o.opt(
@@ -162,7 +169,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
                 e.LENGTHS.check("--max-tokens", self.max_tokens)
             return
         if self.engine == "vllm":
-            others = ("draft_model", "ranks", "temperature", "trust_remote_code")
+            others = ("draft_model", "ranks", "temperature", "trust_remote_code", "turns")
             self.refuse(others, "--engine vllm and {} exclude each other", "vLLM is sampled greedily, on one device.")
         for name in (part.partition("=")[0].strip() for part in (self.vary or "").split(",")):
             if name:  # an empty part has its own words
@@ -170,6 +177,9 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
         alone = [field.name for field in fields(e.EndpointOptions) if field.name != "endpoint"]
         self.refuse(alone, "{} without --endpoint", "Name the server: --endpoint URL.")
         world, load = self.world, self.engine_load
+        if self.turns and (self.vary is not None or len(impls) < 2):
+            what = "--vary" if self.vary is not None else f"--impl {impls[0]} alone"
+            raise UserError(f"--turns and {what} exclude each other", "Several implementations can take turns.")
         if drawn and (self.vary is not None or world > 1):
             other = "--vary" if self.vary is not None else "--ranks"
             raise UserError(f"{other} and --temperature exclude each other", "Axes and ranks are compared greedily.")
@@ -364,18 +374,16 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
     return wanted
 
 
-def _sample_varied(
-    request: SampleRequest,
-    output: Output,
-    loaded: LoadedModel,
-    text: str,
-    n: int,
-    wanted: dict[str, list[str]],
-    grain: int = 0,
-) -> None:
-    """Run the base and every value of every axis under each implementation; `grain`: of vLLM's pages, if it is that."""
+def _plan_varied(
+    request: SampleRequest, loaded: LoadedModel, text: str, n: int, wanted: dict[str, list[str]], grain: int, sink: Sink
+) -> tuple[Conditions, Plan, Sequence[Varied], dict[str, Any]]:
+    """The base, its rounds, every value of every axis, and what the run's header says of them.
+
+    Args:
+        grain: Of vLLM's pages, 0 of nondet's own engine.
+    """
     from nondet.sampling.axes import Conditions, plan_axes
-    from nondet.sampling.collect import arms_of, describe, vary
+    from nondet.sampling.collect import describe
     from nondet.sampling.speculation import check_draft_model
 
     load = request.engine_load
@@ -398,18 +406,20 @@ def _sample_varied(
     if request.draft_model:
         described["draft_model"] = check_draft_model(request.draft_model, loaded)
     for v in axes:
-        if v.note and not output.sink.quiet:
-            output.sink.say(f"--vary {v.axis.name}: {v.note}: left out")
-    total = len(arms_of(base, axes, len(plan.rounds)))
-    with ExitStack() as stack:
-        elsewhere = None
-        if grain:
-            from nondet.vllm.engine import VllmArms
+        if v.note and not sink.quiet:
+            sink.say(f"--vary {v.axis.name}: {v.note}: left out")
+    return base, plan, axes, described
 
-            arms = stack.enter_context(closing(VllmArms(loaded, longest_of(plan), grain)))
-            described["engine"], elsewhere = arms.describe(base), arms.run
-        writer = stack.enter_context(output.recording("sample", described, request.seed))
-        progress = stack.enter_context(output.sink.progress())
+
+def _vary(
+    request: SampleRequest, loaded: LoadedModel, base: Conditions, plan: Plan, axes: Sequence[Varied],
+    elsewhere: Play | None, sink: Sink, writer: RunWriter,
+) -> None:  # fmt: skip
+    """Run the base and every value of every axis under each implementation, with a progress bar."""
+    from nondet.sampling.collect import arms_of, vary
+
+    total = len(arms_of(base, axes, len(plan.rounds)))
+    with sink.progress() as progress:
         tasks = {impl: progress.add_task(impl, total=total, start=False) for impl in request.impls}
 
         def advance(impl: str, arm: str, done: int, arms: int) -> None:
@@ -484,71 +494,79 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
 
 
 def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:
-    """Sample a model under nondet's own engine."""
-    axes = check_vary(request.vary, texts, request.draft_model)
-    impls, samplings, world, sink = request.impls, request.samplings, request.world, output.sink
-    device = pick_device(request.device)
+    """Sample a model under nondet's own engine or vLLM, as it is or with one setting changed at a time."""
+    wanted = check_vary(request.vary, texts, request.draft_model)
+    sink, device, under_vllm = output.sink, pick_device(request.device), request.engine == "vllm"
     _check_here(request, device)
-    subjects = len(texts) * max(1, len(samplings))
-    if request.n is not None:
-        n = request.n
-    elif axes is not None:
+    subjects = len(texts) * max(1, len(request.samplings))
+    n = request.n
+    if n is None and wanted is not None:
         n = _N_VARIED
-    else:
+    elif n is None:
         n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
     _check_rounds(n, subjects, request.engine_load, sink)
-    if request.engine == "vllm":
-        _sample_vllm(request, output, texts, n, device, axes)
-        return
-    loaded = open_model(request, sink)
-    if axes is not None:
-        _sample_varied(request, output, loaded, str(texts[0]), n, axes)
-        return
-    load = load_with_graphs(
-        request.cuda_graphs, request.load, request.engine_load, device, loaded.model,
-        plain=not samplings and world == 1, say=sink.say,
-    )  # fmt: skip
+    loaded = _open_for_vllm(request, device) if under_vllm else open_model(request, sink)
+    with ExitStack() as stack:
+        record: Callable[[RunWriter], None]
+        if wanted is None:
+            plan, described = _plan_plain(request, loaded, texts, n, sink)
+            engine = None
+            if under_vllm:
+                from nondet.vllm.engine import VllmEngine
+
+                engine = stack.enter_context(closing(VllmEngine(loaded, plan.load, longest_of(plan))))
+                described["engine"] = engine.describe()
+            record = partial(_collect, request, loaded, plan, sink, engine)
+        else:
+            grain, play = 0, None
+            if under_vllm:
+                from nondet.vllm.engine import GRAINS, VllmArms
+
+                grain = GRAINS[device]
+            base, plan, axes, described = _plan_varied(request, loaded, str(texts[0]), n, wanted, grain, sink)
+            if under_vllm:
+                arms = stack.enter_context(closing(VllmArms(loaded, longest_of(plan), grain)))
+                described["engine"], play = arms.describe(base), arms.run
+            record = partial(_vary, request, loaded, base, plan, axes, play, sink)
+        record(stack.enter_context(output.recording("sample", described, request.seed)))
+
+
+def _open_for_vllm(request: SampleRequest, device: str) -> LoadedModel:
+    """vLLM loads the model itself: nondet's copy stays on the CPU, for tokens and its digest."""
+    from nondet.sampling.model import load_model
+    from nondet.vllm.engine import check_installed
+
+    check_installed()
+    pick_device("cpu", request.threads)
+    return replace(load_model(request.model, request.dtype, "cpu", attention="eager"), device=device)
+
+
+def _plan_plain(
+    request: SampleRequest, loaded: LoadedModel, texts: Sequence[str], n: int, sink: Sink
+) -> tuple[Plan, dict[str, Any]]:
+    """The rounds, their steps as CUDA graphs where they can be, and what the run's header says of them."""
+    load, world = request.engine_load, request.world
+    if request.engine != "vllm":
+        load = load_with_graphs(
+            request.cuda_graphs, request.load, load, loaded.device, loaded.model,
+            plain=not request.samplings and world == 1, say=sink.say,
+        )  # fmt: skip
+    elif loaded.device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
+        load = replace(load, graphs=True)
+        sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
     plan, described = planned(
-        loaded, load, texts, n, request.length, request.seed, impls, samplings, riders=_riders(request)
+        loaded, load, texts, n, request.length, request.seed, request.impls, request.samplings, _riders(request)
     )
-    if samplings:
+    if request.samplings:
         described["sampling"] = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")}
+    if request.turns:
+        described["turns"] = True
     if world > 1:
         from nondet.sampling.ranks import check_heads
 
         check_heads(loaded.name, loaded.model.config, world)
         described["ranks"] = world
-    with output.recording("sample", described, request.seed) as writer:
-        _collect(request, loaded, plan, writer, sink)
-
-
-def _sample_vllm(
-    request: SampleRequest, output: Output, texts: Sequence[str], n: int, device: str, axes: dict[str, list[str]] | None
-) -> None:
-    """Sample a model under vLLM, which loads it itself: nondet's copy stays on the CPU, for tokens and its digest."""
-    from nondet.sampling.model import load_model
-    from nondet.vllm.engine import GRAINS, VllmEngine, check_installed
-
-    check_installed()
-    pick_device("cpu", request.threads)
-    loaded = replace(load_model(request.model, request.dtype, "cpu", attention="eager"), device=device)
-    if axes is not None:
-        _sample_varied(request, output, loaded, str(texts[0]), n, axes, GRAINS[device])
-        return
-    load = request.engine_load
-    if device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
-        load = replace(load, graphs=True)
-        output.sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
-    plan, described = planned(
-        loaded, load, texts, n, request.length, request.seed, request.impls, riders=_riders(request)
-    )
-    engine = VllmEngine(loaded, load, longest_of(plan))
-    try:
-        described["engine"] = engine.describe()
-        with output.recording("sample", described, request.seed) as writer:
-            _collect(request, loaded, plan, writer, output.sink, engine)
-    finally:
-        engine.close()
+    return plan, described
 
 
 def _check_here(request: SampleRequest, device: str) -> None:
@@ -589,8 +607,7 @@ def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
 
 
 def _collect(
-    request: SampleRequest, loaded: LoadedModel, plan: Plan, writer: RunWriter, sink: Sink,
-    elsewhere: Elsewhere | None = None,
+    request: SampleRequest, loaded: LoadedModel, plan: Plan, sink: Sink, elsewhere: Elsewhere | None, writer: RunWriter
 ) -> None:  # fmt: skip
     """Sample with a progress bar; where stock parted nowhere, compare its operators at the sizes met and say so."""
     from nondet.core.runfile import read_run
@@ -632,6 +649,7 @@ def _collect(
         collect(
             loaded, plan, impls, writer, seed=seed, threads=request.threads, settle=_SETTLE, ranks=ranks,
             elsewhere=elsewhere, progress=advance, preparing=preparing, told=None if sink.quiet else first_round,
+            turns=request.turns,
         )  # fmt: skip
     if ranks > 1 or elsewhere is not None or "stock" not in impls:
         return  # over ranks its operators ran at the sizes of a share, which no single process meets

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nondet.bench.cells import PerfCounter, ProcessTime
+from nondet.bench import cells
 from nondet.cli import main
 from nondet.core.runfile import read_run
 from tests.build import Command
@@ -87,8 +87,7 @@ def test_a_kept_run_is_a_gate(
 ) -> None:
     """Ours a hundred times slower than it was exits with 3 and says where; a hundred times faster is no complaint."""
     ticks = itertools.count()  # a clock that no neighbour of this process moves: each replay takes a millisecond
-    for stopwatch in (PerfCounter, ProcessTime):
-        monkeypatch.setattr(stopwatch.__init__, "__defaults__", (lambda: next(ticks) * 1e-3,))
+    monkeypatch.setattr(cells, "CLOCKS", dict.fromkeys(("wall", "cpu"), lambda: next(ticks) * 1e-3))
     assert run(*SMALL, *coarse[:2], "--out", "kept.jsonl")[0] == 0
     records = [json.loads(line) for line in Path("kept.jsonl").read_text(encoding="utf-8").splitlines()]
     for entry in (t for r in records if r["type"] == "cell" for t in r["timed"] if t["impl"] == "invariant"):
@@ -154,13 +153,16 @@ def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert {r.distinct for r in run.rows if r.impl == "invariant"} == {1}
 
 
-@pytest.mark.nightly  # scripts/test.sh runs the command itself, against a kept run
+@pytest.mark.nightly  # scripts/test.sh runs the script itself, against a kept run
 def test_what_calls_cost_the_host(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell an operator and size, stock beside inside; kept, resumed, and held against itself."""
-    monkeypatch.setattr("nondet.bench.host.HostClock.budget_us", 1.0)
-    monkeypatch.setattr("nondet.bench.host._CALLS", 3)
-    host = ("bench", "host", "--device", "cpu", "--threads", "1")
-    code, out, err = run(*host, "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
+    """scripts/host.py: a cell an operator and size, stock beside inside; shown, and held against itself."""
+    from scripts import host
+
+    monkeypatch.setattr(host.HostClock, "budget_us", 1.0)
+    monkeypatch.setattr(host, "_CALLS", 3)
+    argv = ["--device", "cpu", "--threads", "1"]
+    assert host.main([*argv, "--out", "r.jsonl"]) == 0
+    code, out, err = run("report", "r.jsonl")
     assert code == 0, err
     assert "host, linear" in " ".join(out.split())
     cells = read_run(Path("r.jsonl")).cells
@@ -171,24 +173,7 @@ def test_what_calls_cost_the_host(run: Command, monkeypatch: pytest.MonkeyPatch)
         assert [t.impl for t in cell.timed] == (["invariant"] if cell.group == "enter" else ["stock", "invariant"])
         assert stock.ran == [] or cell.group == "enter"
         assert bool(inside.ran) == (cell.group != "enter")  # that the block was entered
-    lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
-    Path("r.jsonl").write_bytes(b"".join(lines[:4]))
-    assert run(*host, "--out", "r.jsonl", "--resume")[0] == 0
-    assert Path("r.jsonl").read_bytes().splitlines(keepends=True)[:4] == lines[:4]
-    assert len(read_run(Path("r.jsonl")).cells) == 15
-    code, _, err = run(*host, "--out", "n.jsonl", "--check", "r.jsonl", "--slower", "900")
-    assert (code, "14 ratios compared, 0 regressions" in err) == (0, True)
-
-
-def test_what_is_not_for_host(run: Command) -> None:
-    """One line, and nothing is written."""
-    for given, said in [
-        (("host", "linear"), "host is timed by itself, and linear"),
-        (("host", "--m", "3"), "--m is not for host"),
-        (("host", "--clock", "cpu"), "--clock is not for host"),
-        (("host", "--dtype", "float64"), "float64"),
-        (("host", "--runs", "3"), "--runs is for engine"),
-    ]:
-        code, _, err = run("bench", *given, "--device", "cpu", "--out", "r.jsonl")
-        assert (code, said in " ".join(err.split())) == (2, True)
-        assert not Path("r.jsonl").exists()
+    assert host.main([*argv, "--out", "r.jsonl"]) == 2
+    assert host.main([*argv, "--out", "n.jsonl", "--check", "r.jsonl", "--slower", "900"]) == 0
+    assert run(*SMALL, "--out", "other.jsonl")[0] == 0
+    assert host.main([*argv, "--out", "o.jsonl", "--check", "other.jsonl"]) == 2

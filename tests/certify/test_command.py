@@ -76,9 +76,7 @@ def test_the_command_proves_keeps_shows_and_forgets(run: Any, tmp_path: Path) ->
     """Rows in a run file that reports read, certificates in the cache, a resumed run free, --forget empties it."""
     code, out, err = run(*SMALL, "--out", "r.jsonl", "--report", "r.md", "--report", "r.html")
     assert code == 0, err
-    assert "in the class" in out
-    assert "elements or more were compared." in " ".join(out.split())
-    assert "%" not in out
+    assert "invariant: no divergence observed in " in " ".join(out.split())
     rows = read_run(Path("r.jsonl")).rows
     assert {r.probe for r in rows} == {"certify"}
     assert {r.status for r in rows} == {Status.IDENTICAL}
@@ -117,9 +115,9 @@ def test_a_users_kernel_gets_a_verdict_in_plain_words(run: Any, tmp_path: Path) 
     assert code == 0
     assert "left its numerics class in 3 of 3 cases" in Path("u.md").read_text()
     assert "M anchor: A | 1: B | 2-17: A" in Path("u.md").read_text()
-    assert "differs only at M = 1" in out
-    assert "excluded there" in " ".join(out.split())
-    assert "excluded at M = 1;" in out
+    assert "differs only at M = 1: a matrix-vector kernel with an order of its own, it seems; first: M = 1" in " ".join(
+        out.split()
+    )
     assert {tuple(r.extra["left_at"]) for r in read_run(Path("u.jsonl")).rows} == {(1,)}
     assert run(*user, "--out", "v.jsonl", "--fail-on", "divergent")[0] == 3
     assert run(*SMALL, "--out", "w.jsonl", "--fail-on", "divergent")[0] == 0

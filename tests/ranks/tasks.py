@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -536,65 +532,3 @@ def products_on_gpus() -> list[str]:
             if not identical(got, want) or not identical(again, want):
                 unlike.append(f"M={m}, bias={added is not None}")
     return unlike
-
-
-# What tests of `nondet bench engine` over ranks have each rank do.
-
-
-def _from_wave(number: int, instead: Callable[[Any, Any], Any]) -> None:
-    """On rank 1, waves from this number on (counted over all engines, the first is 0) go by another function."""
-    from nondet.sampling.engine import WarmEngine
-
-    original: Any = WarmEngine.serve
-    waves = itertools.count()
-
-    @functools.wraps(original)
-    def serve(engine: Any) -> Any:
-        return instead(original, engine) if next(waves) >= number else original(engine)
-
-    if dist.get_rank() == 1:
-        WarmEngine.serve = serve  # type: ignore[method-assign] # for as long as this rank lives, or `as_it_was`
-
-
-def answer_otherwise(number: int) -> None:
-    """Rank 1 says that it came to other bits."""
-
-    def other(original: Any, engine: Any) -> Any:
-        session = original(engine)
-        return replace(session, outcomes=[replace(o, logprobs=b"other") for o in session.outcomes])
-
-    _from_wave(number, other)
-
-
-def die(number: int) -> None:
-    """Rank 1 is killed in the middle of a wave's questions, as the system kills what has no memory left."""
-    _from_wave(number, lambda original, engine: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def as_it_was() -> None:
-    """Undo what stands in the place of a wave."""
-    from nondet.sampling.engine import WarmEngine
-
-    WarmEngine.serve = getattr(WarmEngine.serve, "__wrapped__", WarmEngine.serve)  # type: ignore[method-assign]
-
-
-def shares(source: str, folder: str) -> dict[str, Any]:
-    """This rank's share of a random model, cut in memory and as transformers loads it from the folder."""
-    from nondet.sampling.model import random_config, random_model
-    from nondet.sampling.ranks import cut, load
-
-    whole = random_model(random_config(source, 512), torch.bfloat16)
-    loaded = load(folder, torch.device("cpu"), dtype=torch.bfloat16)
-    ours, theirs = ({name: _local(p) for name, p in m.named_parameters()} for m in (cut(whole), loaded))
-    return {
-        "names": ours.keys() == theirs.keys(),
-        "unlike": [n for n, p in ours.items() if not torch.equal(p.view(torch.int16), theirs[n].view(torch.int16))],
-        "strides": [n for n, p in ours.items() if p.stride() != theirs[n].stride()],
-        "holding more": [n for n, p in ours.items() if p.untyped_storage().nbytes() != 2 * p.numel()],
-        "share": sum(p.numel() for p in ours.values()) / whole.num_parameters(),
-    }
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local.detach()

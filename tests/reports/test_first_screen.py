@@ -69,7 +69,7 @@ def test_the_chain_of_operators_asked_alone() -> None:
     text, command = told["cure"]
     assert text.startswith("invariant: no divergence observed in 208 trials")
     assert text.endswith("; cost: not measured")
-    assert command == "nondet bench engine"
+    assert command == "nondet sample --turns"
     text, command = said(run_of(*h200_sweep()), bench_run())["cure"]
     assert "speedup over the best stock: " in text
     assert command == ""
@@ -137,7 +137,7 @@ def test_the_chain_of_a_trace() -> None:
     text = "in the pair traced, ahead of token 7: position 1, `linear` of m: 3 of 64 outputs differ"
     assert told["operator"] == (text, "")
     assert told["kernel"] == ("cudnn_a compared with cutlass_b", "")
-    assert told["cure"] == ("replacing matmul removes the divergence; cost: not measured", "nondet bench engine")
+    assert told["cure"] == ("replacing matmul removes the divergence; cost: not measured", "nondet sample --turns")
     run.culprits[:] = [msgspec.structs.replace(culprit, call="", kernels=[])]
     assert said(run)["operator"][1] == "nondet trace"
 
@@ -223,7 +223,7 @@ def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path_factory: pytest.TempP
         report = build([run])
         text, command = said(run)["cure"]
         assert text == "batch_invariant() left no divergence: what cure found; cost: not measured"
-        assert command == "nondet bench engine"
+        assert command == "nondet sample --turns"
         assert [s.speed for s in report.runs[0].samples] == [None]
         figures = {"stock_tokens_per_second": 200.0, "invariant_tokens_per_second": 100.0}
         run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
@@ -402,7 +402,7 @@ def test_what_is_next_after_a_diagnosis() -> None:
             NAMED,
             "nondet sample --impl both --model m --prompt 'p q' --dtype float16  shows",
         ),
-        (PARTED | {"cure": "yes"}, NAMED, "nondet bench engine --models m --dtype float16  measures what"),
+        (PARTED | {"cure": "yes"}, NAMED, "nondet sample --turns --model m --dtype float16  measures what"),
     ):
         run = by("diagnose", diagnosis(steps, **more), *typed, model={"name": "m"})
         run.culprits[:] = [msgspec.structs.replace(c, kernels=[["a"], ["b"]]) for c in run.culprits]

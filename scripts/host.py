@@ -1,27 +1,37 @@
-"""`nondet bench host`: what a call costs the host, stock and inside of `batch_invariant()`, in one run.
+"""What a call costs the host, stock and inside of `batch_invariant()`, in one run, held against a kept one.
+
+    python scripts/host.py [--device cpu] [--threads 1] [--dtype D] [--check KEPT [--slower FACTOR]] [--out RUN.jsonl]
 
 Elsewhere kernels are timed, under CUDA graphs or with so much work that Python is little of it. A model run without
 graphs pays for the host at every call. So here are calls of little work, one after the other: on a CPU the CPU time of
 the one thread that makes them, on CUDA the clock's time of many calls and one wait. Entering and leaving the block is
-off the clock, but in the cell "enter", where it is all there is.
+off the clock, but in the cell "enter", where it is all there is. `nondet report` shows the run. Exit code 3 where a
+ratio fell beyond noise.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nondet.bench.cells import BenchCase, PerfCounter, interleave, timed_of
+from nondet.bench.summary import cells_of, check_runs
+from nondet.core.environment import collect
 from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.core.measure import check_device_alive, reason_of
-from nondet.core.records import Cell, Record
+from nondet.core.records import Cell
+from nondet.core.runfile import open_run, read_run
+from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
 
 _CALLS, _ENTER = 200, "enter"
@@ -49,7 +59,8 @@ class HostClock(PerfCounter):
     budget_us = 100_000.0
 
     def __init__(self, device: str) -> None:
-        super().__init__(time.thread_time if device == "cpu" else time.perf_counter)
+        super().__init__()
+        self._clock = time.thread_time if device == "cpu" else time.perf_counter
         self.method = "thread_time" if device == "cpu" else "calls without a graph"
         self._wait = torch.cuda.synchronize if device == "cuda" else nullcontext
 
@@ -77,15 +88,6 @@ def plan_host(device: str, dtypes: Sequence[str] | None) -> list[BenchCase]:
                 cases.append(BenchCase(f"host, {name}", f"host {name}", name, next(iter(shape)), shape, dtype))
         cases.append(BenchCase(f"host, {_ENTER}", f"host {_ENTER}", _ENTER, "blocks", {"blocks": 1}, dtype))
     return cases
-
-
-def collect_host(
-    cases: Sequence[BenchCase], device: str, seed: int, done: Collection[tuple[str, ...]]
-) -> Iterator[Record]:
-    """Time whatever is not in `done`, a record a cell."""
-    for case in cases:
-        if case.key(device) not in done:
-            yield _timed(case, device, seed)
 
 
 def _timed(case: BenchCase, device: str, seed: int) -> Cell:
@@ -125,3 +127,43 @@ def _call(case: BenchCase, device: str, seed: int) -> Callable[[], Any]:
 def _enter_and_leave() -> None:
     with batch_invariant():
         pass
+
+
+def main(words: list[str]) -> int:
+    """Time every cell into a run file, and hold it against a kept one."""
+    parser = argparse.ArgumentParser(description="What a call costs the host.")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", action="append", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--check", type=Path)
+    parser.add_argument("--slower", type=float)
+    parser.add_argument("--out", type=Path, default=Path("runs") / f"host-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+    parser.add_argument("--force", action="store_true")
+    given = parser.parse_args(words)
+    torch.set_num_threads(given.threads)
+    plan = {"operators": ["host"], "impls": ["stock", "invariant"], "device": given.device, "dtypes": given.dtype}
+    try:
+        kept = None if given.check is None else read_run(given.check)
+        writer = open_run(given.out, command="bench", plan=plan, environment=collect(0), force=given.force)
+        with torch.no_grad():
+            for case in plan_host(given.device, given.dtype):
+                writer.write(_timed(case, given.device, seed=0))
+        writer.finish()
+        writer.close()
+        print(f"run file: {given.out}", file=sys.stderr)
+        if kept is None:
+            return 0
+        new = read_run(given.out)
+        if not cells_of(kept).keys() & cells_of(new).keys():
+            raise UserError(f"--check {given.check}: it has none of the cells of this run", "Give one of this device.")
+        found = check_runs(kept, new, given.slower)
+    except UserError as error:
+        print(f"host.py: {error}", file=sys.stderr)
+        return 2
+    for line in (*found.notes, *(f"regression: {line}" for line in found.regressions)):
+        print(line, file=sys.stderr)
+    return 3 if found.regressions else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
