@@ -90,7 +90,8 @@ def block_scales(scale_a: torch.Tensor, scale_b: torch.Tensor, step: int = 4) ->
 
 # How torch says that it has no such product, rather than that one failed.
 _REFUSED = re.compile(
-    "nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED|not create a primitive", re.I
+    "nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED|create a primitive",
+    re.I,
 )
 
 

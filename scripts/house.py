@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 2183,
-    "certify": 1195,
-    "commands": 957,
+    "bench": 1516,
+    "certify": 1062,
+    "commands": 895,
     "core": 6387,
     "diagnose": 1100,
     "embedded": 7,
@@ -37,14 +37,14 @@ BUDGET = {
     "nondet": 1878,
     "probes": 5323,
     "ranks": 613,
-    "reports": 6322,
-    "sampling": 6378,
-    "services": 3109,
+    "reports": 6321,
+    "sampling": 6181,
+    "services": 2974,
     "testing": 581,
     "trace": 3367,
     "training": 646,
     "verdict": 2698,
-    "vllm": 2527,
+    "vllm": 2419,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")
 _NEAREST = 25  # test files; collecting all of them takes longer than a quick run may
