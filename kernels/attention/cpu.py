@@ -19,6 +19,7 @@ window hides do as those beyond the query.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -385,12 +386,22 @@ def _attend(
             raise UserError("a request without keys", "Attention over nothing is not defined.")
         first_block, end_block = _blocks(request, way.window)
         alike.setdefault((request.q_len, end_block - first_block), []).append(request)
+    kv_heads, dim = k.shape[1:]
     out = q.new_zeros(q.shape)
-    for (_, blocks), members in alike.items():
-        at_once = max(1, _FLOATS // (blocks * BLOCK * k.shape[1] * k.shape[2]))
+    for (q_len, blocks), members in alike.items():
+        height = _height(q_len * (q.shape[1] // kv_heads), heights_of(dim))
+        note(f"cpu_attention[{height}x{BLOCK}]")
+        at_once = max(1, _FLOATS // (blocks * BLOCK * kv_heads * dim))
         for start in range(0, len(members), at_once):
-            _attend_alike(q, k, v, members[start : start + at_once], way, places, out)
+            some = tuple(members[start : start + at_once])
+            layout = _laid_out(some, q.shape[1], kv_heads, height, way.causal, way.window)
+            _attend_alike(q, k, v, layout, way, places, out)
     return out
+
+
+def _height(rows: int, heights: tuple[int, ...]) -> int:
+    """Of the tiles that waste the fewest rows."""
+    return min(heights, key=lambda height: -(-rows // height) * (height + 8))
 
 
 def _blocks(request: _Request, window: int | None) -> tuple[int, int]:
@@ -400,45 +411,73 @@ def _blocks(request: _Request, window: int | None) -> tuple[int, int]:
     return seen // BLOCK, -(-end // BLOCK)
 
 
+class _Layout(NamedTuple):
+    """Where the numbers of n requests of equal sizes lie. A head of keys has rows: its queries, token by token.
+
+    Attributes:
+        rows: How many a head of keys has, without those that fill the last tile up.
+        queries: [n, Hkv, rows], of q [.., D].
+        keys: [n, blocks * 64], tokens of the packed keys; where there is none the first or last stands in, hidden.
+        key_at: [n, blocks * 64], positions.
+        seen_to, seen_from: [n, rows], positions of the last and the first key that a row sees.
+        tiles: Each one's first row, and the keys that some row of it sees.
+    """
+
+    rows: int
+    queries: _Index
+    keys: _Index
+    key_at: _Index
+    seen_to: _Index
+    seen_from: _Index
+    tiles: tuple[tuple[int, slice], ...]
+
+
+@functools.lru_cache(maxsize=8)  # all layers of a step ask for the same, those with a window for another
+def _laid_out(
+    requests: tuple[_Request, ...], heads: int, kv_heads: int, height: int, causal: bool, window: int | None
+) -> _Layout:
+    q_start, q_lens, k_start, k_len, first = np.array(requests, dtype=np.int64)[:, :, None].swapaxes(0, 1)
+    q_len, end, shared = int(q_lens[0, 0]), first + k_len - 1, heads // kv_heads
+    rows = q_len * shared
+    row = np.minimum(np.arange(-(-rows // height) * height), rows - 1)
+    queries = (q_start + row // shared)[:, None] * heads + np.arange(kv_heads)[:, None] * shared + row % shared
+    spans = [_blocks(request, window) for request in requests]
+    begin = np.array([start * BLOCK for start, _ in spans])[:, None]
+    key_at = begin + np.arange((spans[0][1] - spans[0][0]) * BLOCK)
+    keys = k_start + np.clip(key_at, first, end) - first
+    seen_to = end - q_len + 1 + row // shared if causal else end + 0 * row
+    seen_from = np.maximum(first, 0 if window is None else seen_to - window + 1) + 0 * row
+    tiles = []
+    for start in range(0, rows, height):
+        own = slice(start, start + height)
+        low, high = (seen_from[:, own] - begin).min() // BLOCK, (seen_to[:, own] - begin).max() // BLOCK + 1
+        tiles.append((start, slice(int(low) * BLOCK, int(high) * BLOCK)))
+    return _Layout(rows, queries, keys, key_at, seen_to, seen_from, tuple(tiles))
+
+
 def _attend_alike(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    requests: Sequence[_Request],
+    layout: _Layout,
     way: _Way,
     places: _Index | None,
     out: torch.Tensor,
 ) -> None:
     """Requests with the same numbers of queries and blocks, into their rows of `out`, tile by tile."""
-    count, (_, heads, dim), kv_heads = len(requests), q.shape, k.shape[1]
-    q_start, q_lens, k_start, k_len, first = np.array(requests, dtype=np.int64)[:, :, None].swapaxes(0, 1)
-    q_len, end, shared = int(q_lens[0, 0]), first + k_len - 1, heads // kv_heads
-    begin = np.array([_blocks(request, way.window)[0] * BLOCK for request in requests])[:, None]
-    blocks = int(end[0, 0] - begin[0, 0]) // BLOCK + 1
-    token = np.arange(q_len)
-    position = end - q_len + 1 + token if way.causal else end + 0 * token  # [requests, T]
-    key = begin + np.arange(blocks * BLOCK)  # [requests, keys]: positions, of which some are not there
-    rows = k_start + np.clip(key, first, end) - first
-    rows = rows if places is None else places[rows]
-    keys, values_ = (_taken(x, rows[:, None] * kv_heads + np.arange(kv_heads)[:, None]) for x in (k, v))
-    row = np.arange(q_len * shared)  # of a head of keys: its queries, token by token
-    place = (q_start + row // shared)[:, None] * heads + np.arange(kv_heads)[:, None] * shared + row % shared
-    queries = _taken(q, place).mul_(way.scale if way.scale is not None else 1.0 / math.sqrt(dim))
+    (kv_heads, dim), (rows, at, tokens, key_at, seen_to, seen_from, tiles) = k.shape[1:], layout
+    tokens = tokens if places is None else places[tokens]
+    of_heads = tokens[:, None] * kv_heads + np.arange(kv_heads)[:, None]
+    keys, values_ = _taken(k, of_heads), _taken(v, of_heads)
+    queries = _taken(q, at).mul_(way.scale if way.scale is not None else 1.0 / math.sqrt(dim))
+    height = queries.shape[2] // len(tiles)
     results = torch.empty_like(queries)
-    height = min(heights_of(dim), key=lambda h: -(-row.size // h) * (h + 8))  # what wastes the fewest rows
-    note(f"cpu_attention[{height}x{BLOCK}]")
-    for start in range(0, row.size, height):
-        stop = min(start + height, row.size)
-        tile = queries.new_zeros((count, kv_heads, height, dim))
-        tile[:, :, : stop - start] = queries[:, :, start:stop]
-        own = position[:, np.minimum(np.arange(start, start + height) // shared, q_len - 1)]  # [requests, rows]
-        lowest = first if way.window is None else np.maximum(first, own - way.window + 1)  # position that a row sees
-        low, high = int((lowest - begin).min()) // BLOCK, int((own - begin).max()) // BLOCK + 1
-        some = slice(low * BLOCK, high * BLOCK)
-        hidden = (key[:, None, some] > own[:, :, None]) | (key[:, None, some] < lowest[:, :, None])
-        result = _tile(tile, keys[:, :, some], values_[:, :, some], hidden, way.softcap)
-        results[:, :, start:stop] = result[:, :, : stop - start]
-    out.view(-1, dim)[torch.from_numpy(place)] = results.to(q.dtype)
+    for start, some in tiles:
+        own = slice(start, start + height)
+        hidden = key_at[:, None, some] > seen_to[:, own, None]
+        hidden |= key_at[:, None, some] < seen_from[:, own, None]
+        results[:, :, own] = _tile(queries[:, :, own], keys[:, :, some], values_[:, :, some], hidden, way.softcap)
+    out.view(-1, dim)[torch.from_numpy(at[:, :, :rows])] = results[:, :, :rows].to(q.dtype)
 
 
 def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:

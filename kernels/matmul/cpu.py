@@ -81,7 +81,7 @@ _packed: dict[int, list[_Packed]] = {}
 _lock = threading.Lock()
 
 
-def packed_again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """x [..., K], weight [N, K], bias [N] -> [..., N] by the kept copy; None where there is none that may be used."""
     stack = _packed.get(weight.data_ptr())
     if not stack:
@@ -249,7 +249,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         NotInvariantError: this machine has no certified way.
     """
     _refuse(x, weight, bias)
-    packed = packed_again(x, weight, bias)
+    packed = packed_product(x, weight, bias)
     if packed is not None:
         return packed
     shape = x.shape
