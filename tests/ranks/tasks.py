@@ -24,7 +24,7 @@ from nondet.kernels.dispatch.rank_free import rank_free
 
 
 def rank_and_sum() -> tuple[int, float]:
-    """The rank, and 1 + 2 over two ranks."""
+    """The rank, and the sum of 1, 2, ... over all ranks."""
     x = torch.tensor([float(dist.get_rank() + 1)])
     dist.all_reduce(x)
     return dist.get_rank(), float(x)
@@ -46,13 +46,10 @@ def break_a_step() -> None:
     model.forward = broken
 
 
-def refuse() -> None:
-    """Every rank says that it does not apply."""
-    raise NotImplementedError("not here")
-
-
 def end(how: str) -> None:
-    """A rank is killed, hangs or fails, while the other waits for it."""
+    """A rank is killed, hangs or fails, while the others wait for it; or none of them has what is asked."""
+    if how == "has none":
+        raise NotImplementedError("not here")
     if how == "fails" and dist.get_rank() == 0:
         raise ValueError("no such thing")
     if dist.get_rank() == 1 and how == "is killed":

@@ -314,7 +314,7 @@ def test_ranks_answer_and_a_killed_one_is_one_line(four):
     """Answers come by rank. The rank that dies is named with its signal, at once, and the one that waits is ended."""
     assert four.ask(f"{TASKS}:rank_and_sum") == [(rank, 10.0) for rank in range(4)]
     with pytest.raises(NotImplementedError, match="not here"):
-        four.ask(f"{TASKS}:refuse")
+        four.ask(f"{TASKS}:end", "has none")
     assert four.alive, "a question that does not apply ends nobody"
     end_of(four, "is killed", "rank 1 of 4 was killed by SIGKILL")
 

@@ -109,6 +109,8 @@ def test_rows_and_batches_decide_nothing(depth: int, dtype: torch.dtype) -> None
         for i in range(BATCHES):
             assert identical(torch.einsum("tk,k->t", matrices[i], vectors[i]), whole[i])
             assert identical(torch.mv(matrices[i], vectors[i]), whole[i])
+        if dtype == torch.float32:  # another order has other bits, which rounding to fewer may hide
+            assert not identical(products(matrices.flip(2), vectors.flip(1)), whole)
         expanded = torch.bmm(matrices, vectors[:1, :, None].expand(BATCHES, -1, -1))
         assert identical(expanded[0, :, 0].contiguous(), whole[0])
     assert "bmm" in block.coverage().replaced
@@ -134,16 +136,6 @@ def test_einsum_of_vectors_is_at_risk() -> None:
             torch.einsum("tk,nk->tn", matrices[0], matrices[1])
             torch.einsum("t k, k -> t", matrices[0], vectors[0])
         assert not block.coverage().at_risk
-
-
-def test_stock_depends_on_the_rows() -> None:
-    """Beside it, stock: some number of rows gives other bits, so the inputs show an order."""
-    matrices, vectors = operands(129, torch.float32)
-    whole = products(matrices, vectors)
-    parts = [products(matrices[:, :rows].contiguous(), vectors) for rows in ROWS]
-    if all(identical(part, whole[:, : part.shape[1]].contiguous()) for part in parts):
-        pytest.skip("this CPU's library takes one order at every number of rows")
-    assert len({part.shape[1] for part in parts}) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.bfloat16, torch.float16)], ids=str)

@@ -142,10 +142,10 @@ def test_quantized_weights_that_stay_are_told_as_they_are():
 def test_a_request_has_the_same_bits_in_any_batch(folders, how):
     """The whole model: FP8 layers are replaced and told; a request's logits do not follow the other requests."""
     model = fp8_model(folders[how])
-    ids = torch.randint(0, 4096, (5, 11), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 4096, (3, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), batch_invariant() as block:
         whole = model(ids).logits
-        assert identical(model(ids[3:4]).logits, whole[3:4])
+        assert identical(model(ids[2:]).logits, whole[2:])
     told = block.coverage()
     assert told.replaced["transformers FP8Linear"] == 2 * 28
     assert not [what for what in told.at_risk if "FP8" in what or "scaled" in what]
