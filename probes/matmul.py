@@ -334,7 +334,7 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, ane
         yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
     asked = options.inputs or ("bell", "integers")
     for kind in () if options.inputs else _OWN_NUMBERS:  # asked for by name, they have the sweep of their own
-        sizes = some(_FEWEST, min(largest, 33), options)
+        sizes = some(_FEWEST, min(largest, max(_FEW)), options)
         yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
     if "bell" in asked:  # a bias as large as what it is added to: dropped, shifted or rounded once more it shows
         sizes = sweep(largest, options, dense=True)
