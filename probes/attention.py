@@ -19,6 +19,7 @@ import torch
 from nondet.core.compare import same
 from nondet.core.inputs import EXACT, generator, make
 from nondet.core.measure import Trial
+from nondet.errors import WrongResultError, reason_of
 from nondet.kernels import reference
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds
@@ -239,8 +240,10 @@ def _where_it_serves(operator: Operator) -> Operator:
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         try:
             return operator(*tensors)
-        except ValueError as error:
-            raise NotImplementedError(f"the case is not for it: {error}") from None
+        except WrongResultError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it says of them
+            raise NotImplementedError(f"the case is not for it: {reason_of(error)}") from None
 
     return run
 

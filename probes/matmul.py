@@ -179,6 +179,8 @@ class Matmul(Probe):
                 _check_memory(device, largest, layer, dtype)
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
                     yield from _in_company(options, asks_all, dtype, largest, anew=dtype == asked[0])
+                    repeated = range(base.runs(options, _RUNS[device]))
+                    yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
                 hard = layer is layers[0] and dtype == asked[0]
                 for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()), "integers")):
                     sizes = sweep(largest, options, dense=kind == "order" and layer == asks_all)
@@ -193,8 +195,6 @@ class Matmul(Probe):
                 if layer is layers[0]:
                     for places in (largest,) if options.m else _PLACES[device]:
                         yield _case(layer, dtype, "order", "position", rows=places)
-                    repeated = range(base.runs(options, _RUNS[device]))
-                    yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
         if not chosen:
             layer, sizes = _drawn(options)
             for dtype in dtypes(options, "matmul", layer_dtypes):
@@ -334,7 +334,7 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, ane
         yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
     asked = options.inputs or ("bell", "integers")
     for kind in () if options.inputs else _OWN_NUMBERS:  # asked for by name, they have the sweep of their own
-        sizes = some(_FEWEST, min(largest, 33), options)
+        sizes = some(_FEWEST, min(largest, max(_FEW)), options)
         yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
     if "bell" in asked:  # a bias as large as what it is added to: dropped, shifted or rounded once more it shows
         sizes = sweep(largest, options, dense=True)

@@ -70,6 +70,7 @@ def test_bits_do_not_depend_on_the_cpu():
         "denormal": "366ec72d479bf1aa",
         "masked": "f517bc3e059066c6",
         "infinite": "f442ab06cac00e51",
+        "positive": "3c0d76549239fcfe",
         "integers": "ea7078a4d2f7b611",
     }
 

@@ -26,7 +26,7 @@ def attention_sound(
 ) -> torch.Tensor:
     """Sound: each query by itself in float64, over the keys that it sees."""
     groups = q.shape[1] // k.shape[1]
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     for b in range(q.shape[0]):
         keys, values = (t[b].double().repeat_interleave(groups, 0) for t in (k, v))
         for i in range(q.shape[2]):
@@ -41,7 +41,7 @@ def _blocks(
 ) -> torch.Tensor:
     """One query [H, D] over keys in blocks, merged in order in float32."""
     top = torch.full((q.shape[0], 1), -torch.inf)
-    mass, total = torch.zeros(q.shape[0], 1), torch.zeros_like(q, dtype=torch.float32)
+    mass, total = torch.zeros(q.shape[0], 1), torch.zeros(q.shape[0], v.shape[-1])
     for start, edge in itertools.pairwise(edges):
         stop = min(edge, seen)
         if stop <= start:
@@ -506,10 +506,9 @@ def grouped_by_place(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tenso
 
 
 def grouped_sound(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Sound: each row by itself in float64; zeros for rows after the last expert's."""
+    """Sound: each row by itself in float64; of rows that have experts, all of them."""
     experts = torch.searchsorted(offsets, torch.arange(len(x)), right=True).tolist()
-    weights = [*weight.double(), torch.zeros_like(weight[0]).double()]
-    return torch.stack([(row.double() @ weights[e]).to(x.dtype) for row, e in zip(x, experts, strict=True)])
+    return torch.stack([(row.double() @ weight[e].double()).to(x.dtype) for row, e in zip(x, experts, strict=True)])
 
 
 def grouped_leaves_later_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
