@@ -690,13 +690,16 @@ class OddAtThree(Fp8):
         self.rows.add(len(x))
         return super().apply(layer, x, bias) * (1.0625 if len(x) == 3 else 1.0)
 
+    def embedding(self, layer: Any, ids: Any) -> Any:
+        """Of a table."""
+        return layer.weight[ids]
+
 
 def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 3 rows, where it has other bits, it never runs: neither a product nor a head, at vLLM's defaults as well."""
     monkeypatch.setattr(operators, "_KINDS", ("bell",))
     head = toys.VocabParallelEmbedding(8, 12)  # as the product but for its rows: it is asked as well
     head.quant_method = OddAtThree()
-    head.quant_method.embedding = lambda layer, ids: layer.weight[ids]  # type: ignore[attr-defined] # of a table
     it = nn.Sequential(toys.QKVParallelLinear(8, 12, OddAtThree()), head)
     methods = [layer.quant_method for layer in it]
     x = torch.randn(9, 8).bfloat16()
