@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -724,6 +726,10 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
     operators.watch()
     with pytest.raises(UserError, match="1 layers said to be proven did not run by nondet's operators, the first 0"):
         worker.compile_or_warm_up_model()
+    kept = weakref.ref(head)
+    del it, head, layer, worker
+    gc.collect()
+    assert kept() is None  # an engine that ended in this process keeps no memory
 
 
 def test_a_kernel_that_gives_another_dtype_is_at_risk(toy: Toy) -> None:
