@@ -414,9 +414,9 @@ def prepare(arguments: Any) -> None:
     for name in ("rms_norm", "fused_add_rms_norm"):
         if any(_get(arguments, f"{place}ir_op_priority.{name}") for place in ("", "kernel_config.")):
             log(f"warning: --ir-op-priority {name} computes nothing here: norms are nondet's.")
-    # SiLU by ours, rotary by vLLM's own kernel: Inductor fuses nothing anew
+    # SiLU by ours, rotary and FP8's numbers by vLLM's own kernels: Inductor fuses nothing anew, nor in a kept kernel
     operators = arguments.compilation_config.custom_ops
-    for name in ("silu_and_mul", "rotary_embedding"):
+    for name in ("silu_and_mul", "rotary_embedding", "quant_fp8"):
         if not {f"+{name}", f"-{name}"} & set(operators):
             operators.append(f"+{name}")
     passes = arguments.compilation_config.pass_config

@@ -278,7 +278,7 @@ def test_the_configuration_says_what_the_plugin_needs(toy: Toy) -> None:
     arguments = toy["vllm.engine.arg_utils"].EngineArgs()
     arguments.create_engine_config()
     assert arguments.attention_backend is toys.AttentionBackendEnum.CUSTOM
-    assert arguments.compilation_config.custom_ops == ["+silu_and_mul", "+rotary_embedding"]
+    assert arguments.compilation_config.custom_ops == ["+silu_and_mul", "+rotary_embedding", "+quant_fp8"]
     # vLLM keys its compile cache on this; two states of the plugin must not share one
     assert arguments.additional_config == {"nondet": f"{plugin.VERSION} {plugin.sources()}"}
     # nothing is fused: vLLM's own fusions would take norms that are ours out of the compiled model
@@ -286,7 +286,7 @@ def test_the_configuration_says_what_the_plugin_needs(toy: Toy) -> None:
         "enable_qk_norm_rope_fusion": False, "fuse_norm_quant": False, "eliminate_noops": True,
     }  # fmt: skip
     arguments.create_engine_config()  # once more changes nothing
-    assert arguments.compilation_config.custom_ops == ["+silu_and_mul", "+rotary_embedding"]
+    assert arguments.compilation_config.custom_ops == ["+silu_and_mul", "+rotary_embedding", "+quant_fp8"]
 
 
 def test_steps_with_prompts_in_them_are_graphed(toy: Toy) -> None:
