@@ -672,12 +672,23 @@ def test_a_kernel_that_fails_is_not_said_to_give_other_bits(toy: Toy) -> None:
         loaded(toy, model(method=Failing()))
 
 
-def test_a_quantized_layer_whose_bits_depend_on_m_is_refused(toy: Toy) -> None:
-    """It parts at 32 rows, which is one of the graphs' sizes; at 33 no step of this configuration asks it."""
-    with pytest.raises(
-        UserError, match=r"2 layers are at risk, the first 0\.qkv .*by Fp8.*other bits at M=1 than at M=64"
-    ):
-        loaded(toy, model(method=Fp8(parts=32)))
+class OddFirst(Fp8):
+    """Of whatever rows the first has other bits."""
+
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        """By the place of a row, not by their number."""
+        out = super().apply(layer, x, bias)
+        out[0] *= 1.0625
+        return out
+
+
+def test_a_quantized_layer_whose_bits_depend_on_the_batch_is_refused(toy: Toy) -> None:
+    """On the number of rows from 32 on, which is one of the graphs' sizes, or on a row's place among them."""
+    for method in (Fp8(parts=32), OddFirst()):
+        with pytest.raises(
+            UserError, match=r"2 layers are at risk, the first 0\.qkv .*by \w+.*other bits at M=1 than at"
+        ):
+            loaded(toy, model(method=method))
 
 
 class OddAtThree(Fp8):
