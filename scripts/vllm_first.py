@@ -3,10 +3,9 @@ by `nondet gate` at its defaults. The stock server has to be shut out, the plugi
 
     python scripts/vllm_first.py OUT [bf16-stock|bf16-nondet|fp8-stock|fp8-nondet ...] [--model FOLDER] [--ranks N]
 
-One server at a time, since by default each takes nine tenths of a GPU. Answers in OUT are kept, so that a call that was
-cut off is made again as it was. Prints of each run what its start and its gate took, what the plugin and vLLM said of
-proofs, layers and memory, and whether it is as it has to be; exit code 1 where one is not. FP8 is a copy of the model
-with a scale a row (`scripts/fp8_model.py`), by default of the embedded one.
+One server at a time, since each takes nine tenths of a GPU. Answers in OUT are kept, so that a call that was cut off is
+made again as it was. Prints what each start and gate took, what plugin and vLLM said, and whether it is as it has to
+be; exit code 1 where one is not. FP8 is a copy of the model with a scale a row.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import sys
 import time
 import urllib.request
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def run(name: str, model: Path, out: Path, ranks: int) -> dict[str, Any]:
         port = free.getsockname()[1]
     url, plugin = f"http://127.0.0.1:{port}", name.endswith("nondet")
     own = {"NONDET_BATCH_INVARIANT": str(int(plugin)), "NONDET_COVERAGE": str(out / f"coverage-{name}.jsonl")}
-    own |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    own |= {} if find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # else vLLM does not start
     log, began = out / f"{name}.log", time.monotonic()
     found: dict[str, Any] = {"run": name, "model": model.name, "ranks": ranks}
     with log.open("wb") as said:

@@ -10,11 +10,11 @@ Norms: class "lanes" (`nondet.kernels.rows.cuda`), rounded once.
 Quantized layers keep their own kernel where it stands, in an operator as well (`OwnMethod`), and so is vLLM's sum over
 ranks kept: both at the same certified row counts and at no other. So few of them are proven whatever the largest step.
 
-An FP8 layer whose kernel does not stand gets class "chain-fp8" (`nondet.kernels.scaled`): activations
-quantized by vLLM's own kernels (a maximum over a row, or over 128 numbers of it, and then each number by itself: a row
-depends on itself alone), the product at certified row counts as plain ones are, and the whole of it asked for the same
-bits at each of these as at the largest. One scale for all activations of a step is the batch's by its meaning, and no
-product mends it: such a layer stays as it is, at risk.
+An FP8 layer whose kernel does not stand gets class "chain-fp8" (`nondet.kernels.scaled`): activations quantized by
+vLLM's own kernels (a maximum over a row, or over 128 numbers of it, and then each number by itself: a row depends on
+itself alone), the product at certified row counts as plain ones are, and the whole of it asked for the same bits at
+each of these as at the largest. One scale for all activations of a step is the batch's by its meaning, and no product
+mends it: such a layer stays as it is, at risk.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -44,6 +45,7 @@ _ALIGNED = 256  # bytes at which every allocation begins
 _counts: list[int] = []
 _met: set[int] | None = None  # addresses of the weights that operators ran with; None while nobody watches
 _bound: dict[tuple[Any, ...], Product] = {}
+_owners: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address of a weight -> the layer that keeps its kernel
 
 
 def row_counts(graphs: Sequence[int], tokens: int) -> list[int]:
@@ -222,9 +224,11 @@ def _quantized_by_vllm(
 def own_product(x: torch.Tensor, weight: torch.Tensor, width: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] -> [..., width] by the own kernel of the quantized layer that has this weight; see `keep_own`."""
     note(weight)
-    layer, method, most = _owners[weight.data_ptr()]
-    parts = x.reshape(-1, x.shape[-1]).split(most)  # a head meets more rows than requests where prompts have logprobs
-    made = [padded(lambda rows: method.apply(layer, rows, bias), part) for part in parts]
+    layer = _owners[weight.data_ptr()]
+    own: OwnMethod = layer.quant_method
+    # a head meets more rows than requests where prompts have logprobs
+    parts = x.reshape(-1, x.shape[-1]).split(own.most)
+    made = [padded(lambda rows: own.method.apply(layer, rows, bias), part) for part in parts]
     return (made[0] if len(made) == 1 else torch.cat(made)).view(*x.shape[:-1], width)
 
 
@@ -281,8 +285,6 @@ def certify_product(weight: torch.Tensor, bias: torch.Tensor | None, counts: Seq
 
 # A quantized layer keeps its own kernel, which is asked whether it is invariant: at each number of rows that it can
 # meet against itself at the largest, on ordinary and on hard inputs, its rows at the beginning and at the end of that.
-# address of a weight -> its layer, the method that it came with, and the largest number of rows that was proven
-_owners: dict[int, tuple[Any, Any, int]] = {}
 _KINDS = ("bell", "wide", "outlier", "cancel")
 
 
@@ -371,10 +373,16 @@ def _from(
 
 
 class OwnMethod:
-    """In the place of a quantized layer's method: that method, in an operator and at certified row counts."""
+    """In the place of a quantized layer's method: that method, in an operator and at certified row counts.
 
-    def __init__(self, method: Any, weight: str, width: int) -> None:
-        self.weight, self.width = weight, width
+    Args:
+        weight: The name of the parameter that the layer is found by.
+        width: Of what it gives.
+        most: The largest number of rows that was proven.
+    """
+
+    def __init__(self, method: Any, weight: str, width: int, most: int) -> None:
+        self.method, self.weight, self.width, self.most = method, weight, width, most
         if hasattr(method, "embedding"):
             self.embedding = method.embedding
 
@@ -401,9 +409,9 @@ def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
         made = method.apply(layer, torch.zeros(counts[0], width_of(layer), dtype=dtype, device=weight.device), None)
     if made.dtype != dtype:
         raise RuntimeError(f"it gives {made.dtype} for {dtype}")
-    _owners[weight.data_ptr()] = layer, method, counts[-1]
+    _owners[weight.data_ptr()] = layer
     vars(layer).pop("input_quant_key", None)  # else a kernel before it would hand it quantized numbers
-    layer.quant_method = OwnMethod(method, name, made.shape[-1])
+    layer.quant_method = OwnMethod(method, name, made.shape[-1], counts[-1])
 
 
 def width_of(layer: Any) -> int:

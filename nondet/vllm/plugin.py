@@ -414,9 +414,9 @@ def prepare(arguments: Any) -> None:
     for name in ("rms_norm", "fused_add_rms_norm"):
         if any(_get(arguments, f"{place}ir_op_priority.{name}") for place in ("", "kernel_config.")):
             log(f"warning: --ir-op-priority {name} computes nothing here: norms are nondet's.")
-    # SiLU by ours, rotary by vLLM's own kernel: Inductor fuses nothing anew
+    # SiLU by ours, rotary and FP8's numbers by vLLM's own kernels: Inductor fuses nothing anew, nor in a kept kernel
     operators = arguments.compilation_config.custom_ops
-    for name in ("silu_and_mul", "rotary_embedding"):
+    for name in ("silu_and_mul", "rotary_embedding", "quant_fp8"):
         if not {f"+{name}", f"-{name}"} & set(operators):
             operators.append(f"+{name}")
     passes = arguments.compilation_config.pass_config
@@ -774,8 +774,7 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
     _, tokens, requests = limits_of(config)
     known: dict[str, tuple[str, str]] = {}
 
-    def judged(layer: Any) -> tuple[str, str]:
-        met = rows_of(layer, counts, requests) or range(1, tokens + 1)
+    def judged(layer: Any, met: Sequence[int]) -> tuple[str, str]:
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         method: Any = getattr(layer, "quant_method", None)
 
@@ -803,9 +802,10 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
         parts = " ".join(
             f"{n}:{v if isinstance(v, int | str) else type(v).__name__}" for n, v in sorted(inside.items())
         )
-        words = f"{method.__qualname__} {parts} {shapes}"
+        met = rows_of(layer, counts, requests) or range(1, tokens + 1)
+        words = f"{method.__qualname__} {parts} {shapes} {met[-1]}"
         if words not in known:
-            known[words] = judged(layer)
+            known[words] = judged(layer, met)
         standing, why = known[words]
         kind = type(layer).__name__
         return Standing(name, f"{kind} by {method.__name__}" if quantized else kind, standing, why)
