@@ -26,6 +26,7 @@ from nondet.sampling.plan import Load, Request, Session
 from nondet.trace.align import first_guilty
 from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, find_layers, tensors_in
 from nondet.trace.search import (
+    AGREE,
     Site,
     culprit_sentence,
     least_site,
@@ -366,10 +367,14 @@ class VllmTrace:
                 self._run(arm, two)
                 title = {"alone": "solo", "in company": "loaded"}[name]
                 if same_records(one, two) is not None:
-                    note = f"arm {title}, repeated with the same batches, differs from itself"
-                    self._control("run to run", False, note)
-                    return self._verdict("run-to-run", notes=[note])
-                if [o.logprobs for o in bare.outcomes] != [o.logprobs for o in sessions[-1].outcomes]:
+                    return self._run_to_run(f"arm {title}, repeated with the same batches, differs from itself")
+                if _answers(bare) != _answers(sessions[-1]):
+                    # the first session in the process, or the capture: without it once more, as the capture had it?
+                    if _answers(self._run(arm)) == _answers(sessions[-1]):
+                        return self._run_to_run(
+                            f"arm {title}: its first session in this process differs from later ones with the same "
+                            "batches: what ran before decides, not the batch"
+                        )
                     note = f"the logprobs of arm {title} change when it is captured, so nothing else is reported"
                     self._control("capture", False, note)
                     return self._verdict("unknown", notes=[note])
@@ -380,17 +385,21 @@ class VllmTrace:
             self._control("run to run", True, f"each arm twice: all records of {rows} rows agree")
             target = self._arms[0][0].id
             request = self._chosen(*sessions)
-            site = least_site(coarse[0], coarse[1], (target, request)) if request else None
-            if not request:
+            names = [request] if request else [r.id for r in self._arms[1] if r.target]
+            sites = [least_site(coarse[0], coarse[1], (target, name)) for name in names]
+            site = min((s for s in sites if s is not None), key=lambda s: s.position, default=None)
+            if site is None and not request:
                 others = len(self._arms[1]) - 1
-                return self._verdict(
-                    "no divergence observed", notes=[f"tokens and logprobs agree, beside {others} other requests"]
-                )
+                return self._verdict("no divergence observed", notes=[f"{AGREE}, beside {others} other requests"])
             if site is None:
                 note = "hidden states and logits agree and logprobs do not: what differs is vLLM's own softmax"
                 return self._verdict("batch-dependent", [self._culprit((target, request), note=note)])
             self._say(f"the calls at position {site.position}, {place_of(site)}")
             return self._named(site)
+
+    def _run_to_run(self, note: str) -> TraceVerdict:
+        self._control("run to run", False, note)
+        return self._verdict("run-to-run", notes=[note])
 
     def _run(self, arm: Sequence[Request], looker: Looker | None = None) -> Session:
         session = self._engine.run(arm, self._load, looker=looker)
@@ -464,6 +473,10 @@ class VllmTrace:
         return TraceVerdict(
             finding=finding, culprits=[c.sentence for c in culprits], families=None, sentences=sentences, seconds=0.0
         )
+
+
+def _answers(session: Session) -> list[tuple[list[int], bytes]]:
+    return [(o.token_ids, o.logprobs) for o in session.outcomes]
 
 
 def _beside(looker: Fine) -> str:
