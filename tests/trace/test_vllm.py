@@ -17,8 +17,8 @@ from torch import nn
 from nondet.cli import main
 from nondet.core.records import Control, Culprit, TraceVerdict
 from nondet.core.runfile import read_run
-from nondet.sampling.plan import Load, Outcome, Request, Session, parse_load
-from nondet.trace.vllm import Part, VllmTrace, parts_of
+from nondet.sampling.plan import Load, Outcome, Request, Session, Span, parse_load
+from nondet.trace.vllm import VllmTrace, parts_of
 
 H, V, TOKENS = 16, 40, 6
 
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.cache: dict[str, torch.Tensor] = {}
-        self.step: list[Part] = []
+        self.step: list[Span] = []
         self.faulty = False
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Engine:
         ]
         return Session(outcomes=outcomes, steps=step, tokens=0, seconds=0.0)
 
-    def _step(self, parts: list[Part], texts: Any, done: Any, logprobs: Any) -> None:
+    def _step(self, parts: list[Span], texts: Any, done: Any, logprobs: Any) -> None:
         for layer in self.model.layers:
             layer.attn.step = parts
         ids = [i for p in parts for i in texts[p.request][p.first : p.first + p.rows]]
