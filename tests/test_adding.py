@@ -1,4 +1,4 @@
-"""docs/adding.md, tried: an operator and a backend are added to a copy of the package, and everything sees them."""
+"""docs/adding.md, tried: an operator with its backend is added to a copy of the package, and everything sees it."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ import torch
 from nondet.core.launch import note
 
 def fraction(x: torch.Tensor) -> torch.Tensor:
-    note("NAME")
+    note("fraction[mine]")
     return x - x.trunc()
 """
 TRY = """
-import json, sys
+import json
 import torch
 import nondet
 from nondet.cli import main
@@ -74,31 +74,17 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.core.launch import listen
 
 common = ["--device", "cpu", "--dtype", "float32"]
-commands = [
+codes = [main(argv) for argv in (
     ["probe", "fraction", *common, "--m", "8", "--impl", "by-batch", "--impl", "invariant", "--out", "p.jsonl"],
     ["bench", "fraction", *common, "--m", "1", "--m", "3", "--out", "b.jsonl"],
     ["certify", "fraction", *common, "--out", "c.jsonl"],
-]
-codes = [main(argv) for argv in commands if argv[0] in sys.argv]
+)]
 x = torch.randn(3, 5)
 with listen() as ran, torch.no_grad(), batch_invariant(["fraction"]) as block:
     fine = torch.equal(torch.frac(x), x - x.trunc())
 print(json.dumps({"at": nondet.__file__, "codes": codes, "fine": fine, "ran": list(ran),
                   "replaced": dict(block.coverage().replaced)}))
 """
-
-
-def tried(package: Path, at: Path, *commands: str) -> dict[str, object]:
-    """What the copy says of the operator, by these commands and in a block, in a process of its own."""
-    at.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(package), "NONDET_CACHE": str(at / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", TRY, *commands], cwd=at, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    assert str(said["at"]).startswith(str(package)), "another nondet was imported"
-    return said
 
 
 def statuses(run_file: Path, kind: str) -> dict[str, set[str]]:
@@ -112,49 +98,32 @@ def statuses(run_file: Path, kind: str) -> dict[str, set[str]]:
     return seen
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with a new operator: a folder, and one line in the registry."""
-    root = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "nondet", root / "nondet", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
-    folder = root / "nondet" / "kernels" / "fraction"
+def test_an_operator_is_a_folder_and_one_line(tmp_path: Path) -> None:
+    """Probe, bench, certify and batch_invariant() all see it and its backend; who minds the batch is caught by each."""
+    shutil.copytree(ROOT / "nondet", tmp_path / "nondet", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    folder = tmp_path / "nondet" / "kernels" / "fraction"
     folder.mkdir()
-    for name, text in (("operator", DECLARATION), ("functions", FUNCTIONS)):
+    for name, text in (("operator", DECLARATION), ("functions", FUNCTIONS), ("cpu", BACKEND)):
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    (folder / "cpu.py").write_text(BACKEND.replace("NAME", "fraction[first]"), encoding="utf-8")
-    registry = root / "nondet" / "core" / "registry.py"
+    registry = tmp_path / "nondet" / "core" / "registry.py"
     text = registry.read_text(encoding="utf-8")
     mark = "DECLARATIONS: tuple[str, ...] = (\n"
     assert text.count(mark) == 1
     line = '    "nondet.kernels.fraction.operator:FRACTION",\n'
     registry.write_text(text.replace(mark, mark + line), encoding="utf-8")
-    return root
-
-
-def test_an_operator_is_a_folder_and_one_line(package: Path, tmp_path: Path) -> None:
-    """Probe, bench, certify and batch_invariant() all see it; the kernel that minds its batch is caught by each."""
-    at = tmp_path / "operator"
-    said = tried(package, at, "probe", "bench", "certify")
+    (at := tmp_path / "here").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "NONDET_CACHE": str(at / "cache")}
+    command = [sys.executable, "-c", TRY]
+    done = subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["at"].startswith(str(tmp_path)), "another nondet was imported"
     assert said["codes"] == [0, 0, 0]
     probed = statuses(at / "p.jsonl", "row")
     assert "divergent" in probed["by-batch"]
     assert probed["invariant"] == {"identical"}
+    assert "fraction[mine]" in (at / "p.jsonl").read_text(encoding="utf-8")
     assert statuses(at / "b.jsonl", "cell") == {"stock": {"timed"}, "invariant": {"timed"}}
     assert statuses(at / "c.jsonl", "row") == {"by-batch": {"divergent"}, "invariant": {"identical"}}
     assert said["fine"] is True
-    assert (said["replaced"], said["ran"]) == ({"frac": 1}, ["fraction[first]"])
-
-
-def test_a_backend_is_a_file_and_its_line(package: Path, tmp_path: Path) -> None:
-    """Another file for the device and its line in the declaration: probes and batch_invariant() run it."""
-    folder = package / "nondet" / "kernels" / "fraction"
-    (folder / "other.py").write_text(BACKEND.replace("NAME", "fraction[second]"), encoding="utf-8")
-    declaration = folder / "operator.py"
-    text = declaration.read_text(encoding="utf-8")
-    try:
-        declaration.write_text(text.replace("fraction.cpu:fraction", "fraction.other:fraction"), encoding="utf-8")
-        said = tried(package, tmp_path / "backend", "probe")
-    finally:
-        declaration.write_text(text, encoding="utf-8")
-    assert said["ran"] == ["fraction[second]"]
-    assert "fraction[second]" in (tmp_path / "backend" / "p.jsonl").read_text(encoding="utf-8")
+    assert (said["replaced"], said["ran"]) == ({"frac": 1}, ["fraction[mine]"])

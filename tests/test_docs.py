@@ -136,15 +136,8 @@ def _counts(text: str) -> list[tuple[str, str, str]]:
 @pytest.fixture(scope="module")
 def probed() -> dict[str, list[tuple[str, str, str]]]:
     """Probe -> what its evidence comes to: [("stock", "19", "43"), ...]."""
-    runs = (
-        "h200/probes",
-        "cpu/probes",
-        "cpu/probe-all-reduce",
-        "cpu/probe-backward",
-        "cpu/probe-logits",
-        "cpu/probe-order",
-        "cpu/probe-scaled-matmul",
-    )
+    runs = ["h200/probes", "cpu/probes"]
+    runs += [f"cpu/probe-{name}" for name in ("all-reduce", "backward", "logits", "order", "scaled-matmul")]
     counts: dict[str, list[tuple[str, str, str]]] = {}
     for run in runs:
         for section in probe_sections(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
@@ -242,8 +235,7 @@ def test_the_map_names_what_is_there() -> None:
 
 # The notebook in the docs runs from scratch, and what it says comes out.
 
-DOCS_NOTEBOOK = Path(__file__).resolve().parent.parent / "docs"
-NOTEBOOK = DOCS_NOTEBOOK / "notebook.ipynb"
+NOTEBOOK = DOCS / "notebook.ipynb"
 
 
 def _text(cell: Any) -> str:
@@ -262,7 +254,7 @@ def executed() -> Any:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    places = {"metadata": {"path": str(DOCS_NOTEBOOK)}}
+    places = {"metadata": {"path": str(DOCS)}}
     return nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=places).execute()
 
 
@@ -375,36 +367,24 @@ def test_the_product_speaks_in_plain_words() -> None:
     assert unused == [], "kept for nothing"
 
 
-def test_templates_are_in_plain_words() -> None:
-    """What is written in them; what they are given is the modules'."""
-    for template in TEMPLATES:
-        text = re.sub(r"\{[{%#].*?[}%#]\}|<[^>]*>", " ", (ROOT / template).read_text(encoding="utf-8"), flags=re.DOTALL)
-        assert words_out(text) == []
-
-
 API = ["nondet/api.py", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "nondet" / "testing").glob("*.py"))]
 
 
-def test_docstrings_of_the_api_are_in_plain_words() -> None:
-    """help(nondet.load), and what an editor shows."""
+def test_what_else_is_shown_is_in_plain_words() -> None:
+    """Templates; docstrings of the API and of exported names, as help() shows them; what probes test."""
+    for template in TEMPLATES:
+        text = re.sub(r"\{[{%#].*?[}%#]\}|<[^>]*>", " ", (ROOT / template).read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert words_out(text) == []
     for module in API:
         found = docstrings((ROOT / module).read_text(encoding="utf-8"))
         assert [f"{module}:{line}: {use}" for line, text in found for use in words_out(text)] == []
-
-
-def test_docstrings_of_exported_names_are_in_plain_words() -> None:
-    """Wherever the name comes from: a docstring is in no digest."""
     for name in [name for name in nondet.__all__ if not name.startswith("_")]:
         assert words_out(prose(inspect.getdoc(getattr(nondet, name)) or "")) == []
-
-
-def test_what_probes_test_is_in_plain_words() -> None:
-    """As `nondet probe --help-all` shows it; every option's help is on docs/commands.md."""
     assert words_out("; ".join(text for _, text in PROBES.values())) == []
 
 
-def test_words_that_are_out_are_found() -> None:
-    """The list sees what it was made for."""
+def test_words_that_are_out_are_found_and_ordinary_ones_are_not() -> None:
+    """A part of a whole, a thing in place, a standalone page and code are left in peace."""
     for text in [
         "tokens and logprobs part under load",
         "stock parted in 6 of 28 cases",
@@ -416,10 +396,6 @@ def test_words_that_are_out_are_found() -> None:
         "the guilty operator",
     ]:
         assert words_out(text)
-
-
-def test_ordinary_words_are_not_found() -> None:
-    """A part of a whole, a thing in place, a standalone page and code are left in peace."""
     text = (
         "K in 1 to 16 parts; a part of its keys; written in place; what takes place; a standalone page; we ask again; "
         "compared with the first; prefill in parts at a time"

@@ -27,7 +27,6 @@ from nondet.embed import (
     rank_changes,
     vectors,
 )
-from nondet.errors import UserError
 from nondet.sampling.model import embedded_folder
 
 WORDS = "the cat sat on a mat while other cats ran over hills and far away from every dog in town".split()  # noqa: SIM905
@@ -209,24 +208,23 @@ def test_bad_input_is_one_line(
         assert (seen.err.count("\n"), seen.out, out.exists()) == (1, "", False)
 
 
-def test_an_encoders_weights_are_safetensors_too(folder: Path, tmp_path: Path) -> None:
-    """An index that names a pickle is refused, as for a model that generates."""
-    shutil.copytree(folder, tmp_path / "encoder")
-    (tmp_path / "encoder" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.bin"}}')
-    with pytest.raises(UserError, match=r"'x\.bin'"):
-        load_encoder(str(tmp_path / "encoder"), "float32", "cpu")
-
-
-def test_an_encoder_with_a_decoder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And so is one whose weights are missing."""
+def test_what_is_no_encoder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One with a decoder, one whose weights are missing, and one whose index names a pickle."""
     config = json.loads((folder / "config.json").read_text())
-    for change, word in (({"model_type": "t5", "architectures": ["T5Model"]}, "decoder"), ({}, "weights")):
-        where = tmp_path / word
-        where.mkdir()
-        (where / "config.json").write_text(json.dumps(config | change))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (where / name).write_bytes((folder / name).read_bytes())
-        (tmp_path / "texts.txt").write_text("a cat\na dog\n")
+    (tmp_path / "texts.txt").write_text("a cat\na dog\n")
+    for other, index, word in [
+        ({"model_type": "t5", "architectures": ["T5Model"]}, "", "an encoder with a decoder"),
+        (config, "", "weights"),
+        (config, '{"weight_map": {"a": "x.bin"}}', "'x.bin'"),
+    ]:
+        where = tmp_path / "encoder"
+        shutil.copytree(folder, where)
+        if index:
+            (where / "model.safetensors.index.json").write_text(index)
+        else:
+            (where / "model.safetensors").unlink()
+        (where / "config.json").write_text(json.dumps(other))
         command = ["embed", "--model", str(where), "--texts", str(tmp_path / "texts.txt"), "--device", "cpu"]
         assert main(command) == 2
         assert word in capsys.readouterr().err
+        shutil.rmtree(where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 from pathlib import Path
@@ -14,11 +15,12 @@ import pandas as pd
 import pytest
 
 from nondet.commands.report import report
+from nondet.core.records import Run
 from nondet.core.runfile import read_run, write_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
 from nondet.export.frames import KINDS, frame, kinds_of, only_kind
-from tests.build import sampled
+from tests.build import sampled, tiers
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 SOURCE = {
@@ -32,47 +34,40 @@ SOURCE = {
 }
 
 
-def test_every_figure_is_drawn_from_a_kept_run(tmp_path: Path) -> None:
+@functools.cache
+def kept(name: str) -> Run:
+    """The kept run of a figure, as it was read: a test that changes one reads it anew."""
+    return read_run(EVIDENCE / SOURCE[name])
+
+
+@pytest.mark.parametrize("name", tiers(["class-map", "training"], FIGURES))
+def test_every_figure_is_drawn_from_a_kept_run(name: str, tmp_path: Path) -> None:
     """With the GPU's name and the implementations as text; once more, it is the same bytes."""
-    for name in FIGURES:
-        runs = [read_run(EVIDENCE / SOURCE[name])]
-        assert name in figures_of(runs)
-        pictures = []
-        for attempt in ("first.svg", "second.svg")[: 1 + (name in ("class-map", "survival"))]:
-            save(draw(name, runs), tmp_path / attempt)
-            pictures.append((tmp_path / attempt).read_text(encoding="utf-8"))
-        assert pictures[0] == pictures[-1]
-        assert runs[0].header.environment["gpu" if runs[0].header.environment["gpu"] else "cpu"] in pictures[0]
-        assert "stock" in pictures[0]
+    run = kept(name)
+    assert name in figures_of([run])
+    pictures = []
+    for attempt in ("first.svg", "second.svg")[: 1 + (name in ("class-map", "survival"))]:
+        save(draw(name, [run]), tmp_path / attempt)
+        pictures.append((tmp_path / attempt).read_text(encoding="utf-8"))
+    assert pictures[0] == pictures[-1]
+    assert run.header.environment["gpu" if run.header.environment["gpu"] else "cpu"] in pictures[0]
+    assert "stock" in pictures[0]
 
 
-def test_the_class_map_has_a_lane_for_each_class() -> None:
-    """Four classes under stock and one under invariant: five lanes, split-K named."""
-    figure = draw("class-map", [read_run(EVIDENCE / SOURCE["class-map"])])
+def test_figures_show_what_their_runs_hold() -> None:
+    """Four classes under stock and one under invariant: five lanes, split-K named; a leaf for each completion."""
+    figure = draw("class-map", [kept("class-map")])
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert [n.split()[0] for n in names] == ["stock"] * 4 + ["invariant"]
     assert "splitKreduce" in names[0]
-
-
-def test_the_tree_has_a_leaf_for_each_completion() -> None:
-    """Six distinct completions, and their counts add up."""
-    figure = draw("tree", [read_run(EVIDENCE / SOURCE["tree"])])
-    counts = [int(t.get_text().replace(",", "")) for t in figure.axes[0].texts]
+    counts = [int(t.get_text().replace(",", "")) for t in draw("tree", [kept("tree")]).axes[0].texts]
     assert len(counts) == 6
     assert sum(counts) == 1000
 
 
-def test_hostile_names_do_not_reach_the_markup(tmp_path: Path) -> None:
-    """matplotlib escapes text, and $ in a name must not start mathematics."""
-    run = read_run(EVIDENCE / SOURCE["class-map"])
-    run.rows[:] = [msgspec.structs.replace(r, case=f"<script>$\\frac{{$</script>\x1b[31m{r.case}") for r in run.rows]
-    save(draw("class-map", [run]), tmp_path / "x.svg")
-    assert "<script>" not in (tmp_path / "x.svg").read_text(encoding="utf-8")
-
-
 def test_a_map_has_its_borders_where_the_run_has_them() -> None:
     """Two dtypes under two implementations; at K = 43 bfloat16 changes at M = 2, and invariant never does."""
-    figure = draw("map", [read_run(EVIDENCE / SOURCE["map"])])
+    figure = draw("map", [kept("map")])
     panels = {
         axis.get_title(loc="left").partition(",")[0] + axis.get_title(loc="left")[-13:]: axis for axis in figure.axes
     }
@@ -83,36 +78,36 @@ def test_a_map_has_its_borders_where_the_run_has_them() -> None:
     assert bars["stock: map of M x Kbfloat16, cpu"] == [(1, 1), (2, 31)]
     assert bars["invariant: map of M x Kbfloat16, cpu"] == [(1, 32)]
     with pytest.raises(UserError, match="no map of a product"):
-        draw("map", [read_run(EVIDENCE / SOURCE["class-map"])])
+        draw("map", [kept("class-map")])
 
 
-def test_every_svg_is_xml(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever a run's names hold (controls, half characters, U+FFFE), a parser takes the figure."""
-    for name in ["class-map", "speed", "tree"]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        bad = "".join(map(chr, (0, 1, 0x1B, 0x7F, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "]]>&<"
-        change, run = msgspec.structs.replace, read_run(EVIDENCE / SOURCE[name])
-        run.header.environment["gpu"] = bad
-        run.rows[:] = [
-            change(
-                r, impl=bad + r.impl, case=bad + r.case, varied=bad,
-                kernel_sets=[[bad + k for k in names] for names in r.kernel_sets],
-            )
-            for r in run.rows
-        ]  # fmt: skip
-        run.cells[:] = [
-            change(
-                c, case=bad, section=bad, group=bad + c.group, dtype=bad, axis=bad + c.axis,
-                shape={bad + k: v for k, v in c.shape.items()},
-                timed=[change(t, impl=t.impl + bad if t.impl == "invariant" else t.impl) for t in c.timed],
-            )
-            for c in run.cells
-            if c.section == run.cells[0].section
-        ]  # fmt: skip
-        run.completions[:] = [change(c, impl=bad) for c in run.completions]
-        save(draw(name, [run]), tmp_path / "x.svg")
-        root = ElementTree.parse(tmp_path / "x.svg").getroot()  # noqa: S314 - drawn a line above
-        assert "\ufffd\ufffd\ufffd]]>&<" in "".join(root.itertext())
+@pytest.mark.parametrize("name", tiers(["class-map", "tree"], ["speed"]))
+def test_every_svg_is_xml(name: str, tmp_path: Path) -> None:
+    """Whatever a run's names hold (tags, $, controls, half characters, U+FFFE), a parser takes the figure."""
+    bad = "".join(map(chr, (0, 1, 0x1B, 0x7F, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "]]>&<script>$\\frac{$</script>"
+    change, run = msgspec.structs.replace, read_run(EVIDENCE / SOURCE[name])
+    run.header.environment["gpu"] = bad
+    run.rows[:] = [
+        change(
+            r, impl=bad + r.impl, case=bad + r.case, varied=bad,
+            kernel_sets=[[bad + k for k in names] for names in r.kernel_sets],
+        )
+        for r in run.rows
+    ]  # fmt: skip
+    run.cells[:] = [
+        change(
+            c, case=bad, section=bad, group=bad + c.group, dtype=bad, axis=bad + c.axis,
+            shape={bad + k: v for k, v in c.shape.items()},
+            timed=[change(t, impl=t.impl + bad if t.impl == "invariant" else t.impl) for t in c.timed],
+        )
+        for c in run.cells
+        if c.section == run.cells[0].section
+    ]  # fmt: skip
+    run.completions[:] = [change(c, impl=bad) for c in run.completions]
+    save(draw(name, [run]), tmp_path / "x.svg")
+    root = ElementTree.parse(tmp_path / "x.svg").getroot()  # noqa: S314 - drawn a line above
+    assert "\ufffd\ufffd\ufffd]]>&<" in "".join(root.itertext())
+    assert "<script>" not in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
 def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -150,8 +145,6 @@ def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
 
 def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path) -> None:
     """The command: CSV and JSON read back by pandas, one line for what can't be done."""
-    import pandas as pd
-
     source = EVIDENCE / SOURCE["class-map"]
     report([source], [tmp_path / "rows.csv"])
     report([source], [tmp_path / "rows.json"])
@@ -186,42 +179,29 @@ def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> Non
 # Run files as pandas data frames: nothing lost, nothing filled in, columns that carry their units.
 
 
-@pytest.fixture(scope="module")
-def matmul():
-    """One layer's sweep over every M, measured on an H200."""
-    return read_run(EVIDENCE / "matmul-12288x4096.jsonl.gz")
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """The timed cells of the H200."""
-    return read_run(EVIDENCE / "bench.jsonl.gz")
-
-
-def test_rows_hold_what_the_run_holds(matmul) -> None:
-    """One line a row, in order, with its figures; what a row lacks stays NA."""
-    table = frame([matmul], "rows")
-    assert list(table["case"]) == [row.case for row in matmul.rows]
-    assert list(table["distinct"]) == [row.distinct for row in matmul.rows]
-    for line, row in zip(table.itertuples(), matmul.rows, strict=True):
-        if row.difference is None:
-            assert pd.isna(line.max_ulp)
-        else:
-            assert line.max_ulp == row.difference.max_ulp
+def test_rows_and_classes_hold_what_the_run_holds() -> None:
+    """One line a row, in order, with its figures; what a row lacks stays NA. Labels give the class sizes again."""
+    run = kept("class-map")
+    table = frame([run], "rows")
+    assert list(table["case"]) == [row.case for row in run.rows]
+    assert list(table["distinct"]) == [row.distinct for row in run.rows]
+    for line, row in zip(table.itertuples(), run.rows, strict=True):
+        assert pd.isna(line.max_ulp) if row.difference is None else line.max_ulp == row.difference.max_ulp
     assert set(table["gpu"]) == {"NVIDIA H200"}
-
-
-def test_classes_give_back_the_labels(matmul) -> None:
-    """A line for every value tried: grouping by label gives the class sizes again."""
-    table = frame([matmul], "classes")
-    row = next(r for r in matmul.rows if r.distinct == 4)
+    row = next(r for r in run.rows if r.distinct == 4)
+    table = frame([run], "classes")
     mine = table[(table["case"] == row.case) & (table["impl"] == row.impl)]
     assert mine["label"].value_counts().sort_index().tolist() == row.class_sizes
     assert mine["kernels"].str.contains("splitK").any()
+    assert kinds_of([run]) == ["rows", "classes"]
+    assert only_kind([run]) == "rows"
+    for kind, (columns, _) in KINDS.items():  # an empty frame still has the columns that code asks for
+        assert set(columns) <= set(frame([run], kind).columns)
 
 
-def test_cells_have_the_ratio_of_the_reports(bench) -> None:
+def test_cells_have_the_ratio_of_the_reports() -> None:
     """Best stock is 1 by definition, and invariant's ratio is the median of the pairs of replays."""
+    bench = kept("speed")
     table = frame([bench], "cells")
     cell = bench.cells[0]
     stock = min((t for t in cell.timed if t.impl.startswith("stock")), key=lambda t: t.median_us)
@@ -229,38 +209,26 @@ def test_cells_have_the_ratio_of_the_reports(bench) -> None:
     pairs = [theirs / mine for theirs, mine in zip(stock.samples_us, ours.samples_us, strict=True)]
     line = table[(table["case"] == cell.case) & (table["section"] == cell.section) & (table["impl"] == "invariant")]
     assert line["stock_over_impl"].iloc[0] == pytest.approx(median(pairs), rel=1e-12)
+    both = frame([kept("class-map"), bench], "rows")  # each line names its run, so a join is possible
+    assert both["run"].nunique() == 2
+    assert len(both) == len(kept("class-map").rows) + len(bench.rows)
 
 
-def test_frames_of_several_runs_stand_together(matmul, bench) -> None:
-    """Each line names its run, so a join is possible."""
-    table = frame([matmul, bench], "rows")
-    assert table["run"].nunique() == 2
-    assert len(table) == len(matmul.rows) + len(bench.rows)
-
-
-def test_every_kind_has_its_columns_even_when_empty(matmul) -> None:
-    """An empty frame still has the columns that code asks for."""
-    assert kinds_of([matmul]) == ["rows", "classes"]
-    assert only_kind([matmul]) == "rows"
-    for kind, (columns, _) in KINDS.items():
-        assert set(columns) <= set(frame([matmul], kind).columns)
-
-
-def test_an_unknown_kind_and_a_mixture_are_one_line(matmul, bench) -> None:
+def test_an_unknown_kind_and_a_mixture_are_one_line() -> None:
     """Nobody guesses which table was meant."""
     with pytest.raises(UnknownNameError, match="rows"):
-        frame([matmul], "row")
+        frame([kept("class-map")], "row")
     with pytest.raises(UserError, match="--records"):
-        only_kind([matmul, bench])
+        only_kind([kept("class-map"), kept("speed")])
 
 
 def test_arms_and_seeds_are_columns() -> None:
     """A server's arms and an axis's values tell completions apart; times are of answers that came."""
-    kept = EVIDENCE.parent
-    made = frame([read_run(kept / "servers" / "llamacpp" / "sample.jsonl.gz")], "completions")
+    folder = EVIDENCE.parent
+    made = frame([read_run(folder / "servers" / "llamacpp" / "sample.jsonl.gz")], "completions")
     assert set(made["arm"]) == {"solo", "cold", "warm", "chunked", "loaded"}
     assert (made["answer_s"] >= made["first_token_s"]).all()
     assert made["cached_tokens"].notna().all()
-    axes = read_run(kept / "cpu-xeon" / "axes.jsonl.gz")
+    axes = read_run(folder / "cpu-xeon" / "axes.jsonl.gz")
     values = frame([axes], "axis-values")
     assert set(values["arm"]) - {""} == set(frame([axes], "completions")["arm"]) == set(frame([axes], "rounds")["arm"])

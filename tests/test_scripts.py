@@ -25,22 +25,14 @@ def test_the_command_names_its_place(capsys: pytest.CaptureFixture[str]):
 
 
 def test_shapes_come_from_the_command_line_and_from_models():
-    """Each shape once, K by N, in the order asked for."""
+    """Each shape once, K by N, in the order asked for; what is none is refused with the form that is expected."""
     assert shapes_of(["64x32", "8x16", "64x32"], None, None) == [(64, 32), (8, 16)]
     assert (4096, 24576) in shapes_of(None, "qwen3-8b", None)
     assert shapes_of(["64x32"], "qwen3-8b", None)[0] == (64, 32)
-
-
-def test_a_shape_that_is_none_is_refused():
-    """With the form that is expected."""
     for text in ["64", "64*32", "0x8", "-4x8", "64x"]:
         with pytest.raises(UserError, match="4096x6144"):
             shapes_of([text], None, None)
-
-
-def test_nothing_to_tune_is_refused():
-    """Rather than measure for hours what nobody asked for."""
-    with pytest.raises(UserError, match="--preset"):
+    with pytest.raises(UserError, match="--preset"):  # rather than measure for hours what nobody asked for
         shapes_of(None, None, None)
 
 
@@ -95,25 +87,16 @@ def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pyt
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def script(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", f"scripts/serve_{name}.sh", *options],
-        cwd=ROOT,
-        env={**os.environ, "NONDET_SERVERS": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+def script(name: str, folder: Path, *options: str) -> int:
+    """Its exit code."""
+    command, environment = ["bash", f"scripts/serve_{name}.sh", *options], {**os.environ, "NONDET_SERVERS": str(folder)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False, timeout=60).returncode
 
 
-def test_asking_and_ending_start_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_asking_and_ending_start_nothing(tmp_path: Path) -> None:
     """Without a server, --url fails and --stop has nothing to do; neither sets an environment up."""
     for name in ["vllm", "llamacpp", "transformers"]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        assert script(name, tmp_path, "--url").returncode == 1
-        assert script(name, tmp_path, "--stop").returncode == 0
-        assert script(name, tmp_path, "--sotp").returncode == 2
+        assert [script(name, tmp_path, option) for option in ("--url", "--stop", "--sotp")] == [1, 0, 2]
         assert list(tmp_path.iterdir()) == []
 
 
@@ -122,8 +105,8 @@ def test_a_process_that_took_an_old_number_is_not_ended(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         try:
             (tmp_path / "vllm.pid").write_text(f"{other.pid} 1\n", encoding="ascii")
-            assert script("vllm", tmp_path, "--url").returncode == 1
-            assert script("vllm", tmp_path, "--stop").returncode == 0
+            assert script("vllm", tmp_path, "--url") == 1
+            assert script("vllm", tmp_path, "--stop") == 0
             assert other.poll() is None
         finally:
             other.kill()

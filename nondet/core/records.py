@@ -1164,8 +1164,7 @@ class RunChecks:
 
     def __init__(self, header: Header) -> None:
         self._keys: set[tuple[str, ...]] = set()
-        prompts = header.plan.get("prompts")
-        self._prompts = len(prompts) if isinstance(prompts, list) else 0
+        self._prompts = len(prompts) if isinstance(prompts := header.plan.get("prompts"), list) else 0
         self._ends: dict[tuple[str, int], int] = {}
         self._steps = 0
         self._finished: Counter[tuple[str, int]] = Counter()
@@ -1176,7 +1175,8 @@ class RunChecks:
         """The plan is shaped as one. Raises ContradictionError."""
         _tree("plan", header.plan)
         _tree("environment", header.environment)
-        prompts = header.plan.get("prompts", [])
+        prompts, cut = header.plan.get("prompts", []), header.plan.get("cut", 0)
+        _need(header.command != "embed" or type(cut) is int, "plan.cut", "is no number of texts")
         _need(isinstance(prompts, list), "plan.prompts", "is no list")
         for prompt in prompts:
             fits = isinstance(prompt, dict) and isinstance(prompt.get("text"), str)

@@ -40,11 +40,7 @@ from nondet.endpoint.traffic import play, run, served_of
 from nondet.errors import ServerStoppedError, UnrecordableError, UserError, one_line
 
 _KEY_HINT = "Put its key into NONDET_API_KEY, or name its variable with --key-env."
-_HINTS = {
-    "connect": "Is it running, and is that its address?",
-    "http-401": _KEY_HINT,
-    "http-403": _KEY_HINT,
-}
+_HINTS = {"connect": "Is it running, and is that its address?", "http-401": _KEY_HINT, "http-403": _KEY_HINT}
 
 
 def refused(url: str, model: str, answer: Answer, listed: Sequence[str]) -> UserError:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -152,6 +152,16 @@ def find_layers(model: Any) -> list[tuple[str, Any]]:
     )
 
 
+def modules_of(model: Any, region: str) -> list[tuple[str, Any]]:
+    """The modules of a region by their paths: of a layer by its number, with itself; else all outside of the layers."""
+    layers = find_layers(model)
+    if region.isdigit():
+        path = layers[int(region)][0]
+        return [(p, m) for p, m in model.named_modules() if p == path or p.startswith(f"{path}.")]
+    among = layers[0][0].rsplit(".", 1)[0]
+    return [(p, m) for p, m in model.named_modules() if p and not p.startswith(among)]
+
+
 def window_of(model: Any, layer: int) -> int | None:
     """The sliding window of that layer as the engine's cache keeps it, or None."""
     config = model.config.get_text_config()
@@ -208,32 +218,8 @@ Hashes = npt.NDArray[np.int64]
 _MOST_HASHES = 2**26
 
 
-class Records(Protocol):
-    """What a coarse pass has kept of a session."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """What is hashed at each position, in the order of computation: "input", "3.k", "3.v", "3.out", ..."""
-
-    @property
-    def rows(self) -> Mapping[Owner, Hashes]:
-        """(request, position) -> one hash for each name."""
-
-    @property
-    def logits(self) -> Mapping[Owner, int]:
-        """(request, position) -> hash of the logits there."""
-
-    @property
-    def foreign(self) -> Mapping[str, Mapping[int, set[Owner]]]:
-        """Request -> position -> who else wrote what that request read there."""
-
-
-class CoarseCapture:
-    """A watcher that keeps hashes.
-
-    Args:
-        last: The position after which the session may end; None to look on until its end.
-        sharing: Whether requests share cached pages; then who wrote what is followed.
+class RowHashes:
+    """What a coarse pass keeps of a session, step by step. Who uses it says which rows are whose.
 
     Attributes:
         names: What is hashed at each position, in the order of computation: "input", "3.k", "3.v", "3.out", ...
@@ -243,16 +229,52 @@ class CoarseCapture:
         full: Whether a limit stopped the keeping of hashes.
     """
 
-    def __init__(self, request: str, last: int | None = None, *, sharing: bool = True) -> None:
-        self.request, self.last, self.sharing = request, last, sharing
+    def __init__(self) -> None:
         self.names: list[str] = []
         self.rows: dict[Owner, Hashes] = {}
         self.logits: dict[Owner, int] = {}
         self.foreign: dict[str, dict[int, set[Owner]]] = {}
         self.full = False
         self._kept = 0
-        self._step: list[tuple[str, torch.Tensor]] = []
-        self._indices: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._step: dict[str, torch.Tensor] = {}
+
+    def note(self, name: str, *tensors: torch.Tensor) -> None:
+        """Tensors [rows, ...] of the step under way, under one name."""
+        for tensor in tensors:
+            hashes = row_hashes(tensor.detach())
+            self._step[name] = self._step[name] * 31 + hashes if name in self._step else hashes
+
+    def keep(self, spans: Sequence[Span], *others: torch.Tensor) -> list[Hashes]:
+        """A step is over, whose rows are those of `spans`: one copy to the host, of the other integers as well."""
+        names, tensors = list(self._step), [*self._step.values(), *others]
+        self._step = {}
+        pieces = np.split(torch.cat(tensors).cpu().numpy(), np.cumsum([len(t) for t in tensors])[:-1])
+        self.names = self.names or names
+        if names != self.names:
+            raise RuntimeError(f"a step computed {names[:4]}..., another one {self.names[:4]}...: no common records")
+        table = np.stack(pieces[: len(names)], axis=1)  # [rows, names]
+        self._kept += table.size
+        self.full = self.full or self._kept > _MOST_HASHES
+        start = 0
+        for span in spans:
+            for offset in range(0 if self.full else span.rows):
+                self.rows[span.request, span.first + offset] = table[start + offset].copy()
+            start += span.rows
+        return pieces[len(names) :]
+
+
+class CoarseCapture(RowHashes):
+    """A watcher that keeps hashes.
+
+    Args:
+        last: The position after which the session may end; None to look on until its end.
+        sharing: Whether requests share cached pages; then who wrote what is followed.
+    """
+
+    def __init__(self, request: str, last: int | None = None, *, sharing: bool = True) -> None:
+        super().__init__()
+        self.request, self.last, self.sharing = request, last, sharing
+        self._indices: tuple[torch.Tensor, ...] = ()
         self._slots: dict[int, Owner] = {}
         self.done = False
         self._log: StepLog
@@ -277,19 +299,19 @@ class CoarseCapture:
             yield
 
     def _begin(self, _module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        self._step.clear()
+        self._step = {}
         self._positions = kwargs["position_ids"]
         read, write = kwargs["read_index"], kwargs["write_index"]
-        self._indices = (read[0], write[0]) if self._shared else None
+        self._indices = (read[0], write[0]) if self._shared else ()
 
     def _input(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        self._step.append(("input", row_hashes(_rows(hidden, "the first layer's input"))))
+        self.note("input", _rows(hidden, "the first layer's input"))
 
     def _output(self, layer: int) -> Callable[..., None]:
         def hook(_module: Any, _args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            self._step.append((f"{layer}.out", row_hashes(_rows(hidden, f"layer {layer}'s output"))))
+            self.note(f"{layer}.out", _rows(hidden, f"layer {layer}'s output"))
 
         return hook
 
@@ -297,40 +319,27 @@ class CoarseCapture:
         @functools.wraps(update)
         def run(*args: Any, **kwargs: Any) -> Any:
             for name, states in (("k", kwargs["key_states"]), ("v", kwargs["value_states"])):
-                rows = states[0].transpose(0, 1)  # [1, Hkv, T, D] -> [T, Hkv, D]
-                self._step.append((f"{kwargs['layer_idx']}.{name}", row_hashes(rows)))
+                self.note(f"{kwargs['layer_idx']}.{name}", states[0].transpose(0, 1))  # [1, Hkv, T, D] -> [T, Hkv, D]
             return update(*args, **kwargs)
 
         return run
 
     def _end(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        names = [name for name, _ in self._step]
-        parts = [*(h for _, h in self._step), self._positions[0].to(torch.int64)]
-        parts.append(row_hashes(requested_logits(kwargs, output)))
-        parts += [x.to(torch.int64) for x in self._indices or ()]
-        pieces = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([len(p) for p in parts])[:-1])
-        self.names = self.names or names
-        if names != self.names:
-            raise RuntimeError(f"a step computed {names[:4]}..., another one {self.names[:4]}...: no common records")
-        table = np.stack(pieces[: len(names)], axis=1)  # [rows, names]
-        positions, logits = pieces[len(names)], pieces[len(names) + 1]
+        wanted = (self._positions[0], row_hashes(requested_logits(kwargs, output)), *self._indices)
+        positions, logits, *indices = self.keep(self._log.pack, *(x.to(torch.int64) for x in wanted))
         start, predicted = 0, 0
         for span in self._log.pack:
-            rows = slice(start, start + span.rows)
-            if positions[rows].tolist() != list(range(span.first, span.first + span.rows)):
+            end = span.first + span.rows
+            if positions[start : start + span.rows].tolist() != list(range(span.first, end)):
                 raise RuntimeError(f"the rows of {span.request} are not where the schedule says")
-            self._kept += table[rows].size
-            self.full = self.full or self._kept > _MOST_HASHES
-            for offset in range(0 if self.full else span.rows):
-                self.rows[span.request, span.first + offset] = table[start + offset].copy()
             if span.new:
-                self.logits[span.request, span.first + span.rows - 1] = int(logits[predicted])
+                self.logits[span.request, end - 1] = int(logits[predicted])
                 predicted += 1
             start += span.rows
-            if span.request == self.request and self.last is not None and span.first + span.rows > self.last:
+            if span.request == self.request and self.last is not None and end > self.last:
                 self.done = True
-        if self._indices is not None:
-            self._note_owners(pieces[-2], pieces[-1])
+        if indices:
+            self._note_owners(*indices)
 
     def _note_owners(self, read: Hashes, write: Hashes) -> None:
         """Who wrote what each request reads: its own rows first, then whatever its pages hold."""
@@ -442,25 +451,18 @@ class FineCapture:
                 if end is not None:
                     stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
 
-            self._window: int | None = None
-            if self.region.isdigit():
-                path, layer = layers[int(self.region)]
-                self._window = window_of(model, int(self.region))
-                hook(layer, begin=self._begin)
-                inside = [m for p, m in model.named_modules() if p.startswith(f"{path}.")] + [layer]
+            layer = layers[int(self.region)][1] if self.region.isdigit() else None
+            self._window = None if layer is None else window_of(model, int(self.region))
+            if self.region != "head":
+                hook(model if layer is None else layer, begin=self._begin)
             else:
-                among = layers[0][0].rsplit(".", 1)[0]
-                inside = [m for p, m in model.named_modules() if p and not p.startswith(among)]
-                if self.region == "embedding":
-                    hook(model, begin=self._begin)
-                    hook(layers[0][1], begin=self._end)
-                else:
-                    hook(layers[-1][1], end=self._begin)
-                    hook(model, end=self._end)
-            for module in inside:
+                hook(layers[-1][1], end=self._begin)
+            for _, module in modules_of(model, self.region):
                 hook(module, begin=self._enter, end=self._leave)
-            if self.region.isdigit():
-                hook(layer, end=self._end)
+            if self.region == "embedding":
+                hook(layers[0][1], begin=self._end)
+            else:
+                hook(model if layer is None else layer, end=self._end)
             stack.enter_context(wrapped_cache_update(self._wrap_update))
             stack.enter_context(wrapped_attention(self._attention))
             yield

@@ -91,10 +91,7 @@ class RecordedCall:
         return self.part(out, self.row if place is None else place, columns)
 
     def prepared(
-        self,
-        rows: Sequence[int] | None = None,
-        columns: Sequence[int] | None = None,
-        change: Change | None = None,
+        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
     ) -> Callable[[], Any]:
         """The same call, its tensors selected already: what runs when it is called is the operator alone.
 
@@ -228,27 +225,15 @@ def exact(b: RecordedCall, name: str) -> Replay:
 
 
 _REPEATS = 50
-_FAMILY_OF = {
-    "linear": "matmul",
-    "matmul": "matmul",
-    "bmm": "matmul",
-    "mm": "matmul",
-    "addmm": "matmul",
-    "baddbmm": "matmul",
-    "scaled_dot_product_attention": "attention",
-    "attention": "attention",
-    "softmax": "softmax",
-    "log_softmax": "softmax",
-    "logsumexp": "softmax",
-    "mean": "norm",
-    "rms_norm": "norm",
-    "layer_norm": "norm",
-    "sum": "reduction",
-    "silu": "pointwise",
-    "gelu": "pointwise",
-    "sigmoid": "pointwise",
-    "rsqrt": "pointwise",
+_CALLS = {
+    "matmul": ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm"),
+    "attention": ("scaled_dot_product_attention", "attention"),
+    "softmax": ("softmax", "log_softmax", "logsumexp"),
+    "norm": ("mean", "rms_norm", "layer_norm"),
+    "reduction": ("sum",),
+    "pointwise": ("silu", "gelu", "sigmoid", "rsqrt"),
 }
+_FAMILY_OF = {call: family for family, calls in _CALLS.items() for call in calls}
 
 
 def replays(

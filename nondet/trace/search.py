@@ -26,7 +26,7 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
 from nondet.trace.align import Finding, Pair, first_guilty, select
-from nondet.trace.capture import CoarseCapture, FineCapture, Owner, Records, Sizes, StepRecord
+from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes, Sizes, StepRecord
 from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
 
 
@@ -124,7 +124,7 @@ class Site:
         return {"input": "embedding", "logits": "head"}.get(self.record, self.record.partition(".")[0])
 
 
-def same_records(a: Records, b: Records) -> Owner | None:
+def same_records(a: RowHashes, b: RowHashes) -> Owner | None:
     """The first (request, position) whose records differ between two sessions of one arm; None where none does."""
     for owner in sorted(a.rows.keys() | b.rows.keys(), key=lambda o: (o[1], o[0])):
         one, two = a.rows.get(owner), b.rows.get(owner)
@@ -133,7 +133,7 @@ def same_records(a: Records, b: Records) -> Owner | None:
     return None
 
 
-def least_site(a: Records, b: Records, requests: tuple[str, str], last: int | None = None) -> Site | None:
+def least_site(a: RowHashes, b: RowHashes, requests: tuple[str, str], last: int | None = None) -> Site | None:
     """The least position where a record of the arms differs, and there the record that is computed first.
 
     A position's records are its own, and those of everybody who wrote keys and values that the request read there:
@@ -162,14 +162,13 @@ def least_site(a: Records, b: Records, requests: tuple[str, str], last: int | No
     return None
 
 
-def _records(capture: Records, request: str, position: int) -> list[Owner]:
+def _records(capture: RowHashes, request: str, position: int) -> list[Owner]:
     """Whose rows stand for this position: its own first."""
-    own: Iterable[Owner] = [(request, position)] if (request, position) in capture.rows else []
-    others: Mapping[int, set[Owner]] = capture.foreign.get(request, {})
-    return [*own, *sorted(o for o in others.get(position, ()) if o in capture.rows)]
+    others = capture.foreign.get(request, {}).get(position, set())
+    return [owner for owner in ((request, position), *sorted(others)) if owner in capture.rows]
 
 
-def _first_unequal(a: Records, b: Records, one: Owner, two: Owner, *, foreign: bool) -> str | None:
+def _first_unequal(a: RowHashes, b: RowHashes, one: Owner, two: Owner, *, foreign: bool) -> str | None:
     differs = a.rows[one] != b.rows[two]
     names = [name for name, apart in zip(a.names, differs, strict=True) if apart]
     if foreign and not any(name.endswith((".k", ".v")) for name in names):

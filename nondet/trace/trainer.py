@@ -13,19 +13,25 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from nondet.core.compare import row_hashes
 from nondet.core.records import Difference
 from nondet.sampling.plan import Span, Watcher
 from nondet.trace.align import Finding, first_guilty
-from nondet.trace.capture import CoarseCapture, FineCapture, Sizes, Slot, StepRecord, find_layers, wrapped_attention
+from nondet.trace.capture import (
+    CoarseCapture,
+    FineCapture,
+    RowHashes,
+    Sizes,
+    Slot,
+    StepRecord,
+    find_layers,
+    wrapped_attention,
+)
 from nondet.trace.replays import families_for
 from nondet.trace.search import Site, least_site, same_records
 
 Run = Callable[[Watcher], object]
-Hashes = dict[str, dict[str, torch.Tensor]]  # request -> record -> hashes [length] of its positions
 
 
 class Row(NamedTuple):
@@ -120,15 +126,14 @@ def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
     return place
 
 
-def _coarse(model: Any, batches: Sequence[Batch]) -> CoarseCapture:
+def _coarse(model: Any, batches: Sequence[Batch]) -> RowHashes:
     """The trainer's records, under the engine's names."""
-    capture, seen = CoarseCapture("", sharing=False), Hashes()
+    records = RowHashes()
     layers = [layer for _, layer in find_layers(model)]
     rows: Mapping[str, Row] = {}
 
     def note(name: str, tensor: torch.Tensor) -> None:
-        for request, row in rows.items():
-            seen.setdefault(request, {})[name] = row_hashes(row.of(tensor))
+        records.note(name, torch.cat([row.of(tensor) for row in rows.values()]))
 
     def keys(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -156,14 +161,11 @@ def _coarse(model: Any, batches: Sequence[Batch]) -> CoarseCapture:
         for batch in batches:
             rows = batch.rows
             batch.forward()
-    for request, hashes in seen.items():
-        logits = hashes.pop("logits", None)  # none where the trainer computes them past the model, in another format
-        capture.names = list(hashes)
-        table = torch.stack([*hashes.values()], 1).cpu().numpy().astype(np.int64)
-        capture.rows |= {(request, position): hashed for position, hashed in enumerate(table)}
-        if logits is not None:
-            capture.logits |= {(request, position): int(hashed) for position, hashed in enumerate(logits.cpu())}
-    return capture
+            records.keep([Span(request, 0, row.length, True) for request, row in rows.items()])
+    if "logits" in records.names:  # not where the trainer computes them past the model, in another format
+        place = records.names.index("logits")
+        records.logits = {owner: int(hashes[place]) for owner, hashes in records.rows.items()}
+    return records
 
 
 class _Trainer(FineCapture):

@@ -12,27 +12,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nondet.core.compare import first_difference, memory_of, row_hashes
 from nondet.core.records import Control, Culprit, Record, TraceVerdict
 from nondet.errors import EngineStoppedError
-from nondet.sampling.plan import Load, Request, Session
+from nondet.sampling.plan import Load, Request, Session, Span
 from nondet.trace.align import first_guilty
-from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, find_layers, tensors_in
-from nondet.trace.search import (
-    Site,
-    culprit_sentence,
-    least_site,
-    place_of,
-    same_records,
-    verdict_sentences,
+from nondet.trace.capture import (
+    Event,
+    EventKey,
+    RowHashes,
+    Sizes,
+    Slot,
+    StepRecord,
+    find_layers,
+    modules_of,
+    tensors_in,
 )
+from nondet.trace.search import AGREE, Site, culprit_sentence, least_site, place_of, same_records, verdict_sentences
 from nondet.vllm.engine import VllmEngine
 
 _MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, a KV cache is none; prefills that are named
@@ -40,15 +42,7 @@ _CUT = Sizes(-1, -1, -1)  # every tensor was cut to the position's rows: no axis
 _ATTENTION = "Attention"  # the class of vLLM's attention layer, whose inputs are query, key and value
 
 
-class Part(NamedTuple):
-    """One request's rows of a step: from position `first` on."""
-
-    request: str
-    first: int
-    rows: int
-
-
-def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Part]:
+def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Span]:
     """Who is in the step under way, in the order of its rows.
 
     Args:
@@ -57,7 +51,7 @@ def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Part]:
     """
     whole = getattr(batch, "num_computed_tokens_np", None)
     computed = batch.num_computed_tokens_cpu if whole is None else whole
-    return [Part(r, int(computed[i]), counts[r]) for i, r in enumerate(batch.req_ids) if r in counts]
+    return [Span(r, int(computed[i]), counts[r], True) for i, r in enumerate(batch.req_ids) if r in counts]
 
 
 @contextmanager
@@ -92,29 +86,20 @@ class Looker:
             self.put(runner.get_model(), lambda: parts_of(batch(), taken[-1].num_scheduled_tokens), stack)
             yield
 
-    def put(self, model: Any, parts: Callable[[], list[Part]], stack: ExitStack) -> None:
+    def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """Put the hooks in place; the stack takes them away."""
         raise NotImplementedError
 
 
-class Coarse(Looker):
-    """Hashes of each row of a step, under (request, position).
-
-    Attributes:
-        names: "input", "0.k", "0.v", "0.out", ... in the order of computation.
-        rows: (request, position) -> a hash for each name.
-        logits: (request, position) -> hash of the logits there.
-    """
+class Coarse(RowHashes, Looker):
+    """Hashes of each row of a step; no prefix is cached, so that each row is its request's own."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        self.rows: dict[tuple[str, int], np.ndarray] = {}
-        self.logits: dict[tuple[str, int], int] = {}
-        self.foreign: dict[str, dict[int, set[tuple[str, int]]]] = {}  # no prefix is cached
+        super().__init__()
+        self._spans: list[Span] = []
 
-    def put(self, model: Any, parts: Callable[[], list[Part]], stack: ExitStack) -> None:
+    def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the model, its layers, their attention, and what makes logits."""
-        hasher = _Hasher(self, parts)
 
         def hook(module: Any, before: Any = None, after: Any = None) -> None:
             if before is not None:
@@ -123,46 +108,34 @@ class Coarse(Looker):
                 stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
 
         layers = find_layers(model)
-        hook(model, hasher.begin, hasher.end)
-        hook(layers[0][1], hasher.given("input"))
+        hook(model, lambda _, args, kwargs: self._begin(parts(), args, kwargs), self._end)
+        hook(layers[0][1], self._given("input"))
         for i, (path, layer) in enumerate(layers):
-            hook(layer, after=lambda _m, _a, _k, out, i=i: hasher.note(f"{i}.out", *_floats(out)))
+            hook(layer, after=lambda _m, _a, _k, out, i=i: self.note(f"{i}.out", *self._floats(out)))
             for name, inner in model.named_modules():
                 if name.startswith(f"{path}.") and type(inner).__name__ == _ATTENTION:
-                    hook(inner, hasher.given(f"{i}.q", f"{i}.k", f"{i}.v"))
+                    hook(inner, self._given(f"{i}.q", f"{i}.k", f"{i}.v"))
         for _, module in model.named_modules():
             if type(module).__name__ == "LogitsProcessor":
-                hook(module, after=hasher.logits)
+                hook(module, after=self._logits)
 
-
-class _Hasher:
-    """Hashes what hooks are given, step by step, into a coarse pass."""
-
-    def __init__(self, looker: Coarse, parts: Callable[[], list[Part]]) -> None:
-        self._looker, self._parts = looker, parts
-        self._seen: dict[str, torch.Tensor] = {}
-        self._step: list[Part] = []
-
-    def begin(self, _module: Any, args: Any, kwargs: Any) -> None:
-        """A step begins."""
-        self._seen.clear()
-        self._step = self._parts()
+    def _begin(self, step: list[Span], args: Any, kwargs: Any) -> None:
+        self._step, self._spans = {}, step
         positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
-        wanted = [p for part in self._step for p in range(part.first, part.first + part.rows)]
+        wanted = [p for span in step for p in range(span.first, span.first + span.rows)]
         if positions is None or positions.dim() != 1 or positions[: len(wanted)].tolist() != wanted:
             raise RuntimeError("the rows of a step are not where vLLM's schedule says")
 
-    def note(self, name: str, *tensors: torch.Tensor) -> None:
-        """Tensors [tokens, ...] under one name: a hash of each row of all of them."""
-        for place, tensor in enumerate(tensors):
-            hashes = row_hashes(tensor.detach()[: sum(part.rows for part in self._step)])
-            self._seen[name] = self._seen[name] * 31 + hashes if place else hashes
+    def _floats(self, value: Any) -> list[torch.Tensor]:
+        """The step's rows of the tensors in arguments or results."""
+        rows = sum(span.rows for span in self._spans)
+        return [tensor[:rows] for _, tensor in tensors_in(value) if tensor.is_floating_point()]
 
-    def given(self, *names: str) -> Callable[..., None]:
+    def _given(self, *names: str) -> Callable[..., None]:
         """What a module is given: each tensor under its name, or all under the only one."""
 
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
-            tensors = _floats([args, kwargs])
+            tensors = self._floats([args, kwargs])
             if len(names) == 1:
                 self.note(names[0], *tensors)
             for name, tensor in zip(names, tensors, strict=False) if len(names) > 1 else ():
@@ -170,25 +143,14 @@ class _Hasher:
 
         return hook
 
-    def end(self, *_: Any) -> None:
-        """A step is over."""
-        looker, start = self._looker, 0
-        looker.names = looker.names or list(self._seen)
-        table = torch.stack([self._seen[name] for name in looker.names], 1).cpu().numpy()
-        for part in self._step:
-            for offset in range(part.rows):
-                looker.rows[part.request, part.first + offset] = table[start + offset].copy()
-            start += part.rows
+    def _end(self, *_: Any) -> None:
+        self.keep(self._spans)
 
-    def logits(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def _logits(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         """A row for each request, of its last token in the step."""
-        if isinstance(output, torch.Tensor) and len(output) == len(self._step):
-            for part, hashed in zip(self._step, row_hashes(output.detach()).tolist(), strict=True):
-                self._looker.logits[part.request, part.first + part.rows - 1] = hashed
-
-
-def _floats(value: Any) -> list[torch.Tensor]:
-    return [tensor for _, tensor in tensors_in(value) if tensor.is_floating_point()]
+        if isinstance(output, torch.Tensor) and len(output) == len(self._spans):
+            for span, hashed in zip(self._spans, row_hashes(output.detach()).tolist(), strict=True):
+                self.logits[span.request, span.first + span.rows - 1] = hashed
 
 
 class Fine(Looker):
@@ -202,20 +164,13 @@ class Fine(Looker):
     def __init__(self, request: str, position: int, region: str) -> None:
         self.request, self.position, self.region = request, position, region
         self.record: StepRecord | None = None
-        self.step: list[Part] = []
+        self.step: list[Span] = []
 
-    def put(self, model: Any, parts: Callable[[], list[Part]], stack: ExitStack) -> None:
+    def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the modules of the region, and a mode that sees the operators inside."""
         recorder = _Recorder(self, model, parts)
-        layers = find_layers(model)
-        if self.region.isdigit():
-            path = layers[int(self.region)][0]
-            inside = [(p, m) for p, m in model.named_modules() if p == path or p.startswith(f"{path}.")]
-        else:
-            among = layers[0][0].rsplit(".", 1)[0]
-            inside = [(p, m) for p, m in model.named_modules() if p and not p.startswith(among)]
         stack.callback(model.register_forward_pre_hook(recorder.begin).remove)
-        for path, module in inside:
+        for path, module in modules_of(model, self.region):
             stack.callback(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(recorder.leave(path), with_kwargs=True).remove)
 
@@ -223,7 +178,7 @@ class Fine(Looker):
 class _Recorder(TorchDispatchMode):
     """Modules by their hooks, and the operators that reach the dispatcher in them."""
 
-    def __init__(self, looker: Fine, model: Any, parts: Callable[[], list[Part]]) -> None:
+    def __init__(self, looker: Fine, model: Any, parts: Callable[[], list[Span]]) -> None:
         super().__init__()
         self._looker, self._parts = looker, parts
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
@@ -366,10 +321,14 @@ class VllmTrace:
                 self._run(arm, two)
                 title = {"alone": "solo", "in company": "loaded"}[name]
                 if same_records(one, two) is not None:
-                    note = f"arm {title}, repeated with the same batches, differs from itself"
-                    self._control("run to run", False, note)
-                    return self._verdict("run-to-run", notes=[note])
-                if [o.logprobs for o in bare.outcomes] != [o.logprobs for o in sessions[-1].outcomes]:
+                    return self._run_to_run(f"arm {title}, repeated with the same batches, differs from itself")
+                if _answers(bare) != _answers(sessions[-1]):
+                    # the first session in the process, or the capture: without it once more, as the capture had it?
+                    if _answers(self._run(arm)) == _answers(sessions[-1]):
+                        return self._run_to_run(
+                            f"arm {title}: its first session in this process differs from later ones with the same "
+                            "batches: what ran before decides, not the batch"
+                        )
                     note = f"the logprobs of arm {title} change when it is captured, so nothing else is reported"
                     self._control("capture", False, note)
                     return self._verdict("unknown", notes=[note])
@@ -380,17 +339,21 @@ class VllmTrace:
             self._control("run to run", True, f"each arm twice: all records of {rows} rows agree")
             target = self._arms[0][0].id
             request = self._chosen(*sessions)
-            site = least_site(coarse[0], coarse[1], (target, request)) if request else None
-            if not request:
+            names = [request] if request else [r.id for r in self._arms[1] if r.target]
+            sites = [least_site(coarse[0], coarse[1], (target, name)) for name in names]
+            site = min((s for s in sites if s is not None), key=lambda s: s.position, default=None)
+            if site is None and not request:
                 others = len(self._arms[1]) - 1
-                return self._verdict(
-                    "no divergence observed", notes=[f"tokens and logprobs agree, beside {others} other requests"]
-                )
+                return self._verdict("no divergence observed", notes=[f"{AGREE}, beside {others} other requests"])
             if site is None:
                 note = "hidden states and logits agree and logprobs do not: what differs is vLLM's own softmax"
                 return self._verdict("batch-dependent", [self._culprit((target, request), note=note)])
             self._say(f"the calls at position {site.position}, {place_of(site)}")
             return self._named(site)
+
+    def _run_to_run(self, note: str) -> TraceVerdict:
+        self._control("run to run", False, note)
+        return self._verdict("run-to-run", notes=[note])
 
     def _run(self, arm: Sequence[Request], looker: Looker | None = None) -> Session:
         session = self._engine.run(arm, self._load, looker=looker)
@@ -464,6 +427,10 @@ class VllmTrace:
         return TraceVerdict(
             finding=finding, culprits=[c.sentence for c in culprits], families=None, sentences=sentences, seconds=0.0
         )
+
+
+def _answers(session: Session) -> list[tuple[list[int], bytes]]:
+    return [(o.token_ids, o.logprobs) for o in session.outcomes]
 
 
 def _beside(looker: Fine) -> str:

@@ -1,10 +1,7 @@
 """A fake server that speaks the dialects of OpenAI, vLLM, SGLang, llama.cpp and transformers serve.
 
-    async with Honest("vllm") as server, connect(server.url) as client: ...
-
-Its model is a hash (tests/endpoint/honest.py), so an honest one gives one answer to one request whatever runs beside
-it. `Cheats` makes it dishonest, one way at a time. Tokens take `token_s` seconds each, so that requests overlap;
-`running`, `most_running`, prefix cache hits and queries are counted and shown under /metrics as the dialect would.
+Its model is a hash, so an honest one gives one answer to one request whatever runs beside it. `Cheats` makes it
+dishonest, one way at a time. What runs, and what was cached, is under /metrics as the dialect has it.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-# As much HTTP/1.1 as a fake server needs, by hand on asyncio streams, so that it can also be done wrongly.
+# HTTP/1.1 by hand on asyncio streams, so that it can also be done wrongly.
 
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
 
@@ -57,13 +54,11 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
 
 
 def response(status: int, body: bytes, content_type: str = "application/json", extra: str = "") -> bytes:
-    """A whole answer with its length."""
     head = f"HTTP/1.1 {status} {_REASONS.get(status, 'Status')}\r\nContent-Type: {content_type}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n{extra}\r\n".encode() + body
 
 
 def json_response(document: Any, status: int = 200, extra: str = "") -> bytes:
-    """A whole answer that is a document."""
     return response(status, json.dumps(document).encode(), extra=extra)
 
 
@@ -111,12 +106,7 @@ def in_thread(server: AnyServer) -> Iterator[AnyServer]:
 
 
 class Server:
-    """A server on a free port of 127.0.0.1, an async context manager.
-
-    Args:
-        handler: Answers one request; False closes the connection.
-        ssl: A context for https.
-    """
+    """A server on a free port of 127.0.0.1, an async context manager; a handler that gives False closes."""
 
     def __init__(self, handler: Handler, ssl: Any = None) -> None:
         self._handler, self._port, self._ssl = handler, 0, ssl
@@ -171,17 +161,14 @@ class Step:
 
 
 def tokenize(text: str) -> tuple[int, ...]:
-    """The UTF-8 bytes of a text."""
     return tuple(text.encode("utf-8", "surrogatepass"))
 
 
 def text_of(ids: list[int]) -> str:
-    """The text of generated ids; the end-of-text token has none."""
     return "".join(chr(i) for i in ids if i != EOS)
 
 
 def float32(value: float) -> float:
-    """The nearest float32, as a Python float."""
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
@@ -191,18 +178,13 @@ def _draw(*what: object) -> float:
 
 
 class Context:
-    """A prefix that grows token by token.
+    """A prefix that grows token by token from the prompt's ids."""
 
-    Args:
-        ids: The prompt.
-        weights: What tells one model from another.
-    """
-
-    def __init__(self, ids: tuple[int, ...], weights: str = "") -> None:
-        self._hash = hashlib.sha256(weights.encode() + bytes(i % 256 for i in ids))
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self._hash = hashlib.sha256(bytes(i % 256 for i in ids))
 
     def logits(self, eos: bool) -> dict[int, float]:
-        """Candidate -> logit; the end of the text is among them if `eos`, and then seldom likely."""
+        """Candidate -> logit; the end of the text is among them if `eos`, and seldom likely."""
         digest = self._hash.digest()
         logits = {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 for i in range(_CANDIDATES)}
         if eos:
@@ -224,20 +206,16 @@ def step(
     noise: float = 0.0,
     scale: float = 0.0,
     noise_of: object = None,
-    flatter: bool = False,
 ) -> Step:
     """Generate one token and append it.
 
     Args:
-        context: The prefix.
         temperature: 0 takes the first of the largest logits.
         draw: What the draw at temperature > 0 follows from.
         eos: Whether the text may end.
-        alternatives: How many to report.
         noise: Size of a disturbance of each logit, which follows from `noise_of`, the token and the context.
         scale: Size of a disturbance of all logits by one factor, which leaves their order, ties included.
         noise_of: What the disturbance belongs to: how many requests ran, whether the cache was hit.
-        flatter: Whether the logprobs reported are those of another distribution than the one sampled from.
     """
     logits = context.logits(eos)
     if scale:
@@ -254,9 +232,8 @@ def step(
         chosen = next((token for token, end in zip(ranked, places, strict=True) if point < end), ranked[-1])
     else:
         chosen = ranked[0]
-    shown = {token: value / 2 for token, value in logits.items()} if flatter else logits
-    total = math.log(sum(math.exp(value) for value in shown.values()))
-    logprobs = {token: float32(value - total) for token, value in shown.items()}
+    total = math.log(sum(math.exp(value) for value in logits.values()))
+    logprobs = {token: float32(value - total) for token, value in logits.items()}
     context.append(chosen)
     return Step(chosen, logprobs[chosen], tuple((token, logprobs[token]) for token in ranked[:alternatives]))
 
@@ -264,8 +241,7 @@ def step(
 # How each kind of server words its answers: written from their sources, apart from the client's parsers.
 #
 # A dialect is a function: steps and what else the answer tells -> documents. Without `stream` there is one; with it
-# there
-# is one for each step (SGLang: one for all of them) and what follows the last.
+# there is one for each step (SGLang: one for all of them) and what follows the last.
 
 MODEL = "hash-1"
 
@@ -278,80 +254,52 @@ class Told:
     prompt: tuple[int, ...]
     cached: int
     finish: str
-    weights: str
 
 
 def _usage(steps: list[Step], told: Told) -> dict[str, Any]:
-    return {
-        "prompt_tokens": len(told.prompt),
-        "completion_tokens": len(steps),
-        "total_tokens": len(told.prompt) + len(steps),
-        "prompt_tokens_details": {"cached_tokens": told.cached},
-    }
+    counts = {"prompt_tokens": len(told.prompt), "completion_tokens": len(steps)}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": told.cached}}
 
 
 def _named(token: int, as_id: bool) -> str:
     return f"token_id:{token}" if as_id else text_of([token]) or "</s>"
 
 
-def openai_completion(steps: list[Step], told: Told, own: bool) -> dict[str, Any]:
-    """/v1/completions: a body, or with the fields of one event."""
+def _choice(steps: list[Step], told: Told, own: bool, key: str) -> dict[str, Any]:
+    """Of /v1/completions with `key` "text"; of /v1/chat/completions with "message" or "delta"."""
     as_id = own and bool(told.body.get("return_tokens_as_token_ids"))
-    choice: dict[str, Any] = {"index": 0, "text": text_of([s.id for s in steps]), "logprobs": None}
-    if told.body.get("logprobs"):
-        choice["logprobs"] = {
-            "tokens": [_named(s.id, as_id) for s in steps],
-            "token_logprobs": [s.logprob for s in steps],
-            "top_logprobs": [{_named(token, as_id): value for token, value in s.top} for s in steps],
-            "text_offset": list(range(len(steps))),
-        }
-    if own and told.body.get("return_token_ids"):
-        choice["token_ids"] = [s.id for s in steps]
-        choice |= {} if told.body.get("stream") else {"prompt_token_ids": list(told.prompt)}
-    return {"object": "text_completion", "model": MODEL, "choices": [choice]}
-
-
-def openai_chat(steps: list[Step], told: Told, own: bool, key: str) -> dict[str, Any]:
-    """/v1/chat/completions, the message under `key`: "message" or "delta"."""
-    as_id = own and bool(told.body.get("return_tokens_as_token_ids"))
+    text, chat = text_of([s.id for s in steps]), key != "text"
 
     def entry(token: int, value: float) -> dict[str, Any]:
         name = _named(token, as_id)
         return {"token": name, "logprob": value, "bytes": list(name.encode())}
 
-    message = {"role": "assistant", "content": text_of([s.id for s in steps])}
-    choice: dict[str, Any] = {"index": 0, key: message, "logprobs": None}
-    if told.body.get("logprobs"):
+    choice: dict[str, Any] = {"index": 0, key: {"role": "assistant", "content": text} if chat else text}
+    choice["logprobs"] = None
+    if told.body.get("logprobs") and chat:
+        content = [{**entry(s.id, s.logprob), "top_logprobs": [entry(*pair) for pair in s.top]} for s in steps]
+        choice["logprobs"] = {"content": content}
+    elif told.body.get("logprobs"):
         choice["logprobs"] = {
-            "content": [{**entry(s.id, s.logprob), "top_logprobs": [entry(*pair) for pair in s.top]} for s in steps]
+            "tokens": [_named(s.id, as_id) for s in steps],
+            "token_logprobs": [s.logprob for s in steps],
+            "top_logprobs": [{_named(token, as_id): value for token, value in s.top} for s in steps],
         }
     if own and told.body.get("return_token_ids"):
         choice["token_ids"] = [s.id for s in steps]
-    return {"object": "chat.completion", "model": MODEL, "choices": [choice]}
+    return choice
 
 
 def _openai(steps: list[Step], told: Told, stream: bool, chat: bool, own: bool) -> list[dict[str, Any]]:
     def word(some: list[Step], finish: str | None) -> dict[str, Any]:
-        key = "delta" if stream else "message"
-        document = openai_chat(some, told, own, key) if chat else openai_completion(some, told, own)
-        document["choices"][0]["finish_reason"] = finish
-        return document
+        key = "text" if not chat else "delta" if stream else "message"
+        return {"model": MODEL, "choices": [{**_choice(some, told, own, key), "finish_reason": finish}]}
 
-    end = {"usage": _usage(steps, told), "system_fingerprint": f"hash-{told.weights}"}
+    end = {"usage": _usage(steps, told), "system_fingerprint": "hash-"}
     if not stream:
         return [{**word(steps, told.finish), **end}]
     documents = [word([step], None) for step in steps[:-1]] + [word(steps[-1:], told.finish or None)]
     return [*documents, {"model": MODEL, "choices": [], **end}]
-
-
-def openai(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
-    """A server that has OpenAI's fields and no others."""
-    return _openai(steps, told, stream, chat, own=False)
-
-
-def vllm(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
-    """vLLM: OpenAI's forms with token ids; cached tokens as with --enable-prompt-tokens-details."""
-    return _openai(steps, told, stream, chat, own=True)
 
 
 def transformers(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
@@ -377,7 +325,7 @@ def sglang(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict
             "prompt_tokens": len(told.prompt),
             "completion_tokens": len(some),
             "cached_tokens": told.cached,
-            "weight_version": told.weights or "default",
+            "weight_version": "default",
         }
         if told.body.get("return_logprob"):
             meta["output_token_logprobs"] = [[s.logprob, s.id, None] for s in some]
@@ -418,8 +366,8 @@ def llama_cpp(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[d
 
 Dialect = Callable[[list[Step], Told, bool, bool], list[dict[str, Any]]]
 DIALECTS: dict[str, Dialect] = {
-    "openai": openai,
-    "vllm": vllm,
+    "openai": functools.partial(_openai, own=False),
+    "vllm": functools.partial(_openai, own=True),  # token ids; cached tokens as with --enable-prompt-tokens-details
     "sglang": sglang,
     "llama.cpp": llama_cpp,
     "transformers": transformers,
@@ -434,7 +382,6 @@ class Cheats:
     """What a dishonest server does; all off is an honest one."""
 
     greedy_samples: bool = False  # temperature 0 draws as if it were 0.7
-    other_logprobs: bool = False  # of a flatter distribution than the one sampled from
     seed_ignored: bool = False  # the same seed gives other texts at T > 0
     never_varies: bool = False  # T > 0 without a seed gives one text
     max_tokens_ignored: bool = False  # twice as many tokens as asked for
@@ -451,21 +398,12 @@ class Cheats:
     context: int = 0  # what /v1/models says of it; 0 says nothing
     split_names: bool = False  # a token in three has no text, as half a character, and the answer's text is another
     deterministic: bool = False  # what /server_info says of its mode, and at a temperature a seed of its own
-    restart_changes: bool = False  # `restart()` gives another model
-    no_ids: bool = False  # no token ids, as an old version
     no_logprobs: bool = False  # requests for logprobs are ignored
     no_metrics: bool = False  # no /metrics, as llama.cpp's by default
 
 
 class Honest(Server):
-    """The server; an async context manager with `url`.
-
-    Args:
-        dialect: A key of `DIALECTS`.
-        token_s: Seconds a token takes.
-        key: What it wants as Authorization: Bearer; "" takes anybody.
-        eos: Whether a text may end before max_tokens.
-        cheats: What it does wrong, as `Cheats` names it.
+    """The server of a dialect, which takes `token_s` seconds a token, wants a key, and cheats as `Cheats` names it.
 
     Attributes:
         requests: Bodies of all completions asked for, in order.
@@ -481,23 +419,11 @@ class Honest(Server):
         self.requests: list[dict[str, Any]] = []
         self.running = self.most_running = 0
         self.hits = self.queries = 0
-        self._weights = ""
         self._cache: set[bytes] = set()
         self._count = itertools.count()
         self.pages: list[str] = []
         self._answered = self._batches = self._beside = 0
         self._prompts: dict[int, tuple[int, ...]] = {}
-
-    def restart(self) -> None:
-        """As if the server had been started anew: an empty cache, counters at zero, another model if it cheats so."""
-        self.flush()
-        self.hits = self.queries = self._answered = 0
-        if self.cheats.restart_changes:
-            self._weights += "x"
-
-    def flush(self) -> None:
-        """Empty the prefix cache."""
-        self._cache.clear()
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         self.pages.append(request.path)
@@ -516,7 +442,7 @@ class Honest(Server):
         """What the server says of itself."""
         flush = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}.get(self.dialect)
         if request.method == "POST" and request.path == flush:
-            self.flush()
+            self._cache.clear()
             return response(200, b"")
         if request.method != "GET":
             return None
@@ -556,7 +482,8 @@ class Honest(Server):
             if stream:
                 writer.write(STREAM_HEAD)
             steps: list[Step] = []
-            told = Told({k: v for k, v in body.items() if not self._unknown(k)}, prompt, cached, "", self._weights)
+            ignored = ("logprobs", "n_probs", "return_logprob") if self.cheats.no_logprobs else ()
+            told = Told({k: v for k, v in body.items() if k not in ignored}, prompt, cached, "")
             async for new, finish in self._steps(body, prompt, cached, number):
                 steps.append(new)
                 told = dataclasses.replace(told, finish=finish)
@@ -578,11 +505,6 @@ class Honest(Server):
         if self.dialect not in ("transformers", "llama.cpp"):
             writer.write(chunk(b"data: [DONE]\n\n"))
         writer.write(STREAM_END)
-
-    def _unknown(self, field: str) -> bool:
-        ids = ("return_token_ids", "return_tokens_as_token_ids")
-        logprobs = ("logprobs", "n_probs", "return_logprob")
-        return (self.cheats.no_ids and field in ids) or (self.cheats.no_logprobs and field in logprobs)
 
     def _hit(self, body: dict[str, Any], prompt: tuple[int, ...]) -> int:
         """Tokens of the prompt that the prefix cache has; the prompt is in it from now on."""
@@ -617,7 +539,7 @@ class Honest(Server):
         elif (seed is None or cheats.seed_ignored) and not (cheats.never_varies or cheats.deterministic):
             seed = f"drawn {next(self._count)}"
         first, self._answered = not self._answered, self._answered + 1
-        context = Context(prompt, self._weights)
+        context = Context(prompt)
         last = (2 * wanted if cheats.max_tokens_ignored else wanted) - 1
         for position in range(last + 1):
             await asyncio.sleep(self.token_s)
@@ -626,7 +548,7 @@ class Honest(Server):
             others = [p for n, p in self._prompts.items() if n != number and len(p) != len(prompt)]
             self._beside += position == 3 and bool(others)
             if cheats.confuses and position == 3 and others and self._beside % cheats.confuses == 0:
-                context = Context(others[0], self._weights)
+                context = Context(others[0])
             beside = self.running if self.running > 1 and len(prompt) // 4 + position > cheats.beyond else 0
             warm = cached if cheats.cache_noise else 0
             new = step(
@@ -638,7 +560,6 @@ class Honest(Server):
                 noise=(cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0),
                 scale=cheats.batch_scale if beside else 0.0,
                 noise_of=(beside if cheats.batch_noise or cheats.batch_scale else 0, warm),
-                flatter=cheats.other_logprobs,
             )
             yield new, "stop" if new.id == EOS else "length" if position == last else ""
             if new.id == EOS:
@@ -681,18 +602,9 @@ _METRICS = {
     ),
     "llama.cpp": "llamacpp:requests_processing {self.running}\nllamacpp:requests_deferred 0\n",
 }
-_OF_TRANSFORMERS = {
-    "model",
-    "prompt",
-    "messages",
-    "max_tokens",
-    "temperature",
-    "seed",
-    "stream",
-    "stream_options",
-}
+_OF_TRANSFORMERS = {"model", "prompt", "messages", "max_tokens", "temperature", "seed", "stream", "stream_options"}
 
 
 def serving(dialect: str = "vllm", **options: Any) -> AbstractContextManager[Honest]:
-    """The server in a thread of its own while the block runs, for commands in this process or another."""
+    """The server in a thread of its own while the block runs."""
     return in_thread(Honest(dialect, **options))

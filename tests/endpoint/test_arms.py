@@ -31,16 +31,19 @@ def contract(run: Run) -> dict[str, str]:
 
 
 def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
-    """Every arm is proven, nothing parts, and the bounds are of the loads and requests that were proven."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient())
-    finding, text = verdict(run)
-    assert finding == Finding.CLEAN, text
+    """Every arm is proven, nothing differs, and each prompt's bounds are of its loads and requests that were proven."""
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(), prompts=2)
+    assert [(v.prompt, v.finding) for v in judge(run)] == [(0, Finding.CLEAN), (1, Finding.CLEAN)]
     arms = evidence(run)["server", 0]
     assert {name: a.n for name, a in arms.items()} == ARMS
     assert all(a.proof for a in arms.values())
-    assert "of loads (" in text
+    assert "of loads (" in verdict(run)[1]
     assert exit_code(run, "divergent")[0] == 0
     assert set(contract(run).values()) == {"yes"}
+    power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
+    assert power is not None
+    assert 0 < power.loads <= 12
+    assert power.loads <= power.requests <= 42
 
 
 @pytest.mark.parametrize(
@@ -84,49 +87,49 @@ def test_what_parts_is_laid_to_what_did_it(
 )
 def test_only_a_proven_load_says_anything(tmp_path: Path, faults: Faults, finding: Finding) -> None:
     """No divergence under a load that nothing shows is not "not batch-dependent", and a gate stays shut."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults))
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), plan=planned({"solo": 4, "loaded": 12}))
     assert verdict(run)[0] == finding, verdict(run)[1]
     assert exit_code(run, "divergent")[0] == (0 if finding == Finding.CLEAN else 1)
     if finding == Finding.UNPROVEN:
         assert "of loads (" not in verdict(run)[1]
+        power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
+        assert power is not None
+        assert (power.requests, power.loads) == (0, 0)
 
 
-@pytest.mark.parametrize(("known", "traces"), [("ids", 2), ("bytes", 2), ("text", 1)])
-def test_what_is_compared_is_said(tmp_path: Path, known: str, traces: int) -> None:
+def test_what_is_compared_is_said(tmp_path: Path) -> None:
     """Ids, else bytes, else text, whose logprobs belong to no character; forks have their text."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(known=known, batch="bits")))
-    assert run.servers[0].known_by == known
-    assert len({c.trace for c in run.completions}) == traces
-    assert contract(run)["known-by"] == ("yes" if known == "ids" else "no")
-    assert (f"compared by {known}" in verdict(run)[1]) == (known != "ids")
+    for known, traces in [("ids", 2), ("bytes", 2), ("text", 1)]:
+        client = MemoryClient(Faults(known=known, batch="bits"))
+        run = sampled(tmp_path / f"{known}.jsonl", client, plan=planned({"solo": 2, "loaded": 6}))
+        assert run.servers[0].known_by == known
+        assert len({c.trace for c in run.completions}) == traces
+        assert contract(run)["known-by"] == ("yes" if known == "ids" else "no")
+        assert (f"compared by {known}" in verdict(run)[1]) == (known != "ids")
 
 
-@pytest.mark.parametrize(
-    ("faults", "question", "answer"),
-    [
-        (Faults(greedy=False), "greedy", "no"),
-        (Faults(logprobs=False), "greedy", "unknown"),
-        (Faults(logprobs=False), "logprobs", "no"),
-        (Faults(seeded=False), "seed", "no"),
-        (Faults(varies=False), "varies", "no"),
-        (Faults(varies=False), "seed", "unknown"),
-        (Faults(noisy=2), "repeatable-bits", "no"),
-        (Faults(metrics=False), "running", "no"),
-        (Faults(cached=False), "cache-counted", "no"),
-        (Faults(models=()), "listed", "unknown"),
-        (Faults(models=("other",)), "listed", "no"),
-    ],
-)
-def test_contract(tmp_path: Path, faults: Faults, question: str, answer: str) -> None:
+def test_contract(tmp_path: Path) -> None:
     """Each broken promise is found, none of them stops the run."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), plan=planned({"solo": 2}))
-    assert contract(run)[question] == answer
-    assert run.complete
+    for number, (faults, answers) in enumerate(
+        [
+            (Faults(greedy=False), {"greedy": "no"}),
+            (Faults(logprobs=False), {"greedy": "unknown", "logprobs": "no"}),
+            (Faults(seeded=False), {"seed": "no"}),
+            (Faults(varies=False), {"varies": "no", "seed": "unknown"}),
+            (Faults(noisy=2), {"repeatable-bits": "no"}),
+            (Faults(metrics=False, cached=False), {"running": "no", "cache-counted": "no"}),
+            (Faults(models=()), {"listed": "unknown"}),
+            (Faults(models=("other",)), {"listed": "no"}),
+        ]
+    ):
+        run = sampled(tmp_path / f"{number}.jsonl", MemoryClient(faults), plan=planned({"solo": 2}))
+        assert answers.items() <= contract(run).items()
+        assert run.complete
 
 
 def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
     """A request that fails is a record with its reason; a gate can't open on it."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(fails=9)))
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(fails=9)), plan=planned({"solo": 6, "loaded": 6}))
     failed = [c for c in run.completions if c.status == "error"]
     assert failed
     assert all(c.served is not None and c.served.kind == "http-500" for c in failed)
@@ -136,14 +139,20 @@ def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
 
 
 def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
-    """What a dead server leaves behind is asked again; nothing is lost, nothing twice."""
+    """What it leaves behind is asked again, of the same server, with the traces there; nothing is lost or twice."""
     path = tmp_path / "run.jsonl"
     with pytest.raises(ServerStoppedError):
         sampled(path, MemoryClient(Faults(dies_after=45)))
     before = read_run(path, allow_truncated=True)
     assert before.completions
     assert all(c.status == "ok" for c in before.completions)
-    client = MemoryClient()
+    with pytest.raises(UserError, match="fingerprint was 'fake-1', is 'fake-2'"):
+        sampled(path, MemoryClient(Faults(fingerprint="fake-2")), resume=True)
+    away, client = traces_path(path).rename(tmp_path / "away"), MemoryClient()
+    with pytest.raises(UserError, match="move the two together"):  # no report could be made of it
+        sampled(path, client, resume=True)
+    assert client.asked == 0
+    away.rename(traces_path(path))
     run = sampled(path, client, resume=True)
     assert {c.request for c in run.completions} == {
         r.id for round_ in planned().rounds for r in round_.requests if r.target
@@ -194,20 +203,17 @@ class Odd(MemoryClient):
 
 def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:
     """Minus three requests, infinitely many, a movement beyond every float: the run says which were odd."""
-    run = sampled(tmp_path / "run.jsonl", Odd())
+    plan = planned({"solo": 4, "loaded": 6})
+    run = sampled(tmp_path / "run.jsonl", Odd(), plan=plan)
     traffic = [r.traffic for r in run.rounds if r.traffic]
-    assert len(traffic) == len(planned().rounds)
+    assert len(traffic) == len(plan.rounds)
     assert {name for t in traffic for name in t.odd} == {"fake:num_requests_running", "fake:num_requests_waiting"}
     assert {t.running_most for t in traffic} <= {None, 2.0}
     assert {t.waiting_most for t in traffic} == {None}
 
 
-@pytest.mark.parametrize(("known", "bad"), [("text", True), ("ids", False), ("bytes", False)])
-def test_an_answer_of_megabytes_costs_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, bad: bool
-) -> None:
+def test_an_answer_of_megabytes_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that is compared whole and fits no line is a failure that says so; beside ids it is cut, and counted."""
-
     most = 2**14
 
     class Long(MemoryClient):
@@ -220,34 +226,15 @@ def test_an_answer_of_megabytes_costs_no_run(
 
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", most)
     monkeypatch.setattr("nondet.core.traces._TEXT_MOST", 100)
-    run = sampled(tmp_path / "run.jsonl", Long(Faults(known=known)))
-    assert run.complete
-    failed = [(c.request, c.reason) for c in run.completions if c.status == "error"]
-    assert [name for name, _ in failed] == ["solo-00000-000000"] * bad
-    assert all("its trace can't be recorded: a line of" in reason for _, reason in failed)
-    texts = {t.text for t in read_traces(tmp_path / "run.jsonl")[0].values()}
-    assert any(f"[{9 * most:,} characters, SHA-256 " in text for text in texts) != bad
-
-
-def test_another_server_is_refused_on_resume(tmp_path: Path) -> None:
-    """A changed fingerprint would mix two servers in one run."""
-    path = tmp_path / "run.jsonl"
-    with pytest.raises(ServerStoppedError):
-        sampled(path, MemoryClient(Faults(dies_after=45)))
-    with pytest.raises(UserError, match="fingerprint was 'fake-1', is 'fake-2'"):
-        sampled(path, MemoryClient(Faults(fingerprint="fake-2")), resume=True)
-
-
-def test_a_run_without_its_traces_does_not_go_on(tmp_path: Path) -> None:
-    """Its completions name traces that a new side file would not have: no report could be made of it."""
-    path = tmp_path / "run.jsonl"
-    with pytest.raises(ServerStoppedError):
-        sampled(path, MemoryClient(Faults(dies_after=45)))
-    traces_path(path).unlink()
-    client = MemoryClient()
-    with pytest.raises(UserError, match="move the two together"):
-        sampled(path, client, resume=True)
-    assert client.asked == 0
+    for known, bad in [("text", True), ("ids", False), ("bytes", False)]:
+        path = tmp_path / f"{known}.jsonl"
+        run = sampled(path, Long(Faults(known=known)), plan=planned({"solo": 2}))
+        assert run.complete
+        failed = [(c.request, c.reason) for c in run.completions if c.status == "error"]
+        assert [name for name, _ in failed] == ["solo-00000-000000"] * bad
+        assert all("its trace can't be recorded: a line of" in reason for _, reason in failed)
+        texts = {t.text for t in read_traces(path)[0].values()}
+        assert any(f"[{9 * most:,} characters, SHA-256 " in text for text in texts) != bad
 
 
 def test_two_servers(tmp_path: Path) -> None:
@@ -261,7 +248,8 @@ def test_two_servers(tmp_path: Path) -> None:
 
 def test_two_servers_that_know_tokens_by_different_things(tmp_path: Path) -> None:
     """Ids are no characters: their texts are what the two have in common, and files without them say so."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(), MemoryClient(Faults(known="text")))
+    servers = MemoryClient(), MemoryClient(Faults(known="text"))
+    run = sampled(tmp_path / "run.jsonl", *servers, plan=planned({"solo": 10}))
     assert "Solo answers compared with those of server, by text only: 10 identical." in judge(run)[1].notes
     solo = [i for i, c in enumerate(run.completions) if (c.impl, c.arm) == ("server-2", "solo")]
 
@@ -274,13 +262,6 @@ def test_two_servers_that_know_tokens_by_different_things(tmp_path: Path) -> Non
 
     assert "Solo answers compared with those of server, by text only: 2 of 10 differ." in with_text("0" * 16)
     assert "It can't be compared with server: text here, ids there." in with_text("")
-
-
-def test_several_prompts(tmp_path: Path) -> None:
-    """Each prompt has its own verdict and its own bound: who of a round was alone is not shared out."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(), prompts=3)
-    assert [v.prompt for v in judge(run)] == [0, 1, 2]
-    assert all(v.finding == Finding.CLEAN for v in judge(run))
 
 
 def test_plans_are_drawn_from_the_seed_alone() -> None:
@@ -301,16 +282,3 @@ def test_prompts_together_tell_what_one_alone_does_not(tmp_path: Path) -> None:
     assert {v.finding for v in judge(run)} == {Finding.BATCH}
     first = subjects(run)[0]
     assert [*compare_arms(first.server, first.arms, {})][-1].finding == Finding.UNATTRIBUTED
-
-
-def test_a_gate_counts_what_is_proven(tmp_path: Path) -> None:
-    """Tries of a server are requests that ran beside others, and loads that formed; a serial one has none."""
-    run = sampled(tmp_path / "a.jsonl", MemoryClient())
-    power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
-    assert power is not None
-    assert 0 < power.loads <= 6
-    assert power.loads <= power.requests <= 21
-    run = sampled(tmp_path / "b.jsonl", MemoryClient(Faults(serial=True)))
-    power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
-    assert power is not None
-    assert (power.requests, power.loads) == (0, 0)

@@ -21,7 +21,6 @@ from tests.build import Command
 from tests.endpoint.honest import serving
 
 FEW = ("--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
-ONE = ("--prompt", "For example, the")
 
 
 def asked(
@@ -41,21 +40,18 @@ def verdict(made: Run) -> Verdict:
 
 
 def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
-    """All tokens agree and their logprobs do not: by names of tokens alone that is seen."""
-    made = asked(run, tmp_path, "--arms", "solo=8,loaded", "--n", 18, "--max-tokens", 8, batch_scale=1e-6)
+    """All tokens agree and their logprobs do not: by names of tokens alone that is seen.
+
+    Half a character has no text of its own: the name that stands for it is compared, and no answer is lost.
+    """
+    few = ("--arms", "solo=8,loaded", "--n", 18, "--max-tokens", 8)
+    made = asked(run, tmp_path, *few, batch_scale=1e-6, split_names=True)
     assert made.servers[0].known_by == "bytes"
+    assert {c.status for c in made.completions} == {"ok"}
     assert len({c.tokens_digest for c in made.completions}) == 1
     assert len({c.trace for c in made.completions}) > 1
     assert verdict(made).is_fault
     assert "rounding does not do that" not in (tmp_path / "a.md").read_text()
-
-
-def test_names_that_are_no_text_are_names_all_the_same(run: Command, tmp_path: Path) -> None:
-    """Half a character has no text of its own: the name that stands for it is compared, and no answer is lost."""
-    made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, split_names=True)
-    assert made.servers[0].known_by == "bytes"
-    assert {c.status for c in made.completions} == {"ok"}
-    assert verdict(made).finding == Finding.CLEAN
 
 
 @pytest.mark.parametrize("arms", ["solo=4,loaded", pytest.param("loaded", marks=pytest.mark.nightly)])
@@ -67,13 +63,7 @@ def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path, arms: st
     assert any("very first answer is unlike all later ones, which agree" in note for note in told.notes)
     assert Finding.BATCH not in told.findings
     assert "very first answer" in (tmp_path / "a.md").read_text().split("## ")[1]
-
-
-def test_a_gate_stays_shut_on_it(run: Command) -> None:
-    """And asks for no load, since one difference is enough."""
-    with serving("vllm", token_s=0.001, first_differs=True) as server:
-        argv = (*FEW, *ONE, "--max-tokens", 8, "--rate", "70%", "--out", "g.jsonl")
-        code, out, _ = run("gate", "--endpoint", server.url, *argv)
+    code, out, _ = run("gate", "a.jsonl")
     assert code == 3
     assert "very first answer" in out
 
@@ -90,19 +80,16 @@ def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("cheat", "said"),
     [
-        ({"temperature_ignored": True}, "the server ignores the temperature: wrong"),
-        ({"one_draw": True}, "requests of one batch share a draw: wrong"),
-        ({"never_varies": True}, ""),
+        ("temperature_ignored", "the server ignores the temperature: wrong"),
+        ("one_draw", "requests of one batch share a draw: wrong"),
     ],
 )
-def test_draws_that_are_none(run: Command, tmp_path: Path, cheat: dict[str, Any], said: str) -> None:
-    """At a temperature: greedy answers, and one draw for a whole batch, are wrong, however equal; one seed is not."""
-    made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, "--temperature", 1.5, **cheat)
-    told = verdict(made)
-    assert (told.finding == Finding.WRONG) == bool(said), told.text
+def test_draws_that_are_none(run: Command, tmp_path: Path, cheat: str, said: str) -> None:
+    """At a temperature: greedy answers, and one draw for a whole batch, are wrong, however equal."""
+    few = ("--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8)
+    told = verdict(asked(run, tmp_path, *few, "--temperature", 1.5, **{cheat: True}))
+    assert told.finding == Finding.WRONG
     assert said in told.text
-    if not said:
-        assert told.finding == Finding.CLEAN
 
 
 def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:
@@ -125,9 +112,10 @@ def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:
 
 
 def test_a_gate_at_a_temperature_opens_on_one(run: Command) -> None:
-    """Whose answers without a seed are all alike."""
+    """Whose answers without a seed are all alike: one draw for everybody is not wrong there."""
     with serving("sglang", token_s=0.001, deterministic=True) as server:
-        argv = (*FEW, *ONE, "--max-tokens", 8, "--rate", "70%", "--temperature", 0.8, "--out", "g.jsonl")
+        few = ("--load", "others=2,targets=3,prompt=4-16,tokens=4-12", "--prompt", "For example, the")
+        argv = (*few, "--max-tokens", 8, "--rate", "95%", "--temperature", 0.8, "--out", "g.jsonl")
         code, out, err = run("gate", "--endpoint", server.url, *argv)
         assert all(path != "/get_model_info" for path in server.pages)
     assert code == 0, out + err
@@ -135,7 +123,8 @@ def test_a_gate_at_a_temperature_opens_on_one(run: Command) -> None:
 
 def test_the_page_names_the_server_and_who_asked(run: Command, tmp_path: Path) -> None:
     """A client's CPU is no machine of the server's; why nothing but "divergent" is said stands beside it."""
-    asked(run, tmp_path, "--arms", "solo=1,loaded", "--n", 3, "--max-tokens", 8, dialect="vllm", batch_noise=1e-6)
+    few = ("--arms", "solo=1,loaded", "--n", 3, "--max-tokens", 8)
+    asked(run, tmp_path, *few, dialect="vllm", batch_noise=1e-6)
     text = (tmp_path / "a.md").read_text()
     assert "vllm 0.0.hash · asked from: " in text
     head = text.split("\n## ")[0]

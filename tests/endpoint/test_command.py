@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from nondet.cli import main
-from nondet.core.runfile import read_run
+from nondet.core.runfile import read_run, write_run
 from nondet.endpoint.arms import parse_endpoint_load
 from nondet.endpoint.collect import Watcher, loaded_each
 from nondet.endpoint.traffic import run as run_traffic
 from nondet.services.run import interruptible
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.build import Command
+from tests.build import Command, run_of, tiers
 from tests.endpoint.honest import Honest, Request, in_thread, json_response, serving
 
 PROMPT = ("--prompt", "For example, the")
@@ -42,10 +42,11 @@ def free_port() -> int:
 
 
 def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path) -> None:
-    """Contract, five arms, reports, a verdict with its bounds; the report is made again from the file alone."""
+    """Contract, five arms, each prompt of a file, reports, a verdict; the report is made again from the file alone."""
+    (tmp_path / "p.txt").write_text("For example, the\nanother prompt of a set\n")
     code, out, err = run(
-        "sample", "--endpoint", vllm.url, *SMALL, "--out", "a.jsonl", "--report", "a.html", "--report", "a.md",
-        "--fail-on", "divergent",
+        "sample", "--endpoint", vllm.url, "--n", "3", *SMALL[2:-2], "--prompts", "p.txt", "--out", "a.jsonl",
+        "--report", "a.html", "--fail-on", "divergent",
     )  # fmt: skip
     assert code == 0, err
     assert err.startswith("first 2, solo 6, cold 6, warm 6, chunked 6, loaded 6: 32 requests, and ")
@@ -53,6 +54,8 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
     made = read_run(tmp_path / "a.jsonl")
     assert {c.arm for c in made.completions} == {"first", "solo", "cold", "warm", "chunked", "loaded"}
     assert made.servers[0].known_by == "ids"
+    assert [v.prompt for v in judge(made)] == [0, 1]  # what somebody chose is asked alone, and its keys are said
+    assert all(any("attention over more keys was not tested" in note for note in v.notes) for v in judge(made))
     code, again, _ = run("report", "a.jsonl")
     assert code == 0
     assert again.splitlines()[-1] == out.splitlines()[-1]
@@ -78,40 +81,30 @@ def test_a_dishonest_one_is_caught(
     assert judge(read_run(tmp_path / "a.jsonl"))[0].finding == finding
 
 
-@pytest.mark.parametrize(
-    "dialect", ["transformers", *(pytest.param(d, marks=pytest.mark.nightly) for d in ("openai-chat", "llama.cpp"))]
-)
+@pytest.mark.parametrize("dialect", tiers(["transformers"], ["openai-chat", "llama.cpp"]))
 def test_every_dialect_has_its_run(run: Command, tmp_path: Path, dialect: str) -> None:
     """What a server lacks is said, and nothing stops: no ids, no logprobs, no counters."""
-    name = "openai" if dialect == "openai-chat" else dialect
-    with serving(name, token_s=0.001) as server:
-        extra = ("--protocol", dialect) if dialect == "openai-chat" else ()
-        code, _, err = run("sample", "--endpoint", server.url, *SMALL, *extra, "--out", "a.jsonl")
+    chat = dialect == "openai-chat"
+    with serving("openai" if chat else dialect, token_s=0.001) as server:
+        extra = ("--arms", "solo,loaded", *(("--protocol", dialect) if chat else ()))
+        code, out, err = run("sample", "--endpoint", server.url, *SMALL, *extra, "--out", "a.jsonl")
     assert code == 0, err
     made = read_run(tmp_path / "a.jsonl")
     assert made.complete
     assert all(c.status == "ok" for c in made.completions), {c.reason for c in made.completions}
     assert judge(made)[0].finding in (Finding.CLEAN, Finding.UNPROVEN)
+    for words in ("without logprobs", "compared by text"):
+        assert (words in " ".join(out.split())) == (dialect == "transformers")
 
 
-def test_several_prompts_from_a_file(run: Command, vllm: Honest, tmp_path: Path) -> None:
-    """A set of prompts: each has its completions and its verdict."""
-    (tmp_path / "p.txt").write_text("one prompt of a set\nanother one\n")
-    several = (*SMALL[:-2], "--n", 2, "--arms", "solo,loaded", "--prompts", "p.txt", "--out", "a.jsonl")
-    code, _, err = run("sample", "--endpoint", vllm.url, *several)
-    assert code == 0, err
-    assert [v.prompt for v in judge(read_run(tmp_path / "a.jsonl"))] == [0, 1]
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cheat", "findings"),
     [
-        pytest.param({}, {Finding.CLEAN}, marks=pytest.mark.nightly),
-        pytest.param({"batch_noise": 0.02}, {Finding.BATCH}, marks=pytest.mark.nightly),
-        pytest.param({"seed_ignored": True}, {Finding.UNATTRIBUTED}, marks=pytest.mark.nightly),
-        pytest.param({"seed_ignored": True, "batch_noise": 0.02}, {Finding.UNATTRIBUTED}, marks=pytest.mark.nightly),
+        ({}, {Finding.CLEAN}),
+        ({"batch_noise": 0.02}, {Finding.BATCH}),
+        ({"seed_ignored": True, "batch_noise": 0.02}, {Finding.UNATTRIBUTED}),
     ],
-    ids=["honest", "batch", "no seeds", "no seeds, batch"],
 )
 def test_seeds_at_a_temperature(run: Command, tmp_path: Path, cheat: dict[str, Any], findings: set[Finding]) -> None:
     """Each prompt under each seed is a subject of its own; a server that ignores seeds has no load to blame."""
@@ -139,92 +132,60 @@ def test_seeds_at_a_temperature(run: Command, tmp_path: Path, cheat: dict[str, A
     assert "2 seeds" in out
 
 
-WRONG = [
-    ([], ["--endpoint", "{url}", "--seeds", "2"], ["--temperature"]),
-    ([], ["--endpoint", "{url}", "--protocol", "openai", "--temperature", "1", "--top-k", "5"], ["--top-k", "openai"]),
-    ([], ["--endpoint", "http://127.0.0.1:{free}"], ["127.0.0.1:{free}"]),
-    ([], ["--endpoint", "ftp://host"], ["ftp://host", "http"]),
-    ([], ["--endpoint", "http://me:secret-password@127.0.0.1:1"], ["password"]),
-    ([], ["--endpoint", "{url}", "--model", "hash-2"], ["hash-2", "hash-1"]),
-    ([], ["--endpoint", "{url}", "--protocol", "grpc"], ["'grpc'", "vllm"]),
-    ([], ["--endpoint", "{url}", "--impl", "invariant"], ["--endpoint", "--impl"]),
-    ([], ["--endpoint", "{url}", "--dtype", "float32"], ["--endpoint", "--dtype"]),
-    ([], ["--endpoint", "{url}", "--device", "cpu"], ["--endpoint", "--device"]),
-    ([], ["--endpoint", "{url}", "--threads", "2"], ["--endpoint", "--threads"]),
-    ([], ["--endpoint", "{url}", "--arms", "solo,warmed"], ["'warmed'", "warm"]),
-    ([], ["--endpoint", "{url}", "--arms", "solo=0"], ["solo=0"]),
-    ([], ["--endpoint", "{url}", "--arms", "solo,solo"], ["twice"]),
-    ([], ["--endpoint", "{url}", "--load", "none"], ["--arms solo"]),
-    ([], ["--endpoint", "{url}", "--load", "budget=64"], ["budget"]),
-    ([], ["--endpoint", "{url}", "--load", "prompt=9-3"], ["backwards"]),
-    ([], ["--endpoint", "{url}", "--load", "others=" + "9" * 5000], ["makes no sense"]),
-    ([], ["--endpoint", "{url}", "--load", "others=1,light"], ["must come first"]),
-    ([], ["--endpoint", "{url}", "--concurrency", "0"], ["--concurrency"]),
-    ([], ["--endpoint", "{url}", "--rate", "0"], ["--rate"]),
-    ([], ["--endpoint", "{url}", "--max-tokens", "0"], ["--max-tokens 0"]),
-    ([], ["--endpoint", "{url}", "--key-env", "NOT_SET_ANYWHERE"], ["NOT_SET_ANYWHERE"]),
-    ([], ["--endpoint", "{url}", "--compare-model", "x"], ["--compare-endpoint"]),
-    ([], ["--endpoint", "{url}", "--compare-endpoint", "http://127.0.0.1:{free}"], ["127.0.0.1:{free}"]),
-    ([("NONDET_API_KEY", "sk-secret-of-mine-123")], ["--endpoint", "http://192.0.2.1:8000"], ["unencrypted"]),
-    ([], ["--arms", "solo"], ["--arms", "--endpoint"]),
-    ([], ["--rate", "2"], ["--rate", "--endpoint"]),
+WRONG: list[tuple[str, list[str]]] = [
+    ("--endpoint {url} --seeds 2", ["--temperature"]),
+    ("--endpoint {url} --protocol openai --temperature 1 --top-k 5", ["--top-k", "openai"]),
+    ("--endpoint http://127.0.0.1:{free}", ["127.0.0.1:{free}"]),
+    ("--endpoint ftp://host", ["ftp://host", "http"]),
+    ("--endpoint http://me:secret-password@127.0.0.1:1", ["password"]),
+    ("--endpoint {url} --model hash-2", ["hash-2", "hash-1"]),
+    ("--endpoint {url} --protocol grpc", ["'grpc'", "vllm"]),
+    ("--endpoint {url} --impl invariant", ["--endpoint", "--impl"]),
+    ("--endpoint {url} --dtype float32", ["--endpoint", "--dtype"]),
+    ("--endpoint {url} --device cpu", ["--endpoint", "--device"]),
+    ("--endpoint {url} --threads 2", ["--endpoint", "--threads"]),
+    ("--endpoint {url} --arms solo,warmed", ["'warmed'", "warm"]),
+    ("--endpoint {url} --arms solo=0", ["solo=0"]),
+    ("--endpoint {url} --arms solo,solo", ["twice"]),
+    ("--endpoint {url} --load none", ["--arms solo"]),
+    ("--endpoint {url} --load budget=64", ["budget"]),
+    ("--endpoint {url} --load prompt=9-3", ["backwards"]),
+    ("--endpoint {url} --load others=" + "9" * 5000, ["makes no sense"]),
+    ("--endpoint {url} --load others=1,light", ["must come first"]),
+    ("--endpoint {url} --concurrency 0", ["--concurrency"]),
+    ("--endpoint {url} --rate 0", ["--rate"]),
+    ("--endpoint {url} --max-tokens 0", ["--max-tokens 0"]),
+    ("--endpoint {url} --key-env NOT_SET_ANYWHERE", ["NOT_SET_ANYWHERE"]),
+    ("--endpoint {url} --compare-model x", ["--compare-endpoint"]),
+    ("--endpoint {url} --compare-endpoint http://127.0.0.1:{free}", ["127.0.0.1:{free}"]),
+    ("--arms solo", ["--arms", "--endpoint"]),
+    ("--rate 2", ["--rate", "--endpoint"]),
 ]
 
 
-@pytest.mark.parametrize(("env", "argv", "said"), WRONG, ids=[" ".join(argv)[-50:] for _, argv, _ in WRONG])
 def test_bad_input_is_one_clear_line(
-    run: Command,
-    vllm: Honest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    env: list[tuple[str, str]],
-    argv: list[str],
-    said: list[str],
+    run: Command, vllm: Honest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 2, one line that names what was wrong, no file, nothing secret."""
-    for name, value in env:
-        monkeypatch.setenv(name, value)
-    places = {"url": vllm.url, "free": free_port()}
-    code, out, err = run("sample", *(a.format(**places) for a in argv))
-    assert code == 2, err
-    assert out == ""
-    assert len(err.strip().splitlines()) == 1
-    for words in said:
-        assert words.format(**places) in err
-    assert "secret" not in err
-    assert not list(tmp_path.rglob("*.jsonl"))
+    """Exit code 2, one line that names what was wrong, no file, nothing secret; what --force was to replace stays."""
+    kept = tmp_path / "kept.jsonl"
+    write_run(kept, run_of())
+    before, places = kept.read_bytes(), {"url": vllm.url, "free": free_port()}
 
+    def refused(typed: str, said: list[str]) -> None:
+        code, out, err = run("sample", *typed.format(**places).split())
+        assert code == 2, err
+        assert out == ""
+        assert len(err.strip().splitlines()) == 1
+        assert [words for words in said if words.format(**places) not in err] == []
+        assert "secret" not in err
 
-def test_a_server_of_another_kind_is_said(run: Command, tmp_path: Path) -> None:
-    """A web server that is none of ours: one line, and a finished run that --force was to replace is still there."""
-    with serving("vllm") as server:
-        assert run("sample", "--endpoint", server.url, *SMALL, "--arms", "solo=2", "--out", "a.jsonl")[0] == 0
-    before = (tmp_path / "a.jsonl").read_bytes()
-    code, _, err = run("sample", "--endpoint", server.url, *SMALL, "--out", "a.jsonl", "--force")
-    assert code == 2
-    assert len(err.strip().splitlines()) == 1, err
-    assert (tmp_path / "a.jsonl").read_bytes() == before
-
-
-def test_a_server_that_loses_its_ids_goes_on_and_says_so(run: Command, tmp_path: Path) -> None:
-    """Without ids by bytes, without logprobs by tokens alone; the verdict says which."""
-    with serving("openai", token_s=0.001, no_logprobs=True) as server:
-        code, out, err = run("sample", "--endpoint", server.url, *SMALL, "--arms", "solo,loaded", "--out", "a.jsonl")
-    assert code == 0, err
-    assert "without logprobs" in " ".join(out.split())
-    assert "compared by text" in " ".join(out.split())
-
-
-def test_no_key_is_left_anywhere(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key from the environment reaches the server's header, and neither the files nor the screen."""
-    key = "sk-abcdefghij0123456789"
-    monkeypatch.setenv("NONDET_API_KEY", key)
-    with serving("vllm", token_s=0.001, key=key) as server:
-        arms = ("--arms", "solo=2,loaded", "--out", "a.jsonl", "--report", "a.html")
-        code, out, err = run("sample", "--endpoint", server.url, *SMALL, *arms)
-    assert code == 0, err
-    written = "".join(path.read_text() for path in tmp_path.iterdir())
-    assert key not in written + out + err
+    for typed, said in WRONG:
+        refused(typed, said)
+    refused("--endpoint http://127.0.0.1:{free} --out kept.jsonl --force", ["127.0.0.1:{free}"])
+    monkeypatch.setenv("NONDET_API_KEY", "sk-secret-of-mine-123")
+    refused("--endpoint http://192.0.2.1:8000", ["unencrypted"])
+    assert [*tmp_path.rglob("*.jsonl")] == [kept]
+    assert kept.read_bytes() == before
 
 
 class Gateway(Honest):
@@ -242,9 +203,13 @@ class Gateway(Honest):
         return await super()._answer(Request(request.method, path, request.headers, request.body), writer)
 
 
-def test_a_token_in_the_path_is_left_nowhere(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_and_no_token_in_the_path_is_left_anywhere(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not in the header, its command line, records, reports or on the screen, whether the run works or not."""
-    with in_thread(Gateway("vllm", token_s=0.001)) as server:
+    key = "sk-abcdefghij0123456789"
+    monkeypatch.setenv("NONDET_API_KEY", key)
+    with in_thread(Gateway("vllm", token_s=0.001, key=key)) as server:
         url = f"{server.url}/{server.place}/v1"
         argv = ("sample", "--endpoint", url, *SMALL, "--out", "a.jsonl", "--report", "a.html", "--report", "a.md")
         monkeypatch.setattr("sys.argv", ["nondet", *argv, f"--compare-endpoint={url}"])
@@ -260,7 +225,7 @@ def test_a_token_in_the_path_is_left_nowhere(run: Command, tmp_path: Path, monke
     assert {"HTTP 404: no luck at [path]/v1/completions"} < reasons
     texts = [path.read_text() for path in tmp_path.iterdir()] + [out, err, *wrong[1:]]
     assert any("127.0.0.1" in text for text in texts[:3])
-    for part in (*server.place.split("/")[1:], base64.b64encode(b"Zz9-Yy8_Xx7").decode()[:12]):
+    for part in (key, *server.place.split("/")[1:], base64.b64encode(b"Zz9-Yy8_Xx7").decode()[:12]):
         assert not [text for text in texts if part in text]
 
 
@@ -274,76 +239,54 @@ def gate(url: str, folder: Path, *more: str) -> int:
     return main(["gate", "--endpoint", url, *LOAD, "--out", str(folder / "g.jsonl"), "--force", "--json", *more])
 
 
-def test_an_invariant_server_opens_it_as_soon_as_that_is_valid(
+def test_an_invariant_server_opens_it_as_soon_as_that_is_valid_and_a_stopped_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three proven loads exclude seven in ten: no more are asked than that, and solo answers come before and after."""
+    """Three proven loads exclude seven in ten: no more are asked, with solo answers before and after.
+
+    With --resume it counts the loads that it has, asks for no more than are missing, and for nothing at its end.
+    """
+    path = tmp_path / "g.jsonl"
+    resumed = ["gate", "--out", str(path), "--rate", "70%", "--json", "--resume", *LOAD]
     with serving("vllm", token_s=0.002) as server:
         code = gate(server.url, tmp_path, "--rate", "70%", "--junit", str(tmp_path / "g.xml"))
-    told = json.loads(capsys.readouterr().out)
-    assert (code, told["outcome"]) == (0, "open"), told
-    [power] = told["power"]
-    assert (power["compared"]["load"], power["needed"], power["enough"]) == (3, 3, True)
-    assert power["compared"]["request"] <= 9
-    run = read_run(tmp_path / "g.jsonl")
-    assert [r.arm for r in run.rounds] == ROUNDS
-    assert run.header.plan["gate"] == {"rate": 0.7, "confidence": 0.95, "by": "load"}
-    assert main(["gate", str(tmp_path / "g.jsonl"), "--rate", "70%"]) == 0  # the file says the same
-    assert main(["gate", str(tmp_path / "g.jsonl")]) == 4  # and is no proof of a tenth
-
-
-@pytest.mark.nightly
-def test_a_server_that_depends_on_its_batch_shuts_it_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One divergence is proof: the loads that were planned for a rate of 1% are never asked."""
-    with serving("vllm", token_s=0.002, batch_noise=1e-6) as server:
-        assert gate(server.url, tmp_path, "--rate", "1%") == 3
-    assert json.loads(capsys.readouterr().out)["outcome"] == "shut"
-    assert 1 <= sum(r.arm == "loaded" for r in read_run(tmp_path / "g.jsonl").rounds) <= 3
-
-
-def test_a_load_that_never_forms_is_no_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No streams and no counters: nothing shows that requests ran together, so the gate has no answer."""
-    with serving("openai", token_s=0.001) as server:
-        code = gate(server.url, tmp_path, "--rate", "50%", "--no-stream")
-    told = json.loads(capsys.readouterr().out)
-    assert code in (1, 4), told
-    assert told["power"][0]["compared"]["load"] == 0
-
-
-def test_a_gate_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --resume it counts the loads that it has, asks for no more than are missing, and for nothing at its end."""
-    path = tmp_path / "g.jsonl"
-    resumed = ["--out", str(path), "--rate", "70%", "--json", "--resume", *LOAD]
-    with serving("vllm", token_s=0.002) as server:
-        assert gate(server.url, tmp_path, "--rate", "70%") == 0
-        whole = read_run(path)
-        lines = path.read_bytes().splitlines(True)
+        told = json.loads(capsys.readouterr().out)
+        assert (code, told["outcome"]) == (0, "open"), told
+        [power] = told["power"]
+        assert (power["compared"]["load"], power["needed"], power["enough"]) == (3, 3, True)
+        assert power["compared"]["request"] <= 9
+        whole, lines = read_run(path), path.read_bytes().splitlines(True)
+        assert [r.arm for r in whole.rounds] == ROUNDS
+        assert whole.header.plan["gate"] == {"rate": 0.7, "confidence": 0.95, "by": "load"}
+        assert main(["gate", str(path), "--rate", "70%"]) == 0  # the file says the same
+        assert main(["gate", str(path)]) == 4  # and is no proof of a tenth
         ended = [i for i, line in enumerate(lines) if b'"round"' in line[:20]]
         path.write_bytes(b"".join(lines[: ended[4] + 3]))  # one load, and two completions of the second
-        kept = {c.request for c in read_run(path, allow_truncated=True).completions}
+        assert read_run(path, allow_truncated=True).completions
         before = len(server.requests)
-        assert main(["gate", "--endpoint", server.url, *resumed]) == 0
+        assert main([*resumed, "--endpoint", server.url]) == 0
         asked, after = len(server.requests) - before, read_run(path)
         assert [r.arm for r in after.rounds] == ROUNDS
         assert {c.request: c.trace for c in after.completions} == {c.request: c.trace for c in whole.completions}
-        assert kept
         assert asked < before
         before = len(server.requests)
-        assert main(["gate", "--endpoint", server.url, *resumed]) == 0
+        assert main([*resumed, "--endpoint", server.url]) == 0
         assert len(server.requests) == before
-        assert main(["gate", "--endpoint", server.url, *resumed, "--confidence", "90%"]) == 2  # another gate
+        assert main([*resumed, "--endpoint", server.url, "--confidence", "90%"]) == 2  # another gate
     capsys.readouterr()
 
 
 @pytest.mark.nightly
-def test_a_gate_that_had_seen_it_stays_shut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What parted before the stop counts after it, and no further load is asked for."""
+def test_a_server_that_depends_on_its_batch_shuts_it_at_once_and_for_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One divergence is proof: the loads that were planned for a rate of 1% are never asked, nor when it is resumed."""
     path = tmp_path / "g.jsonl"
     with serving("vllm", token_s=0.002, batch_noise=1e-6) as server:
         assert gate(server.url, tmp_path, "--rate", "1%") == 3
+        assert json.loads(capsys.readouterr().out)["outcome"] == "shut"
         loads = sum(r.arm == "loaded" for r in read_run(path).rounds)
+        assert 1 <= loads <= 3
         lines = path.read_bytes().splitlines(True)
         last = max(i for i, line in enumerate(lines) if b'"arm":"loaded"' in line and b'"round"' in line[:20])
         path.write_bytes(b"".join(lines[: last + 1]))
@@ -353,7 +296,16 @@ def test_a_gate_that_had_seen_it_stays_shut(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
 
 
-DRAWN = ("--temperature", "0.8", "--seeds", "2", "--top-p", "0.9", "--rate", "70%")
+def test_a_load_that_never_forms_is_no_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No streams and no counters: nothing shows that requests ran together, so the gate has no answer."""
+    with serving("openai", token_s=0.001) as server:
+        code = gate(server.url, tmp_path, "--rate", "90%", "--no-stream")
+    told = json.loads(capsys.readouterr().out)
+    assert code in (1, 4), told
+    assert told["power"][0]["compared"]["load"] == 0
+
+
+DRAWN = ("--temperature", "0.8", "--seeds", "2", "--top-p", "0.9", "--rate", "90%")
 
 
 def test_seeds_at_a_temperature_open_it_or_shut_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,29 +341,24 @@ def test_a_server_that_keeps_to_no_seed_has_no_answer(tmp_path: Path, capsys: py
     assert "<failure" not in (tmp_path / "g.xml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("argv", "word"),
-    [
-        (["gate", "run.jsonl", "--resume"], "--resume without --endpoint"),
-        (["gate", "--endpoint", "http://127.0.0.1:1", "--resume"], "--resume without --out"),
-        (["gate", "run.jsonl", "--endpoint", "http://127.0.0.1:1"], "a run file or a server"),
-        (["gate", "run.jsonl", "--model", "m"], "--model without --endpoint"),
-        (["gate", "run.jsonl", "--temperature", "1"], "--temperature without --endpoint"),
-        (["gate", "--endpoint", "http://127.0.0.1:1", "--seeds", "2"], "need a temperature"),
-        (["gate", "--endpoint", "http://127.0.0.1:1", "--rate", "0.001%"], "loads"),
-        (["gate", "--endpoint", "http://127.0.0.1:1", "--max-tokens", "0"], "--max-tokens 0"),
-        (["gate", "--endpoint", "http://127.0.0.1:1"], "127.0.0.1:1"),
-    ],
-)
-def test_bad_input_is_one_line(
-    argv: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_of_a_gate_is_one_line(run: Command, tmp_path: Path) -> None:
     """Exit code 2, and no file is left."""
-    monkeypatch.chdir(tmp_path)
-    assert main(argv) == 2
-    seen = capsys.readouterr()
-    assert word in seen.err
-    assert len([line for line in seen.err.splitlines() if not line.startswith("connecting to ")]) == 1
+    nowhere = "--endpoint http://127.0.0.1:1"
+    for typed, word in [
+        ("run.jsonl --resume", "--resume without --endpoint"),
+        (f"{nowhere} --resume", "--resume without --out"),
+        (f"run.jsonl {nowhere}", "a run file or a server"),
+        ("run.jsonl --model m", "--model without --endpoint"),
+        ("run.jsonl --temperature 1", "--temperature without --endpoint"),
+        (f"{nowhere} --seeds 2", "need a temperature"),
+        (f"{nowhere} --rate 0.001%", "loads"),
+        (f"{nowhere} --max-tokens 0", "--max-tokens 0"),
+        (nowhere, "127.0.0.1:1"),
+    ]:
+        code, _, err = run("gate", *typed.split())
+        assert code == 2
+        assert word in err
+        assert err.count("\n") == 1
     assert not list(tmp_path.rglob("*.jsonl"))
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nondet.cli import main
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
-from nondet.sampling.plan import ENGINES, Load, Outcome, Request, Session, build_plan, long_prompts, parse_load
+from nondet.sampling.plan import Load, Outcome, Request, Session, build_plan, long_prompts, parse_load
 from nondet.services.sample import SampleRequest, planned
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
@@ -29,27 +28,31 @@ FEW = ("--n", "8", "--max-tokens", "4", "--load", "others=3,targets=6,prompt=4-8
 ARMS = ("--arms", "solo=8,cold=2,warm=2,loaded")
 
 
-def findings(run: Run, impl: str = "server") -> list[Finding]:
+def findings(run: Run) -> list[Finding]:
     """The strongest of each prompt."""
-    return [v.finding for v in judge(run) if v.impl == impl]
+    return [v.finding for v in judge(run)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("beyond", "hit"), [(128, [1, 2]), (512, [2]), (5000, [])])
+@pytest.mark.parametrize(("beyond", "hit"), [(128, [1, 2]), (512, [2])])
 def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int, hit: list[int]) -> None:
-    """Its short prompt agrees; the two that ride along do not. A gate shuts as well, and opens on a sound one."""
+    """Its short prompt agrees; the two that ride along do not. A gate shuts as well."""
     with serving("vllm", token_s=0.001, batch_noise=1e-6, beyond=beyond) as server:
         assert run("sample", "--endpoint", server.url, *FEW, *ARMS, "--out", "a.jsonl")[0] == 0
         wanted = [Finding.BATCH if p in hit else Finding.CLEAN for p in range(3)]
         assert findings(read_run(tmp_path / "a.jsonl")) == wanted
-        code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "70%", "--out", "g.jsonl")
-    assert code == (3 if hit else 0), out + err
+        if beyond == 512:
+            code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "70%", "--out", "g.jsonl")
+            assert code == 3, out + err
 
 
+@pytest.mark.slow
 def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command, tmp_path: Path) -> None:
     """Cold and cached, more than 600 tokens long, and each is held against what was alone with as much cached."""
     with serving("vllm", token_s=0.001) as server:
         assert run("sample", "--endpoint", server.url, *FEW, *ARMS, "--out", "a.jsonl")[0] == 0
+        code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "90%", "--out", "g.jsonl")
+    assert code == 0, out + err
     made = read_run(tmp_path / "a.jsonl")
     loaded = [c for c in made.completions if c.arm == "loaded" and c.served]
     assert Counter((c.prompt, not c.served.cached_tokens) for c in loaded if c.served) == {
@@ -59,14 +62,7 @@ def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command
     assert findings(made) == [Finding.CLEAN] * 3
 
 
-def test_a_prompt_that_somebody_chose_is_asked_alone_and_its_keys_are_said(run: Command, tmp_path: Path) -> None:
-    """What a short prompt cannot show stands beside the verdict; a context too short for a long one leaves it out."""
-    with serving("vllm", token_s=0.001) as server:
-        one = ("--prompt", "For example, the", "--arms", "solo=2,loaded", "--out", "a.jsonl")
-        run("sample", "--endpoint", server.url, *FEW, *one)
-        made = read_run(tmp_path / "a.jsonl")
-        assert len(made.header.plan["prompts"]) == 1
-        assert any("attention over more keys was not tested" in note for v in judge(made) for note in v.notes)
+def test_a_context_too_short_for_a_long_prompt_leaves_it_out(run: Command, tmp_path: Path) -> None:
     with serving("vllm", token_s=0.001, context=700) as server:
         run("sample", "--endpoint", server.url, *FEW, "--arms", "solo=2", "--out", "b.jsonl")
     lengths = [len(p["text"]) for p in read_run(tmp_path / "b.jsonl").header.plan["prompts"]]
@@ -77,14 +73,9 @@ def test_a_prompt_that_somebody_chose_is_asked_alone_and_its_keys_are_said(run: 
 def test_long_prompts_ride_with_every_forty_others() -> None:
     """Twice each in one round, however small rounds are; their subjects follow."""
     load = parse_load("others=3,targets=16,prompt=4-8,tokens=4-8")
-    given: dict[str, Any] = {
-        "seed": 1,
-        "prompt": (1, 2),
-        "max_new_tokens": 4,
-        "context": 99,
-        "encode": lambda t: [7] * 9,
-    }
-    plan = build_plan(load, n=90, texts=["x" * 999], riders=[(3,) * 40, (4,) * 50], **given)
+    given: dict[str, Any] = {"seed": 1, "prompt": (1, 2), "max_new_tokens": 4, "context": 99}
+    riders = [(3,) * 40, (4,) * 50]
+    plan = build_plan(load, n=90, texts=["x" * 999], riders=riders, encode=lambda _: [7] * 9, **given)
     counts = [Counter((r.subject, len(r.prompt)) for r in requests if r.target) for requests in plan.rounds]
     with_them = {(0, 2): 16, (1, 40): 2, (2, 50): 2}
     assert counts == [{(0, 2): 16}, {(0, 2): 16}, with_them, {(0, 2): 16}, with_them, {(0, 2): 10}]
@@ -123,10 +114,7 @@ class Hashes:
         return Session(outcomes, steps=max(ends), tokens=sum(len(o.token_ids) for o in outcomes), seconds=0.1)
 
 
-KEYS = pytest.mark.parametrize(("beyond", "hit"), [(128, [False, True, True]), (512, [False, False, True])])
-
-
-@KEYS
+@pytest.mark.parametrize(("beyond", "hit"), [(128, [False, True, True]), (512, [False, False, True])])
 def test_an_engine_that_differs_beyond_some_keys(monkeypatch: pytest.MonkeyPatch, beyond: int, hit: list[bool]) -> None:
     """Two full rounds of the default load: the short prompt agrees, four completions of each long one do not."""
     monkeypatch.setattr(Hashes, "beyond", beyond)
@@ -144,18 +132,3 @@ def test_an_engine_that_differs_beyond_some_keys(monkeypatch: pytest.MonkeyPatch
             if outcome.request.target:
                 bits.setdefault(outcome.request.subject, set()).add(outcome.logprobs)
     assert [len(bits[subject]) > 1 for subject in range(3)] == hit
-
-
-@pytest.mark.nightly
-@KEYS
-def test_the_command_finds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], beyond: int, hit: list[bool]
-) -> None:
-    """`nondet sample` as it comes: 1,200 completions of the short prompt agree, 60 of each long one do not."""
-    monkeypatch.setitem(ENGINES, "transformers", f"{__name__}:Hashes")
-    monkeypatch.setattr(Hashes, "beyond", beyond)
-    assert main(["sample", "--impl", "stock", "--threads", "1", "--out", str(tmp_path / "a.jsonl")]) == 0
-    capsys.readouterr()
-    made = read_run(tmp_path / "a.jsonl")
-    assert Counter(c.prompt for c in made.completions) == {0: 1200, 1: 60, 2: 60}
-    assert [f.is_divergence for f in findings(made, "stock")] == hit

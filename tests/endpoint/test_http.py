@@ -12,6 +12,7 @@ import pickle
 import socket
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from itertools import product
 from typing import Any
 from urllib.parse import quote
 
@@ -36,9 +37,9 @@ from tests.endpoint.honest import Request, Server, awaited, json_response, respo
 KEY = "sk-keys-0123456789"
 
 
-@pytest.mark.parametrize(
-    ("url", "shown", "protocol"),
-    [
+def test_a_url_is_read_with_or_without_its_path() -> None:
+    """As people copy them: with /v1, with a slash, with the whole path."""
+    for url, shown, protocol in [
         ("http://127.0.0.1:8000", "http://127.0.0.1:8000", ""),
         ("http://127.0.0.1:8000/", "http://127.0.0.1:8000", ""),
         ("https://HOST.example/v1", "https://host.example", ""),
@@ -47,85 +48,56 @@ KEY = "sk-keys-0123456789"
         ("https://host.example/v2/ab12cd34ef56", "https://host.example/(path 5e22)", ""),
         ("http://[::1]:8080/v1/chat/completions", "http://[::1]:8080", "openai-chat"),
         ("http://localhost:8080/completion", "http://localhost:8080", "llama.cpp"),
-    ],
-)
-def test_a_url_is_read_with_or_without_its_path(url: str, shown: str, protocol: str) -> None:
-    """As people copy them: with /v1, with a slash, with the whole path."""
-    address = read_address(url)
-    assert (address.url, address.protocol) == (shown, protocol)
+    ]:
+        address = read_address(url)
+        assert (address.url, address.protocol) == (shown, protocol)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "localhost:8000",
-        "ftp://host/",
-        "http://",
-        "http://host:notaport",
-        "http://host:99999",
-        "http://[::1",
-        "http://ex ample:8000",
-        "http://ex\u202eample",
-        "http://user:hunter2@host/",
-        "http://user@host/",
-        "http://:hunter2@host:8000",
-        "https://host/v1?api_key=hunter2",
-        "https://host/v1#hunter2",
-        "http://user:hunter2@host:notaport/",
-        "http://host:hunter2",
-        "http://[hunter2",
-        "http:/user:hunter2@host/",
-        "http:\\\\host\\hunter2",
-        "user:hunter2@host",
-        "localhost:8000/hunter2",
-        "ftp://host/hunter2/v1",
-        "htps://host/v1?token=hunter2",
-        "http://host/hunter2/v1?a=b",
-        "http://host:notaport/?key=hunter2",
-        "hunter2",
-        "sk-hunter2hunter2/",
-        "sk-hunter2hunter2:443",
-        "https://sk-hunter2hunter2/v1?a=b",
-        "http://host /hunter2",
-    ],
-)
-def test_other_urls_are_refused_without_showing_a_secret(url: str) -> None:
+REFUSED = """
+    localhost:8000  ftp://host/  http://  http://host:notaport  http://host:99999  http://[::1  http://ex\u202eample
+    http://user:hunter2@host/  http://user@host/  http://:hunter2@host:8000  https://host/v1?api_key=hunter2
+    https://host/v1#hunter2  http://user:hunter2@host:notaport/  http://host:hunter2  http://[hunter2
+    http:/user:hunter2@host/  http:\\\\host\\hunter2  user:hunter2@host  localhost:8000/hunter2  ftp://host/hunter2/v1
+    htps://host/v1?token=hunter2  http://host/hunter2/v1?a=b  http://host:notaport/?key=hunter2  hunter2
+    sk-hunter2hunter2/  sk-hunter2hunter2:443  https://sk-hunter2hunter2/v1?a=b
+"""
+
+
+def test_other_urls_are_refused_without_showing_a_secret() -> None:
     """One line; what may be a password in it is not repeated."""
-    with pytest.raises(UserError) as caught:
-        read_address(url)
-    assert "hunter2" not in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for url in ["", "http://ex ample:8000", "http://host /hunter2", *REFUSED.split()]:
+        with pytest.raises(UserError) as caught:
+            read_address(url)
+        assert "hunter2" not in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("host", ["sk-hunter2hunter2", "hf_hunter2hunter2.host", "hunter2abcdefabcdef0123456789"])
-def test_a_key_in_the_place_of_a_host_is_in_no_message(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_in_the_place_of_a_host_is_in_no_message(capsys: pytest.CaptureFixture[str]) -> None:
     """Where it is connected to, and why that failed, say that it is not repeated; names of machines are."""
-    assert "hunter2" not in read_address(f"https://{host}:8443/v1").url
-    assert main(["sample", "--endpoint", f"http://{host}"]) == 2
-    said = capsys.readouterr().err
-    assert "HOST-NOT-REPEATED" in said
-    assert "hunter2" not in said
+    for host in ["sk-hunter2hunter2", "hf_hunter2hunter2.host", "hunter2abcdefabcdef0123456789"]:
+        assert "hunter2" not in read_address(f"https://{host}:8443/v1").url
+        assert main(["sample", "--endpoint", f"http://{host}"]) == 2
+        said = capsys.readouterr().err
+        assert "HOST-NOT-REPEATED" in said
+        assert "hunter2" not in said
     for name in ("vllm-server-production-deployment-7f6d9-x2x", "key-server-production", "sk-gpu-1.example.org"):
         assert name in read_address(f"http://{name}:8000").url
 
 
-@pytest.mark.parametrize(
-    ("host", "local"), [("127.0.0.2", True), ("localhost", True), ("[::1]", True), ("10.0.0.1", False)]
-)
-def test_a_key_goes_unencrypted_to_this_machine_only(host: str, local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_goes_unencrypted_to_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """http to another machine is refused with a key, unless told; without a key or with https it is not."""
-    monkeypatch.setenv("NONDET_API_KEY", KEY)
-    if local:
-        connect(f"http://{host}:8000")
-    else:
-        with pytest.raises(UserError, match="unencrypted") as caught:
+    for host, local in [("127.0.0.2", True), ("localhost", True), ("[::1]", True), ("10.0.0.1", False)]:
+        monkeypatch.setenv("NONDET_API_KEY", KEY)
+        if local:
             connect(f"http://{host}:8000")
-        assert KEY not in str(caught.value)
-    connect(f"http://{host}:8000", allow_plain_http=True)
-    connect(f"https://{host}:8000")
-    monkeypatch.delenv("NONDET_API_KEY")
-    connect(f"http://{host}:8000")
+        else:
+            with pytest.raises(UserError, match="unencrypted") as caught:
+                connect(f"http://{host}:8000")
+            assert KEY not in str(caught.value)
+        connect(f"http://{host}:8000", allow_plain_http=True)
+        connect(f"https://{host}:8000")
+        monkeypatch.delenv("NONDET_API_KEY")
+        connect(f"http://{host}:8000")
 
 
 def test_keys_come_from_the_environment() -> None:
@@ -142,6 +114,10 @@ def test_keys_come_from_the_environment() -> None:
         with pytest.raises(UserError) as caught:
             key_from_environment(variable, environment)
         assert not any(secret in str(caught.value) for secret in ("X: b", "ключ", "sk-my-secret"))
+    for name in ("sk-my-secret-0123", "AKIAIOSFODNN7EXAMPLE", "hunter2"):  # the key in place of its variable's name
+        with pytest.raises(UserError, match="not a variable's name") as caught:
+            key_from_environment(name, {})
+        assert name not in str(caught.value)
 
 
 def test_a_key_does_not_show_itself() -> None:
@@ -194,41 +170,28 @@ FORMS: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("secret", [Key(SECRET), Key(SECRET, "path")], ids=repr)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_server_that_repeats_a_secret_is_not_repeated(form: str, secret: Key) -> None:
+def test_a_server_that_repeats_a_secret_is_not_repeated() -> None:
     """However it is encoded, wrapped or capitalized: no eight characters of it are left in the line."""
-    line = secret.reason(f"wrong key: {FORMS[form]} (see the manual)")
-    assert FORMS[form] not in line
-    assert line != f"wrong key: {FORMS[form]} (see the manual)"
-    assert repr(secret) in line or "[masked]" in line
     squeezed = "".join(filter(str.isalnum, SECRET.lower()))
-    left = "".join(filter(str.isalnum, line.lower()))
-    assert not [i for i in range(len(squeezed) - 7) if squeezed[i : i + 8] in left]
+    for secret, form in product((Key(SECRET), Key(SECRET, "path")), FORMS):
+        said = f"wrong key: {FORMS[form]} (see the manual)"
+        line = secret.reason(said)
+        assert FORMS[form] not in line, form
+        assert line != said, form
+        assert repr(secret) in line or "[masked]" in line, form
+        left = "".join(filter(str.isalnum, line.lower()))
+        assert not [i for i in range(len(squeezed) - 7) if squeezed[i : i + 8] in left], form
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_other_lines_stay_as_they_are() -> None:
+    """What holds no part of a key is told whole; so is anything where the key is none ("EMPTY")."""
+    for text in [
         "out of memory: 1234567 of 7654321 bytes at 0x7f00deadbeef00112233",
         "no model meta-llama/Llama-3.1-8B-Instruct; have Qwen/Qwen2.5-0.5B",
         "%7B%22error%22%3A%20%22busy%22%7D QWxhZGRpbjpvcGVuIHNlc2FtZQ==",
         "max_tokens must be at least 1, got -5",
-    ],
-)
-def test_other_lines_stay_as_they_are(text: str) -> None:
-    """What holds no part of a key is told whole; so is anything where the key is none ("EMPTY")."""
-    assert Key(SECRET).reason(text) == text
-    assert Key("EMPTY").reason(text) == text
-    assert Key().reason(text) == text
-
-
-@pytest.mark.parametrize("name", ["sk-my-secret-0123", "AKIAIOSFODNN7EXAMPLE", "hunter2"])
-def test_a_key_in_place_of_its_variable_is_not_repeated(name: str) -> None:
-    """Given as --key-env by mistake: the line says what belongs there."""
-    with pytest.raises(UserError, match="not a variable's name") as caught:
-        key_from_environment(name, {})
-    assert name not in str(caught.value)
+    ]:
+        assert Key(SECRET).reason(text) == Key("EMPTY").reason(text) == Key().reason(text) == text
 
 
 @awaited
@@ -276,43 +239,25 @@ def failure(answer: bytes, **limits: Any) -> AttemptError:
     return asyncio.run(asyncio.wait_for(work(), 60))
 
 
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        ("0", 0.0),
-        ("7", 7.0),
-        (" 120 ", 120.0),
-        ("9" * 40, 999_999_999.0),
-        ("-1", None),
-        ("1.5", None),
+def test_a_server_says_how_long_to_wait() -> None:
+    """In digits or as a date by this machine's clock; what can't be read, or is not said, is no wait of zero."""
+    for header, seconds in [
+        ("0", 0.0), ("7", 7.0), (" 120 ", 120.0), ("9" * 40, 999_999_999.0), ("-1", None), ("1.5", None),
         ("\u0663".encode().decode("latin-1"), None),  # a digit of another script
-        ("soon", None),
-        ("", None),
-        ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
-    ],
-)
-def test_a_server_says_how_long_to_wait(header: str, seconds: float | None) -> None:
-    """In digits or as a date; what can't be read is no wait of zero."""
-    refused = failure(response(503, b'{"error": "busy"}', extra=f"Retry-After: {header}\r\n"))
-    assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-503", "HTTP 503: busy", seconds)
-
-
-def test_a_date_to_come_is_so_many_seconds() -> None:
-    """From now on, by this machine's clock."""
+        ("soon", None), ("", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
+    ]:  # fmt: skip
+        refused = failure(response(503, b'{"error": "busy"}', extra=f"Retry-After: {header}\r\n"))
+        assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-503", "HTTP 503: busy", seconds)
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
     wait = failure(response(429, b"", extra=f"Retry-After: {date}\r\n")).retry_after_s
     assert wait is not None
     assert 60 < wait <= 90
-
-
-def test_a_server_that_says_nothing_of_a_wait() -> None:
-    """None, and not zero."""
     refused = failure(response(429, b""))
     assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-429", "HTTP 429", None)
 
 
 def test_where_nothing_listens_there_is_no_connection() -> None:
-    """The kind by which it is counted, and tried again."""
+    """The kind by which it is counted, and tried again; nor at a name that nobody has, or that no name can be."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         times = Times()
@@ -321,17 +266,13 @@ def test_where_nothing_listens_there_is_no_connection() -> None:
     assert refused.kind in RETRIED
     assert refused.reason.startswith("no connection: ")
     assert (times.header, times.done >= times.sent > 0) == (None, True)
-
-
-def test_a_name_that_nobody_has_is_no_connection() -> None:
-    """Neither one that does not resolve, nor one that no name can be."""
     for host in ("nobody.invalid", "a" * 70 + ".invalid"):
         assert asyncio.run(asked(f"http://{host}:1")).kind == "connect"
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
+def test_kinds_of_failures() -> None:
+    """Each by the word that run files count it by."""
+    for answer, kind in [
         (b"", "reset"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "cut-off"),
         (b"220 mail.example ESMTP\r\n\r\n", "protocol"),
@@ -340,11 +281,8 @@ def test_a_name_that_nobody_has_is_no_connection() -> None:
         (response(200, b" " * (1 << 21)), "too-large"),
         (response(300, b"{}"), "http-300"),
         (response(400, b"no"), "http-400"),
-    ],
-)
-def test_kinds_of_failures(answer: bytes, kind: str) -> None:
-    """Each by the word that run files count it by."""
-    assert failure(answer).kind == kind
+    ]:
+        assert failure(answer).kind == kind
 
 
 @pytest.mark.parametrize(("limit", "words"), [("first_byte_s", "no answer within"), ("total_s", "not done after")])

@@ -20,6 +20,7 @@ from nondet.services.run import interruptible
 from tests.build import Command, tiers
 
 NONDET = (sys.executable, "-m", "nondet")
+HERE = str(Path(nondet.__file__).parents[1])
 
 
 def process(*argv: str, **options: object) -> subprocess.CompletedProcess[bytes]:
@@ -66,18 +67,20 @@ def test_a_broken_config_is_blamed_itself(run: Command, tmp_path: Path) -> None:
     assert "its tokenizer" not in err
 
 
+SMALL = ("--dtype", "float32", "--m", "4", "--n", "64", "--out", "r.jsonl")
+
+
 def test_a_kernel_that_exits_opens_no_gate(run: Command, tmp_path: Path) -> None:
     """sys.exit(0) in a user's kernel is a failure, never the gate's 0."""
     (tmp_path / "leaves.py").write_text("import sys\ndef softmax(x):\n    sys.exit(0)\n")
-    argv = ("probe", "softmax", "--impl", "leaves:softmax", "--dtype", "float32", "--fail-on", "divergent")
-    code, _, err = run(*argv, "--out", "r.jsonl")
+    code, _, err = run("probe", "softmax", "--impl", "leaves:softmax", "--fail-on", "divergent", *SMALL)
     assert code == 1, err
 
 
 def test_an_edited_kernel_is_not_gone_on_with(run: Command, tmp_path: Path) -> None:
     """The user's own function belongs to the plan by its file's contents: another half, another function."""
     (tmp_path / "edited.py").write_text("def softmax(x):\n    return x.softmax(-1)\n")
-    argv = ("probe", "softmax", "--impl", "edited:softmax", "--dtype", "float32", "--out", "r.jsonl")
+    argv = ("probe", "softmax", "--impl", "edited:softmax", *SMALL)
     assert run(*argv)[0] == 0
     assert run(*argv, "--resume")[0] == 0
     (tmp_path / "edited.py").write_text("def softmax(x):\n    return x.double().softmax(-1).to(x.dtype)\n")
@@ -100,59 +103,49 @@ def test_an_engine_that_stops_is_one_line(run: Command, monkeypatch: pytest.Monk
     assert "index_copy_()" in err
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_out_of_memory_is_one_line(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 and one line, wherever it ran out; what was finished is in the file."""
+    for error in [
         MemoryError(),
         MemoryError("Unable to allocate 9.1 TiB"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried"),
-    ],
-    ids=["python", "numpy", "cuda", "cpu"],
-)
-def test_out_of_memory_is_one_line(run: Command, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """1 and one line, wherever it ran out; what was finished is in the file."""
+    ]:
 
-    def fail(*_: object, **__: object) -> None:
-        raise error
+        def fail(*_: object, error: BaseException = error, **__: object) -> None:
+            raise error
 
-    monkeypatch.setattr("nondet.core.environment.collect", fail)
-    code, out, err = run("probe", "float-sum", "--device", "cpu", "--out", "r.jsonl")
-    assert (code, out) == (1, "")
-    assert err.startswith("nondet: out of memory: ")
-    assert err.count("\n") == 1
+        monkeypatch.setattr("nondet.core.environment.collect", fail)
+        code, out, err = run("probe", "float-sum", "--device", "cpu", "--out", "r.jsonl")
+        assert (code, out) == (1, "")
+        assert err.startswith("nondet: out of memory: ")
+        assert err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_bytes_in_variables_and_names_break_no_run(tmp_path: Path) -> None:
-    """A variable that is no UTF-8 is kept as an escape: the run, its page and its JSON (in ASCII) are made."""
-    environment = {**os.environ, "MKL_CBWR": "a\udcff", "NONDET_COMMIT": "\udcfe", "PYTHONIOENCODING": "ascii"}
-    done = process("probe", "float-sum", "--device", "cpu", "--out", "r.jsonl", "--report", "r.html", "--json",
-                   cwd=tmp_path, env=environment)  # fmt: skip
+def test_nothing_of_the_folder_and_no_byte_of_a_variable_breaks_a_run(tmp_path: Path) -> None:
+    """A json.py, torch.py or rich.py lying there is not executed; the user's own module is, asked for by name.
+
+    A variable that is no UTF-8 is kept as an escape: the run, its page and its JSON (in ASCII) are made.
+    """
+    for name in ("json", "torch", "rich", "msgspec", "typing", "signal", "numpy", "triton"):
+        (tmp_path / f"{name}.py").write_text("import sys\nsys.exit('a file of the folder was executed')\n")
+    (tmp_path / "mine.py").write_text("def softmax(x):\n    return x.softmax(-1)\n")
+    odd = {"MKL_CBWR": "a\udcff", "NONDET_COMMIT": "\udcfe", "PYTHONIOENCODING": "ascii", "PYTHONPATH": HERE}
+    command = ["probe", "softmax", "--impl", "mine:softmax", *SMALL, "--report", "r.html", "--json"]
+    done = process(*command, cwd=tmp_path, env={**os.environ, **odd})
     assert done.returncode == 0, done.stderr
     header = json.loads(done.stdout.splitlines()[0])
     assert header["environment"]["variables"]["MKL_CBWR"] == "a\\udcff"
-    assert "a\\udcff" in (tmp_path / "r.jsonl").read_text(encoding="utf-8").encode().decode("unicode_escape", "replace")
+    written = (tmp_path / "r.jsonl").read_text(encoding="utf-8")
+    assert "a\\udcff" in written.encode().decode("unicode_escape", "replace")
+    assert "mine:softmax" in written
     assert (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_nothing_of_ours_comes_from_the_current_folder(tmp_path: Path) -> None:
-    """A json.py, torch.py or rich.py lying there is not executed; the user's own module is, asked for by name."""
-    for name in ("json", "torch", "rich", "msgspec", "typing", "signal", "numpy", "triton"):
-        (tmp_path / f"{name}.py").write_text("import sys\nsys.exit('a file of the folder was executed')\n")
-    (tmp_path / "mine.py").write_text("def softmax(x):\n    return x.softmax(-1)\n")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent.parent)
-    command = ["probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--out", "r.jsonl"]
-    done = process(*command, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert b"mine:softmax" in (tmp_path / "r.jsonl").read_bytes()
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-@pytest.mark.parametrize("where", ["/dev/full", "closed"])
+@pytest.mark.parametrize("where", tiers(["/dev/full"], ["closed"]))
 def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, where: str) -> None:
     """A full disk under stdout is one line and 2; a closed stdout is nobody reading; the report is there both times."""
     target = ">&-" if where == "closed" else f"> {where}"
@@ -165,20 +158,18 @@ def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, where: str
         assert "can't write to stdout" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_any_encoding_of_the_terminal_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, form: list[str]
-) -> None:
+def test_any_encoding_of_the_terminal_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables, bars and JSON come out under an encoding that lacks their characters."""
     monkeypatch.chdir(tmp_path)
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding))
-    assert main(["probe", "float-sum", "--out", "r.jsonl", *form]) == 0
-    out = written.getvalue().decode(encoding)
-    assert out
-    assert all(json.loads(line) for line in out.splitlines() if form)
+    probe = ["probe", "float-sum", "--force", "--out", "r.jsonl"]
+    for encoding, argv in [("ascii", probe), ("ascii", [*probe, "--json"]), ("latin-1", ["report", "r.jsonl"])]:
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding))
+        assert main(argv) == 0
+        out = written.getvalue().decode(encoding)
+        assert out
+        assert all(json.loads(line) for line in out.splitlines() if "--json" in argv)
 
 
 UNINSTALLED = """
@@ -200,11 +191,11 @@ print(sys.path[-1])
 @pytest.mark.slow
 def test_workers_of_a_clone_that_is_not_installed_find_nondet() -> None:
     """`python -m nondet` there takes its folder from the path, where a torch.py would be taken for torch."""
-    here = str(Path(nondet.__file__).parents[1])
-    command = [sys.executable, "-c", UNINSTALLED, here, "--version"]
+    command = [sys.executable, "-c", UNINSTALLED, HERE, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == here
+    assert done.stdout.splitlines()[0].startswith("nondet ")
+    assert done.stdout.splitlines()[-1] == HERE
 
 
 # Ctrl-C at a moment that no machine's speed decides: as the import of a module begins.
@@ -260,8 +251,5 @@ def test_control_codes_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[s
 
 
 def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    """`nondet --help` says what each code means, and `python -m nondet` is the command."""
     assert main(["--help"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "Exit codes: 0 finished; a divergence is a finding" in out
-    assert process("--version").stdout.startswith(b"nondet ")
+    assert "Exit codes: 0 finished; a divergence is a finding" in " ".join(capsys.readouterr().out.split())

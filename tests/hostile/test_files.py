@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,14 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> store.Certificates:
     return proofs
 
 
-def test_show_writes_no_control_codes(run: Command, kept: store.Certificates) -> None:
-    """What a certificate calls its member could move the cursor or rename the window."""
+def test_certificates_are_shown_without_control_codes_and_kept_where_they_can_not_be_deleted(
+    run: Command, kept: store.Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one calls its member could move the cursor; a read-only cache is one line. (Tests may run as root.)"""
     code, out, err = run("certify", "--show", "--device", "cpu")
     assert code == 0
     assert "mine" in out
-    assert "\x1b]0" not in out + err
-    assert "\x07" not in out + err
-    assert "\x1b[31m:linear" not in out + err
-
-
-def test_forget_in_a_folder_that_can_not_be_written_is_one_line(
-    run: Command, kept: store.Certificates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read-only cache: the certificates are still there, and the line says so. (Tests may run as root: pretended.)"""
+    assert not [bad for bad in ("\x1b]0", "\x07", "\x1b[31m:linear") if bad in out + err]
 
     def refuse(self: Path, missing_ok: bool = False) -> None:
         raise PermissionError(30, "Read-only file system", str(self))
@@ -90,15 +85,22 @@ def test_a_folder_that_can_not_be_searched_is_one_line(
 
 
 def test_somebody_elses_side_file_is_not_taken_over(run: Command, tmp_path: Path) -> None:
-    """RUN.traces.jsonl without its run: neither a fresh run nor --resume may write into it."""
+    """RUN.traces.jsonl without its run, or as a link to nothing: refused before a model is loaded."""
     side = tmp_path / "mine.traces.jsonl"
+    argv = ("sample", "--n", "2", "--max-tokens", "2", "--out", str(tmp_path / "mine.jsonl"))
     side.write_text("somebody's\n", encoding="utf-8")
     for more in ([], ["--resume"]):
-        code, _, err = run("sample", "--n", "2", "--max-tokens", "2", "--out", str(tmp_path / "mine.jsonl"), *more)
-        assert code == 2
+        code, _, err = run(*argv, *more)
+        assert (code, err.count("\n")) == (2, 1)
         assert "mine.traces.jsonl exists" in err
-        assert err.count("\n") == 1
     assert side.read_text(encoding="utf-8") == "somebody's\n"
+    side.unlink()
+    side.symlink_to(tmp_path / "new")
+    for more in ([], ["--force"]):
+        code, _, err = run(*argv, *more)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "mine.traces.jsonl is a symbolic link" in err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture
@@ -118,18 +120,19 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("dangling", [False, True], ids=["to a file", "to nothing"])
-@pytest.mark.parametrize("kind", WRITERS)
-def test_no_link_is_followed(tmp_path: Path, precious: Path, kind: str, dangling: bool) -> None:
+def test_no_link_is_followed(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A link where something is written is refused, with --force too: what it points to stays, or stays away."""
-    target = precious.with_name("new") if dangling else precious
-    path = tmp_path / "a.jsonl"
-    (traces_path(path) if kind == "side file" else path).symlink_to(target)
-    with pytest.raises(UserError, match="is a symbolic link"):
-        WRITERS[kind](path)
-    assert precious.read_text(encoding="utf-8") == "kept"
-    assert sorted(p.name for p in precious.parent.iterdir()) == ["precious"]
-    assert len(list(tmp_path.iterdir())) == 2
+    for kind, dangling in product(WRITERS, (False, True)):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (there := tmp_path / "elsewhere").mkdir()
+        (there / "precious").write_text("kept", encoding="utf-8")
+        path = tmp_path / "a.jsonl"
+        (traces_path(path) if kind == "side file" else path).symlink_to(there / ("new" if dangling else "precious"))
+        with pytest.raises(UserError, match="is a symbolic link"):
+            WRITERS[kind](path)
+        assert (there / "precious").read_text(encoding="utf-8") == "kept"
+        assert [p.name for p in there.iterdir()] == ["precious"]
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path, precious: Path) -> None:
@@ -143,59 +146,62 @@ def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path, precious: Pa
     assert not precious.with_name("new").exists()
 
 
-@pytest.mark.parametrize("write", [append_text, replace_text])
-def test_a_fifo_is_written_to_whoever_reads_and_waits_for_nobody(
-    tmp_path: Path, write: Callable[[Path, str], None]
-) -> None:
+def test_a_fifo_is_written_to_whoever_reads_and_waits_for_nobody(tmp_path: Path) -> None:
     """Without a reader it is one line; with one all of it arrives, beyond what a pipe holds."""
-    fifo, text = tmp_path / "fifo", "x" * 300_000
+    for write in (append_text, replace_text):
+        fifo, text = tmp_path / write.__name__, "x" * 300_000
+        os.mkfifo(fifo)
+        with pytest.raises(UserError, match="can't write"):
+            write(fifo, text)
+        read: list[str] = []
+        number = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(number, True)
+        reader = threading.Thread(target=lambda n=number, r=read: r.append(os.fdopen(n).read()))
+        with fifo.open("wb"):  # keeps the reader from an early end
+            reader.start()
+            write(fifo, text)
+        reader.join(60)
+        assert read == [text]
+
+
+def test_a_run_file_is_no_fifo_and_no_device(tmp_path: Path) -> None:
+    """It would fill up and hold the run, or wait for a writer for ever."""
+    fifo = tmp_path / "r.jsonl"
     os.mkfifo(fifo)
+    os.mkfifo(traces_path(fifo))
     with pytest.raises(UserError, match="can't write"):
-        write(fifo, text)
-    read: list[str] = []
-    number = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(number, True)
-    reader = threading.Thread(target=lambda: read.append(os.fdopen(number).read()))
-    with fifo.open("wb"):  # keeps the reader from an early end
-        reader.start()
-        write(fifo, text)
-    reader.join(60)
-    assert read == [text]
+        TraceWriter(fifo, resume=False, piece=str)  # nobody reads it: no reader is waited for
+    for opened in (
+        lambda: create_locked(fifo, force=True),
+        lambda: read_run(fifo),
+        lambda: writer(fifo, resume=True),
+        lambda: prompt_text(None, fifo),
+        lambda: prompt_text(None, Path("/dev/zero")),
+    ):
+        with pytest.raises(UserError, match="not a regular file"):
+            opened()
 
 
-def test_a_run_file_is_no_fifo(tmp_path: Path) -> None:
-    """It would fill up and hold the run."""
-    os.mkfifo(tmp_path / "r.jsonl")
-    with pytest.raises(UserError, match="not a regular file"):
-        create_locked(tmp_path / "r.jsonl", force=True)
-    os.mkfifo(traces_path(tmp_path / "r.jsonl"))
-    with pytest.raises(UserError, match="can't write"):
-        TraceWriter(tmp_path / "r.jsonl", resume=False, piece=str)  # nobody reads it: no reader is waited for
-
-
-@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "folder", "large"])
-@pytest.mark.parametrize(
-    ("option", "suffix"),
-    [("--prompt-file", ".txt"), ("--prompts", ".jsonl"), ("--texts", ".csv"), ("report", ".jsonl")],
-)
-def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path, kind: str, option: str, suffix: str) -> None:
+def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path) -> None:
     """A FIFO without a writer, a device without an end, a folder, a line of many megabytes: one line at once."""
-    path = tmp_path / f"given{suffix}"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "large":
-        with path.open("wb") as stream:
-            stream.truncate(64 * 2**20)
-    else:
-        path.symlink_to(kind)
-    command = {"report": ["report"], "--texts": ["embed", "--model", "m", "--texts"]}.get(option, ["sample", option])
-    code, out, err = run(*command, str(path))
-    assert (code, out) == (2, "")
-    assert path.name in err
-    assert err.count("\n") == 1
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    with (tmp_path / "large").open("wb") as stream:
+        stream.truncate(64 * 2**20)
+    there = {p.name for p in tmp_path.iterdir()}
+    for typed, suffix in [
+        ("sample --prompt-file", ".txt"), ("sample --prompts", ".jsonl"), ("embed --model m --texts", ".csv"),
+        ("report", ".jsonl"),
+    ]:  # fmt: skip
+        for kind in sorted(there):
+            path = (tmp_path / kind).rename(tmp_path / f"{kind}{suffix}")
+            code, out, err = run(*typed.split(), path)
+            assert (code, out) == (2, "")
+            assert path.name in err
+            assert err.count("\n") == 1
+            path.rename(tmp_path / kind)
+    assert {p.name for p in tmp_path.iterdir()} == there
 
 
 def test_a_file_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -221,16 +227,6 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
         list(runfile.lines_of(tmp_path / "bomb.jsonl.gz"))
     for name in ("run.jsonl.gz", "plain.jsonl"):
         assert len(read_run(tmp_path / name).rows) == 600
-
-
-def test_a_new_run_asks_before_its_side_file_goes_through_a_link(run: Command, tmp_path: Path, precious: Path) -> None:
-    """RUN.traces.jsonl as a link to nothing: refused before a model is loaded, with --force as well."""
-    (tmp_path / "mine.traces.jsonl").symlink_to(precious.with_name("new"))
-    for more in ([], ["--force"]):
-        code, _, err = run("sample", "--n", "2", "--max-tokens", "2", "--out", str(tmp_path / "mine.jsonl"), *more)
-        assert (code, err.count("\n")) == (2, 1)
-        assert "mine.traces.jsonl is a symbolic link" in err
-    assert not precious.with_name("new").exists()
 
 
 # Writing: one writer at a time, nobody's file touched unasked, and a run goes on only where bits would be the same.
@@ -278,41 +274,14 @@ def test_raced_opens_have_one_winner(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 40
 
 
-def test_a_run_killed_in_its_first_line_is_begun_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """An empty file, a torn header, a header that lacks only its line end: --resume goes on, and loses no record."""
-    for kept in [0, 1, 17, 60, -1]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        path = finished(tmp_path / "run.jsonl")
-        header = path.read_bytes().split(b"\n")[0]
-        path.write_bytes(header[:kept] if kept >= 0 else header)
-        assert begun(path) == (kept == -1)
-        again = writer(path, resume=True)
-        again.write(runfile_row("a"))
-        again.finish()
-        run = read_run(path)
-        assert run.complete
-        assert [r.case for r in run.rows] == ["a"]
-
-
-def test_a_foreign_file_is_not_begun_anew(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is not the beginning of a header of ours is somebody else's: --resume leaves it."""
-    for content in [b"my diary, without a line end", b'{"type":"heather"', b"\x00" * 100]:
-        tmp_path = tmp_path_factory.mktemp("case")
+def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
+    """In its header it is begun anew; after that whole lines are kept, and the rest is completed."""
+    whole = finished(tmp_path / "whole.jsonl").read_bytes()
+    header = whole.index(b"\n")
+    for kept in (0, 1, 17, 60, header, *(max(header + 1, len(whole) - cut) for cut in range(1, 400, 23))):
         path = tmp_path / "run.jsonl"
-        path.write_bytes(content)
-        with pytest.raises(UserError, match="not a nondet run file"):
-            writer(path, resume=True)
-        assert path.read_bytes() == content
-
-
-def test_every_later_cut_resumes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Wherever a run was killed after its header, resuming keeps the whole lines and completes the rest."""
-    for cut in range(1, 400, 23):
-        tmp_path = tmp_path_factory.mktemp("case")
-        path = finished(tmp_path / "run.jsonl")
-        whole = path.read_bytes()
-        header = whole.index(b"\n") + 1
-        path.write_bytes(whole[: max(header, len(whole) - cut)])
+        path.write_bytes(whole[:kept])
+        assert begun(path) == (kept >= header)
         again = writer(path, resume=True)
         for case in ("b", "a"):
             if runfile_row(case).key not in again.done:
@@ -321,6 +290,20 @@ def test_every_later_cut_resumes(tmp_path_factory: pytest.TempPathFactory) -> No
         run = read_run(path)
         assert sorted(r.case for r in run.rows) == ["a", "b"]
         assert run.complete
+
+
+def test_a_foreign_file_is_not_begun_anew(tmp_path: Path) -> None:
+    """What is not the beginning of a header of ours is somebody else's: --resume leaves it; a link leads nowhere."""
+    path = tmp_path / "run.jsonl"
+    for content in [b"my diary, without a line end", b'{"type":"heather"', b"\x00" * 100]:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="not a nondet run file"):
+            writer(path, resume=True)
+        assert path.read_bytes() == content
+    (link := tmp_path / "link.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="exists"):
+        writer(link)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
@@ -341,17 +324,9 @@ def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
     assert len(read_run(link).rows) == 2
 
 
-def test_a_dangling_link_is_not_followed(tmp_path: Path) -> None:
-    """A new run is created, never written to where a link points."""
-    link = tmp_path / "run.jsonl"
-    link.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="exists"):
-        writer(link)
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_resume_names_what_would_change_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The first half of a run and the second are computed by the same thing, or not at all."""
+def test_resume_names_what_would_change_bits(tmp_path: Path) -> None:
+    """The first half of a run and the second are computed by the same thing and command, or not at all."""
+    path, here = tmp_path / "run.jsonl", collect(0)
     for field, value in [
         ("commit", "0123456789ab"),
         ("sources", "0" * 16),
@@ -363,13 +338,12 @@ def test_resume_names_what_would_change_bits(tmp_path_factory: pytest.TempPathFa
         ("aten_cpu_capability", "DEFAULT"),
         ("float32_matmul_precision", "high"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        path = tmp_path / "run.jsonl"
-        here = collect(0)
-        open_run(path, command="probe", plan={}, environment=here).close()
+        open_run(path, command="probe", plan={}, environment=here, force=True).close()
         with pytest.raises(UserError, match=rf"another machine or toolchain \({field}\)"):
             open_run(path, command="probe", plan={}, environment={**here, field: value}, resume=True)
         open_run(path, command="probe", plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
+    with pytest.raises(UserError, match="made by nondet probe"):
+        open_run(path, command="sample", plan={}, environment=here, resume=True)
 
 
 def test_resume_names_a_variable_that_steers_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,26 +356,6 @@ def test_resume_names_a_variable_that_steers_a_library(monkeypatch: pytest.Monke
         assert f"variables.{name}" in moved(before, collect(0))
         assert "variables.OMP_WAIT_POLICY" not in moved(before, collect(0))
         assert moved(before, before) == []
-
-
-def test_another_command_does_not_go_on_with_it(tmp_path: Path) -> None:
-    """A probe's file is no sample's."""
-    path = finished(tmp_path / "run.jsonl")
-    with pytest.raises(UserError, match="made by nondet probe"):
-        open_run(path, command="sample", plan={}, environment={}, resume=True)
-
-
-def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
-    """Opening one to read would wait for a writer for ever."""
-    fifo = tmp_path / "run.jsonl"
-    os.mkfifo(fifo)
-    with pytest.raises(UserError, match="not a regular file"):
-        read_run(fifo)
-    with pytest.raises(UserError, match="not a regular file"):
-        writer(fifo, resume=True)
-    for endless in (fifo, Path("/dev/zero")):
-        with pytest.raises(UserError, match="not a regular file"):
-            prompt_text(None, endless)
 
 
 def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,16 +401,8 @@ def test_secrets_do_not_reach_a_run_file() -> None:
         assert "<hidden>" in kept or "/(path " in kept
         for secret in ("hunter2", "aaaa", "bbbb", "cccc", "dddd", "1234567890", "ABCDEFGH", "c2lnbmF0"):
             assert secret not in kept
-
-
-def test_what_is_no_secret_stays() -> None:
-    """The command can be repeated from the header."""
     for word in [
-        "--max-tokens",
-        "Tokens: 3 to 5",
-        "others=60,budget=256",
-        "a/b.jsonl",
-        "mine:softmax",
+        "--max-tokens", "Tokens: 3 to 5", "others=60,budget=256", "a/b.jsonl", "mine:softmax",
         "http://127.0.0.1:8000/v1",
-    ]:
-        assert safe_argv(["nondet", word])[1] == word
+    ]:  # fmt: skip
+        assert safe_argv(["nondet", word])[1] == word  # the command can be repeated from the header

@@ -1,9 +1,14 @@
-"""Run files from anywhere: whatever a byte or a field of one is changed into, a report comes out or one clear line."""
+"""Run files from anywhere: whatever a byte or a field of one is changed into, a report comes out or one clear line.
+
+Of every command there is one, kept or made here, cut down to a few records of each kind.
+"""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import lzma
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +18,27 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+from nondet.commands.certify import _print
 from nondet.commands.output import PipedConsole, put, say
+from nondet.core import runfile
 from nondet.core.records import Completion, ContractAnswer, End, Record, Row, Served, ServerSeen, Traffic
-from nondet.core.runfile import open_run, read_run
+from nondet.core.runfile import disk_errors, lines_of, open_run, read_run
 from nondet.core.traces import Trace, TraceWriter, trace_digest, traces_path
+from nondet.diff import diff_runs
 from nondet.errors import UserError
-from nondet.reports import gate, html, markdown, terminal
+from nondet.reports import diff, gate, html, markdown, terminal
 from nondet.testing.messages import run_text
 from nondet.testing.plugin import assert_open
+from nondet.trace import repro
 from nondet.verdict.gate import decide, exit_code
 from tests import build as factory
-from tests.build import failed, row, run_of, sampled, summaries_of
+from tests.build import failed, header, line, row, run_of, sampled, summaries_of
 
 SEEDS = factory.tiers([0], range(1, 8))
-PER_SEED = 60
+EACH = 20  # mutations of a file
 
 # What a field is replaced by: of its own type and of others, small and far out of range.
 VALUES: list[Any] = [
@@ -38,21 +48,67 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def samples(folder: Path) -> list[Path]:
-    """One file of each kind that reports are made of."""
+EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence"
+# The smallest kept runs that have each kind of record of their command.
+KEPT = {
+    "diagnose": "cpu/diagnose-fp8.jsonl.xz",
+    "trace": "cpu-xeon/trace.jsonl",
+    "trace of vLLM": "vllm/trace-cpu.jsonl.gz",
+    "mismatch": "h200/mismatch.jsonl.gz",
+    "rl": "cpu/trl-invariant.jsonl.gz",
+    "certify": "cpu/certify-gradients.jsonl.gz",
+    "embed": "cpu-xeon/embed.jsonl",
+    "gate": "servers/transformers-serve/gate.jsonl",
+    "seeds": "servers/transformers-serve/seeds.jsonl.gz",
+    "axes": "cpu-xeon/ranks.jsonl.gz",
+    "replay": "h200/shrink.jsonl",
+    "coverage": "vllm/coverage-gemma2.jsonl",
+}
+_EACH = 3  # records of a kind that are left
+
+
+def cut(name: str, folder: Path) -> Path:
+    """The run of that name with few records; what its plan counts on is left out, and the end counts what is left."""
+    lines = [json.loads(line) for _, line, _ in lines_of(EVIDENCE / KEPT[name])]
+    header, records, left = lines[0], [], dict[str, int]()
+    for record in lines[1:-1]:
+        kind = record["type"]
+        if kind == "mismatch-rollout":
+            kind += record["impl"]
+        limit = 40 if kind in ("step", "axis") else _EACH
+        left[kind] = left.get(kind, 0) + 1
+        if left[kind] <= limit and kind != "round":
+            records.append(record)
+    for counted in ("texts", "steps", "scored"):
+        header["plan"].pop(counted, None)
+    whole = [header, *records, {"type": "end", "records": len(records), "seconds": 1.0}]
+    path = folder / f"{name.replace(' ', '-')}.jsonl"
+    if (side := traces_path(EVIDENCE / KEPT[name])).exists():
+        traces_path(path).write_bytes(b"".join(line + b"\n" for _, line, _ in lines_of(side)))
+    path.write_text("".join(json.dumps(record) + "\n" for record in whole), encoding="utf-8")
+    return path
+
+
+def made(folder: Path) -> list[Path]:
+    """A probe, a bench and a sample."""
     folder.mkdir(parents=True, exist_ok=True)
+    probed = factory.run_of(*factory.h200_sweep(), factory.failed(case="row 0 of M rows, K=64 N=64, bell"))
     paths = []
-    for name, run in (
-        ("probe", factory.run_of(*factory.h200_sweep(), factory.failed(case="row 0 of M rows, K=64 N=64, bell"))),
-        ("bench", factory.bench_run((1, 16, 512))),
-    ):
+    for name, run in (("probe", probed), ("bench", factory.bench_run((1, 16, 512)))):
         path = folder / f"{name}.jsonl"
         records = [run.header, *run.records()]
-        lines = [*records, End(records=len(records) - 1, seconds=1.0)]
-        path.write_bytes(b"".join(factory.line(record) for record in lines))
+        path.write_bytes(b"".join(map(line, [*records, End(records=len(records) - 1, seconds=1.0)])))
         paths.append(path)
     factory.sampled(folder, n=12, length=24, failures=1, again=True)
     return [*paths, folder / "sample.jsonl"]
+
+
+def copied(path: Path, to: Path) -> Path:
+    """The run with its traces, under another name."""
+    to.write_bytes(path.read_bytes())
+    if traces_path(path).exists():
+        traces_path(to).write_bytes(traces_path(path).read_bytes())
+    return to
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -65,19 +121,23 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def change_field(lines: list[bytes], rng: random.Random) -> None:
-    number = rng.randrange(len(lines))
+    """Of a record of any kind, the seldom ones too."""
+    kinds = [json.loads(text)["type"] for text in lines]
+    kind = rng.choice(sorted(set(kinds)))
+    number = rng.choice([i for i, of in enumerate(kinds) if of == kind])
     record = json.loads(lines[number])
-    path = rng.choice(places(record))
+    *inner, last = rng.choice(places(record))
     parent = record
-    for key in path[:-1]:
+    for key in inner:
         parent = parent[key]
     action = rng.random()
     if action < 0.15:
-        del parent[path[-1]]
-    elif action < 0.3 and isinstance(parent, list):
+        del parent[last]
+    elif action < 0.25 and isinstance(parent, list):
         parent.insert(rng.randrange(len(parent) + 1), rng.choice(VALUES))
     else:
-        parent[path[-1]] = rng.choice(VALUES)
+        alike = [value for value in VALUES if type(value) is type(parent[last])]
+        parent[last] = rng.choice(alike if alike and rng.random() < 0.6 else VALUES)
     lines[number] = json.dumps(record).encode()
 
 
@@ -109,52 +169,8 @@ def nest(lines: list[bytes], rng: random.Random) -> None:
 
 
 MUTATIONS: list[tuple[int, Callable[[list[bytes], random.Random], None]]] = [
-    (12, change_field), (1, drop_line), (1, double_line), (1, swap_lines), (3, change_bytes), (1, nest),
+    (16, change_field), (1, drop_line), (1, double_line), (1, swap_lines), (3, change_bytes), (1, nest),
 ]  # fmt: skip
-
-
-def mutate(path: Path, rng: random.Random) -> str:
-    weights = [weight for weight, _ in MUTATIONS]
-    mutation = rng.choices([m for _, m in MUTATIONS], weights)[0]
-    lines = path.read_bytes().splitlines()
-    mutation(lines, rng)
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return mutation.__name__
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_mutated_file_is_a_report_or_one_line(tmp_path: Path, seed: int) -> None:
-    """No traceback, no hang, no control code: the reader checks once, and nothing behind it stumbles."""
-    rng = random.Random(seed)  # noqa: S311 - mutations, not secrets
-    originals = samples(tmp_path / "whole")
-    refused = shown = 0
-    lengths: list[int] = []
-    for number in range(PER_SEED):
-        original = rng.choice(originals)
-        copy = tmp_path / original.name
-        copy.write_bytes(original.read_bytes())
-        target = copy
-        if traces_path(original).exists():
-            traces_path(copy).write_bytes(traces_path(original).read_bytes())
-            target = rng.choice([copy, traces_path(copy)])
-        what = mutate(target, rng)
-        try:
-            run = read_run(copy)
-            reporter = rng.choice([html.render, markdown.render, on_terminal])
-            page = reporter([run])
-            exit_code(run, "divergent")
-        except UserError as error:
-            refused += 1
-            lengths.append(len(str(error)) + 10**6 * str(error).count("\n"))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, mutation {number} ({what} of {target.name}): {error!r}") from error
-        else:
-            shown += 1
-            assert "\x1b[31m" not in page
-            assert "\u202e" not in page
-    assert max(lengths) < 2000  # each is one line
-    assert refused > PER_SEED // 4  # the mutations do reach what is checked
-    assert shown > 2  # and some do no harm: the test's own files are good
 
 
 def on_terminal(runs: list[Any]) -> str:
@@ -164,15 +180,52 @@ def on_terminal(runs: list[Any]) -> str:
     return captured.get()
 
 
-def test_the_files_themselves_are_whole(tmp_path: Path) -> None:
-    """Unmutated, each of them makes all three reports."""
-    paths = samples(tmp_path)
-    assert [path.stem for path in paths] == ["probe", "bench", "sample"]
-    for path in paths:
-        run = read_run(path)
-        assert html.render([run])
-        assert markdown.render([run])
-        assert on_terminal([run])
+def shown(path: Path, whole: Path, number: int) -> str:
+    """A run read, and one of the things that are made of it."""
+    run = read_run(path)
+    reporters: tuple[Callable[[], Any], ...] = (
+        lambda: html.render([run]),
+        lambda: markdown.render([run]),
+        lambda: on_terminal([run]),
+        lambda: gate.text(decide(run, rate=0.1, confidence=0.95, by="load"), run),
+        lambda: diff.text(diff_runs(read_run(whole), run), ("a", "b"), {}, verbose=True),
+        lambda: _print(run, verbose=True) if run.header.command == "certify" else exit_code(run, "divergent"),
+    )
+    text = reporters[number % len(reporters)]()
+    return text if isinstance(text, str) else ""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["made", *KEPT])
+def test_a_mutated_file_is_a_report_or_one_line(tmp_path: Path, name: str, seed: int) -> None:
+    """No traceback, no hang, no control code: the reader checks once, and nothing behind it stumbles."""
+    rng = random.Random(f"{name} {seed}")  # noqa: S311 - mutations, not secrets
+    originals = made(tmp_path) if name == "made" else [cut(name, tmp_path)]
+    lines_said, pages = list[str](), 0
+    for whole in originals:
+        for number in range(6):
+            assert shown(whole, whole, number) or number > 2
+        for number in range(EACH):
+            target = path = copied(whole, tmp_path / "changed.jsonl")
+            if traces_path(path).exists():
+                target = rng.choice([path, traces_path(path)])
+            [mutation] = rng.choices([m for _, m in MUTATIONS], [weight for weight, _ in MUTATIONS])
+            lines = target.read_bytes().splitlines()
+            mutation(lines, rng)
+            target.write_bytes(b"\n".join(lines) + b"\n")
+            try:
+                page = shown(path, whole, number)
+            except UserError as error:
+                lines_said.append(str(error))
+            except Exception as error:
+                raise AssertionError(f"mutation {number} of {whole}: {mutation.__name__} of {target}") from error
+            else:
+                pages += 1
+                assert "\x1b[31m" not in page
+                assert "\u202e" not in page
+            traces_path(path).unlink(missing_ok=True)
+    assert [text for text in lines_said if "\n" in text or len(text) > 2000] == []
+    assert min(len(lines_said), pages) > 0, (lines_said, pages)  # some reach what is checked, some do no harm
 
 
 def edit(path: Path, place: int | str, **fields: Any) -> None:
@@ -186,9 +239,11 @@ def edit(path: Path, place: int | str, **fields: Any) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def test_a_contradiction_names_line_and_field(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Fields that don't fit each other, their plan or the side file are one line that says where."""
-    for name, line, fields, reason in [
+def test_a_contradiction_names_line_and_field(tmp_path: Path) -> None:
+    """Fields that don't fit each other, their plan, a report or the side file are one line that says where."""
+    wholes = {path.stem: path for path in made(tmp_path)}
+    wholes |= {name: cut(name, tmp_path) for name in ("diagnose", "mismatch", "embed", "certify")}
+    for name, place, fields, reason in [
         ("probe", 1, {"labels": [0, 5]}, "line 2: labels"),
         ("probe", 1, {"class_sizes": [1, 1]}, "line 2: class_sizes"),
         ("probe", 1, {"kernels": [0]}, "line 2: kernels"),
@@ -208,24 +263,27 @@ def test_a_contradiction_names_line_and_field(tmp_path_factory: pytest.TempPathF
         ("sample", 1, {"tokens_digest": "0" * 16}, "tokens_digest"),
         ("sample", 1, {"n_tokens": 3}, "n_tokens"),
         ("sample", -1, {"records": 3}, "records"),
+        ("diagnose", "step", {"name": "fortune", "outcome": "skipped"}, r"line \d+: .*name"),
+        ("diagnose", "step", {"name": "batch", "outcome": "no", "figures": {}}, "figures: an answer without n"),
+        ("diagnose", "culprit", {"shapes": [{"0": [1]}, {}], "axes": {"0": ["tokens", ""]}}, "shapes: 0 has fewer"),
+        ("mismatch", "mismatch-place", {"rows": [7]}, "rows: 1 numbers"),
+        ("embed", 0, {"plan": {"cut": "s"}}, r"line 1: plan\.cut"),
+        ("certify", "row", {"extra": {"left_at": 3}}, "left_at"),
+        ("certify", "row", {"extra": {"first": {"at": 1}}}, "extra.first"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        samples(tmp_path)
-        path = tmp_path / f"{name}.jsonl"
-        edit(path, line, **fields)
+        path = copied(wholes[name], tmp_path / "changed.jsonl")
+        edit(path, place, **fields)
         with pytest.raises(UserError, match=reason):
             markdown.render([read_run(path)])
+        traces_path(path).unlink(missing_ok=True)
 
 
-def test_records_that_were_deleted_or_doubled_are_missed(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_records_that_were_deleted_or_doubled_are_missed(tmp_path: Path) -> None:
     """The end line counts the records, a round its completions, and no key is there twice."""
-    for change in ["deleted", "doubled"]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        paths = samples(tmp_path)
-        assert len(paths) == 3
-        for path in paths:
-            lines = path.read_bytes().splitlines(keepends=True)
-            path.write_bytes(b"".join(lines[:1] + (lines[1:2] * 2 if change == "doubled" else []) + lines[2:]))
+    for path in made(tmp_path):
+        lines = path.read_bytes().splitlines(keepends=True)
+        for changed in (lines[2:], [lines[1], *lines[1:]]):
+            path.write_bytes(b"".join([lines[0], *changed]))
             with pytest.raises(UserError, match="is malformed in line"):
                 read_run(path)
 
@@ -235,11 +293,63 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
 ) -> None:
     """A line beyond every record of ours is not read to its end."""
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**16)
-    path = samples(tmp_path)[0]
+    path = made(tmp_path)[0]
     with path.open("ab") as stream:
         stream.write(b"[" + b"0," * 2**16)
     with pytest.raises(UserError, match="line of more than"):
         read_run(path)
+
+
+def test_lists_without_end_are_refused_before_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes of a .gz that would be gigabytes of empty lists; the same in one plain line; in a side file."""
+    bomb = line(header()) + line(row(extra={"x": [[]]})).replace(b"[[]]", b"[" + b"[]," * 300_000 + b"[]]") * 8
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(bomb))
+    decoded: list[bytes] = []
+    monkeypatch.setattr(runfile, "decode", lambda decoder, text: decoded.append(text) or decoder.decode(text))
+    with pytest.raises(UserError, match="lists and objects by line 8"):
+        list(lines_of(tmp_path / "bomb.jsonl.gz"))
+    monkeypatch.setattr(runfile, "_NESTED_LEAST", 250_000)
+    (tmp_path / "plain.jsonl").write_bytes(bomb)
+    with pytest.raises(UserError, match="more than 250,000 lists and objects by line 2"):
+        read_run(tmp_path / "plain.jsonl")
+    assert max(map(len, decoded)) < 10_000
+
+
+def test_what_stands_behind_an_xz_is_no_silence(tmp_path: Path) -> None:
+    """Python's lzma leaves it out; a second stream belongs to the format."""
+    packed = lzma.compress(line(header())), lzma.compress(line(row()))
+    path = tmp_path / "run.jsonl.xz"
+    path.write_bytes(packed[0] + packed[1])
+    assert [text for _, text, _ in lines_of(path)] == [line(header())[:-1], line(row())[:-1]]
+    for wrong in (*(packed[0] + behind for behind in (b"garbage", b"\xfd7zXZ\0 and no more", b"x")), packed[0][:-7]):
+        path.write_bytes(wrong)
+        with pytest.raises(UserError, match="can't unpack"):
+            list(lines_of(path))
+
+
+def test_a_full_disk_advises_resume_where_there_is_one() -> None:
+    """A page, a table and a script are made anew."""
+    for name, said in [("run.jsonl", "--resume"), ("r.html", "try again"), ("r.py", "try again")]:
+        with pytest.raises(UserError, match=f"the disk is full: {name}.*{said}"), disk_errors(Path(name)):
+            raise OSError(28, "No space left on device")
+
+
+def test_a_script_of_a_trace_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors' own writer turns the system's error into a SafetensorError, which nobody expects."""
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(repro, "_callable_name", lambda function: "torch.nn.functional.linear")
+    monkeypatch.setattr(repro, "_written", lambda call, held, *_: held.update(a=torch.ones(2)))
+    monkeypatch.setattr(repro, "_taken", lambda *_: [])
+    monkeypatch.setattr(Path, "write_bytes", full)
+    call = type("Call", (), {"function": torch.nn.functional.linear, "row": 0, "rows": 2, "keys": 0})
+    culprit = type("Culprit", (), {"call": "linear", "replays": (), "sentence": "s"})
+    guilty = type("Guilty", (), {"calls": (call, call), "culprit": culprit})
+    with pytest.raises(UserError, match=r"disk is full: .*\.inputs\.safetensors"):
+        repro.write_and_run(tmp_path / "r.py", guilty)  # type: ignore[arg-type] # the parts of one that are read
+    assert list(tmp_path.iterdir()) == []
 
 
 # By the type of what is there: figures that are none, counts that count nothing, texts that no file takes.
@@ -264,7 +374,7 @@ def odd(struct: Any, rng: random.Random) -> Any:
 
 def written_by_us(folder: Path) -> list[tuple[Any, list[Record]]]:
     """Headers, with records of every kind that reports are made of, a server's among them."""
-    runs = [read_run(path) for path in samples(folder)]
+    runs = [read_run(path) for path in made(folder)]
     served = Served(sent=0.0, first=0.5, done=1.0, prompt_tokens=3, cached_tokens=0, completion_tokens=2, text="0" * 16)
     asked = [msgspec.structs.replace(c, impl="server", served=served) for c in runs[-1].completions]
     traffic = Traffic(pattern="p", concurrency=4, running_most=2.0, counters={"hits": 1.0}, fingerprints={"f": 1})
@@ -286,9 +396,9 @@ def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**17)
     rng = random.Random(seed)  # noqa: S311 - mutations, not secrets
     ends, lines = {"as it was": 0, "as failed": 0}, []
-    for header, records in written_by_us(tmp_path / "whole"):
+    for head, records in written_by_us(tmp_path / "whole"):
         path = tmp_path / "run.jsonl"
-        run = open_run(path, command=header.command, plan=header.plan, environment={}, force=True)
+        run = open_run(path, command=head.command, plan=head.plan, environment={}, force=True)
         wanted = []
         for record in records:
             made = odd(record, rng) if rng.random() < 0.4 else record
@@ -330,39 +440,30 @@ def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
     assert markdown.render([run])
 
 
-@pytest.mark.parametrize("margin", [float("nan"), float("inf")])
-def test_margins_that_are_no_numbers_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, margin: float
-) -> None:
+def test_margins_that_are_no_numbers_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that computes NaN has NaN for margins: the page is made, and says that there is no figure."""
     write = TraceWriter.write
+    for margin in (float("nan"), float("inf")):
 
-    def spoilt(self: TraceWriter, traces: list[Trace]) -> None:
-        changed = []
-        for t in traces:
-            margins = np.full(len(t.token_ids), margin, dtype="<f4").tobytes()
-            digest = trace_digest(t.token_ids, t.logprobs)
-            assert digest == t.digest
-            changed.append(Trace(digest=digest, token_ids=t.token_ids, logprobs=t.logprobs, margins=margins))
-        write(self, changed)
+        def spoilt(self: TraceWriter, traces: list[Trace], margin: float = margin) -> None:
+            changed = []
+            for t in traces:
+                margins = np.full(len(t.token_ids), margin, dtype="<f4").tobytes()
+                assert trace_digest(t.token_ids, t.logprobs) == t.digest
+                changed.append(Trace(digest=t.digest, token_ids=t.token_ids, logprobs=t.logprobs, margins=margins))
+            write(self, changed)
 
-    monkeypatch.setattr(TraceWriter, "write", spoilt)
-    run = sampled(tmp_path, n=30, length=24)
-    summary = summaries_of(run)[0]
-    assert summary.first_fork is not None
-    assert all(branch.margin_min is None for branch in summary.first_fork.branches)
-    assert "not recorded" in html.render([run])
+        monkeypatch.setattr(TraceWriter, "write", spoilt)
+        run = sampled(tmp_path / str(margin), n=30, length=24)
+        summary = summaries_of(run)[0]
+        assert summary.first_fork is not None
+        assert all(branch.margin_min is None for branch in summary.first_fork.branches)
+        assert "not recorded" in html.render([run])
 
 
 WORDS = [
-    "::error::owned",
-    "::set-output name=a::b",
-    "::stop-commands::x",
-    "##[error]owned",
-    "##vso[task.x]",
-    "at::mm",
-    "a",
-]
+    "::error::owned", "::set-output name=a::b", "::stop-commands::x", "##[error]owned", "##vso[task.x]", "at::mm", "a",
+]  # fmt: skip
 
 
 def commands(text: str) -> list[str]:

@@ -49,28 +49,19 @@ def run(server: tuple[Real, str], tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 @pytest.mark.parametrize("server", SERVERS, indirect=True)
-def test_every_arm_is_whole(run: tuple[str, Run]) -> None:
-    """All completions of all arms are there and none failed."""
+def test_every_arm_is_whole_and_the_contract_is_what_the_server_keeps(run: tuple[str, Run]) -> None:
+    """All completions are there and none failed; ids and logprobs or neither, a seed or none, metrics or none."""
     name, made = run
     assert Counter(c.arm for c in made.completions) == ARMS
     assert {c.status for c in made.completions} == {"ok"}
     known = {c.served.prompt_tokens for c in made.completions if c.served}
     assert len(known) == 1, name
-
-
-@pytest.mark.parametrize("server", SERVERS, indirect=True)
-def test_the_contract_is_what_the_server_keeps(run: tuple[str, Run]) -> None:
-    """What each server is known to give: ids and logprobs or neither, a seed or none, metrics or none."""
-    name, made = run
     said = {a.question: a.answer for a in made.contract}
-    whole = {"known-by": "yes", "logprobs": "yes", "greedy": "yes", "max-tokens": "yes", "varies": "yes", "seed": "yes"}
-    counted = {"running": "yes", "cache-counted": "yes"}
+    yes = ("known-by", "logprobs", "greedy", "max-tokens", "varies", "seed", "running", "cache-counted")
+    whole = dict.fromkeys(yes, "yes") | {"distribution": "no"}
     text_only = {"known-by": "no", "logprobs": "no", "greedy": "unknown", "seed": "unknown", "running": "no"}
-    expected = {
-        "vllm": whole | counted | {"distribution": "no"},
-        "llamacpp": whole | counted | {"distribution": "no"},
-        "transformers": text_only | {"max-tokens": "yes", "cache-counted": "no", "varies": "unknown"},
-    }[name]
+    text_only |= {"max-tokens": "yes", "cache-counted": "no", "varies": "unknown"}
+    expected = text_only if name == "transformers" else whole
     assert {question: said[question] for question in expected} == expected
 
 
@@ -190,18 +181,10 @@ def test_gguf_gives_the_tokens_of_transformers(exact: str) -> None:
         ids = tokenizer(prompt)["input_ids"]
         assert post(f"{exact}/tokenize", {"content": prompt, "add_special": True})["tokens"] == ids
         # ignore_eos forbids the end of text, as suppress_tokens does
-        wanted = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False, suppress_tokens=[0])[
-            0, len(ids) :
-        ]
-        body = {
-            "prompt": prompt,
-            "n_predict": TOKENS,
-            "temperature": 0,
-            "return_tokens": True,
-            "ignore_eos": True,
-            "n_probs": 1,
-        }
-        said = post(f"{exact}/completion", body)
+        given = torch.tensor([ids])
+        wanted = model.generate(given, max_new_tokens=TOKENS, do_sample=False, suppress_tokens=[0])[0, len(ids) :]
+        body = {"prompt": prompt, "n_predict": TOKENS, "temperature": 0, "n_probs": 1}
+        said = post(f"{exact}/completion", {**body, "return_tokens": True, "ignore_eos": True})
         assert said["tokens"] == wanted.tolist()
         with torch.no_grad():
             first = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], -1)[said["tokens"][0]].item()

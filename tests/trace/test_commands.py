@@ -11,7 +11,7 @@ import pytest
 
 from nondet.cli import main
 from nondet.core.runfile import read_run
-from tests.build import tiers
+from tests.build import Command, tiers
 
 LOAD = "others=3,targets=3,spread=6,prompt=4-16,tokens=4-8,budget=16,page=4"
 
@@ -42,53 +42,55 @@ def trace(folder: Path, *more: str) -> int:
     )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_trace_leaves_records_reports_and_a_script(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The verdict on the terminal, in the run file, in both reports; the script was run; --fail-on says 3."""
-    out, script = tmp_path / "trace.jsonl", tmp_path / "model.py"
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"a model's own")
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a trace with everything that it writes, in the company of files that are none of its own."""
+    there = tmp_path_factory.mktemp("whole")
+    (there / "model.safetensors").write_bytes(b"a model's own")
     for name in ("json", "torch", "pathlib"):  # lying beside the script, they are not what it imports
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the folder was executed')\n")
-    reports = [str(x) for path in (tmp_path / "r.md", tmp_path / "r.html") for x in ("--report", path)]
-    assert trace(folder, "--out", str(out), "--repro", str(script), "--fail-on", "divergent", *reports) == 3
-    run = read_run(out)
+        (there / f"{name}.py").write_text("raise SystemExit('a file of the folder was executed')\n")
+    reports = [str(x) for name in ("r.md", "r.html") for x in ("--report", there / name)]
+    written = ("--out", str(there / "trace.jsonl"), "--repro", str(there / "model.py"))
+    assert trace(folder, *written, "--fail-on", "divergent", *reports) == 3
+    return there
+
+
+@pytest.mark.slow
+def test_a_trace_leaves_records_reports_and_a_script(whole: Path) -> None:
+    """The verdict in the run file and in both reports; the script was run, and runs again; --fail-on says 3."""
+    run, script = read_run(whole / "trace.jsonl"), whole / "model.py"
     assert run.complete
     verdict = run.trace_verdicts[0]
     assert verdict.finding == "batch-dependent"
     assert verdict.repro.startswith(f"python -P {script}: run by itself, it shows the difference")
-    alone = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    alone = subprocess.run([sys.executable, str(script)], cwd=whole, capture_output=True, text=True, check=False)
     assert (alone.returncode, alone.stderr) == (0, "")
-    assert weights.read_bytes() == b"a model's own"
-    assert run.culprits[0].sentence in " ".join(capsys.readouterr().err.split())
+    assert (whole / "model.safetensors").read_bytes() == b"a model's own"
     for report in ("r.md", "r.html"):
-        assert "Differing operator 1" in (tmp_path / report).read_text(encoding="utf-8")
+        assert "Differing operator 1" in (whole / report).read_text(encoding="utf-8")
     assert script.with_suffix(".inputs.safetensors").is_file()
 
 
-@pytest.mark.parametrize("taken", ["model.py", "model.inputs.safetensors"])
-@pytest.mark.parametrize("link", [False, True], ids=["file", "link"])
-def test_a_script_overwrites_nothing_unasked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], taken: str, link: bool
-) -> None:
+def test_a_script_overwrites_nothing_unasked(run: Command, tmp_path: Path) -> None:
     """The script or its inputs are there: refused before a model is loaded; a link with --force as well."""
-    monkeypatch.chdir(tmp_path)
-    if link:
-        Path(taken).symlink_to("nowhere")
-    else:
-        Path(taken).write_text("kept")
-    assert main(["trace", "--repro", "model.py", *(["--force"] if link else [])]) == 2
-    assert f"{taken} {'is a symbolic link' if link else 'exists'}" in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == [taken]
+    for name in ("model.py", "model.inputs.safetensors"):
+        for link in (False, True):
+            taken = tmp_path / name
+            if link:
+                taken.symlink_to("nowhere")
+            else:
+                taken.write_text("kept")
+            code, _, err = run("trace", "--repro", "model.py", *(["--force"] if link else []))
+            assert code == 2
+            assert f"{name} {'is a symbolic link' if link else 'exists'}" in err
+            assert [p.name for p in tmp_path.iterdir()] == [name]
+            taken.unlink()
 
 
-def test_a_stopped_trace_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_trace_goes_on(folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped with its last culprit on record, or with the first try: nothing doubled."""
-    out, whole = tmp_path / "trace.jsonl", tmp_path / "whole.jsonl"
-    assert trace(folder, "--out", str(whole)) == 0
-    lines, expected = whole.read_bytes().splitlines(keepends=True), read_run(whole)
+    out, expected = tmp_path / "trace.jsonl", read_run(whole / "trace.jsonl")
+    lines = (whole / "trace.jsonl").read_bytes().splitlines(keepends=True)
     culprits, tried = ([i for i, line in enumerate(lines) if kind in line[:24]] for kind in (b'"culprit', b'"substitu'))
     for last in (culprits[-1], tried[0]):
         out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
@@ -102,8 +104,8 @@ def test_a_stopped_trace_goes_on(folder: Path, tmp_path: Path, monkeypatch: pyte
         assert sorted(keys) == sorted([*(r.key for r in expected.records()), ("control", "resumed")])
         assert run.trace_verdicts[0].sentences == expected.trace_verdicts[0].sentences
         assert run.trace_verdicts[0].families == expected.trace_verdicts[0].families
-        assert trace(folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
-        assert [record.key for record in read_run(out).records()] == keys
+    assert trace(folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
+    assert [record.key for record in read_run(out).records()] == keys
 
 
 def test_recorded_completions_are_played_and_traced(
@@ -125,26 +127,22 @@ def test_recorded_completions_are_played_and_traced(
     assert control.sentence.endswith(": repeated, it is bit-identical to the record")
 
 
-def test_wrong_input_is_one_line(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_one_line(run: Command) -> None:
     """What is wrong, before anything is measured: exit code 2, no traceback."""
-    for arguments, said in [
-        (["trace", "--request", "t000000"], "--run goes with one --request"),
-        (["trace", "--impl", "both"], "more than one implementation"),
-        (["trace", "--load", "graphs=on"], "can't be traced"),
-        (["trace", "--max-tokens", "100000"], "exceed the model's context"),
-        (["trace", "--repro", "script.sh"], "not a .py file"),
-        (["trace", "--run", "missing.jsonl", "--request", "t000000"], "no run file"),
-        (["trace", "--replay", "--run", "missing.jsonl", "--request", "t000000"], "no run file"),
-        (["trace", "--replay", "--request", "t000000"], "--replay needs --run and --request"),
-        (["trace", "--solo"], "--solo without --replay"),
-        (["trace", "--replay", "--run", "r.jsonl", "--request", "t1", "--dtype", "float32"], "--replay and --dtype"),
+    for typed, said in [
+        ("--request t000000", "--run goes with one --request"),
+        ("--impl both", "more than one implementation"),
+        ("--load graphs=on", "can't be traced"),
+        ("--max-tokens 100000", "exceed the model's context"),
+        ("--repro script.sh", "not a .py file"),
+        ("--run missing.jsonl --request t000000", "no run file"),
+        ("--replay --run missing.jsonl --request t000000", "no run file"),
+        ("--replay --request t000000", "--replay needs --run and --request"),
+        ("--solo", "--solo without --replay"),
+        ("--replay --run r.jsonl --request t1 --dtype float32", "--replay and --dtype"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        monkeypatch.chdir(tmp_path)
-        assert main(arguments) == 2
-        err = capsys.readouterr().err
+        code, _, err = run("trace", *typed.split())
+        assert code == 2
         assert said in err
         assert "Traceback" not in err
 

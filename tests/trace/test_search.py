@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,19 +28,24 @@ from nondet.trace.repro import write_and_run
 from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
 from nondet.verdict.gate import exit_code
 from tests.build import run_of, tiers
-from tests.trace.conftest import ARCHITECTURES, LOAD, arms_of, model_of, trace
+from tests.trace.conftest import ARCHITECTURES, LOAD, Traced, arms_of, model_of, trace
 
 CALLS = {"linear", "matmul", "scaled_dot_product_attention", "softmax"}
 
 
-@pytest.mark.parametrize("name", tiers(["qwen3_moe"], ARCHITECTURES))
-def test_float32_models_are_traced_to_a_cure(name: str) -> None:
+@pytest.fixture(scope="module")
+def stock() -> Traced:
+    """A whole trace of a stock float32 model; its records are read by several tests."""
+    return trace(model_of("llama"))
+
+
+@pytest.mark.parametrize("name", tiers(["llama", "qwen3_moe"], ARCHITECTURES))
+def test_float32_models_are_traced_to_a_cure(name: str, stock: Traced) -> None:
     """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures.
 
-    With windows, soft caps and experts; chunked prefills beside decodes; page tables; the last step of the list is
-    checked by the trace itself: every family is needed.
+    With windows, soft caps and experts; chunked prefills beside decodes; page tables; every family is needed.
     """
-    traced = trace(model_of(name))
+    traced = stock if name == "llama" else trace(model_of(name))
     assert traced.verdict.finding == "batch-dependent"
     assert traced.verdict.families
     assert set(traced.verdict.families) <= {"matmul", "attention", "moe"}
@@ -63,7 +67,7 @@ def test_float32_models_are_traced_to_a_cure(name: str) -> None:
 
 def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
     """The first culprit is named, whatever is left; no cure is told, and that none is at hand isn't either."""
-    traced = trace(model_of("llama"), pace=Pace(lambda: 0.0))
+    traced = trace(model_of("llama"), pace=Pace(lambda: 0.0), sweeps=False)
     assert traced.verdict.finding == "batch-dependent"
     assert [c.number for c in traced.culprits] == [1]
     assert traced.culprits[0].call in CALLS
@@ -75,20 +79,25 @@ def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
 
 
 def test_time_that_ends_at_a_cure_leaves_it_unproven_that_it_is_the_smallest() -> None:
-    """The arms agree under two families; that each is needed takes another run, for which a clock has no time."""
+    """Without sweeps the family of the name is tried in the whole run; under two families the arms agree.
+
+    That each is needed takes another run, for which a clock has no time.
+    """
     records: list[Any] = []
     agreed = lambda: any(getattr(r, "agree", False) for r in records)  # noqa: E731 - what the clock looks at
-    traced = trace(model_of("llama"), records=records, pace=Pace(lambda: -1.0 if agreed() else math.inf))
+    pace = Pace(lambda: -1.0 if agreed() else math.inf)
+    traced = trace(model_of("llama"), records=records, pace=pace, sweeps=False)
+    assert not {"M", "keys", "substitution"} & {r.name for c in traced.culprits for r in c.replays}
+    assert traced.culprits[0].family
     (cure,) = [s for s in traced.substitutions if s.agree]
     assert len(cure.families) > 1
     assert traced.verdict.families is None
     assert f"with {' and '.join(sorted(cure.families))} invariant the arms agree" in traced.search.late
 
 
-def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
-    """A stock float32 product: no race, no leak, no wrong sum; its row alone has other bits; a script shows it."""
-    traced = trace(model_of("llama"))
-    culprit = next(c for c in traced.culprits if c.call == "linear")
+def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
+    """A stock float32 product: no race, no leak, no wrong sum; its row alone has other bits."""
+    culprit = next(c for c in stock.culprits if c.call == "linear")
     by_name = {r.name: r for r in culprit.replays}
     assert by_name["repeat"].status == by_name["values"].status == by_name["exact"].status == "identical"
     assert by_name["rows only"].status == by_name["M"].status == "divergent"
@@ -100,13 +109,11 @@ def test_replays_of_a_product_say_that_the_shape_decides(tmp_path: Any) -> None:
     assert tree.status != "error", tree.sentence
     assert tree.values == sizes
     assert all(f"{size}: " in tree.sentence for size in sizes)
-    told = [r.sentence for r in traced.culprits[0].replays if r.name == "tree"]
-    assert traced.verdict.sentences[-1:] == told
+    told = [r.sentence for r in stock.culprits[0].replays if r.name == "tree"]
+    assert stock.verdict.sentences[-1:] == told
     assert culprit.kernels[0]
     assert culprit.kernels[0][0].startswith("aten.")
-    guilty = traced.search.guilty
-    assert guilty is not None
-    assert "it shows the difference" in write_and_run(tmp_path / "repro.py", guilty)
+    assert stock.search.guilty is not None
 
 
 def test_a_clean_model_gives_no_culprit() -> None:
@@ -132,78 +139,64 @@ def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
 def test_with_prefix_sharing_the_donor_is_traced() -> None:
     """Requests that share pages: what was not computed in the second arm is its donor's, and is looked for there."""
     load = replace(LOAD, targets=4, others=3, sharing=True, spread=12)
-    traced = trace(model_of("llama"), load, arms=arms_of(load, prompt=17))
+    traced = trace(model_of("llama"), load, arms=arms_of(load, prompt=17), sweeps=False, pace=FIRST)
     assert traced.verdict.finding == "batch-dependent"
-    assert traced.verdict.families
     assert traced.culprits[0].call
 
 
-class Splits(nn.Module):
-    """A product that adds in another order once more than 4 rows come together."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.weight = inner.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
-        if x.shape[-2] <= 4:
-            return F.linear(x, self.weight)
-        half = x.shape[-1] // 2
-        return F.linear(x[..., :half], self.weight[:, :half]) + F.linear(x[..., half:], self.weight[:, half:])
+# Faults of the second layer's down projection: each gives [..., N] of [..., K].
 
 
-class SharedScale(nn.Module):
+def splits(at: Planted, x: torch.Tensor) -> torch.Tensor:
+    """Adds in another order once more than 4 rows come together."""
+    if x.shape[-2] <= 4:
+        return F.linear(x, at.weight)
+    half = x.shape[-1] // 2
+    return F.linear(x[..., :half], at.weight[:, :half]) + F.linear(x[..., half:], at.weight[:, half:])
+
+
+def shares_scale(at: Planted, x: torch.Tensor) -> torch.Tensor:
     """One activation scale over everybody's tokens."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
-        scale = x.abs().amax() / 127
-        return self.inner((x / scale).round() * scale)
+    scale = x.abs().amax() / 127
+    return at.inner((x / scale).round() * scale)
 
 
-class FirstRow(nn.Module):
+def turns_first_row(at: Planted, x: torch.Tensor) -> torch.Tensor:
     """The row at place 0 takes another way."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
-        out = self.inner(x)
-        return torch.cat([out[..., :1, :] * 1.0001, out[..., 1:, :]], dim=-2)
+    out = at.inner(x)
+    return torch.cat([out[..., :1, :] * 1.0001, out[..., 1:, :]], dim=-2)
 
 
-class Drifts(nn.Module):
+def drifts(at: Planted, x: torch.Tensor) -> torch.Tensor:
     """Something is carried over from call to call."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner, self.calls = inner, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
-        self.calls += 1
-        return self.inner(x) * (1 + 1e-6 * self.calls)
+    at.calls += 1
+    return at.inner(x) * (1 + 1e-6 * at.calls)
 
 
-class WarmsUp(nn.Module):
+def warms_up(at: Planted, x: torch.Tensor) -> torch.Tensor:
     """The first call of each number of rows takes another order, as a tuner's does."""
+    first = x.shape[-2] not in at.seen
+    at.seen.add(x.shape[-2])
+    return at.inner(x) * (1 + 2.0**-20 * first)
 
-    def __init__(self, inner: nn.Linear) -> None:
+
+def is_out_of_reach(at: Planted, x: torch.Tensor) -> torch.Tensor:
+    """Follows its number of rows in the engine alone: a replay of it finds a cure that is none."""
+    out = F.linear(x, at.weight)
+    elsewhere = threading.current_thread() is not threading.main_thread()
+    return out * (1 + 2.0**-20 * x.shape[-2]) if elsewhere else out
+
+
+class Planted(nn.Module):
+    """In the place of the projection."""
+
+    def __init__(self, inner: nn.Linear, fault: Callable[[Planted, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.inner, self.seen = inner, set[int]()
+        self.inner, self.weight, self.fault, self.calls, self.seen = inner, inner.weight, fault, 0, set[int]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
-        first = x.shape[-2] not in self.seen
-        self.seen.add(x.shape[-2])
-        return self.inner(x) * (1 + 2.0**-20 * first)
+        return self.fault(self, x)
 
 
 class Scalars(nn.Module):
@@ -216,60 +209,52 @@ class Scalars(nn.Module):
         return torch.cat([F.silu(part) for part in x.split(7, -1)], -1)
 
 
-class OutOfReach(nn.Module):
-    """A product that follows its number of rows in the engine alone: a replay of it finds a cure that is none."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.weight = inner.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
-        out = F.linear(x, self.weight)
-        elsewhere = threading.current_thread() is not threading.main_thread()
-        return out * (1 + 2.0**-20 * x.shape[-2]) if elsewhere else out
+DOWN = "model.layers.1.mlp.down_proj"
 
 
-@contextmanager
-def planted(kind: type[nn.Module], layer: int = 1) -> Iterator[Any]:
-    """A model with that module around the second layer's down projection."""
+FIRST = Pace(lambda: 0.0)  # of a trace that is over with its first culprit
+
+
+def planted(fault: Callable[..., torch.Tensor], impl: str = "invariant", **options: Any) -> Traced:
+    """The trace of a model with that module around the second layer's down projection."""
     model = model_of("llama")
-    mlp = model.model.layers[layer].mlp
-    mlp.down_proj = kind(mlp.down_proj)
-    yield model
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj = Planted(mlp.down_proj, fault)
+    return trace(model, impl=impl, **options)
 
 
 def named(culprit: Culprit) -> tuple[str, str]:
     return culprit.module, culprit.call.removeprefix("Tensor.")
 
 
-def test_an_order_that_depends_on_the_number_of_rows_is_found() -> None:
-    """The module is named, as its parts are others in either arm; no replacement at hand cures it, and that is said."""
-    with planted(Splits) as model:
-        traced = trace(model, impl="invariant")
+@pytest.mark.parametrize(
+    ("fault", "call", "replays", "said"),
+    [
+        # its parts are others in either arm; no replacement at hand cures it
+        (splits, "Planted", {"M": "divergent", "values": "identical"}, "no available set of replacements"),
+        # the call that takes the maximum is where others' data come in: replacing their values changes this row
+        (shares_scale, "amax", {"values": "divergent", "rows only": "divergent"}, "data of other requests"),
+        (turns_first_row, "", {"order": "divergent"}, "depends on its position"),
+    ],
+)
+def test_a_planted_fault_is_found(
+    fault: Callable[..., torch.Tensor], call: str, replays: dict[str, str], said: str
+) -> None:
+    """The module or the call is named, and the replays say what it follows."""
+    traced = planted(fault) if fault is splits else planted(fault, sweeps=False, pace=FIRST)
+    first, found = traced.culprits[0], {r.name: r for r in traced.culprits[0].replays}
     assert traced.verdict.finding == "batch-dependent"
-    first = traced.culprits[0]
-    assert named(first) == ("model.layers.1.mlp.down_proj", "Splits")
-    assert {r.name: r.status for r in first.replays}["M"] == "divergent"
-    assert {r.name: r.status for r in first.replays}["values"] == "identical"
-    assert any("down_proj add" in x or "down_proj linear" in x for x in first.unmatched)
-    assert traced.verdict.families is None
-    assert any("no available set of replacements" in line for line in traced.verdict.sentences)
-
-
-def test_a_scale_shared_between_rows_is_a_leak() -> None:
-    """The call that takes the maximum is where others' data come in: replacing their values changes this row."""
-    with planted(SharedScale) as model:
-        traced = trace(model, impl="invariant")
-    first = traced.culprits[0]
-    assert named(first) == ("model.layers.1.mlp.down_proj", "amax")
-    values = next(r for r in first.replays if r.name == "values")
-    assert values.status == "divergent"
-    assert "data of other requests" in values.sentence
-    rows = next(r for r in first.replays if r.name == "rows only")
-    assert rows.status == "divergent"
-    assert "reach this row" in rows.sentence
-    assert "the shape decides" not in rows.sentence
+    assert first.module == DOWN
+    assert call in ("", first.call.removeprefix("Tensor."))
+    assert {name: found[name].status for name in replays} == replays
+    sentences = [*traced.verdict.sentences, *(r.sentence for r in first.replays)]
+    assert any(said in sentence for sentence in sentences)
+    if fault is splits:
+        assert any("down_proj add" in x or "down_proj linear" in x for x in first.unmatched)
+        assert traced.verdict.families is None
+    if fault is shares_scale:
+        assert "reach this row" in found["rows only"].sentence
+        assert "the shape decides" not in found["rows only"].sentence
 
 
 class Float8Toy(torch.Tensor):
@@ -313,9 +298,9 @@ def test_a_weight_made_of_others_stays_in_replays_and_what_no_order_mends_is_nam
     model = model_of("llama")
     layer = model.model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(Float8Toy(*quantize_tensor(layer.weight.detach())), requires_grad=False)
-    traced = trace(model, impl="invariant")
+    traced = trace(model, impl="invariant", pace=FIRST)
     first = traced.culprits[0]
-    assert named(first) == ("model.layers.1.mlp.down_proj", "linear[Float8Toy]")
+    assert named(first) == (DOWN, "linear[Float8Toy]")
     told = {r.name: r for r in first.replays}
     assert "tree" not in told
     assert told["exact"].status == "error"
@@ -348,44 +333,25 @@ def test_the_next_guilty_call_of_the_same_layer_is_named() -> None:
 
 def test_a_call_that_its_replacement_does_not_reach_is_named_once() -> None:
     """The replay promised a cure, the whole run parts at that very call: no second culprit, and no cure is told."""
-    with planted(OutOfReach) as model:
-        traced = trace(model, impl="invariant:attention")
+    traced = planted(is_out_of_reach, "invariant:attention")
     (culprit,) = traced.culprits
-    assert culprit.module == "model.layers.1.mlp.down_proj"
+    assert culprit.module == DOWN
     assert culprit.family == "matmul"
     assert any("the replacement does not reach" in line for line in traced.said)
     assert traced.verdict.families is None
 
 
-def test_a_place_that_is_treated_otherwise_is_found() -> None:
-    """A row at place 0 gets other bits: the module is named, and its replay says that the position matters."""
-    with planted(FirstRow) as model:
-        traced = trace(model, impl="invariant")
-    first = traced.culprits[0]
-    assert first.module == "model.layers.1.mlp.down_proj"
-    order = next(r for r in first.replays if r.name == "order")
-    assert order.status == "divergent"
-    assert "depends on its position" in order.sentence
-
-
 def test_what_changes_from_run_to_run_is_no_batch_dependence() -> None:
-    """An arm that differs from itself: the verdict is run-to-run, and batches are not blamed."""
-    with planted(Drifts) as model:
-        traced = trace(model, impl="invariant")
-    assert traced.verdict.finding == "run-to-run"
-    assert traced.control("run to run").passed is False
-    assert traced.culprits[0].module == "model.layers.1.mlp.down_proj"
-    assert [r.name for r in traced.culprits[0].replays] == ["repeat", "substitution"]  # the rest would be noise
-
-
-def test_a_first_session_that_does_not_come_again_is_no_clean_trace() -> None:
-    """Every later session of an arm agrees; the first one did not, so what ran before decides, and no gate opens."""
-    with planted(WarmsUp) as model:
-        traced = trace(model, impl="invariant")
-    assert traced.verdict.finding == "run-to-run"
-    assert traced.control("run to run").passed is False
+    """An arm that differs from itself, or only in its first session: run-to-run, and no gate opens."""
+    for fault in (drifts, warms_up):
+        traced = planted(fault)
+        assert traced.verdict.finding == "run-to-run"
+        assert traced.control("run to run").passed is False
+        assert exit_code(run_of(trace_verdicts=[traced.verdict]), "divergent")[0] == 3
+        if fault is drifts:
+            assert traced.culprits[0].module == DOWN
+            assert [r.name for r in traced.culprits[0].replays] == ["repeat", "substitution"]  # the rest would be noise
     assert "first session in this process differs" in traced.verdict.sentences[0]
-    assert exit_code(run_of(trace_verdicts=[traced.verdict]), "divergent")[0] == 3
 
 
 def test_what_is_given_to_a_layer_from_outside_was_not_written_in_between() -> None:
@@ -394,7 +360,7 @@ def test_what_is_given_to_a_layer_from_outside_was_not_written_in_between() -> N
     rotary = model.model.rotary_emb
     plain = rotary.forward
     rotary.forward = lambda x, *a, **k: tuple(part * (1 + 2.0**-12 * x.shape[1]) for part in plain(x, *a, **k))
-    traced = trace(model, impl="invariant")
+    traced = trace(model, impl="invariant", pace=FIRST)
     assert traced.verdict.finding == "batch-dependent"
     assert "given to the layer from outside" in traced.culprits[0].sentence
     assert not traced.culprits[0].call
@@ -407,15 +373,6 @@ def test_nothing_follows_from_replays_that_do_not_give_what_was_recorded() -> No
     done = list(replays(call, call, call.run(), recorded, "linear"))
     assert [replay.name for replay in done] == ["repeat", "substitution"]
     assert "not the recorded one" in done[0].sentence
-
-
-def test_without_sweeps_the_family_of_the_name_is_tried_in_the_whole_run() -> None:
-    """No other sizes, no family by family: a culprit, and the smallest cure, which the whole run confirms."""
-    traced = trace(model_of("llama"), sweeps=False)
-    assert not {"M", "keys", "substitution"} & {r.name for c in traced.culprits for r in c.replays}
-    assert traced.culprits[0].family
-    assert traced.verdict.families
-    assert any(s.agree for s in traced.substitutions)
 
 
 def test_memory_that_is_allocated_is_no_kernel() -> None:
@@ -539,21 +496,13 @@ def lost_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 def test_rounding_is_no_bug() -> None:
-    """Whatever the order, and with partial sums in half precision."""
+    """Whatever the order, and near zero, where the distance in ULP is in the thousands, and means nothing."""
     for dtype in [torch.bfloat16, torch.float16, torch.float32]:
-        for function in [F_EXACT.linear, split]:
-            if dtype == torch.float16 and function is split:
-                dtype = torch.float32  # its sums of ones need 10 bits on the way, as every fp16 sum of 1,000 does
-            assert exact(product(function, dtype), "linear").status == "identical"
-
-
-def test_a_mean_of_integers_that_cancel_is_no_bug() -> None:
-    """Near zero the distance in ULP is in the thousands, and means nothing."""
-    for dtype in [torch.bfloat16, torch.float16, torch.float32]:
-        assert (
-            exact(attention(F_EXACT.scaled_dot_product_attention, dtype), "scaled_dot_product_attention").status
-            == "identical"
-        )
+        assert exact(product(F_EXACT.linear, dtype), "linear").status == "identical"
+        if dtype != torch.float16:  # its sums of ones need 10 bits on the way, as every fp16 sum of 1,000 does
+            assert exact(product(split, dtype), "linear").status == "identical"
+        mean = attention(F_EXACT.scaled_dot_product_attention, dtype)
+        assert exact(mean, "scaled_dot_product_attention").status == "identical"
 
 
 def test_a_wrong_sum_is_a_bug() -> None:
@@ -563,10 +512,6 @@ def test_a_wrong_sum_is_a_bug() -> None:
             replay = exact(product(function, dtype), "linear")
             assert replay.status == "divergent"
             assert "a bug" in replay.sentence
-
-
-def test_lost_keys_are_a_bug() -> None:
-    """An attention that drops its last block of keys."""
     assert exact(attention(lost_keys, torch.bfloat16), "scaled_dot_product_attention").status == "divergent"
 
 

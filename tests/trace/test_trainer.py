@@ -121,7 +121,7 @@ def test_the_trainer_makes_calls_of_every_kind() -> None:
     assert len(calls()) > 40
 
 
-@pytest.mark.parametrize("seed", tiers(range(2), range(2, 20)))
+@pytest.mark.parametrize("seed", tiers(range(1), range(1, 20)))
 def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
     """Drawn by seed over kinds of operators and their calls, under each layout of the batch."""
     rng = random.Random(seed)  # noqa: S311 - a draw of tests

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -100,21 +101,13 @@ class Rollouts(NamedTuple):
     rows: frozenset[bytes]  # digests of every row of logits that it drew from
 
 
-def sample(
-    model: Any,
-    seed: int = 0,
-    count: int = 16,
-    tokens: int = TOKENS,
-    load: Load = LOAD,
-    prompt: tuple[int, int] = (2, 40),
-    top_k: int = 0,
-) -> Rollouts:
+def sample(model: Any, seed: int = 0, count: int = 16) -> Rollouts:
     """Requests that come and go under a token budget, so that prefills are chunked; drawn at temperature 1."""
     draw = random.Random(seed)  # noqa: S311 - a plan, no secret
     requests = [
         Request(
-            f"t{i:03d}", True, tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(*prompt))), tokens,
-            draw.randrange(8), i, Sampling(1.0, top_k, 1.0, 1000 * seed + i, True),
+            f"t{i:03d}", True, tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, 40))), TOKENS,
+            draw.randrange(8), i, Sampling(1.0, 0, 1.0, 1000 * seed + i, True),
         )
         for i in range(count)
     ]  # fmt: skip
@@ -126,7 +119,7 @@ def sample(
     hook = model.register_forward_hook(keep, with_kwargs=True)
     try:
         with torch.no_grad():
-            session = run_session(model.eval(), sorted(requests, key=lambda r: (r.arrival_step, r.id)), load)
+            session = run_session(model.eval(), sorted(requests, key=lambda r: (r.arrival_step, r.id)), LOAD)
     finally:
         hook.remove()
     assert not session.fatal, session.fatal
@@ -219,13 +212,13 @@ def test_a_the_trainer_has_the_sampler_s_bits_in_every_layout(name: str, dtype: 
     """Each sampled token's logprob, and every fifth position's row of logits over the whole vocabulary."""
     rollouts = sampled(name, dtype, device)
     with pinned(1):
-        for layout, micro in (("right", 8), ("left", 8), ("packed", 8), ("wide", 5), ("right", 1), ("left", 3)):
+        for layout, micro in (("packed", 8), ("wide", 5), ("right", 1), ("left", 3)):
             trained = train(make(name, dtype, device), rollouts, layout, micro, nondet.batch_invariant(training=True))
             assert same(rollouts, trained), (layout, micro)
             assert trained.rows_known == trained.rows > 0, (layout, micro)
 
 
-@pytest.mark.parametrize(("name", "dtype", "device"), cases("llama bfloat16", "qwen3-moe float32"))
+@pytest.mark.parametrize(("name", "dtype", "device"), cases("llama bfloat16"))
 def test_what_is_not_so_is_seen(name: str, dtype: str, device: str) -> None:
     """A stock trainer, and one under a block that is not for training, come to other bits; so does another formula.
 
@@ -240,9 +233,7 @@ def test_what_is_not_so_is_seen(name: str, dtype: str, device: str) -> None:
         assert not same(rollouts, train(make(name, dtype, device), rollouts, block=block, stock_formula=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "device"), cases("qwen3 bfloat16", "qwen3-moe bfloat16", dtypes=["bfloat16"])
-)
+@pytest.mark.parametrize(("name", "dtype", "device"), cases("qwen3 bfloat16", dtypes=["bfloat16"]))
 def test_a_holds_with_gradient_checkpointing(name: str, dtype: str, device: str) -> None:
     rollouts = sampled(name, dtype, device)
     gradients = []
@@ -256,18 +247,16 @@ def test_a_holds_with_gradient_checkpointing(name: str, dtype: str, device: str)
     assert all(identical(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def steps(
-    name: str, dtype: str, device: str, seed: int, count: int, *, whole: bool = True, threads: int = 1
-) -> tuple[bytes, int, int]:
-    """Sample and train, `count` times: (digest of the weights, tokens, tokens whose bits differed)."""
+def steps(name: str, dtype: str, device: str, *, whole: bool = True) -> tuple[bytes, int, int]:
+    """Sample and train, twice: (digest of the weights, tokens, tokens whose bits differed)."""
     model = make(name, dtype, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     tokens = differing = 0
-    with pinned(threads):
-        for step in range(count):
+    with pinned(1):
+        for step, layout in enumerate(("left", "packed")):
             with nondet.batch_invariant(training=True) if whole else nullcontext():
-                rollouts = sample(model, seed + step, 6)
-                trained = train(model, rollouts, ("right", "left", "packed")[step % 3], 1 + step % 6)
+                rollouts = sample(model, 7 + step, 6)
+                trained = train(model, rollouts, layout, 2 + 3 * step)
             optimizer.step()
             optimizer.zero_grad()
             tokens += len(trained.logprobs)
@@ -278,13 +267,12 @@ def steps(
 
 @pytest.mark.parametrize(("name", "dtype", "device"), cases("llama bfloat16", dtypes=["bfloat16"]))
 def test_b_a_run_repeats_and_a_holds_after_every_step(name: str, dtype: str, device: str) -> None:
-    first, again = (steps(name, dtype, device, 7, 3) for _ in range(2))
+    first, again = (steps(name, dtype, device) for _ in range(2))
     assert first == again
-    assert first[1] == 3 * 6 * TOKENS
-    assert first[2] == 0
-    other = steps(name, dtype, device, 8, 1)
+    assert first[1:] == (2 * 6 * TOKENS, 0)
+    other = steps(name, dtype, device, whole=False)
     assert other[0] != first[0]
-    assert steps(name, dtype, device, 7, 1, whole=False)[2] > 0
+    assert other[2] > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
@@ -305,8 +293,7 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Of each parameter, in float64. Experts are those of `choices`, router call by router call; if empty, kept there.
 
-    For a choice that flips beside float64's outweighs all roundings: in bfloat16 1 in 100 does, which trebles the
-    error, and in 32 rollouts ours was 0.65 to 2.17 of stock's.
+    A choice that flips beside float64's outweighs all roundings.
     """
     given = iter(choices.copy()) if choices else None
 
@@ -343,21 +330,14 @@ def errors_of_stock_s(name: str, dtype: str, device: str) -> tuple[float, float]
 
 
 # Most of stock's error, of all weights together; of one tensor twice that. Seen on an AMD EPYC without AVX-512, in 10
-# rollouts of each model, and 3 each with MKL's and oneDNN's AVX and oldest kernels (MKL_CBWR, ONEDNN_MAX_CPU_ISA) and
-# with torch 2.11: 0.77 to 1.07 in bfloat16 (a tensor 1.43), 0.68 to 1.28 in float32 (1.91). Why other machines should
-# not differ: torch's formulas with every operator in float64 and rounded once are a stock that adds without error.
-# (3 rollouts of each) In bfloat16 stock is as far from float64 as that, 0.99 to 1.02; in float32 ours is 1.5 to 2.4
-# times as far, a tensor 3.3.
+# rollouts of each model, with other kernels of MKL and oneDNN, and with torch 2.11: 0.77 to 1.07 in bfloat16 (a tensor
+# 1.43), 0.68 to 1.28 in float32 (1.91).
 MOST = {"bfloat16": 1.5, "float32": 3.0}
 
 
 @pytest.mark.parametrize(("name", "dtype", "device"), cases("qwen3 float32", "gemma3 bfloat16", devices=["cpu"]))
 def test_the_gradient_is_about_as_far_from_float64_as_stock_s(name: str, dtype: str, device: str) -> None:
-    """On rollouts laid out to the left.
-
-    A term that is lost, or one rounding to bfloat16 in a float32 model, is far beyond the bounds (the next test). One
-    rounding more in a bfloat16 model is within them: those are for each operator's own tests.
-    """
+    """A term that is lost, or a rounding to bfloat16 in a float32 model, is far beyond the bounds (the next test)."""
     together, worst = errors_of_stock_s(name, dtype, device)
     assert together <= MOST[dtype]
     assert worst <= 2 * MOST[dtype]
@@ -385,36 +365,27 @@ def test_packed_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("biased", [True, False])
-def test_a_linear_layer_keeps_its_bits_whatever_its_input_s_layout(biased: bool, dtype: str, device: str) -> None:
+def test_a_linear_layer_keeps_its_bits_whatever_its_input_s_layout(dtype: str, device: str) -> None:
     """torch adds the bias after a rounding where it can't flatten the input and a gradient is asked for."""
     drawn = torch.Generator().manual_seed(2)
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=drawn).to(device, getattr(torch, dtype))
 
-    weight, bias, x = tensor(96, 64), tensor(96) if biased else None, tensor(9, 7, 64)
-    leaves = [t for t in (weight, bias) if t is not None]
-    inputs = {
-        "whole": x,
-        "turned": x.transpose(0, 1),
-        "sliced": x[:, 2:5],
-        "a row": x[0, 0],
-        "one axis more": x[None, :, 1:],
-    }
-    for name, one in inputs.items():
+    weight, x = tensor(96, 64), tensor(9, 7, 64)
+    inputs = (x, x.transpose(0, 1), x[:, 2:5], x[0, 0], x[None, :, 1:])
+    for bias, one in itertools.product((tensor(96), None), inputs):
         one = one.detach().requires_grad_()
-        for leaf in leaves:
-            leaf.requires_grad_()
+        leaves = [t.requires_grad_() for t in (weight, bias) if t is not None]
         with nondet.batch_invariant(training=True) as block:
             with torch.no_grad():
                 without = torch.nn.functional.linear(one, weight, bias)
             out = torch.nn.functional.linear(one, weight, bias)
             upstream = torch.ones_like(out) / 3
             found = torch.autograd.grad(out, [one, *leaves], upstream)
-        assert identical(out.detach(), without), name
-        assert not block.coverage().left, name
-        assert not block.coverage().at_risk, name
+        assert identical(out.detach(), without), one.shape
+        assert not block.coverage().left, one.shape
+        assert not block.coverage().at_risk, one.shape
         wide = [t.detach().double().requires_grad_() for t in (one, *leaves)]
         exact = torch.autograd.grad(torch.nn.functional.linear(*wide), wide, upstream.double())
         for mine, right in zip(found, exact, strict=True):
