@@ -312,7 +312,7 @@ def sampled(
     """
     pieces = token_pieces() if pieces is None else pieces
     path = folder / name
-    plan = {"prompts": [{"text": prompt, "tokens": 4}], "n": n, "impls": list(impls), "seed": 0}
+    plan = {"prompts": [{"text": prompt, "tokens": 4}], "n": n, "impls": list(impls), "seed": 0, "turns": True}
     writer = open_run(path, command="sample", plan=plan, environment=dict(ENVIRONMENT), force=True)
     side = TraceWriter(path, resume=False, piece=lambda i: pieces[i % len(pieces)])
     rng = random.Random(1)  # noqa: S311 - a schedule, not a secret

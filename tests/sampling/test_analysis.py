@@ -446,7 +446,9 @@ def test_reading_a_run_needs_no_torch() -> None:
 
 
 def covered_run(*rounds: tuple[str, dict[str, int]]) -> Run:
-    header = Header(format=FORMAT, schema=SCHEMA_VERSION, command="sample", plan={}, environment={}, started="")
+    header = Header(
+        format=FORMAT, schema=SCHEMA_VERSION, command="sample", plan={"turns": True}, environment={}, started=""
+    )
     records = [
         Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=1, seconds=1.0, ran=ran)
         for i, (impl, ran) in enumerate(rounds)
