@@ -212,5 +212,6 @@ def _weight_gradient(
     with torch.enable_grad():
         for seen, looked_up, gradient in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):
             WEIGHTS[name](leaf, seen, looked_up).backward(gradient)
-    found: torch.Tensor = leaf.grad
+    found = leaf.grad
+    assert found is not None  # noqa: S101 - each micro-batch has added to it
     return found

@@ -217,8 +217,11 @@ def attention(
     _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
     _prove_once(dim, softcap is not None)
     keys = k.shape[2]
+    packed_q, packed_k, packed_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = _attend(
-        *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
+        packed_q,
+        packed_k,
+        packed_v,
         [_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch)],
         _Way(causal, window, softcap, scale),
     )
@@ -300,15 +303,15 @@ def _varlen(
     key_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    known = None if positions is None else positions.tolist()
+    ends = [] if positions is None else positions.tolist()
     requests = []
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
         if q1 == q0:
             continue
-        first = 0 if known is None else known[q1 - 1] + 1 - (k1 - k0)
+        first = ends[q1 - 1] + 1 - (k1 - k0) if ends else 0
         if first < 0:
             raise UserError(
-                f"{k1 - k0} keys up to position {known[q1 - 1]}",
+                f"{k1 - k0} keys up to position {ends[q1 - 1]}",
                 "The keys of a request end at its last query, and the first one stands at position 0.",
             )
         requests.append(_Request(q0, q1 - q0, k0, k1 - k0, first))

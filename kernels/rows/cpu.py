@@ -63,8 +63,8 @@ def layer_norm(
     if bias is not None:
         normed += _numbers(bias, rows)
     saved, one_each = x.dtype if weight is None else weight.dtype, (*x.shape[:-1], 1)
-    kept = (t.to(saved).view(one_each) for t in (means, torch.from_numpy(factors)))
-    return out.to(x.dtype).view(x.shape), *kept
+    mean, factor = (t.to(saved).view(one_each) for t in (means, torch.from_numpy(factors)))
+    return out.to(x.dtype).view(x.shape), mean, factor
 
 
 def _roots(squares: torch.Tensor, eps: float) -> np.ndarray[Any, Any]:
