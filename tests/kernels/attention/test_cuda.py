@@ -182,10 +182,10 @@ def test_dropped_keys_of_a_window_leave_the_anchor(split):
 @pytest.mark.parametrize("split", [True, *at_length(False)])
 def test_varlen_is_each_request_alone(chained_dot, split):
     """Packed decode, prefill, chunk and empty requests have the bits of the dense call on them alone."""
-    lengths = [(1, SHORT + 6), (5, 5), (0, 0), (2, 35), (1, 1)]
-    q, k, v = drawn((9 + 3, 2, 16), *[(SHORT + 47 + 2, 1, 16)] * 2)
+    lengths = [(1, SHORT + 6), (3, 3), (0, 0), (2, 35), (1, 1)]
+    q, k, v = drawn((7 + 3, 2, 16), *[(SHORT + 45 + 2, 1, 16)] * 2)
     cu_q, cu_k = (starts(*counts) for counts in zip(*lengths, strict=True))
-    more = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": SHORT + 6, "split": split}
+    more = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 3, "max_seqlen_k": SHORT + 6, "split": split}
     for window in (None, 20):
         out = attention_varlen(q, k, v, window=window, **more)
         assert out.shape == q.shape
