@@ -215,7 +215,7 @@ def test_the_library_is_asked_for_more_rows_where_it_leaves_the_class_at_few(kep
     monkeypatch.setattr(torch, "_scaled_mm", planted)
     monkeypatch.setattr(cuda, "scaled_matmul", lambda *given, tile: cpu.in_order(*given))
     for rows, step in ((5, 64), (60, 64), (63, 4), (70, 4)):
-        given = bell("block", rows, 2048, 256)
+        given = bell("block", rows, 512, 128)
         assert cuda._library_step(given, torch.float32, None) == step
         assert identical(cuda.library(*given, torch.float32, step=step), cpu.in_order(*given, torch.float32))
 
