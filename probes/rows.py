@@ -108,7 +108,7 @@ class RowProbe(Probe):
         def asked(kind: str) -> list[int]:
             """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""
             shows = kind == best and width <= _WIDE
-            if options.full or options.m is not None or options.inputs or (shows and not drawn):
+            if options.full or options.m is not None or options.inputs or (shows and first):
                 return sweep(largest, options, dense=first and kind == best)
             return some(_FEW if shows else _FEWEST, largest, options)
 
