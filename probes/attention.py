@@ -125,7 +125,7 @@ class Attention(Probe):
             for each in dict.fromkeys((heads, heads._replace(dim=64))):
                 name = "the last of 300 tokens while the longest query grows"
                 yield _Maker(options, dtype, each).case(name, "neighbour_length", 300, "order")
-            if dtype == asked[0] or options.full:
+            if dtype == asked[-1] or options.full:
                 yield from _drawn(options, plain, chosen="heads" in config)
                 yield from _forms(options, plain, chosen="heads" in config)
 

@@ -108,7 +108,7 @@ class RowProbe(Probe):
         def asked(kind: str) -> list[int]:
             """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""
             shows = kind == best and width <= _WIDE
-            if options.full or options.m is not None or options.inputs or (shows and not drawn):
+            if options.full or options.m is not None or options.inputs or (shows and first):
                 return sweep(largest, options, dense=first and kind == best)
             return some(_FEW if shows else _FEWEST, largest, options)
 
@@ -123,7 +123,8 @@ class RowProbe(Probe):
             yield case("history", mixed, held, held)
         default = dict.fromkeys(("bell", best, *(_HARD if first else ())))
         exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
-        for kind in (*kinds(options, default), *exact):
+        numbers = self.numbers if first and options.inputs is None else ()
+        for kind in (*kinds(options, default), *exact, *numbers):
             yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
         if width <= _NARROW and options.m is None and not drawn:
             what = f"{rows} rows in batches of M, the largest beyond all others"
@@ -132,9 +133,6 @@ class RowProbe(Probe):
             for places, each in _PLACES.items():
                 what = f"{each} rows at every place among {places}"
                 yield case("position", best, each, places, what)
-            if options.inputs is None:
-                for kind in self.numbers:
-                    yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
             for kind in (mixed, "positive"):
                 yield case("neighbour_values", kind, 64, 64)
             yield case("alignment", best, 33, 33)
