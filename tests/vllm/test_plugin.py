@@ -838,8 +838,11 @@ def test_a_model_that_is_refused_is_refused_before_anything_is_proven(
     """Neither a sum, nor a kernel of its own, nor a product."""
     group_of(toy, lambda x: 1 / 0, 2)
     monkeypatch.setattr(operators, "certify_product", None)
+    two = {"parallel_config__tensor_parallel_size": 2}
     with pytest.raises(UserError, match=r"1 layers are at risk, the first 3 .*attention by object"):
-        loaded(toy, model(toys.Attention(object()), method=Fp8(parts=2)), parallel_config__tensor_parallel_size=2)
+        loaded(toy, model(toys.Attention(object()), method=Fp8(parts=2)), **two)
+    with pytest.raises(UserError, match=r"1 layers are at risk, the first pipeline parallelism"):
+        loaded(toy, model(method=Fp8(parts=2)), **two, parallel_config__pipeline_parallel_size=2)
 
 
 # Experts.
