@@ -860,13 +860,13 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
         return looked
 
     seen: dict[tuple[Any, ...], operators.Certified] = {}
-    found: list[Standing] = []
+    found = [one for one in config_standings(config) if not one.layer.startswith("tensor")]  # whose sum is tested below
     looked_at(lambda name, layer: Standing(name, type(layer).__name__, CERTIFIED, unproven))
     operators.use_counts(counts)
     attention = sys.modules.get(f"{__package__}.attention")  # where vLLM has loaded it
     if attention is not None:
         attention.reserve(model, config)
-    found += config_standings(config, counts)
+    found[:] = config_standings(config, counts)
     looked = looked_at(_kept_or_scaled(own_kernel(config, counts), counts, config, seen))
     found += [_prove(standing, module, counts, requests, seen) for standing, module in looked]
     if torch.cuda.is_available():

@@ -682,13 +682,26 @@ class OddFirst(Fp8):
         return out
 
 
+class OddWide(Fp8):
+    """Of layers of 16 outputs the first row has other bits."""
+
+    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
+        """By the layer's shape and a row's place."""
+        return (OddFirst if len(layer.weight) == 16 else Fp8).apply(self, layer, x, bias)
+
+
 def test_a_quantized_layer_whose_bits_depend_on_the_batch_is_refused(toy: Toy) -> None:
-    """On the number of rows from 32 on, which is one of the graphs' sizes, or on a row's place among them."""
+    """On the number of rows from 32 on, which is one of the graphs' sizes, or on a row's place among them.
+
+    A sound layer answers for none of another setting, or another shape.
+    """
     for method in (Fp8(parts=32), OddFirst()):
-        with pytest.raises(
-            UserError, match=r"2 layers are at risk, the first 0\.qkv .*by \w+.*other bits at M=1 than at"
-        ):
+        with pytest.raises(UserError, match=r"2 layers are at risk, the first 0\.qkv .*other bits at M=1 than at M=64"):
             loaded(toy, model(method=method))
+    for first, second in ((Fp8(), Fp8(parts=32)), (OddWide(), OddWide())):
+        pair = toys.QKVParallelLinear(8, 12, first), toys.QKVParallelLinear(8, 16, second)
+        with pytest.raises(UserError, match=r"1 layers are at risk, the first 1 "):
+            loaded(toy, nn.Sequential(*pair))
 
 
 class OddAtThree(Fp8):
@@ -825,8 +838,11 @@ def test_a_model_that_is_refused_is_refused_before_anything_is_proven(
     """Neither a sum, nor a kernel of its own, nor a product."""
     group_of(toy, lambda x: 1 / 0, 2)
     monkeypatch.setattr(operators, "certify_product", None)
+    two = {"parallel_config__tensor_parallel_size": 2}
     with pytest.raises(UserError, match=r"1 layers are at risk, the first 3 .*attention by object"):
-        loaded(toy, model(toys.Attention(object()), method=Fp8(parts=2)), parallel_config__tensor_parallel_size=2)
+        loaded(toy, model(toys.Attention(object()), method=Fp8(parts=2)), **two)
+    with pytest.raises(UserError, match=r"1 layers are at risk, the first pipeline parallelism"):
+        loaded(toy, model(method=Fp8(parts=2)), **two, parallel_config__pipeline_parallel_size=2)
 
 
 # Experts.
