@@ -13,7 +13,9 @@ import pytest
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.core.traces import read_traces, traces_path
-from nondet.endpoint.arms import Answer, Ask
+from nondet.endpoint.arms import Answer, Ask, KnownBy, Tokens
+from nondet.endpoint.collect import Watcher
+from nondet.endpoint.traffic import Played
 from nondet.errors import ServerStoppedError, UserError
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge, power_of
@@ -106,6 +108,26 @@ def test_what_is_compared_is_said(tmp_path: Path) -> None:
         assert len({c.trace for c in run.completions}) == traces
         assert contract(run)["known-by"] == ("yes" if known == "ids" else "no")
         assert (f"compared by {known}" in verdict(run)[1]) == (known != "ids")
+        watcher = Watcher(0.01, 0.95, "load")  # a gate asks for no more once an answer differs
+        enough = [watcher.enough(r, [c for c in run.completions if c.round == r.round]) for r in run.rounds]
+        assert (watcher.diverged, enough[-1]) == (traces > 1, traces > 1)
+    assert Tokens(KnownBy.TEXT).piece(ord("a")) == "a"
+
+
+def test_what_ran_beside_an_answer_is_known_or_not_counted() -> None:
+    """Another stream of ours, or two that the server ran while it did; what does not stream may have been waiting."""
+    answer, beside, after = (0.0, 1.0, True), (0.9, 2.0, False), (1.0, 2.0, True)
+    for polled, streams, unstreamed, company in [
+        ([(0.5, 1.0, 0.0)], [answer], [], 0),
+        ([(0.5, 2.0, None)], [answer], [], 1),
+        ([(1.5, 2.0, None)], [answer], [], 0),
+        ([], [answer, beside], [], 1),
+        ([], [answer, after], [], 0),
+        ([(0.5, 2.0, 0.0)], [], [(0.0, 1.0)], 1),
+        ([(0.5, 2.0, 1.0)], [], [(0.0, 1.0)], 0),
+    ]:
+        played = Played(began=0.0, polled=polled, streams=streams, unstreamed=unstreamed)
+        assert played.traffic(planned().rounds[0], 1).in_company == company
 
 
 def test_contract(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path, arms: st
     """It was kept, and the same request at the end differs: divergent, and neither the load nor chance is blamed."""
     made = asked(run, tmp_path, "--arms", arms, "--n", 6, "--max-tokens", 8, first_differs=True)
     told = verdict(made)
+    assert [r.arm for r in made.rounds][-1] == "first"
     assert told.finding == Finding.UNATTRIBUTED
     assert any("very first answer is unlike all later ones, which agree" in note for note in told.notes)
     assert Finding.BATCH not in told.findings
