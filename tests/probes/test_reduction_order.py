@@ -620,11 +620,11 @@ def test_three_steps_of_tf32_for_a_step_of_float32_are_proven(monkeypatch: pytes
     asked = of_attention(lambda q, k, v: staged_in_tf32(q, k, turned(v)), 1, 128, torch.float32, "cpu")
 
     def draw(kind: str, seed: int) -> Any:
-        rows, _, got = asked.draw(kind, seed)
+        rows, _, got = asked.sample(kind, seed)
         return torch.ones_like(rows), rows, got
 
     tree = find(asked if not rounded else of_attention(staged_in_tf32, 1, 128, torch.float32, "cpu")).tree
-    result = prove(asked._replace(device="cuda", draw=draw), tree)
+    result = prove(asked._replace(device="cuda", sample=draw), tree)
     assert "first one chain of 4 groups of 8; then one fused step of 8: 0" in words(tree)
     assert (result.proven is not None) == (not rounded), result.failed_on
     assert rounded or result.proven.words == "in float32, 8 products a fused step of 3xTF32, divided by K"
