@@ -384,8 +384,7 @@ def test_one_column_shows_partial_sums_in_float64(dtype: torch.dtype, once: bool
     assert (result.proven.accumulator, result.proven.twice) == ("float64", not once)
 
 
-@pytest.mark.parametrize("K", [33, 64])
-@pytest.mark.parametrize("times", [False, True])
+@pytest.mark.parametrize(("K", "times"), tiers([(33, True), (64, False)], [(33, False), (64, True)]))
 def test_what_short_results_do_not_tell_of_a_mean_is_not_said(K: int, times: bool) -> None:
     """Whether a sum was divided by K, or multiplied: in bfloat16 no result may show it, and by 64 both are the same."""
 
@@ -690,7 +689,7 @@ def ranks_in(*orders: Tree, dtype: torch.dtype, edges: Sequence[int]) -> Callabl
     return all_reduce
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", tiers([torch.bfloat16], [torch.float32]))
 @pytest.mark.parametrize("K", tiers([3], [4, 8]))
 def test_pieces_of_a_message_have_their_borders_and_orders(K: int, dtype: torch.dtype) -> None:
     """A single number among them, and rings that begin at ranks drawn at random, and a tree."""
@@ -828,8 +827,10 @@ def test_the_trees_of_larger_operators_on_a_gpu_are_found(operator: str) -> None
             assert all(t["proven"] or t["failed_on"] for t in trees["classes"])
 
 
-@pytest.mark.parametrize("flushed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "flushed"),
+    tiers([(torch.float32, True), (torch.bfloat16, False)], [(torch.float32, False), (torch.bfloat16, True)]),
+)
 def test_an_order_that_flushes_subnormal_numbers_is_proven_but_for_them(dtype: torch.dtype, flushed: bool) -> None:
     """Before, nothing was said of them, and their sums' bits were others than predicted."""
 
