@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from nondet.core.processes import (
-    begin_context,
     die_with_parent,
     end_with_parent,
-    keep_freed_memory,
     no_interrupts,
     no_main,
     nvml,
@@ -290,7 +288,6 @@ def load() -> None:
 
 
 def _measure(pipe: Any) -> None:
-    context = begin_context()
     load()
     import torch
 
@@ -298,8 +295,6 @@ def _measure(pipe: Any) -> None:
     from nondet.core.measure import profile_variants
     from nondet.probes.runner import plan_jobs, run_jobs
 
-    keep_freed_memory()
-    context.join()
     if torch.cuda.is_available():  # a context and a profiler, while the parent finds out what is to be measured
         with profile_variants("cuda"):
             pass

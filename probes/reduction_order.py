@@ -6,7 +6,7 @@ emulator (`nondet.kernels.emulator`) that adds numbers in that order gives the i
 tested: of ordinary and of hard inputs, of both signs and of one. Where it does not, the row says that the tree is
 unproven, and what it failed on: the function may be no sum, or round where no tree shows.
 
-The masks are columns of the weight, or one row of x at a time; never more rows than the M asked about, since the number
+The masks are columns of the weight, or one row of x at a time; never more rows than the M in question, since the number
 of rows is what the order may follow from.
 """
 
@@ -37,10 +37,10 @@ from nondet.ranks.operators import Message
 
 _WIDTHS = {"sum": (1000, 4096), "mean": (1000,)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 1), (4096, 4096), (12288, 4096))}  # K, N
-_LONGEST = 16384  # asked as well where the run is full
-_HEAD = 64  # of the attention that is asked, and its keys:
+_LONGEST = 16384  # measured as well where the run is full
+_HEAD = 64  # of the attention that is measured, and its keys:
 _KEYS = {"cpu": 512, "cuda": 2048}
-_PARTS = 4  # of K, where the operator is told how many
+_PARTS = 4  # of K, where the operator takes their number
 _RANKS, _WIDTH = 4, {"cpu": 64, "cuda": 4096}
 _LISTS = 1024  # of what ranks contribute, in turn over a message; its numbers that are checked of one order
 _PRODUCTS = ("linear", "split_k", "grouped_matmul")
@@ -64,22 +64,22 @@ class NotASumError(Exception):
     """What the masks show is no sum of these terms."""
 
 
-class Sum(NamedTuple):
+class MeasuredSum(NamedTuple):
     """One element of a result as a function of its terms, at one number of rows.
 
     Attributes:
-        ask: (terms [at_once, K] of the dtype, n) -> [n]: the element, for each of the first n lists of terms.
-        draw: draw(kind, seed, *dropped) -> (x [n, K], y [n, K] or None, got [n]): real operands, and what it gave for
-            them; the places of terms that are not added are told where sums are to be small.
+        evaluate: (terms [at_once, K] of the dtype, n) -> [n]: the element, for each of the first n lists of terms.
+        sample: sample(kind, seed, *dropped) -> (x [n, K], y [n, K] or None, got [n]): random operands, and the
+            element for them. `dropped`: places that the sum ignores, so that sums near zero can be drawn.
         at_once: Lists of terms that one call takes.
         K, dtype, device: Of the terms.
         finishes: What may be done to the root, of `Arithmetic.finish`.
-        which: Of a product, the columns that it is asked of: "" for all.
+        which: Of a product, the columns that are measured: "" for all.
         fewer: The same sum of fewer columns, where those of all may have several trees.
     """
 
-    ask: Callable[[torch.Tensor, int], torch.Tensor]
-    draw: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+    evaluate: Callable[[torch.Tensor, int], torch.Tensor]
+    sample: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
     at_once: int
     K: int
     dtype: torch.dtype
@@ -144,41 +144,41 @@ def hidden(checked: int) -> str:
     return f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
 
 
-def find(asked: Sum, seed: int = 0) -> Found:
+def find(measured: MeasuredSum, seed: int = 0) -> Found:
     """The reduction tree of one element, and whether it predicts the element's bits.
 
     Raises:
         NotASumError: the masks show no sum: a term alone is not given back, or ones are not counted.
     """
-    masks = _Masks(asked)
+    masks = _Masks(measured)
     places = masks.places()
-    tree = emulator.find_tree(masks.survivors, places, asked.K, 2 ** _DIGITS[asked.dtype], seed)
-    return prove(asked, tree, seed)._replace(masks=masks.count)
+    tree = emulator.find_tree(masks.survivors, places, measured.K, 2 ** _DIGITS[measured.dtype], seed)
+    return prove(measured, tree, seed)._replace(masks=masks.count)
 
 
 class _Masks:
     """Asks a sum about terms of +big, -big, one and nothing."""
 
-    def __init__(self, asked: Sum) -> None:
-        self._asked, self.count = asked, 0
-        self._big, self._one = _BIG.get(asked.dtype, (2.0**100, 1.0))
-        self._terms = torch.zeros((asked.at_once, asked.K), dtype=asked.dtype, device=asked.device)
-        self._sets = max(1, _CELLS // asked.K)
-        self._rows = torch.arange(asked.at_once, device=asked.device)
+    def __init__(self, measured: MeasuredSum) -> None:
+        self._measured, self.count = measured, 0
+        self._big, self._one = _BIG.get(measured.dtype, (2.0**100, 1.0))
+        self._terms = torch.zeros((measured.at_once, measured.K), dtype=measured.dtype, device=measured.device)
+        self._sets = max(1, _CELLS // measured.K)
+        self._rows = torch.arange(measured.at_once, device=measured.device)
         self._scale = 1.0 / self._one
-        if asked.finishes != ("",):  # a mean: what survives is divided by K
-            self._scale *= asked.K
+        if measured.finishes != ("",):  # a mean: what survives is divided by K
+            self._scale *= measured.K
 
     def places(self) -> list[int]:
         """The terms that are in the sum. Raises NotASumError."""
         self._terms.zero_()
-        alone = self._each(np.arange(self._asked.K), self._one)
+        alone = self._each(np.arange(self._measured.K), self._one)
         if not set(np.unique(alone).tolist()) <= {0.0, 1.0}:
             odd = alone[~np.isin(alone, (0.0, 1.0))]
             raise NotASumError(f"of a term by itself it gives {float(odd[0]):.6g} times as much")
         named = np.flatnonzero(alone).tolist()
-        if len(named) < min(2, self._asked.K):
-            raise NotASumError(f"it gives back {len(named)} of {self._asked.K:,} terms, each by itself")
+        if len(named) < min(2, self._measured.K):
+            raise NotASumError(f"it gives back {len(named)} of {self._measured.K:,} terms, each by itself")
         return [int(place) for place in named]
 
     def survivors(self, masks: Sequence[Mask]) -> list[Array]:
@@ -187,11 +187,11 @@ class _Masks:
         few: list[int] = []
         rows = 0
         for at, mask in enumerate(masks):
-            if len(mask.js) * 2 > self._asked.at_once:
+            if len(mask.js) * 2 > self._measured.at_once:
                 self._set([mask], len(self._terms))
                 found[at] = self._each(mask.js, -self._big)
                 continue
-            if rows + len(mask.js) > self._asked.at_once:
+            if rows + len(mask.js) > self._measured.at_once:
                 self._together(masks, few, found)
                 few, rows = [], 0
             few.append(at)
@@ -199,7 +199,8 @@ class _Masks:
         if few:
             self._together(masks, few, found)
         for mask, counts in zip(masks, found, strict=True):
-            most = len(mask.ones) * (1 + 2.0 ** -_DIGITS[self._asked.dtype])  # a short dtype rounds them, maybe upwards
+            # a short dtype rounds them, maybe upwards
+            most = len(mask.ones) * (1 + 2.0 ** -_DIGITS[self._measured.dtype])
             odd = ~(np.isfinite(counts) & (counts >= 0) & (counts <= most))
             if odd.any():
                 raise NotASumError(f"of {len(mask.ones):,} ones {float(counts[odd][0]):.6g} survive")
@@ -215,7 +216,7 @@ class _Masks:
 
     def _set(self, masks: Sequence[Mask], rows: int = 0, start: int = 0) -> int:
         """Each mask in so many rows, by default one for each of its js; where the next begins. Copied at once."""
-        made = np.zeros((len(masks), self._asked.K), np.float32)
+        made = np.zeros((len(masks), self._measured.K), np.float32)
         for row, mask in zip(made, masks, strict=True):
             row[mask.ones] = self._one
             row[mask.i] = self._big
@@ -231,11 +232,11 @@ class _Masks:
         self.count += len(places)
         made = []
         one = self._terms.new_full((), value)  # a number would be copied to a GPU, which is waited for
-        for some in torch.from_numpy(places).to(self._terms.device).split(self._asked.at_once):
+        for some in torch.from_numpy(places).to(self._terms.device).split(self._measured.at_once):
             rows = self._rows[: len(some)]
             before = self._terms[rows, some]
             self._terms[rows, some] = one
-            made.append(self._asked.ask(self._terms, len(some)))
+            made.append(self._measured.evaluate(self._terms, len(some)))
             self._terms[rows, some] = before
         counts: Array = torch.cat(made).double().cpu().numpy() * self._scale
         return np.where(np.isfinite(counts), np.rint(counts), counts)
@@ -244,12 +245,12 @@ class _Masks:
 # ---- the proof
 
 
-def _arithmetics(asked: Sum, tree: Tree, products: bool) -> list[Arithmetic]:
+def _arithmetics(measured: MeasuredSum, tree: Tree, products: bool) -> list[Arithmetic]:
     """What may add so, the simplest first; who adds more than two at once only where the tree has that."""
-    name = str(asked.dtype).removeprefix("torch.")
+    name = str(measured.dtype).removeprefix("torch.")
     accumulators = dict.fromkeys(("float32", "float64", name) if name != "float64" else ("float64",))
     units: list[tuple[str, emulator.Unit | None]] = [(name, None)]
-    if asked.device == "cuda" and products and any(len(node) > 2 for node in tree.nodes):
+    if measured.device == "cuda" and products and any(len(node) > 2 for node in tree.nodes):
         chip = emulator.CHIPS.get(torch.cuda.get_device_capability(), "")
         dtype = "tf32" if name == "float32" else name
         unit = emulator.UNITS.get((chip, dtype))
@@ -263,21 +264,21 @@ def _arithmetics(asked: Sum, tree: Tree, products: bool) -> list[Arithmetic]:
         for accumulator in accumulators
         for twice in ((False, True) if accumulator == "float64" and name in ("bfloat16", "float16") else (False,))
         for way in ways
-        for finish in asked.finishes
+        for finish in measured.finishes
         for dtype, unit in units
         if not (way and accumulator == "float64" != name)
     ]
 
 
-def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
+def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
     """Predict what the sum gives for real operands, under one arithmetic after the other until one misses no bit."""
-    drawn = [_drawn(asked, tree, kind, seed + _SEEDS) for kind in _KINDS]
+    drawn = [_drawn(measured, tree, kind, seed + _SEEDS) for kind in _KINDS]
     of = np.repeat(_KINDS, [len(got) for *_, got in drawn])  # all at once: a chain's links cost alike
     x, y, got = np.concatenate([x for x, *_ in drawn]), None, torch.cat([got for *_, got in drawn])
     if drawn[0][1] is not None:
         y = np.concatenate([y for _, y, _ in drawn if y is not None])
     checked, reason = len(of), ""
-    ways = _arithmetics(asked, tree, y is not None)
+    ways = _arithmetics(measured, tree, y is not None)
     best, failed, least = ways[0], dict[str, int](), checked + 1
     sums, fits = np.empty(0), list[Arithmetic]()
     try:
@@ -285,7 +286,7 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
             if fits and how._replace(finish=best.finish) != best:
                 continue
             said = emulator.predict(tree, x, y, how)
-            wrong = _wrong(asked, said, got)
+            wrong = _wrong(measured, said, got)
             if wrong.sum() < least:
                 best, sums, least = how, said, int(wrong.sum())
                 failed = {kind: int(n) for kind in _KINDS if (n := (of[wrong] == kind).sum())}
@@ -302,17 +303,17 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
         """How many sums tell t from the tree, whose sums they are."""
         said = emulator.predict(t, x, y, best)
         new = said != sums
-        return int(_wrong(asked, said[new], got[torch.from_numpy(new)]).sum()) if new.any() else 0
+        return int(_wrong(measured, said[new], got[torch.from_numpy(new)]).sum()) if new.any() else 0
 
     left = [(t, n) for t in others if (n := _TELLING - telling(t, x, y, got, sums)) > 0]
     for more in range(_MORE):  # sums that have to tell these from the tree
         if not left:
             break
         kind = _KINDS[-1]
-        x, y, got = _drawn(asked, tree, kind, seed + (more + 2) * _SEEDS)
+        x, y, got = _drawn(measured, tree, kind, seed + (more + 2) * _SEEDS)
         checked += len(got)
         added = [(how, emulator.predict(tree, x, y, how)) for how in fits]
-        missed = [int(_wrong(asked, said, got).sum()) for _, said in added]
+        missed = [int(_wrong(measured, said, got).sum()) for _, said in added]
         if min(missed):
             failed[kind] = failed.get(kind, 0) + min(missed)
             reason = f"other bits in {min(missed):,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
@@ -324,22 +325,22 @@ def prove(asked: Sum, tree: Tree, seed: int = 0) -> Found:
     refuted = len(others) - len(left)
     proven = None if reason else best._replace(finish=" or ".join(how.finish for how in fits))
     if proven is not None:  # what flushes them to 0 adds in that order all the same
-        x, y, got = _drawn(asked, tree, "tiny", seed + _SEEDS)
-        if lost := int(_wrong(asked, emulator.predict(tree, x, y, best), got).sum()):
+        x, y, got = _drawn(measured, tree, "tiny", seed + _SEEDS)
+        if lost := int(_wrong(measured, emulator.predict(tree, x, y, best), got).sum()):
             aside = f"but for numbers that are not normal, or hardly: other bits in {lost:,} of {len(got):,} such sums"
             proven = proven._replace(aside=aside)
     return Found(tree, 0, proven, best, checked, sum(failed.values()), reason, refuted)
 
 
-def _drawn(asked: Sum, tree: Tree, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
+def _drawn(measured: MeasuredSum, tree: Tree, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
     """Real operands in float64, and the sums that were given for them."""
-    x, y, got = asked.draw(kind, seed, *(tree.dropped if kind == "zeros" else ()))
+    x, y, got = measured.sample(kind, seed, *(tree.dropped if kind == "zeros" else ()))
     return x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy(), got
 
 
-def _wrong(asked: Sum, said: Array, got: torch.Tensor) -> Array:
+def _wrong(measured: MeasuredSum, said: Array, got: torch.Tensor) -> Array:
     """Of which of the sums `got` has other bits than was said."""
-    rounded = torch.from_numpy(emulator.round_to(said, str(asked.dtype).removeprefix("torch."))).to(got.dtype)
+    rounded = torch.from_numpy(emulator.round_to(said, str(measured.dtype).removeprefix("torch."))).to(got.dtype)
     other: Array = (bits(rounded) != bits(got.cpu())).numpy()
     return other
 
@@ -444,22 +445,24 @@ def _zeros(
     return torch.from_numpy(made).to(dtype).to(device)
 
 
-# ---- what is asked
+# ---- what is measured
 
 
-def of_rows(operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, finishes: tuple[str, ...]) -> Sum:
+def of_rows(
+    operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, finishes: tuple[str, ...]
+) -> MeasuredSum:
     """Element 0 of `operator(x [M, K]) -> [M]`: the sum of row 0."""
     x = torch.ones((M, K), dtype=dtype, device=device)
     in_turn = partial(_in_turn, x[0], lambda: operator(x)[0])
 
-    def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
+    def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
         return in_turn(terms[:n])
 
-    def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+    def sample(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
         rows = _rows(kind, K, dtype, device, seed, dropped)
         return rows, None, in_turn(rows)
 
-    return Sum(ask, draw, max(1, min(K, _CELLS // K)), K, dtype, device, finishes)
+    return MeasuredSum(evaluate, sample, max(1, min(K, _CELLS // K)), K, dtype, device, finishes)
 
 
 def _in_turn(into: torch.Tensor, evaluate: Callable[[], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
@@ -473,7 +476,7 @@ def _in_turn(into: torch.Tensor, evaluate: Callable[[], torch.Tensor], rows: tor
 
 def of_attention(
     operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, D: int = _HEAD, every: int = 1
-) -> Sum:
+) -> MeasuredSum:
     """The last of M queries over K keys, all seen with equal scores: of each column of the values the mean.
 
     A weight is exp(0) before it is divided: 1, or what torch's vectors take it for. After it is 1 / K, which is exact
@@ -486,26 +489,26 @@ def of_attention(
     columns = torch.arange(0, D, every, device=device)
     v = torch.zeros((1, 1, K, D), dtype=dtype, device=device)
 
-    def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
+    def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
         v[0, 0, :, columns] = terms.T
         return operator(q, k, v)[0, 0, -1, columns[:n]]
 
-    def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def sample(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         rows = _rows(kind, K, dtype, device, seed, dropped, len(columns))
-        got = torch.cat([ask(part, len(part)) for part in rows.split(len(columns))])
+        got = torch.cat([evaluate(part, len(part)) for part in rows.split(len(columns))])
         return (torch.ones_like(rows), rows, got) if device == "cuda" else (rows, None, got)  # a matrix unit's products
 
     which = "column 0" if every >= D else f"every {every}th column" if every > 1 else ""
     further = _APART if every == 1 and D > _APART else D
     fewer = partial(of_attention, operator, M, K, dtype, device, D, further) if every < D else None
     finishes = ("divided by K", "times 1/K", *([emulator.VECTOR_WEIGHTS] if device == "cpu" else []))
-    return Sum(ask, draw, len(columns), K, dtype, device, finishes, which, fewer)
+    return MeasuredSum(evaluate, sample, len(columns), K, dtype, device, finishes, which, fewer)
 
 
-def of_ranks(operator: Operator, message: Message) -> list[Sum]:
+def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
     """For each order in which a message's numbers are added over the ranks, the numbers that are added so.
 
-    A ring cuts a message into pieces that begin at different ranks: each number of it is asked about by masks.
+    A ring cuts a message into pieces that begin at different ranks: masks are put to each number of it.
 
     Args:
         operator: message with `terms` -> all of its sums [rows * width].
@@ -518,23 +521,23 @@ def of_ranks(operator: Operator, message: Message) -> list[Sum]:
     pieces = sorted((torch.nonzero(orders == order)[:, 0] for order in orders.unique()), key=lambda of: int(of[0]))
     least, lists = min(map(len, pieces)), min(len(orders), _LISTS)
 
-    def piece(of: torch.Tensor) -> Sum:
+    def piece(of: torch.Tensor) -> MeasuredSum:
         some = of[torch.linspace(0, len(of) - 1, min(len(of), _LISTS)).round().long()]
 
-        def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
+        def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
             row = terms[0].tolist()
-            if min(row) < 0 and row.index(min(row)) < row.index(max(row)):  # as much survives: asked once
+            if min(row) < 0 and row.index(min(row)) < row.index(max(row)):  # as much survives: computed once
                 row = [-term if abs(term) == big else term for term in row]
             return given(tuple(row))[of[:1]]
 
-        def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
+        def sample(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
             seeds = range(seed, seed + min(-(-_SUMS * (6 if kind == "zeros" else 1) // least), _SUMS))
             drawn = [_rows(kind, K, dtype, "cpu", one, dropped, lists)[:lists] for one in seeds]
             got = [given(*map(tuple, rows.tolist()))[some] for rows in drawn]
             return torch.cat([rows[some % lists] for rows in drawn]), None, torch.cat(got)
 
         left = f"; {len(pieces) - _CLASSES} more orders left out" if len(pieces) > _CLASSES else ""
-        return Sum(ask, draw, 1, K, dtype, "cpu", which=_numbers(of, len(orders)) + left)
+        return MeasuredSum(evaluate, sample, 1, K, dtype, "cpu", which=_numbers(of, len(orders)) + left)
 
     return [piece(of) for of in pieces[:_CLASSES]]
 
@@ -562,7 +565,9 @@ def as_linear(name: str, operator: Operator) -> Operator:
     return {"split_k": parts, "grouped_matmul": grouped}.get(name, operator)
 
 
-def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, device: str, every: int = 1) -> Sum:
+def of_product(
+    operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, device: str, every: int = 1
+) -> MeasuredSum:
     """Row 0 of `operator(x [M, K], w [N, K]) -> [M, N]`, of every column or of some: a sum of its own in each."""
     ones = torch.ones((M, K), dtype=dtype, device=device)
     columns = torch.arange(0, N, every, device=device)
@@ -574,14 +579,14 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
         weight.zero_()
     in_turn = partial(_in_turn, weight[0], lambda: operator(ones, weight)[0, 0])
 
-    def ask(terms: torch.Tensor, n: int) -> torch.Tensor:
+    def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
         if N == 1:
             return in_turn(terms[:n]) / ones[0, 0]
         if every > 1:
             weight[columns] = terms
         return operator(ones, weight if every > 1 else terms)[0, columns[:n]] / ones[0, 0]
 
-    def draw(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sample(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         drawn = []
         few = columns[torch.linspace(0, len(columns) - 1, min(len(columns), _COLUMNS)).round().long()]
         for i in range(-(-_SUMS * (6 if kind == "zeros" else 1) // len(few))):
@@ -601,7 +606,7 @@ def of_product(operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, d
     fewer = partial(of_product, operator, M, K, N, dtype, device, min(_APART, N)) if every == 1 < N else None
     which = "column 0" if 1 < every == N else f"every {every}th column" if every > 1 else ""
     lists = len(columns) if N > 1 else max(1, _CELLS // K)
-    return Sum(ask, draw, lists, K, dtype, device, which=which, fewer=fewer)
+    return MeasuredSum(evaluate, sample, lists, K, dtype, device, which=which, fewer=fewer)
 
 
 class ReductionOrder(Probe):
@@ -644,7 +649,7 @@ class ReductionOrder(Probe):
         """Row 0 in batches of M; of attention the last query of M."""
         self._operators[case.operator] = operator
         for M in case.data["values"]:
-            yield Trial(M, partial(_asked, case, operator, inputs, M))
+            yield Trial(M, partial(_result_of, case, operator, inputs, M))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The row in float64."""
@@ -658,11 +663,11 @@ class ReductionOrder(Probe):
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """The tree of each class, at the first M that has it, and how the trees differ."""
         operator = self._operators[case.operator]
-        given = [_asked(case, operator, inputs, M) for M in case.data["values"]]
+        given = [_result_of(case, operator, inputs, M) for M in case.data["values"]]
         firsts = [next((i for i, got in enumerate(given) if identical(got, result)), None) for result in results]
         sizes = [case.data["values"][i] for i in firsts if i is not None]
-        asked = [(M, one) for M in sizes[:_CLASSES] for one in _sums_of(case, operator, inputs, M)]
-        return trees_of([one for _, one in asked], [M for M, _ in asked] + sizes[_CLASSES:])
+        measured = [(M, one) for M in sizes[:_CLASSES] for one in _sums_of(case, operator, inputs, M)]
+        return trees_of([one for _, one in measured], [M for M, _ in measured] + sizes[_CLASSES:])
 
 
 def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
@@ -706,14 +711,14 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     return Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
 
 
-def _sums_of(case: Case, operator: Operator, inputs: Any, M: int) -> list[Sum]:
-    """What is asked for its tree: of a sum over ranks several."""
+def _sums_of(case: Case, operator: Operator, inputs: Any, M: int) -> list[MeasuredSum]:
+    """The sums whose trees are looked for: of a sum over ranks several."""
     if case.operator == "all_reduce":
         return of_ranks(operator, replace(inputs["message"], rows=M))
     return [_sum_of(case, operator, inputs, M)]
 
 
-def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
+def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> MeasuredSum:
     K, dtype = case.shape["K"], case.torch_dtype
     device = str(next(iter(inputs.values())).device.type)
     if case.operator == "attention":
@@ -723,7 +728,7 @@ def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> Sum:
     return of_rows(operator, M, K, dtype, device, ("divided by K", "times 1/K") if case.operator == "mean" else ("",))
 
 
-def _asked(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
+def _result_of(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
     """What is compared: row 0 of M, the last query of M, or a message's first row and its last."""
     if case.operator == "all_reduce":
         message = replace(inputs["message"], rows=M)
@@ -737,15 +742,15 @@ def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch
     return operator(x.contiguous(), *(() if w is None else (w,)))[:1]
 
 
-def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
+def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[int]) -> dict[str, Any]:
     """For a row's extra: the tree at each of these M, each of another class, and how neighbours differ.
 
-    Classes beyond those asked are counted.
+    Classes beyond those are counted.
     """
-    left, sizes = len(sizes) - len(asked), sizes[: len(asked)]
+    left, sizes = len(sizes) - len(measured), sizes[: len(measured)]
     kept: list[dict[str, Any]] = []
     trees: list[tuple[str, Found]] = []
-    for M, one in zip(sizes, asked, strict=True):
+    for M, one in zip(sizes, measured, strict=True):
         name = f"M = {M}" + f", {one.which}" * (sizes.count(M) > 1)
         one, found, said = _tree_of(one)
         trees += [(name, found)] if found is not None else []
@@ -755,22 +760,22 @@ def trees_of(asked: Sequence[Sum], sizes: Sequence[int]) -> dict[str, Any]:
     return {"reduction_trees": {"classes": kept, "between": between}}
 
 
-def _tree_of(one: Sum) -> tuple[Sum, Found | None, dict[str, Any]]:
+def _tree_of(one: MeasuredSum) -> tuple[MeasuredSum, Found | None, dict[str, Any]]:
     """Its tree, or that of the first way to ask for fewer at once of which a tree is proven, and what is said of it."""
-    kept, found, asked = one, None, one
+    kept, found, measured = one, None, one
     said = {"words": "no tree", "proven": False, "failed_on": "", "drawn": []}
     while found is None or found.proven is None:
         try:
-            again = find(asked)
+            again = find(measured)
             if found is None or again.proven is not None:
-                kept, found = asked, again
+                kept, found = measured, again
         except NotASumError as error:
             said["failed_on"] = said["failed_on"] or str(error)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises at masks: the row's bits stand without a tree
             said["failed_on"] = said["failed_on"] or reason_of(error)
-        if asked.fewer is None:
+        if measured.fewer is None:
             break
-        asked = asked.fewer()
+        measured = measured.fewer()
     return kept, found, said if found is None else found.record() | ({"which": kept.which} if kept.which else {})
 
 
@@ -805,7 +810,7 @@ def _between(a: Found, b: Found) -> str:
     said = compared(a.tree, b.tree)
     if a.tree.digest != b.tree.digest:
         return said
-    if a.proven is not None and a.proven == b.proven and not a.proven.aside:  # so no sum that was asked has other bits
+    if a.proven is not None and a.proven == b.proven and not a.proven.aside:  # so no sum that was tested has other bits
         return f"{said} and arithmetic, {a.proven.words}: what differs is not in the sums that were tested"
     if a.proven is not None and b.proven is not None:
         return f"{said}, and other bits: something else than the order ({a.proven.words}; and {b.proven.words})"

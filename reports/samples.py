@@ -40,9 +40,9 @@ from nondet.sampling.analysis import (
     SampleSummary,
     SpeedRatio,
     compared,
-    guilty,
     prompt_sets,
     ratio_text,
+    smallest_cures,
     speed_ratio_of,
 )
 from nondet.verdict.findings import plural, sort_impls, subject_name, subject_unit
@@ -159,7 +159,7 @@ def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
     """What replacing one family at a time left of one prompt's divergence; empty unless stock diverged."""
     if not any(role_of(s.impl) == Role.STOCK and s.distinct_traces > 1 for s in summaries):
         return ()
-    removing, parts = guilty(summaries), [s for s in summaries if role_of(s.impl) == Role.PART]
+    removing, parts = smallest_cures(summaries), [s for s in summaries if role_of(s.impl) == Role.PART]
     return tuple(FamilyTest(families_of(s.impl), s, families_of(s.impl) in removing) for s in parts)
 
 

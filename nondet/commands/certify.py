@@ -84,7 +84,6 @@ def _print_standing(kept: Certificates, *, as_json: bool) -> None:
             console.print(table, markup=False)
         for one in others:
             count = f"{len(one.certificates)} proofs" + (f", {one.ignored} broken lines" if one.ignored else "")
-            count += f", {one.older} lines of an older schema" if one.older else ""
             said = f"{one.path}: {count} of another machine, toolchain or version of our kernels; void here"
             console.print(one_line(said), markup=False, highlight=False)
     except BrokenPipeError:

@@ -203,8 +203,7 @@ class CertificatesFile(msgspec.Struct, kw_only=True):
     """A file as it was read.
 
     Attributes:
-        ignored: Lines that were cut off, corrupt or of another machine than the file's first.
-        older: Lines of an older schema: whole, yet what they say is not read.
+        ignored: Lines that were cut off, corrupt, of an older schema or of another machine than the file's first.
     """
 
     path: str
@@ -212,7 +211,6 @@ class CertificatesFile(msgspec.Struct, kw_only=True):
     described: dict[str, Any] = {}
     certificates: list[Certificate] = []
     ignored: int = 0
-    older: int = 0
 
 
 class Certificates:
@@ -307,15 +305,10 @@ class Certificates:
             if proof.sources == kernels_digest(proof.key):  # else its kernels have changed: proven anew when asked for
                 self._remember(proof)
         self._introduced = bool(found.described)
-        if found.older:
-            _warn(
-                f"{found.older} certificates in {path} are of an older schema and were ignored: what they say is "
-                "proven anew at first use (`nondet certify --forget` deletes them)"
-            )
         if found.ignored:
             _warn(
-                f"{found.ignored} lines of {path} are cut off, corrupt or foreign and were ignored; what they said is "
-                "unknown until it is proven again (delete the file to be rid of this warning)"
+                f"{found.ignored} lines of {path} are cut off, corrupt, older or foreign and were ignored; what they "
+                "said is unknown until it is proven again (delete the file to be rid of this warning)"
             )
 
     def _append(self, path: Path, proof: Certificate) -> None:
@@ -437,13 +430,7 @@ def _read(path: Path, expected: str | None) -> CertificatesFile | None:
     for raw in data.split(b"\n"):
         if not raw:
             continue
-        if len(raw) > _LINE_MOST:
-            found.ignored += 1
-            continue
-        line = _opened(raw)
-        if line is None and _is_older(raw):
-            found.older += 1
-            continue
+        line = _opened(raw) if len(raw) <= _LINE_MOST else None
         if line is None or line.machine != (found.machine or line.machine):
             found.ignored += 1
             continue
@@ -505,18 +492,6 @@ def _opened(raw: bytes) -> _Line | None:
     except _ODD:
         return None
     return line
-
-
-def _is_older(raw: bytes) -> bool:
-    """A line that an earlier nondet wrote; of its fields only the two that all schemas share are looked at."""
-    try:
-        line = msgspec.json.decode(raw)
-    except _ODD:
-        return False
-    if not isinstance(line, dict) or line.get("format") != FORMAT:
-        return False
-    schema = line.get("schema")
-    return isinstance(schema, int) and not isinstance(schema, bool) and 0 < schema < SCHEMA
 
 
 def _slug(described: dict[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """Processes of our own: started without their parent's main module, ended with their parent; and a GPU asked without
 torch.
-
-And what a process that is ours alone may do to itself.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
@@ -69,46 +66,6 @@ def free_memory() -> int:
         return max(0, min(free, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
     except (OSError, ValueError):  # no container, or one of an older kind
         return free
-
-
-def begin_context() -> threading.Thread:
-    """Have the first visible GPU's context made on a thread of its own, while this process loads torch.
-
-    Both take a second or more, and neither needs the other. It is the context that torch uses, and is left to it.
-    """
-
-    def retain() -> None:
-        try:
-            cuda = ctypes.CDLL("libcuda.so.1")
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
-                cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        except (OSError, AttributeError):
-            pass  # torch says what is wrong
-
-    thread = threading.Thread(target=retain, daemon=True)
-    thread.start()
-    return thread
-
-
-# mallopt's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, the last at its maximum, in bytes
-_MALLOC = ((-1, 2**30), (-2, 2**26), (-3, 2**25))
-
-
-def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed for what is allocated next, where it is glibc.
-
-    By default it gives every tensor beyond some size back to the system and has the next one's pages zeroed again: a
-    sixth of the CPU time of `nondet probe all` on a CPU. Addresses are as aligned as before, and no bit depends on it.
-
-    Returns:
-        Whether it does.
-    """
-    try:
-        library = ctypes.CDLL(None)
-        return all(library.mallopt(parameter, value) == 1 for parameter, value in _MALLOC)
-    except (OSError, AttributeError, TypeError):  # another C library, or another system
-        return False
 
 
 _PR_SET_PDEATHSIG = 1

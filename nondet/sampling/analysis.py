@@ -873,26 +873,21 @@ def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray
     return np.cumsum(change)
 
 
-def guilty(summaries: Sequence[SampleSummary]) -> tuple[str, ...]:
-    """The families whose replacement removes the divergence, from runs with a family or a few replaced at a time.
+def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
+    """Sets of operator families, "attention" or "attention+matmul", that made invariant alone left one trace.
 
-    "attention" means: with attention alone replaced and all else stock, one trace was left. "attention+matmul": no part
-    of it that was tried was enough. () where stock did not diverge (there is nothing to blame), or where nothing tried
-    was enough.
+    A set that contains another cure is left out. None where stock did not diverge: there is nothing to cure.
 
     Args:
         summaries: Of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried.
     """
-    by_name = {s.impl: s for s in summaries}
-    stock = by_name.get("stock")
+    stock = next((s for s in summaries if s.impl == "stock"), None)
     if stock is None or stock.distinct_traces < 2:
-        return ()
-    enough = {
-        name: frozenset(families_of(name).split("+"))
-        for name, s in by_name.items()
-        if role_of(name) == Role.PART and s.distinct_traces == 1 and s.n >= stock.n  # fewer trials prove less
-    }
-    return tuple(families_of(n) for n, families in enough.items() if not any(f < families for f in enough.values()))
+        return []
+    parts = [s for s in summaries if role_of(s.impl) == Role.PART]
+    cures = [families_of(s.impl) for s in parts if s.distinct_traces == 1 and s.n >= stock.n]  # fewer trials prove less
+    sets = [set(cure.split("+")) for cure in cures]
+    return [cure for cure, families in zip(cures, sets, strict=True) if not any(other < families for other in sets)]
 
 
 # All prompts of a run together: how many part, when, and whether one implementation parts more than another.

@@ -49,33 +49,25 @@ def pinned(threads: int | None) -> Iterator[None]:
 
 # Python itself sets some hundreds of objects apart; whoever freezes a process with torch in it has many more.
 _SOMEBODY_FROZE = 10_000
-_sessions: int | None = None  # blocks within the outermost one; None outside of it
+_set_apart = False  # within such a block
 
 
 @contextmanager
 def cheap_collections() -> Iterator[None]:
-    """The engine collects garbage twice a session, over all of torch and transformers: a third of a second each time.
+    """What is alive now is set apart from the garbage collector, unless somebody did so already.
 
-    What is alive now is set apart from the collector for as long as the run takes. So is, once, what the first block
-    within it has imported and kept; garbage is collected before, so that none is kept for good.
+    The engine collects twice a session, over all of torch and transformers: a third of a second each time.
     """
-    global _sessions
-    if _sessions is None and gc.get_freeze_count() > _SOMEBODY_FROZE:  # thawing theirs is not ours to do
+    global _set_apart
+    if _set_apart or gc.get_freeze_count() > _SOMEBODY_FROZE:  # thawing theirs is not ours to do
         yield
         return
-    if _sessions is not None:
-        _sessions += 1
-        if _sessions == 2:
-            gc.collect()
-            gc.freeze()
-        yield
-        return
-    _sessions = 0
     gc.freeze()
+    _set_apart = True
     try:
         yield
     finally:
-        _sessions = None
+        _set_apart = False
         gc.unfreeze()
 
 

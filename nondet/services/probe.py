@@ -90,11 +90,8 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
     probes = _probe_names(names)
     output = Output(request, f"probe-{'-'.join(names)}", sink)
 
-    from nondet.core.processes import keep_freed_memory
     from nondet.probes.jobs import Crew, Order, SharedRun, default_workers, workers_ahead
 
-    if sink.shown:
-        keep_freed_memory()
     with Crew(workers_ahead(names, request.device, request.impl or [], request.workers)) as crew:
         from nondet.probes.base import Options
         from nondet.probes.runner import plan_jobs

@@ -17,8 +17,8 @@ from nondet.core.compare import ClassBook, error_against, identical
 from nondet.core.measure import profile_variants
 from nondet.core.records import Replay
 from nondet.probes.reduction_order import (
+    MeasuredSum,
     NotASumError,
-    Sum,
     of_attention,
     of_product,
     of_rows,
@@ -489,7 +489,7 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
 _MOST_WEIGHTS = 2**26  # elements of a weight whose trees are asked: it is held four times, twice in float32
 
 
-def _product(call: RecordedCall, name: str) -> Sum:
+def _product(call: RecordedCall, name: str) -> MeasuredSum:
     """The row of a product of rows and a weight of no row, over the weight's columns.
 
     Raises:
@@ -522,7 +522,7 @@ def _product(call: RecordedCall, name: str) -> Sum:
     return of_product(linear, call.rows, K, N, x.dtype, x.device.type)
 
 
-def _row_sum(call: RecordedCall, name: str) -> Sum:
+def _row_sum(call: RecordedCall, name: str) -> MeasuredSum:
     """The row's sum or mean over the last axis. Raises NotImplementedError: it is another sum."""
     ((path, x),) = [(p, t) for p, t in call.tensors().items() if call.axis in call.roles.get(p, ())]
     K = x.shape[-1]
@@ -539,7 +539,7 @@ def _row_sum(call: RecordedCall, name: str) -> Sum:
     return of_rows(summed, call.rows, K, x.dtype, x.device.type, finishes)
 
 
-def _values_of(call: RecordedCall, name: str) -> Sum:
+def _values_of(call: RecordedCall, name: str) -> MeasuredSum:
     """The values of attention, added for this request's row with equal scores, over the keys that it sees."""
     _, _, v = (call.tensors()[place] for place in "012")
     D = v.shape[-1]
@@ -565,14 +565,14 @@ def _values_of(call: RecordedCall, name: str) -> Sum:
     return of_attention(lambda q, k, v: out(seen, v[0, 0]), 1, len(seen), v.dtype, v.device.type, D)
 
 
-_ASKED: dict[str, Callable[[RecordedCall, str], Sum]] = {
+_ASKED: dict[str, Callable[[RecordedCall, str], MeasuredSum]] = {
     **dict.fromkeys(("linear", "mm", "matmul", "addmm"), _product),
     **dict.fromkeys(("sum", "mean"), _row_sum),
     "scaled_dot_product_attention": _values_of,
 }
 
 
-def _trees(a: RecordedCall, b: RecordedCall, asked: Callable[[RecordedCall, str], Sum], name: str) -> Replay:
+def _trees(a: RecordedCall, b: RecordedCall, asked: Callable[[RecordedCall, str], MeasuredSum], name: str) -> Replay:
     """The trees of both arms in words, and how they differ."""
     try:
         sums = [asked(call, name) for call in (a, b)]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import platform
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +26,6 @@ from nondet.core.compare import (
 from nondet.core.inputs import generator, make
 from nondet.core.launch import note
 from nondet.core.measure import Trial, fingerprint, measure, row_of, written_to
-from nondet.core.processes import keep_freed_memory
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run
 from nondet.core.statistics import wilson
 from nondet.core.watch import Answers, Watch, bound_of
@@ -433,26 +428,6 @@ def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, sta
     assert processes.free_gpu_memory("12ab") is None
 
 
-def test_a_context_is_begun_with_the_first_device_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The primary context of device 0, where the driver starts; nothing is raised where there is none."""
-    calls: list[str] = []
-
-    def told(name: str, status: int = 0) -> Any:
-        return lambda *_: calls.append(name) or status
-
-    library = SimpleNamespace(
-        cuInit=told("init"), cuDeviceGet=told("get"), cuDevicePrimaryCtxRetain=told("retain"),
-    )  # fmt: skip
-    monkeypatch.setattr("ctypes.CDLL", lambda _: library)
-    processes.begin_context().join()
-    assert calls == ["init", "get", "retain"]
-    library.cuInit = told("no", 100)
-    processes.begin_context().join()
-    assert calls[3:] == ["no"]
-    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
-    processes.begin_context().join()
-
-
 def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
     """Classes are numbered by first appearance; two of them part, and a status that is given stands."""
     head = Row(
@@ -531,27 +506,6 @@ def test_a_value_that_the_oracle_does_not_have_is_a_fault(value: float) -> None:
     shared = watched(linear)
     shared.call(X * value, WEIGHT)
     assert shared.fault == ""
-
-
-# What our processes do to themselves.
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_glibc_takes_the_limits_that_keep_freed_memory() -> None:
-    """Each of them: one beyond what it allows is refused in silence, and costs a sixth of a run's CPU time."""
-    code = "import sys; from nondet.core.processes import keep_freed_memory; sys.exit(0 if keep_freed_memory() else 1)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("trouble", [OSError("none"), TypeError("Windows"), AttributeError("mallopt")], ids=repr)
-def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, trouble: Exception) -> None:
-    """Without mallopt nothing is changed, and nothing fails."""
-
-    def load(_: object) -> object:
-        raise trouble
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    assert keep_freed_memory() is False
 
 
 def test_what_only_a_first_use_launches_is_not_what_ran() -> None:

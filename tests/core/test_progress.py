@@ -118,7 +118,7 @@ def test_a_command_off_a_terminal_for_real(tmp_path: Path) -> None:
         "    print('---', flush=True)\n"
         "    print('---', file=sys.stderr, flush=True)\n"
     )
-    asked = ("probe", "softmax", "--impl", "stock", "--device", "cpu", "--dtype", "float32")
+    asked = ("probe", "softmax", "--impl", "stock", "--device", "cpu", "--dtype", "float32", "--m", "4", "--k", "64")
     done = subprocess.run(
         [sys.executable, "fast.py", *asked], cwd=tmp_path, capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -132,6 +132,7 @@ def test_a_command_off_a_terminal_for_real(tmp_path: Path) -> None:
 
 
 CPU = ("--device", "cpu")
+SMALL = ("--dtype", "float32", "--m", "4", "--k", "64")
 MODEL = ("--model", "random:qwen3-1x128", "--dtype", "float32")
 SHORT = (*CPU, *MODEL, "--max-tokens", "4", "--load", "others=2,targets=2")
 RAN = r"\d+ of \d+ after \d+ s"
@@ -143,13 +144,13 @@ STEPS = r"\d+ s so far"
     ("argv", "line"),
     tiers(
         [
-            (("probe", "softmax", "--impl", "stock", *CPU, "--dtype", "float32"), rf"softmax \(stock\): {RAN}"),
+            (("probe", "softmax", "--impl", "stock", *CPU, *SMALL), rf"softmax \(stock\): {RAN}"),
             (("sample", "--impl", "stock", "--n", "4", *SHORT), rf"stock, \d+ tokens: {RAN}"),
-            (("bench", "softmax", *CPU, "--m", "4", "--k", "64"), rf"bench: {RAN}"),
         ],
         [
             (("certify", "softmax", "--class", "cpu-rows", *CPU, "--k", "4096"), rf"cpu-rows .*: {RAN}"),
             (("trace", *SHORT), rf".+: {STEPS}"),
+            (("bench", "softmax", *CPU, "--m", "4", "--k", "64"), rf"bench: {RAN}"),
         ],
     ),
 )

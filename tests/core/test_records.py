@@ -99,7 +99,7 @@ EDGES: list[tuple[Callable[[Any], Record], Any, Any, str]] = [
     (lambda n: row(values=[1, 2][:n]), 2, 1, "labels"),
     (lambda n: msgspec.structs.replace(row(), kernel_sets=[["a"], ["b"]], kernels=[0, n]), 1, 2, "kernels"),
     (lambda n: msgspec.structs.replace(row(), kernel_sets=[["a"]], kernels=[0] * n), 2, 1, "kernels"),
-    (lambda n: row(shape={"K": n}), LARGEST, LARGEST + 1, "shape.K"),
+    (lambda n: row(shape={"K": n}), LARGEST, LARGEST + 1, "shape"),
     (lambda n: row(values=[1, n]), LARGEST, LARGEST + 1, "values"),
     (lambda n: row(nonfinite=n), LARGEST, LARGEST + 1, "nonfinite"),
     (lambda n: row(nonfinite=n), 0, -1, "nonfinite"),

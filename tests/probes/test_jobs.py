@@ -72,6 +72,7 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 def test_two_workers_give_the_rows_of_one_process_and_go_on_with_a_run(tmp_path):
     """Bits, classes, figures and reasons: all but the seconds, read in the plan's order, with rows of before kept."""
     jobs, order = _plan(["pointwise", "softmax"], ["stock", "invariant"])

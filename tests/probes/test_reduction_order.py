@@ -384,8 +384,7 @@ def test_one_column_shows_partial_sums_in_float64(dtype: torch.dtype, once: bool
     assert (result.proven.accumulator, result.proven.twice) == ("float64", not once)
 
 
-@pytest.mark.parametrize("K", [33, 64])
-@pytest.mark.parametrize("times", [False, True])
+@pytest.mark.parametrize(("K", "times"), tiers([(33, True), (64, False)], [(33, False), (64, True)]))
 def test_what_short_results_do_not_tell_of_a_mean_is_not_said(K: int, times: bool) -> None:
     """Whether a sum was divided by K, or multiplied: in bfloat16 no result may show it, and by 64 both are the same."""
 
@@ -620,11 +619,11 @@ def test_three_steps_of_tf32_for_a_step_of_float32_are_proven(monkeypatch: pytes
     asked = of_attention(lambda q, k, v: staged_in_tf32(q, k, turned(v)), 1, 128, torch.float32, "cpu")
 
     def draw(kind: str, seed: int) -> Any:
-        rows, _, got = asked.draw(kind, seed)
+        rows, _, got = asked.sample(kind, seed)
         return torch.ones_like(rows), rows, got
 
     tree = find(asked if not rounded else of_attention(staged_in_tf32, 1, 128, torch.float32, "cpu")).tree
-    result = prove(asked._replace(device="cuda", draw=draw), tree)
+    result = prove(asked._replace(device="cuda", sample=draw), tree)
     assert "first one chain of 4 groups of 8; then one fused step of 8: 0" in words(tree)
     assert (result.proven is not None) == (not rounded), result.failed_on
     assert rounded or result.proven.words == "in float32, 8 products a fused step of 3xTF32, divided by K"
@@ -690,7 +689,7 @@ def ranks_in(*orders: Tree, dtype: torch.dtype, edges: Sequence[int]) -> Callabl
     return all_reduce
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", tiers([torch.bfloat16], [torch.float32]))
 @pytest.mark.parametrize("K", tiers([3], [4, 8]))
 def test_pieces_of_a_message_have_their_borders_and_orders(K: int, dtype: torch.dtype) -> None:
     """A single number among them, and rings that begin at ranks drawn at random, and a tree."""
@@ -828,8 +827,10 @@ def test_the_trees_of_larger_operators_on_a_gpu_are_found(operator: str) -> None
             assert all(t["proven"] or t["failed_on"] for t in trees["classes"])
 
 
-@pytest.mark.parametrize("flushed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "flushed"),
+    tiers([(torch.float32, True), (torch.bfloat16, False)], [(torch.float32, False), (torch.bfloat16, True)]),
+)
 def test_an_order_that_flushes_subnormal_numbers_is_proven_but_for_them(dtype: torch.dtype, flushed: bool) -> None:
     """Before, nothing was said of them, and their sums' bits were others than predicted."""
 

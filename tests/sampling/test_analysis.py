@@ -33,9 +33,9 @@ from nondet.sampling.analysis import (
     coverage_rows,
     coverage_text,
     diagnosed_cost,
-    guilty,
     prompt_sets,
     ratio_text,
+    smallest_cures,
     speed_ratio,
     speed_ratio_of,
     summarize,
@@ -420,20 +420,20 @@ def test_a_missing_trace_is_an_error() -> None:
         summarize(run, {}, PIECES, "stock", 0)
 
 
-def test_only_a_replacement_that_is_enough_alone_is_guilty() -> None:
+def test_only_a_replacement_that_is_enough_alone_is_a_cure() -> None:
     """Replacing attention alone removes it, matmul alone does not: attention is named, if stock diverged at all."""
     stock = summary_of((A, 5), (B, 5))
     attention = replace(summary_of((A, 10)), impl="invariant:attention")
     matmul = replace(summary_of((A, 8), (A2, 2)), impl="invariant:matmul")
-    assert guilty([stock, attention, matmul]) == ("attention",)
-    assert guilty([stock, matmul]) == ()
-    assert guilty([replace(attention, impl="stock"), attention]) == ()
-    assert guilty([attention]) == ()
+    assert smallest_cures([stock, attention, matmul]) == ["attention"]
+    assert smallest_cures([stock, matmul]) == []
+    assert smallest_cures([replace(attention, impl="stock"), attention]) == []
+    assert smallest_cures([attention]) == []
     both = replace(attention, impl="invariant:attention+matmul")
-    assert guilty([stock, matmul, both]) == ("attention+matmul",), "neither alone was enough"
-    assert guilty([stock, both, attention]) == ("attention",), "a larger set says nothing that its part does not"
+    assert smallest_cures([stock, matmul, both]) == ["attention+matmul"], "neither alone was enough"
+    assert smallest_cures([stock, both, attention]) == ["attention"], "a larger set says nothing that its part does not"
     few = replace(summary_of((A, 2)), impl="invariant:attention")
-    assert guilty([stock, few]) == (), "two completions that agree prove little against ten"
+    assert smallest_cures([stock, few]) == [], "two completions that agree prove little against ten"
 
 
 def test_reading_a_run_needs_no_torch() -> None:

@@ -428,16 +428,16 @@ def test_a_round_of_several_engines_loses_nothing_of_theirs(monkeypatch: pytest.
 
 def test_a_verify_step_keeps_the_ids_of_greedy_decoding(tiny_float32: LoadedModel, tiny_folder: Path) -> None:
     """With kernels whose bits follow no batch, drafts change steps and nothing else: ids, logprobs, margins."""
+    plan = plan_of(tiny_float32)
+    requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
+    with implementation("invariant"):
+        plain = run_session(tiny_float32.model, requests, plan.load)
+    text = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
     for drafts in ["lookup", "draft", "model", "edit"]:
-        plan = plan_of(tiny_float32)
-        requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
+        earlier = earlier_text(text) if drafts == "edit" else text
+        # the draft model is the model itself, but for the little of each text that a drafter sees
+        setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
         with implementation("invariant"):
-            plain = run_session(tiny_float32.model, requests, plan.load)
-            earlier = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
-            if drafts == "edit":
-                earlier = earlier_text(earlier)
-            # the draft model is the model itself, but for the little of each text that a drafter sees
-            setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
             drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
         assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
         for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
