@@ -140,17 +140,15 @@ def _call(impl: str, weight: torch.Tensor | None, group: torch.distributed.Proce
     if weight is not None and impl == "invariant":
         product = load_implementation("linear", "invariant", weight.device.type).call
 
-    def stock(x: torch.Tensor) -> torch.Tensor:
+    def call(x: torch.Tensor) -> torch.Tensor:
         y = x if weight is None else product(x, weight)
-        dist.all_reduce(y)
+        if impl == "stock":
+            dist.all_reduce(y)
+        else:
+            chain.all_reduce(y, group)
         return y
 
-    def ordered(x: torch.Tensor) -> torch.Tensor:
-        y = x if weight is None else product(x, weight)
-        chain.all_reduce(y, group)
-        return y
-
-    return {"stock": stock, "invariant": ordered}[impl]
+    return call
 
 
 _CELL = "nondet.bench.ranks"

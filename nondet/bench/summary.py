@@ -229,23 +229,19 @@ def failures(listed: Sequence[Section]) -> list[tuple[str, str, str]]:
     ]
 
 
-# `nondet bench --check`: a new run held against a kept one, by ratios that each run measured within itself.
+# `nondet bench --check`: a new run held against a kept one, by ratios that each run measured within itself, because
+# microseconds of two runs say little of the code: clocks, heat and neighbours differ.
 #
-# Microseconds of two runs say little of the code: clocks, heat and neighbours differ. What is compared is best stock's
-# time over an implementation's, cell by cell. An implementation regressed in a cell where the ratio fell by more than
-# `CELL_MARGIN` beyond the noise of both runs, and in a section where the geometric mean fell by more than
-# `MEAN_MARGIN` beyond it. Noise is the bootstrap's standard error of both; since many cells are asked, the level of 5%
-# is shared among them (Bonferroni). The margins are for what a bootstrap over one run's replays can't see: another
-# process, another day.
+# An implementation regressed in a cell where its ratio to the best stock fell by more than `CELL_MARGIN` beyond the
+# noise of both runs, and in a section where the geometric mean fell by more than `MEAN_MARGIN` beyond it. Noise is the
+# bootstrap's standard error of both; the level of 5% is shared among all cells (Bonferroni). The margins are for what
+# a bootstrap over one run's replays can't see: another process, another day. On another machine nothing is judged but
+# bits that had one class and have several, in an implementation that is not stock.
 #
-# On another machine a ratio may be another one for good reasons, so nothing is judged there but what no machine
-# excuses: bits that had one class and have several, in an implementation that is not stock.
-#
-# A coarse check is for machines that are shared or are not the kept run's own, as those of CI: a cell regressed where
-# its ratio fell by more than a factor that is given. That is asked of the medians, beyond the noise of both runs as
-# above, and of the fastest replays as well: neighbours only ever add time, while slower code is slower in every
-# replay. Such a factor is held on another CPU too where ATen uses the same vector instructions with as many threads
-# (on a GPU: where the compute capability is the same).
+# A coarse check is for machines that are shared or are not the kept run's own, as those of CI. There a cell regressed
+# where its ratio fell by more than a given factor, by the medians beyond noise and by the fastest replays as well:
+# neighbours only ever add time, while slower code is slower in every replay. The factor holds on another CPU too where
+# ATen uses the same vector instructions with as many threads (on a GPU: where the compute capability is the same).
 
 CELL_MARGIN, MEAN_MARGIN = 0.10, 0.05
 _LEVEL = 0.05

@@ -510,7 +510,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
         record: Callable[[RunWriter], None]
         if wanted is None:
             plan, described = _plan_plain(request, loaded, texts, n, sink)
-            engine = None
+            engine: Elsewhere | None = None
             if under_vllm:
                 from nondet.vllm.engine import VllmEngine
 
@@ -518,7 +518,8 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
                 described["engine"] = engine.describe()
             record = partial(_collect, request, loaded, plan, sink, engine)
         else:
-            grain, play = 0, None
+            grain = 0
+            play: Play | None = None
             if under_vllm:
                 from nondet.vllm.engine import GRAINS, VllmArms
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from nondet.bench.cells import plan_cases
-from nondet.bench.summary import Comparison, best_stock, cells_of, check_runs, compare, failures, is_stock, sections
+from nondet.bench.summary import Comparison, best_stock, check_runs, compare, failures, is_stock, sections
 from nondet.core.operator import BenchSizes
 from nondet.core.records import Cell, Row, Run, Status, Timed
 from nondet.core.runfile import read_run
@@ -280,54 +280,37 @@ ROOT = Path(__file__).parents[2]
 def ci_commands() -> list[list[str]]:
     """The words of CI's checks of speed: of kernels, and of what a call costs the host."""
     script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8").replace("\\\n", " ")
-    return [line.split() for line in re.findall(r'^"\$bin/nondet" (bench .+)$', script, re.MULTILINE)]
+    found = re.findall(r'^"\$bin/(?:nondet" bench|python" scripts/host.py) (.+)$', script, re.MULTILINE)
+    return [line.split() for line in found]
 
 
-def test_the_check_of_ci_has_its_kept_run() -> None:
-    """Every cell that CI times is in the run that it is held against, and any of them ten times slower shuts it."""
-    words, _ = ci_commands()
-    options = {name: words[i + 1] for i, name in enumerate(words) if name in ("--k", "--n", "--check", "--slower")}
-    kept = read_run(ROOT / options["--check"])
-    rows = tuple(int(words[i + 1]) for i, name in enumerate(words) if name == "--m")
-    sizes = BenchSizes(m=rows, k=int(options["--k"]), n=int(options["--n"]), jigsaw=False)
-    cases = plan_cases(words[1 : words.index("--device")], sizes, "cpu", None)
-    assert {c.name for c in cases} == {c.case for c in kept.cells}
-    assert len(cells_of(kept)) == len(cases) == 9
-    assert {c.method for c in kept.cells} == {"process_time"}
-    assert check_runs(kept, kept, float(options["--slower"])).regressions == ()
-    for place in kept.cells:
-        assert any(c.ratio is not None and not is_stock(c.timed.impl) for c in compare(place))
-        slow = [
-            msgspec.structs.replace(t, samples_us=[10 * us for us in t.samples_us], median_us=10 * t.median_us)
-            if not is_stock(t.impl) else t
-            for t in place.timed
-        ]  # fmt: skip
-        slowed = [msgspec.structs.replace(c, timed=slow) if c is place else c for c in kept.cells]
-        found = check_runs(kept, msgspec.structs.replace(kept, cells=slowed), float(options["--slower"])).regressions
-        assert len(found) == 1
-        assert place.case in found[0]
-
-
-def test_the_check_of_ci_of_the_host_has_its_kept_run() -> None:
-    """The kept run holds against itself; calls of the block that are ten times slower shut it."""
-    _, words = ci_commands()
-    options = {name: words[i + 1] for i, name in enumerate(words) if name in ("--check", "--slower")}
-    kept, slower = read_run(ROOT / options["--check"]), float(options["--slower"])
-    assert kept.header.plan["operators"] == ["host"]
-    assert check_runs(kept, kept, slower).regressions == ()
-    cells = [
-        msgspec.structs.replace(
-            cell,
-            timed=[
-                t if is_stock(t.impl)
-                else msgspec.structs.replace(t, samples_us=[10 * us for us in t.samples_us], median_us=10 * t.median_us)
-                for t in cell.timed
-            ],
-        )
-        for cell in kept.cells
+def slowed(found: Cell) -> Cell:
+    """Ten times slower in all but stock."""
+    times = [
+        t if is_stock(t.impl)
+        else msgspec.structs.replace(t, samples_us=[10 * us for us in t.samples_us], median_us=10 * t.median_us)
+        for t in found.timed
     ]  # fmt: skip
-    compared = [
-        cell for cell in kept.cells if any(c.ratio is not None and not is_stock(c.timed.impl) for c in compare(cell))
-    ]
-    assert compared
-    assert len(check_runs(kept, msgspec.structs.replace(kept, cells=cells), slower).regressions) >= len(compared)
+    return msgspec.structs.replace(found, timed=times)
+
+
+def test_the_checks_of_ci_have_their_kept_runs() -> None:
+    """Every cell that CI times is in the run that it is held against, and any of them ten times slower shuts it."""
+    kernels, host = ci_commands()
+    for words, operators in ((kernels, kernels[: kernels.index("--device")]), (host, ["host"])):
+        options = {name: words[i + 1] for i, name in enumerate(words) if name in ("--k", "--n", "--check", "--slower")}
+        kept, slower = read_run(ROOT / options["--check"]), float(options["--slower"])
+        assert kept.header.plan["operators"] == operators
+        assert check_runs(kept, kept, slower).regressions == ()
+        compared = [place for place in kept.cells if len([c for c in compare(place) if c.ratio is not None]) > 1]
+        assert len(compared) == (9 if words is kernels else 14)
+        for place in compared[:: 1 if words is kernels else 5]:
+            cells = [slowed(c) if c is place else c for c in kept.cells]
+            found = check_runs(kept, msgspec.structs.replace(kept, cells=cells), slower).regressions
+            assert len(found) == 1
+            assert place.case in found[0]
+        if words is kernels:
+            rows = tuple(int(words[i + 1]) for i, name in enumerate(words) if name == "--m")
+            sizes = BenchSizes(m=rows, k=int(options["--k"]), n=int(options["--n"]), jigsaw=False)
+            assert {c.name for c in plan_cases(operators, sizes, "cpu", None)} == {c.case for c in kept.cells}
+            assert {c.method for c in kept.cells} == {"process_time"}
