@@ -246,7 +246,7 @@ def _first_tree(probe: ProbeSection) -> list[Block]:
     lines = ["· " * depth + text for depth, _, text in tree.lines[:_TREE_LINES]]
     lines += [f"… and {plural(len(tree.lines) - _TREE_LINES, 'more line')}"] if len(tree.lines) > _TREE_LINES else []
     head = (Bit(tree.impl, "code"), f", {_named(case)}, M = {tree.m}, {'proven' if tree.proven else tree.said}")
-    return [Paragraph(head, only=BRIEF), Items(lines, only=BRIEF)]
+    return [Paragraph(text, only=BRIEF, room=1) for text in (head, *(f"  {line}" for line in lines))]
 
 
 def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:

@@ -14,8 +14,10 @@ from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
 from nondet.core.statistics import SurvivalStep, one_sided_bound, percent, percent_range
 from nondet.errors import one_line
 from nondet.reports import text
-from nondet.reports.classes import WIDTH, Tick, letter
+from nondet.reports.classes import letter
 from nondet.reports.document import (
+    BRIEF,
+    WHOLE,
     Bit,
     Block,
     Cells,
@@ -29,6 +31,7 @@ from nondet.reports.document import (
     Table,
     grid,
 )
+from nondet.reports.plots import WIDTH, Mark, Panel, Plot, Plots, Scale, Tick, linear, placed
 from nondet.sampling.analysis import (
     COUNTS,
     DEFINITION,
@@ -55,7 +58,6 @@ COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
 _NODES_MOST = 24
 _SURVIVAL_POINTS = 8
-_BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 5
 _TEXT = 60
 
@@ -166,11 +168,6 @@ def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
 def _overall(told: Samples, number: int) -> list[Block]:
     parts, shown, total = told.overall, len(told.shown), len(told.prompts)
     unit = parts[0].unit
-    briefs = (
-        f"{o.impl}: of {plural(o.prompts, o.unit)}, traces differ on {o.parted_traces:,}, texts on "
-        f"{o.parted_tokens:,}; {plural(o.n, 'completion')} in {plural(o.rounds, 'round')}"
-        for o in parts
-    )
     rows: dict[str, Callable[[PromptSet], str]] = {
         f"{unit}s": lambda o: text.counted(o.prompts),
         "completions (failed), rounds": lambda o: f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
@@ -183,7 +180,6 @@ def _overall(told: Samples, number: int) -> list[Block]:
     first, second = (next((o for o in parts if role_of(o.impl) == role), None) for role in (Role.STOCK, Role.INVARIANT))
     against = _comparison(first, second) if first and second else []
     return [
-        *(Paragraph(line, only="b", room=1) for line in briefs),
         Heading(f"All {plural(total, unit)}", f"overall-{number}"),
         _measures(parts, rows),
         *([Items(against)] if against else []),
@@ -277,7 +273,6 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     several = len(told.prompts) > 1
     for i, sample in enumerate(told.shown, 1):
         place, title = f"sample-{number}-{i}", f"Completions of {sample.name}" if several else "Completions"
-        made += [] if told.served else _brief(sample, several)
         mine: list[Block] = [Code(sample.prompt_text)]
         mine += [block for j, s in enumerate(sample.main, 1) for block in _branches(s, f"{place}-tree-{j}")]
         if sample.families:
@@ -301,19 +296,6 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     return made
 
 
-def _brief(sample: SampleSection, several: bool) -> list[Block]:
-    made: list[Block] = []
-    for s in sample.summaries:
-        main = role_of(s.impl) != Role.PART and not several
-        line = f"{sample.name}, " if several else ""
-        line += f"{s.impl}: {text.counted(s.distinct_completions)} distinct of {text.counted(s.n)}, "
-        line += plural(s.distinct_traces, "logprob trace") + (f", {s.tokens_per_second:,.0f} tokens/s" if main else "")
-        made.append(Paragraph(line, only="b", room=1))
-        if main and len(s.survival) > 1 and s.distinct_completions > 1:
-            made.append(Items([Bit(f"agreement by token {sparkline(s.survival, 40)}", "soft")], only="b"))
-    return made
-
-
 def _families(families: Sequence[FamilyTest]) -> list[Block]:
     note = "One family of operators replaced at a time, all others stock, under the same load plan."
     table = grid(
@@ -324,6 +306,7 @@ def _families(families: Sequence[FamilyTest]) -> list[Block]:
             "distinct traces": ("num", lambda f: text.counted(f.summary.distinct_traces)),
             "result": ("wide", lambda f: f.result),
         },
+        only=BRIEF + WHOLE,
     )
     return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table]
 
@@ -336,9 +319,9 @@ def _parting(sample: SampleSection, place: str) -> list[Block]:
     """Counts, forks, survival and branches; those of single families folded."""
     made: list[Block] = [_counts(sample)]
     made += [block for s in sample.main for block in _fork(s)]
-    figure = curve_figure(sample.main)
-    if figure:
-        made.append(Figure("curve", figure, f"{place}-curve", "Agreement with the most common completion by position"))
+    plots = curve_plots(sample.main)
+    if plots:
+        made.append(Figure("plots", plots, f"{place}-curve", "Agreement with the most common completion by position"))
     made += _survival(sample.main)
     rest: list[Block] = []
     for i, s in enumerate((s for s in sample.summaries if s not in sample.main), 1):
@@ -553,7 +536,8 @@ def _branches(s: SampleSummary, place: str) -> list[Block]:
 
 def tree_of(s: SampleSummary, place: str) -> Figure:
     """The tree of branches, with the branches side by side below it."""
-    return Figure("tree", (s, tree_figure(s), branch_views(s)), place, f"Where completions of {s.impl} differ")
+    title = f"Where completions of {s.impl} differ"
+    return Figure("tree", (s, tree_figure(s), branch_views(s)), place, title, of=s)
 
 
 def _marked(view: Mapping[str, Any]) -> str:
@@ -575,28 +559,14 @@ def _tree_lines(s: SampleSummary) -> list[Inline]:
     return lines + ([f"… {len(pending)} more"] if pending else [])
 
 
-def sparkline(shares: Sequence[float], width: int) -> str:
-    """Shares as bars, the lowest of each stretch; full height is 1, the foot is the lowest of all."""
-    low, count = min(shares), min(width, len(shares))
-    if low >= 1.0:
-        return _BARS[-1] * count
-    stretches = (shares[i * len(shares) // count : (i + 1) * len(shares) // count] for i in range(count))
-    return "".join(_BARS[round((min(stretch) - low) / (1.0 - low) * (len(_BARS) - 1))] for stretch in stretches)
-
-
-# Geometry of what sampled completions show: agreement over position, the tree of branches, branches side by side; what
-# the page's macros draw, by name. Places are in thousandths of the plot's width, as in `classes`.
+# Pictures: agreement over position, the tree of branches, branches side by side.
 
 _LEAVES_MOST = 40
 _BEFORE, _AFTER = 120, 160  # characters around the place where a branch parts
 
 
-def curve_figure(summaries: Sequence[SampleSummary]) -> dict[str, Any] | None:
-    """The agreement curves of one prompt, in one chart; None where there is nothing to draw.
-
-    Of each curve a stepped line, its stretches in words, and the band of its pointwise interval or ""; `low` is the
-    share at the foot of the vertical axis, `levels` are (text, height) of its grid lines.
-    """
+def curve_plots(summaries: Sequence[SampleSummary]) -> Plots | None:
+    """The agreement curves of one prompt, in one chart; None where there is nothing to draw."""
     drawn = [s for s in summaries if len(s.survival) > 1 and s.n > 0]
     if not drawn:
         return None
@@ -605,51 +575,56 @@ def curve_figure(summaries: Sequence[SampleSummary]) -> dict[str, Any] | None:
     # the axis starts at the nearest of a few round shares below the data: a curve along the top edge shows nothing
     low = max((x for x in (0.0, 0.5, 0.8, 0.9, 0.95) if x < worst - (1 - worst) * 0.15 - 0.005), default=0.0)
     step = next(x for x in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, length) if length / x <= 8)
-    return {
-        "curves": [_curve(s, length, low) for s in drawn],
-        "ticks": _ticks(length, step),
-        "low": low,
-        "length": length,
-        "levels": [(f"{(low + (1 - low) * i / 4) * 100:.4g}%", 100.0 - 25.0 * i) for i in range(5)],
-    }
+    across = linear(0, length, {str(i): i for i in range(0, length + 1, step)})
+    shares = [low + (1 - low) * i / 4 for i in range(5)]
+    up = linear(low, 1.0, {f"{share * 100:.4g}%": share for share in shares})
+    curves = [_curve(i, s, across, up) for i, s in enumerate(drawn)]
+    marks = sorted((mark for curve in curves for mark in curve), key=lambda mark: mark.style != "band")
+    said = "Share of completions whose tokens so far are all those of the most common one."
+    if any(mark.style == "band" for mark in curves[0]):
+        said += " Shaded: the pointwise 95% interval of rounds, which holds whenever one looks (anytime-valid)."
+    said += f" The vertical axis starts at {low:.0%}." if low > 0 else ""
+    label = "share of completions that agree, falling over position"
+    plot = Plot("completions that agree so far", 200, up.levels, marks, label)
+    legend = [(s.impl, f" (n = {s.n:,})") for s in drawn]
+    return Plots(legend, [Panel("", [plot], across.ticks, "token")], caption=said)
+
+
+def _curve(index: int, summary: SampleSummary, across: Scale, up: Scale) -> list[Mark]:
+    """A stepped line, the band of its pointwise interval, and what each stretch says in words."""
+    shares = summary.survival
+    corners = [0, *(i for i in range(1, len(shares)) if shares[i] != shares[i - 1]), len(shares) - 1]
+    steps, top, bottom, stretches = [], [], [], list[Mark]()
+    for begin, end in itertools.pairwise(corners):
+        under, over = summary.band(begin)
+        words = f"{summary.impl}, token {begin}-{end}: {percent(shares[begin])} agree"
+        stretch = [(begin, shares[begin]), (end, shares[begin])]
+        stretches.append(Mark("hit", None, placed(stretch, across, up), words))
+        steps += stretch
+        top += [(begin, over), (end, over)]
+        bottom += [(begin, under), (end, under)]
+    steps.append((corners[-1], shares[-1]))
+    # a server's arms together are no sample of one thing, and a single round none of rounds: a line, and no band
+    bare = summary.agree.method == COUNTS or not summary.held_rounds
+    band = [] if bare else [Mark("band", index, placed(top + bottom[::-1], across, up))]
+    return [*band, Mark("curve", index, placed(steps, across, up)), *stretches]
 
 
 def _ticks(length: int, step: int) -> list[Tick]:
     return [Tick(WIDTH * i / length, str(i)) for i in range(0, length + 1, step)]
 
 
-def _curve(summary: SampleSummary, length: int, low: float) -> dict[str, Any]:
-    def height(share: float) -> str:
-        return f"{100.0 - 100.0 * (min(max(share, low), 1.0) - low) / (1.0 - low):.2f}"
-
-    shares = summary.survival
-    corners = [0, *(i for i in range(1, len(shares)) if shares[i] != shares[i - 1]), len(shares) - 1]
-    line, top, bottom, stretches = [], [], [], []
-    for begin, end in itertools.pairwise(corners):
-        left, right = WIDTH * begin / length, WIDTH * end / length
-        under, over = summary.band(begin)
-        words = f"{summary.impl}, token {begin}-{end}: {percent(shares[begin])} agree"
-        stretches.append((f"M{left:.1f} {height(shares[begin])}H{right:.1f}", words))
-        line.append(f"{left:.1f} {height(shares[begin])} {right:.1f} {height(shares[begin])}")
-        top.append(f"{left:.1f} {height(over)} {right:.1f} {height(over)}")
-        bottom.append(f"{right:.1f} {height(under)} {left:.1f} {height(under)}")
-    line.append(f"{WIDTH * corners[-1] / length:.1f} {height(shares[-1])}")
-    # a server's arms together are no sample of one thing, and a single round none of rounds: a line, and no band
-    bare = summary.agree.method == COUNTS or not summary.held_rounds
-    band = "" if bare else "M" + " ".join(top + bottom[::-1]) + "Z"
-    return {"impl": summary.impl, "n": summary.n, "line": "M" + " ".join(line), "band": band, "stretches": stretches}
-
-
 def tree_figure(summary: SampleSummary) -> dict[str, Any]:
     """The tree of the commonest distinct completions, of several, drawn sideways.
 
-    Rows of equal height, the completions' own figures as its leaves; `lines` are (path, width in pixels, label of the
-    commonest completion below it), `hidden` the distinct completions left out and the requests that gave them.
+    Rows of equal height, the completions' own figures as its leaves; `lines` are (its ends as x, y, x, y, width in
+    pixels, label of the commonest completion below it), `hidden` the distinct completions left out and the requests
+    that gave them.
     """
     shown, rest = summary.completions[:_LEAVES_MOST], summary.completions[_LEAVES_MOST:]
     length = max(len(c.token_ids) for c in shown) or 1
     order: list[DistinctCompletion] = []
-    lines: list[tuple[str, float, int]] = []
+    lines: list[tuple[tuple[float, float, float, float], float, int]] = []
     labels = {id(c): i for i, c in enumerate(shown)}
 
     def walk(group: list[DistinctCompletion], start: int) -> int:
@@ -666,10 +641,10 @@ def tree_figure(summary: SampleSummary) -> dict[str, Any]:
                 child = walk(branch, stop)
                 if i:
                     x = WIDTH * stop / length
-                    lines.append((f"M{x:.1f} {row + 0.5}V{child + 0.5}", 1.0, labels[id(branch[0])]))
+                    lines.append(((x, row + 0.5, x, child + 0.5), 1.0, labels[id(branch[0])]))
         width = 1.5 + 5.0 * sum(c.count for c in group) / max(1, summary.n)
-        path = f"M{WIDTH * start / length:.1f} {row + 0.5}H{WIDTH * stop / length:.1f}"
-        lines.append((path, width, labels[id(group[0])]))
+        at = (WIDTH * start / length, row + 0.5, WIDTH * stop / length, row + 0.5)
+        lines.append((at, width, labels[id(group[0])]))
         return row
 
     walk(list(shown), 0)

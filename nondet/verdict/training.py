@@ -91,9 +91,9 @@ class Spread(NamedTuple):
     seeds: float
 
     @property
-    def within(self) -> bool:
-        """Whether arms differ by no more than seeds do."""
-        return self.arms <= self.seeds
+    def than(self) -> str:
+        """Whether arms differ by more than seeds do."""
+        return "no more" if self.arms <= self.seeds else "more"
 
 
 def spread(told: Sequence[Course]) -> Spread | None:
@@ -111,10 +111,12 @@ def spread(told: Sequence[Course]) -> Spread | None:
 def judge_training(run: Run) -> list[Verdict]:
     """One verdict for each arm, over its seeds."""
     told = courses(run)
-    return [_judge(impl, [c for c in told if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in told)]
+    between = spread(told)
+    shared = [] if between is None else [reason("rl-spread", **between._asdict(), than=between.than)]
+    return [_judge(impl, [c for c in told if c.impl == impl], shared) for impl in dict.fromkeys(c.impl for c in told)]
 
 
-def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
+def _judge(impl: str, mine: Sequence[Course], shared: Sequence[Reason]) -> Verdict:
     steps = [step for course in mine for step in course.steps]
     tokens, differ = sum(s.tokens for s in steps), sum(s.differ for s in steps)
     failed = tuple(reason("rl-failed", n=len(c.steps), seed=c.seed, why=c.failed) for c in mine if c.failed)
@@ -122,14 +124,14 @@ def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rl-none"),), failed)
     zero = sum(s.differ == 0 for s in steps)
     figures = {"n": zero, "of": len(steps), "differ": differ, "tokens": tokens}
-    notes = (*failed, *_learnt(mine))
+    notes = (*failed, *shared, *_learnt(mine))
     if differ == 0:
         bound = reason("rl-bound", rate=one_sided_bound(tokens))
         return Verdict(impl, (Finding.CLEAN,), (reason("rl-zero", **figures),), notes, bounds=(bound,))
     k3, least, most = [s.k3 for s in steps], min(s.ratio_least for s in steps), max(s.ratio_most for s in steps)
-    clauses = [reason("rl-apart", **figures, low=min(k3), high=max(k3)), reason("rl-ratios", least=least, most=most)]
+    clauses = [reason("rl-apart", **figures, low=min(k3), high=max(k3))]
     clauses += [reason("rl-zero-steps", n=zero)] if zero else []
-    return Verdict(impl, (Finding.MISMATCH,), tuple(clauses), notes)
+    return Verdict(impl, (Finding.MISMATCH,), tuple(clauses), (*notes, reason("rl-ratios", least=least, most=most)))
 
 
 def _learnt(mine: Sequence[Course]) -> list[Reason]:
