@@ -293,7 +293,7 @@ def build(runs: Sequence[Run]) -> Report:
     return Report(tuple(_read(run) for run in runs))
 
 
-def _side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
+def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
     """Traces and tokens' texts, of a run that has any."""
     if not any(c.status == "ok" for c in run.completions):
         return {}, {}
@@ -305,9 +305,9 @@ def _side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
 def _read(run: Run) -> RunSection:
     """One run's part of the report, with what follows from its side file."""
     if is_varied(run):  # completions of many settings are no one sample
-        axes = _load("axes:axes_table")(run, _side_file(run)[0]) if run.axis_values else None
+        axes = _load("axes:axes_table")(run, side_file(run)[0]) if run.axis_values else None
         return section(run, [], axes=axes)
-    traces, pieces = _side_file(run)
+    traces, pieces = side_file(run)
     summaries = summarize_all(run, traces, pieces) if traces else []
     if not is_endpoint(run):
         return section(run, summaries)

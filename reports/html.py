@@ -37,7 +37,7 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
     Args:
         most: Characters: records that are too long are left out, run by run, but never less than `_DATA_LEAST`.
     """
-    runs, lacking, room = [], [], max(most, _DATA_LEAST)
+    runs, lacking, room = list[dict[str, Any]](), list[str](), max(most, _DATA_LEAST)
     for section in report.runs:
         records = msgspec.json.encode(section.run)
         verdicts = [

@@ -49,11 +49,11 @@ Points = Sequence[tuple[float, float]]
 class Mark(NamedTuple):
     """Points of one style: curve, thin (a seed's curve), spot, band, hit (where words are read) or limit.
 
-    `index` is the implementation's, whose colour it has; `words` are read where one points at it.
+    `impl` is the number of its implementation, whose colour it has; `words` are read where one points at it.
     """
 
     style: str
-    index: int | None
+    impl: int | None
     points: Points
     words: str = ""
 

@@ -246,7 +246,7 @@ def _first_tree(probe: ProbeSection) -> list[Block]:
     lines = ["· " * depth + text for depth, _, text in tree.lines[:_TREE_LINES]]
     lines += [f"… and {plural(len(tree.lines) - _TREE_LINES, 'more line')}"] if len(tree.lines) > _TREE_LINES else []
     head = (Bit(tree.impl, "code"), f", {_named(case)}, M = {tree.m}, {'proven' if tree.proven else tree.said}")
-    return [Paragraph(text, only=BRIEF, room=1) for text in (head, *(f"  {line}" for line in lines))]
+    return [Paragraph(head, only=BRIEF, room=1), *(Paragraph(f"  {line}", only=BRIEF, room=1) for line in lines)]
 
 
 def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
@@ -256,7 +256,7 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
     for i, (title, found) in enumerate(probe.maps, 1):
         made.append(Figure("product_map", found, f"{place}-map-{i}", title))
         lines: list[Inline] = [(Bit(impl, "code"), ": ", Bit(text, "code")) for impl, text in found.texts]
-        made += [Details("The map in words", [Items(lines)], only="p"), Details(title, [Items(lines)], only="vm")]
+        made.append(Details(f"{title}, in words", [Items(lines)]))
     made += [Paragraph(_MAPS, "soft", "pmv")] if probe.maps else []
     parted = [family for family in probe.families if family.parted]
     drawn = [Figure("family", family, f"{place}-{i}") for i, family in enumerate(parted, 1)]

@@ -56,8 +56,6 @@ SAMPLES_MOST = 24
 # Distinct completions on a page, the commonest ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
-_NODES_MOST = 24
-_SURVIVAL_POINTS = 8
 _POINTS = 5
 _TEXT = 60
 
@@ -316,13 +314,12 @@ def _of_all(count: int, s: SampleSummary) -> str:
 
 
 def _parting(sample: SampleSection, place: str) -> list[Block]:
-    """Counts, forks, survival and branches; those of single families folded."""
+    """Counts, forks and the curve; those of single families folded."""
     made: list[Block] = [_counts(sample)]
     made += [block for s in sample.main for block in _fork(s)]
     plots = curve_plots(sample.main)
     if plots:
         made.append(Figure("plots", plots, f"{place}-curve", "Agreement with the most common completion by position"))
-    made += _survival(sample.main)
     rest: list[Block] = []
     for i, s in enumerate((s for s in sample.summaries if s not in sample.main), 1):
         if s.first_fork is None:
@@ -495,25 +492,6 @@ def _branch_texts(fork: Fork) -> Inline:
     return tuple(parts)
 
 
-def _survival(summaries: Sequence[SampleSummary]) -> list[Block]:
-    """Agreement at a few positions, for all implementations in one table."""
-    drawn = [s for s in summaries if len(s.survival) > 1]
-    if not any(s.survival[-1] < 1 for s in drawn):
-        return []
-    length = max(len(s.survival) for s in drawn) - 1
-    places = sorted({round(length * i / _SURVIVAL_POINTS) for i in range(_SURVIVAL_POINTS + 1)})
-    rows: list[Cells] = [
-        (
-            (Bit(s.impl, "code"), f" (n = {s.n})"),
-            *(percent(s.survival[p]) if p < len(s.survival) else "–" for p in places),
-        )
-        for s in drawn
-    ]
-    note = "Share that agrees with the most common completion, by tokens:"
-    table = Table(("tokens", *map(str, places)), rows, ("", *("num",) * len(places)), only="vm")
-    return [Paragraph(note, only="vm"), table]
-
-
 def _branches(s: SampleSummary, place: str) -> list[Block]:
     """The tree of branches, and branches side by side; the one completion where there is one."""
     if s.distinct_completions < 2:
@@ -529,7 +507,6 @@ def _branches(s: SampleSummary, place: str) -> list[Block]:
     title = f"{plural(len(views), 'branch', 'branches')} of `{s.impl}`, the first different token in ⟦ ⟧"
     return [
         tree_of(s, place),
-        Details("Tree of branches", [Items(_tree_lines(s))], only="v"),
         Details(title, texts, only="vm"),
     ]
 
@@ -545,18 +522,6 @@ def _marked(view: Mapping[str, Any]) -> str:
         return f"{view['before']}⟦ends here⟧"
     marked = f"⟦{text.visible(view['token'])}⟧" if view["token"] else ""
     return f"{view['before']}{marked}{view['after']}"
-
-
-def _tree_lines(s: SampleSummary) -> list[Inline]:
-    """Tokens shared and their count at each node, the children of one deeper. A loop: trees may be deep."""
-    lines: list[Inline] = []
-    pending = [(s.tree, 0)]
-    while pending and len(lines) < _NODES_MOST:
-        node, depth = pending.pop()
-        span = f"tokens {node.start}-{node.start + node.length - 1}" if node.length else f"ends at {node.start}"
-        lines.append((f"{'· ' * depth}{node.count} of {s.n}, {span} ", Bit(one_line(node.text, 36), "soft")))
-        pending += [(child, depth + 1) for child in reversed(node.children)]
-    return lines + ([f"… {len(pending)} more"] if pending else [])
 
 
 # Pictures: agreement over position, the tree of branches, branches side by side.

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from nondet.bench.summary import sections
 from nondet.core.records import Row, Run
-from nondet.core.traces import check_traces, read_traces
 from nondet.errors import UnknownNameError, UserError, one_line
 from nondet.reports import html
 from nondet.reports.bench import bench_plots
 from nondet.reports.classes import hue, letter, map_figures, tint
+from nondet.reports.content import side_file
 from nondet.reports.mismatch import Sides
 from nondet.reports.plots import WIDTH, Panel, Plot, Plots
 from nondet.reports.probes import probe_sections
@@ -59,15 +59,13 @@ _MAPS_MOST, _LANES_MOST = 8, 24  # in one figure; named beside one map
 
 # What is drawn on axes of its own, inches wide and high, and the function that draws it there.
 Drawing = tuple[float, float, Callable[[Any], None]]
-Traces = Callable[[Run], Any]
 
 
-def draw(name: str, runs: Sequence[Run], traces: Traces | None = None) -> Figure:
+def draw(name: str, runs: Sequence[Run]) -> Figure:
     """One figure of these runs.
 
     Args:
         name: A key of `FIGURES`.
-        traces: run -> (traces, pieces), for what is drawn from completions; read from the side file by default.
 
     Raises:
         UnknownNameError: no such figure.
@@ -79,7 +77,7 @@ def draw(name: str, runs: Sequence[Run], traces: Traces | None = None) -> Figure
     from matplotlib.figure import Figure
 
     drawings_of, columns, missing = FIGURES[name]
-    drawings = list(drawings_of(runs, traces or _side_file))
+    drawings = list(drawings_of(runs))
     if not drawings:
         raise UserError(f"these runs hold no {missing[0]}", missing[1])
     columns = min(columns, len(drawings))
@@ -121,12 +119,6 @@ def _is_one_sample(run: Run) -> bool:
     return bool(run.completions) and not is_varied(run) and not is_endpoint(run)
 
 
-def _side_file(run: Run) -> Any:
-    traces, pieces = read_traces(Path(run.source))
-    check_traces(run, traces)
-    return traces, pieces
-
-
 def _sweeps(run: Run) -> list[Row]:
     """Rows with a class for each of several values: numbers before names, other things before repetitions of a call."""
     rows = [r for r in run.rows if len(r.values) > 2 and len(r.labels) == len(r.values)]
@@ -139,7 +131,7 @@ def _sweeps(run: Run) -> list[Row]:
     return rows
 
 
-def _class_maps(runs: Sequence[Run], _: Traces) -> Iterator[Drawing]:
+def _class_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
     """Of the cases that part most; a few values beside a long sweep are no map."""
     cases: dict[tuple[str, str, str, str], list[Row]] = {}
     for run in runs:
@@ -155,7 +147,7 @@ def _class_maps(runs: Sequence[Run], _: Traces) -> Iterator[Drawing]:
             yield _lanes(drawn, f"{rows[0].case}, {rows[0].dtype}")
 
 
-def _product_maps(runs: Sequence[Run], _: Traces) -> Iterator[Drawing]:
+def _product_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
     for run in runs:
         for title, found in (found for section in probe_sections(run.rows) for found in section.maps):
             yield _lanes(found.drawn, title, found.axis)
@@ -211,7 +203,7 @@ def _plot(found: Plots | None, panel: Panel, plot: Plot, prefix: str, *, legend:
     def onto(axis: Any) -> None:
         for mark in plot.marks:
             across, up = zip(*mark.points, strict=True)
-            index = mark.index or 0
+            index = mark.impl or 0
             number = hue(impls[index][0], index)
             colour = _HUES[number]
             if mark.style == "limit":
@@ -246,28 +238,28 @@ def _bench(runs: Sequence[Run], only: int) -> Iterator[Drawing]:
         yield from _plots(wanted, only, f"{section.name}, {section.dtype}, ")
 
 
-def _jigsaw(runs: Sequence[Run], _: Traces) -> Iterator[Drawing]:
+def _jigsaw(runs: Sequence[Run]) -> Iterator[Drawing]:
     return _bench(runs, 0)
 
 
-def _speed(runs: Sequence[Run], _: Traces) -> Iterator[Drawing]:
+def _speed(runs: Sequence[Run]) -> Iterator[Drawing]:
     return _bench(runs, 1)
 
 
-def _summaries(runs: Sequence[Run], traces: Traces) -> list[SampleSummary]:
+def _summaries(runs: Sequence[Run]) -> list[SampleSummary]:
     from nondet.sampling.analysis import summarize_all
 
     if runs and all(is_endpoint(run) for run in runs):
         raise UserError("the arms of a server are no one sample to draw", "Read them with `nondet report`.")
-    return [s for run in runs if _is_one_sample(run) for s in summarize_all(run, *traces(run))]
+    return [s for run in runs if _is_one_sample(run) for s in summarize_all(run, *side_file(run))]
 
 
-def _survival(runs: Sequence[Run], traces: Traces) -> Iterator[Drawing]:
-    return _plots(curve_plots(_summaries(runs, traces)))
+def _survival(runs: Sequence[Run]) -> Iterator[Drawing]:
+    return _plots(curve_plots(_summaries(runs)))
 
 
-def _trees(runs: Sequence[Run], traces: Traces) -> Iterator[Drawing]:
-    for summary in _summaries(runs, traces):
+def _trees(runs: Sequence[Run]) -> Iterator[Drawing]:
+    for summary in _summaries(runs):
         if summary.distinct_completions > 1:
             yield _tree(summary)
 
@@ -294,18 +286,18 @@ def _tree(summary: SampleSummary) -> Drawing:
     return 7.0, 0.9 + 0.3 * len(drawn["leaves"]), onto
 
 
-def _pairs(runs: Sequence[Run], _: Traces) -> Iterator[Drawing]:
+def _pairs(runs: Sequence[Run]) -> Iterator[Drawing]:
     for told in (Sides(run).figure for run in runs if run.mismatch_rollouts):
         yield from _plots(told.data if told else None)
 
 
-def _training(runs: Sequence[Run], _: Traces) -> Iterator[Drawing]:
+def _training(runs: Sequence[Run]) -> Iterator[Drawing]:
     for told in (Training(run).figure for run in runs if run.training_steps):
         yield from _plots(told.data if told else None)
 
 
 # Name -> what draws it, columns, and (what runs without it lack, what to draw instead).
-FIGURES: dict[str, tuple[Callable[[Sequence[Run], Traces], Iterator[Drawing]], int, tuple[str, str]]] = {
+FIGURES: dict[str, tuple[Callable[[Sequence[Run]], Iterator[Drawing]], int, tuple[str, str]]] = {
     "class-map": (_class_maps, 1, ("row with classes over a sweep", "Draw a run of `nondet probe`.")),
     "map": (_product_maps, 1, ("map of a product", "Draw a run of `nondet probe matmul --map mk`.")),
     "speed": (_speed, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),

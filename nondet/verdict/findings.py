@@ -88,7 +88,7 @@ _EFFECTS = {
 }
 
 
-def change_of(texts: int, findings: Iterable[Finding]) -> Effect:
+def change_of(texts: int, findings: Iterable[str]) -> Effect:
     """What a divergence of completions changes: of several texts the output, else the run or their logprobs."""
     if texts > 1:
         return Effect.OUTPUT

@@ -622,8 +622,8 @@ def _judge_bits(subject: Subject, clauses: list[Reason], verdict: Verdict) -> Ve
     texts = {digest for arm in subject.arms.values() for digest in arm.completions}
     ends = {finish for arm in subject.arms.values() for _, finish in arm.answers}
     changes = change_of(max(len(texts), len(ends)), findings)
-    found = {"findings": findings, "counts": tuple(clauses), "changes": changes}
-    return replace(verdict, **found, reasons=(*verdict.reasons, *reasons))
+    reasons = [*verdict.reasons, *reasons]
+    return replace(verdict, findings=findings, counts=tuple(clauses), reasons=tuple(reasons), changes=changes)
 
 
 def _undiverged(subject: Subject) -> Finding:

@@ -104,7 +104,7 @@ def test_labels_name_what_differs() -> None:
 
 def curves(plot: Plot) -> dict[int | None, Points]:
     """The lines of a plot, by the number of their implementation."""
-    return {mark.index: mark.points for mark in plot.marks if mark.style == "curve"}
+    return {mark.impl: mark.points for mark in plot.marks if mark.style == "curve"}
 
 
 def test_the_plot_has_a_panel_for_each_weight_shape() -> None:
