@@ -331,12 +331,7 @@ def _marks(values: Sequence[Value], varied: str) -> tuple[list[tuple[float, floa
 def _lanes(row: Row, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
     height = 16.0 if row.distinct <= _NAMED_MOST else 6.0 if row.distinct <= 32 else 4.0
     return [
-        {
-            "label": c.label,
-            "height": height,
-            "kernels": _kernels_text(c.kernels),
-            "cells": _cells(row, c.label, marks),
-        }
+        {"label": c.label, "height": height, "kernels": _kernels_text(c.kernels), "cells": _cells(row, c.label, marks)}
         for c in classes(row)
     ]
 

@@ -15,12 +15,7 @@ from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.errors import one_line
 from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table, grid
 from nondet.reports.text import counted, environment_line, environment_rows, sentence
-from nondet.sampling.analysis import (
-    SampleSummary,
-    coverage_rows,
-    coverage_text,
-    summarize_all,
-)
+from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import TELLING, judge
 from nondet.verdict.samples import is_replay, is_varied

@@ -13,19 +13,7 @@ from nondet.core.registry import PROBES
 from nondet.core.statistics import wilson
 from nondet.errors import one_line
 from nondet.reports.classes import ProductMap, axis_name, letter, map_text, product_map
-from nondet.reports.document import (
-    BRIEF,
-    Bit,
-    Block,
-    Details,
-    Figure,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-    grid,
-)
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table, grid
 from nondet.reports.text import apart_text, counted, error_span, extras, run_rate, sentence
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows

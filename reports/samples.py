@@ -505,10 +505,7 @@ def _branches(s: SampleSummary, place: str) -> list[Block]:
     if len(views) > _BRANCHES_MOST:
         texts.append(Paragraph(f"… and {len(views) - _BRANCHES_MOST} rarer ones."))
     title = f"{plural(len(views), 'branch', 'branches')} of `{s.impl}`, the first different token in ⟦ ⟧"
-    return [
-        tree_of(s, place),
-        Details(title, texts, only="vm"),
-    ]
+    return [tree_of(s, place), Details(title, texts, only="vm")]
 
 
 def tree_of(s: SampleSummary, place: str) -> Figure:

@@ -339,10 +339,7 @@ def test_what_is_next_after_operators() -> None:
             by("probe", run_of(row([0, 0], **MINE)), full=True),
             "nondet report runs/probe.jsonl --out report.html  shows every case with its batch sizes",
         ),
-        (
-            by("certify", run_of(row([0, 1], **MINE))),
-            "  ",
-        ),
+        (by("certify", run_of(row([0, 1], **MINE))), "  "),
         (
             by("bench", run_of(row([0, 0], impl="invariant"), row([0, 1])), "--device", "cpu", "--m", "16"),
             "nondet sample --impl both --device cpu  ",
