@@ -39,15 +39,16 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
     """
     runs, lacking, room = list[dict[str, Any]](), list[str](), max(most, _DATA_LEAST)
     for section in report.runs:
-        records = msgspec.json.encode(section.run)
+        records = msgspec.to_builtins(section.run)
+        length = len(embedded_json(records))
         verdicts = [
             {"impl": v.impl, "prompt": v.prompt, "findings": v.findings, "text": v.text, "notes": v.notes}
             for v in section.told
         ]
         data: dict[str, Any] = {"name": section.name, "headline": section.headline, "verdicts": verdicts}
-        if len(records) <= room:
-            room -= len(records)
-            data["run"] = json.loads(records)
+        if length <= room:
+            room -= length
+            data["run"] = records
         else:
             lacking.append(section.name)
         runs.append(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from statistics import fmean
@@ -111,12 +111,14 @@ def spread(told: Sequence[Course]) -> Spread | None:
 def judge_training(run: Run) -> list[Verdict]:
     """One verdict for each arm, over its seeds."""
     told = courses(run)
-    between = spread(told)
-    shared = [] if between is None else [reason("rl-spread", **between._asdict(), than=between.than)]
-    return [_judge(impl, [c for c in told if c.impl == impl], shared) for impl in dict.fromkeys(c.impl for c in told)]
+    verdicts = [_judge(impl, [c for c in told if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in told)]
+    if between := spread(told):  # of all arms, so it is said once
+        shared = reason("rl-spread", **between._asdict(), than=between.than)
+        verdicts[0] = replace(verdicts[0], reasons=(shared, *verdicts[0].reasons))
+    return verdicts
 
 
-def _judge(impl: str, mine: Sequence[Course], shared: Sequence[Reason]) -> Verdict:
+def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
     steps = [step for course in mine for step in course.steps]
     tokens, differ = sum(s.tokens for s in steps), sum(s.differ for s in steps)
     failed = tuple(reason("rl-failed", n=len(c.steps), seed=c.seed, why=c.failed) for c in mine if c.failed)
@@ -124,7 +126,7 @@ def _judge(impl: str, mine: Sequence[Course], shared: Sequence[Reason]) -> Verdi
         return Verdict(impl, (Finding.UNTESTED,), (reason("rl-none"),), failed)
     zero = sum(s.differ == 0 for s in steps)
     figures = {"n": zero, "of": len(steps), "differ": differ, "tokens": tokens}
-    notes = (*failed, *shared, *_learnt(mine))
+    notes = (*failed, *_learnt(mine))
     if differ == 0:
         bound = reason("rl-bound", rate=one_sided_bound(tokens))
         return Verdict(impl, (Finding.CLEAN,), (reason("rl-zero", **figures),), notes, bounds=(bound,))
