@@ -111,12 +111,10 @@ class Samples:
 
     Attributes:
         overall: Each implementation over several prompts.
-        served: Whether servers completed them: their arms are told in lines of their own.
     """
 
     prompts: tuple[SampleSection, ...]
     overall: tuple[PromptSet, ...]
-    served: bool
 
     @property
     def shown(self) -> tuple[SampleSection, ...]:
@@ -150,9 +148,9 @@ def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) ->
         for prompt, mine in sorted(by_prompt.items())
     )
     if served or len(prompts) < 2:  # arms of a server are no sample of one thing: their bounds are told beside them
-        return Samples(prompts, (), served)
+        return Samples(prompts, ())
     rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
-    return Samples(prompts, tuple(prompt_sets(by_impl, rounds, subject_unit(plan))), served)
+    return Samples(prompts, tuple(prompt_sets(by_impl, rounds, subject_unit(plan))))
 
 
 def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:

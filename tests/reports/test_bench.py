@@ -84,12 +84,6 @@ def test_stock_by_the_same_kernel_is_said() -> None:
     assert cells_of(bench_of(cell(1, *both)))[0][-1] == "launcher; stock: launcher"
 
 
-def test_times_have_about_four_digits() -> None:
-    """No more than was measured."""
-    for us, said in [(0.004, "0.00"), (1.234, "1.23"), (123.44, "123.4"), (12345.6, "12,346")]:
-        assert bench.time_text(us) == said
-
-
 def test_labels_name_what_differs() -> None:
     """Heads that are the same everywhere are left out, as is a query length that the section's name tells."""
     shape = {"B": 8, "Tq": 1, "Tk": 4096, "Hq": 32, "Hkv": 8, "D": 128}

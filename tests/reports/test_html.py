@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -212,20 +211,6 @@ def test_a_page_is_the_same_every_time() -> None:
     """A report made again is equal byte for byte."""
     run = run_of(*h200_sweep())
     assert render([run]) == render([run])
-
-
-def test_a_thousand_completions_render_quickly(tmp_path: Path) -> None:
-    """1,000 completions under two implementations, 80 of them distinct, take about a second and stay below 2 MB."""
-
-    def eighty(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
-        return (((5 + number % 80, 1),) if impl == "stock" and number % 80 else ()), 0
-
-    run = sampled(tmp_path, n=1000, length=200, variants=eighty)
-    started = time.process_time()  # what this process computed: the other tests beside it are not its own
-    text = render([run])
-    assert time.process_time() - started < 5  # a second
-    assert len(text) < 2_000_000
-    check(text)
 
 
 def _luminance(colour: str) -> float:
