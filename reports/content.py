@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nondet.core.records import Role, Row, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.errors import one_line
-from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table, grid
+from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table, grid
 from nondet.reports.text import counted, environment_line, environment_rows, sentence
 from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
 _TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
+_PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _HEADLINE_MOST = 5  # of several that agree, more are counted and told below
 
 
@@ -354,9 +355,16 @@ def run_blocks(report: Report, number: int) -> list[Block]:
         if told:
             parts: list[Block] = _load(place)(told, number, not report.folded)
             if section.story and field != "story":  # evidence, which the story's answers name
-                parts = [replace(part, only=part.only.replace(BRIEF, "")) for part in parts]
+                parts = [_not_brief(part) for part in parts]
             made += parts
     return made + _tail(report, section, number)
+
+
+def _not_brief(block: Block) -> Block:
+    """Without a place among a terminal's 25 lines, nor what is in it."""
+    if isinstance(block, Details):
+        block = replace(block, blocks=[_not_brief(inner) for inner in block.blocks])
+    return replace(block, only=block.only.replace(BRIEF, ""))
 
 
 def _head(report: Report, section: RunSection) -> list[Block]:
@@ -416,10 +424,13 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
                 "which": ("wide", lambda p: Bit(p.name)),
                 "why": ("wide", lambda p: Bit(p.reason)),
             },
-            only=BRIEF + WHOLE,
         )
+        few: list[Inline] = [Bit(f"{p.kind}: {p.name}: {p.reason}") for p in section.problems[:_PROBLEMS_MOST]]
+        if len(section.problems) > len(few):
+            few.append(f"… and {len(section.problems) - len(few)} more")
+        made += [Paragraph(title, "strong", BRIEF), Items(few, only=BRIEF)]
         place, opened = f"problems-{number}", not report.folded
-        made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened, only=BRIEF + WHOLE))
+        made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened))
     made += [Paragraph(f"Coverage of {line}.", "soft", "bvm") for line in coverage_text(run)]
     names = sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels})
     if names:
