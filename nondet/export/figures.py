@@ -201,23 +201,24 @@ def _plot(found: Plots | None, panel: Panel, plot: Plot, prefix: str, *, legend:
     impls = found.impls if found else ()
 
     def onto(axis: Any) -> None:
+        unnamed = dict(enumerate(impls)) if legend else {}
         for mark in plot.marks:
             across, up = zip(*mark.points, strict=True)
             index = mark.impl or 0
             number = hue(impls[index][0], index)
-            colour = _HUES[number]
+            shown: dict[str, Any] = {"color": _HUES[number]}
+            if mark.style in ("curve", "spot") and index in unnamed:
+                shown["label"] = one_line("".join(unnamed.pop(index)), 40)
             if mark.style == "limit":
                 axis.plot(across, up, color="#555555", linewidth=0.8, linestyle=":")
             elif mark.style == "band":
-                axis.fill(across, up, color=colour, alpha=0.16, linewidth=0)
+                axis.fill(across, up, alpha=0.16, linewidth=0, **shown)
             elif mark.style == "spot":
-                axis.plot(across, up, "o", color=colour, markersize=2.5)
+                axis.plot(across, up, "o", markersize=2.5, **shown)
             elif mark.style == "thin":
-                axis.plot(across, up, color=colour, linewidth=0.6, alpha=0.45)
+                axis.plot(across, up, linewidth=0.6, alpha=0.45, **shown)
             elif mark.style == "curve":
-                axis.plot(
-                    across, up, color=colour, linestyle=_STYLES[number], label=one_line("".join(impls[index]), 40)
-                )
+                axis.plot(across, up, linestyle=_STYLES[number], **shown)
         axis.set_xlim(0, 1)
         axis.set_ylim(-0.02, 1.02)
         axis.set_xticks([t.x / WIDTH for t in panel.ticks], [t.text for t in panel.ticks])
