@@ -87,7 +87,7 @@ class Step(NamedTuple):
     @property
     def question(self) -> str:
         """Which of `_WHY` its command answers."""
-        return "cost" if self.command.startswith("nondet bench") else self.label
+        return "cost" if self.command.startswith("nondet sample --turns") else self.label
 
 
 def chain(report: Report) -> tuple[Step, ...]:
