@@ -1,4 +1,4 @@
-"""The pill of the first screen: what changes, by the facts of each kind of run and never by its sentences."""
+"""The first words of a report: what changes, by the facts of each kind of run and never by its sentences."""
 
 from __future__ import annotations
 
