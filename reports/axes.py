@@ -10,14 +10,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nondet.core.records import Role, Run, role_of
+from nondet.core.records import Run
 from nondet.core.traces import Trace
-from nondet.errors import one_line
-from nondet.reports.document import Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table, grid
+from nondet.reports.document import (
+    BRIEF,
+    WHOLE,
+    Bit,
+    Block,
+    Code,
+    Details,
+    Figure,
+    Heading,
+    Inline,
+    Items,
+    Paragraph,
+    Table,
+    grid,
+)
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, tally_axes
-
-_ABREAST_MOST = 3  # implementations beside each other in 80 columns
 
 
 @dataclass(frozen=True)
@@ -187,11 +198,16 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
         "other bits."
     )
     made: list[Block] = [
-        *brief_blocks(table),
         Heading("One setting of the engine changed at a time", place, "axes"),
         Code(table.prompt),
-        Figure("axes", table, f"{place}-bars", "Distinct traces by axis"),
-        Table(head, [_full(line, table.impls) for line in table.lines], ("", "", *("num",) * 4 * len(table.impls))),
+        *([axes_figure(table, f"{place}-bars")] if table.bars else []),
+        Table(
+            head,
+            [_full(line, table.impls) for line in table.lines],
+            ("", "", *("num",) * 4 * len(table.impls)),
+            unshown=("values", "texts"),
+            only=BRIEF + WHOLE,
+        ),
         Paragraph(legend, "soft"),
         Details("What each axis changes, and what proves that it took effect", [changes, proven]),
     ]
@@ -199,6 +215,11 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
         longer = f"The prompt is followed by {plural(table.lengthened, 'token')} of its own completion"
         made.append(Paragraph(f"{longer}, to be cut and shared.", "soft"))
     return made
+
+
+def axes_figure(table: AxesTable, place: str) -> Figure:
+    """Bars: distinct traces by axis."""
+    return Figure("axes", table, place, "Distinct traces by axis", of=table)
 
 
 def _full(line: AxisLine, impls: Sequence[str]) -> list[Inline]:
@@ -214,26 +235,3 @@ def _full(line: AxisLine, impls: Sequence[str]) -> list[Inline]:
             first = "–" if cell.first is None else str(cell.first)
             row += [Bit(cell.traces, "bad" if cell.moves else ""), texts, cell.moved(" of "), first]
     return row
-
-
-def brief_blocks(table: AxesTable) -> list[Block]:
-    """The table for 80 columns: of more than three implementations only stock, or its backend, and invariant."""
-    impls = table.impls
-    if len(impls) > _ABREAST_MOST:
-        stock = [i for i in impls if role_of(i) in (Role.STOCK, Role.BACKEND)]
-        cured = [i for i in impls if role_of(i) == Role.INVARIANT]
-        impls = (*stock[:1], *cured[:1]) if stock and cured else impls[:_ABREAST_MOST]
-    rows = []
-    for line in table.lines:
-        row = [line.axis, f"{len(line.values)}" + (f"+{len(line.unproven)}?" if line.unproven else "")]
-        for impl in impls:
-            cell = line.cells.get(impl)
-            if cell is None:
-                row += [one_line(line.note, 40) or "unproven", "", ""]
-            else:
-                row += [cell.traces, cell.moved("/"), "-" if cell.first is None else str(cell.first)]
-        rows.append(row)
-    head = ["varied", "values", *(name for impl in impls for name in (one_line(impl, 14), "changed", "first"))]
-    legend = f"traces: distinct over all values (at one value); {table.n:,} completions a value"
-    legend += "; ?: unproven, not counted" if any(line.unproven for line in table.lines) else ""
-    return [Table(head, rows, clipped=True, only="b"), Paragraph(legend, only="b")]

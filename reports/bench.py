@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, failures, is_stock, sections
 from nondet.core.records import Cell, Limit, Run, Status, Timed
 from nondet.errors import one_line
-from nondet.reports.classes import WIDTH, Tick, short_kernel
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table
+from nondet.reports.classes import short_kernel
+from nondet.reports.document import Bit, Block, Details, Figure, Inline, Items, Paragraph, Table
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, doublings, limit, linear, placed
 from nondet.verdict.findings import plural
 
 # Sizes that are mostly those of one model.
@@ -60,18 +61,15 @@ def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
         cells = plural(len(bench.cells), "cell")
         lines: list[Inline] = [(Bit(s.impl, "code"), f": {_summary_text(s, bench)}.") for s in bench.summaries]
         lines += [(Bit(b.impl, "code"), f": {_bits_text(b, bench)}.") for b in bench.bits]
-        figure = bench_figure(bench)
+        plots = bench_plots(bench)
         parts: list[Block] = [Items(lines)] if lines else []
-        if figure:
-            title = f"{bench.name}: how close to the limit, over {figure['axis']}"
-            parts.append(Figure("bench", figure, f"{place}-plot", title))
+        if plots:
+            title = f"{bench.name}: how close to the limit, over {bench.cells[0].axis}"
+            parts.append(Figure("plots", plots, f"{place}-plot", title))
         title = f"{cells}: times, ratios, kernels"
         parts.append(Details(title, [cell_table(bench)], opened=len(bench.cells) <= 12))
         if any(c.within_noise for c in _listed(bench)):
             parts.append(Paragraph("~ within noise: the interval of the ratio holds 1.", "soft"))
-        for s in bench.summaries:
-            count = f"{s.slow} of {plural(len(s.compared), 'cell')} below {SLOW}"
-            made.append(Paragraph(f"{bench.name}, {s.impl}: {_worst_text(s, bench)}; {count}", only=BRIEF))
         made.append(Details(label, parts, place, cells, label, opened=opened))
     return made
 
@@ -80,7 +78,7 @@ def speed_table(listed: Sequence[Section]) -> Table | None:
     """The answer of a bench: a row for each implementation in each section; None where stock alone was timed."""
     rows: list[tuple[Inline, ...]] = []
     for bench in listed:
-        alike = {b.impl: _bits_text(b, bench).removeprefix("one class of bits in ") for b in bench.bits}
+        alike = {b.impl: _bits_text(b, bench) for b in bench.bits}
         for s in bench.summaries:
             low, high = s.interval
             rows.append((
@@ -88,8 +86,8 @@ def speed_table(listed: Sequence[Section]) -> Table | None:
                 f"{s.mean:.3f} ({low:.3f} to {high:.3f})",
                 f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, bench)}", alike.get(s.impl, "not compared"),
             ))  # fmt: skip
-    head = ("operator", "implementation", "speedup (95%)", "worst", "one class of bits in")
-    return Table(head, rows, ("", "", "num", "wide", "nowrap"), only="mp") if rows else None
+    head = ("operator", "implementation", "speedup (95%)", "worst", "bits")
+    return Table(head, rows, ("", "", "num", "wide", "nowrap"), only="bmp") if rows else None
 
 
 def _listed(section: Section) -> Iterator[Comparison]:
@@ -251,79 +249,75 @@ def bench_headline(run: Run) -> str:
     return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in benches), 'cell')} timed, with nothing beside stock"
 
 
-# Geometry of bench plots: share of the limit over M, where the jigsaw of tiles shows, and the ratio under it.
+# Plots: share of the limit over M, where the jigsaw of tiles shows, and the ratio under it.
 #
-# Places are in thousandths of the plot's width and hundredths of its height, as in `samples`. The share, not the rate,
-# is drawn: over M = 1 ... 8192 the rate spans three decades, in which no jigsaw could be seen, while the share has the
-# limit as a straight line on top.
+# The share, not the rate, is drawn: over M = 1 ... 8192 the rate spans three decades, in which no jigsaw could be seen,
+# while the share has the limit as a straight line on top.
 
 # Fewer sizes than this are a table, not a curve.
 _POINTS_LEAST = 4
 _STOCK = "best stock"
 
-Points = Mapping[str, Sequence[tuple[int, float]]]
 
-
-def bench_figure(section: Section) -> dict[str, Any] | None:
-    """What the page's macro draws: a panel for each group with enough sizes on its axis; None where there is none.
-
-    Of each panel the lines of the shares and of the ratios under them, an implementation's `index` alike in all of
-    them; the grid as (text, height), and the heights of the limit and of ratio 1.
-    """
+def bench_plots(section: Section) -> Plots | None:
+    """A panel for each group with enough sizes on its axis; None where there is none."""
     axis = section.cells[0].axis
-    impls = (_STOCK, *(impl for impl in section.impls if not is_stock(impl)))
+    impls = [_STOCK, *(impl for impl in section.impls if not is_stock(impl))]
     panels = []
     for title, rows in section.groups.items():
         sizes = sorted({row[0].cell.shape[axis] for row in rows})
         if len(sizes) < _POINTS_LEAST:
             continue
-        shares: dict[str, list[tuple[int, float]]] = {impl: [] for impl in impls}
-        ratios: dict[str, list[tuple[int, float]]] = {impl: [] for impl in impls[1:]}
+        shares: list[list[tuple[float, float]]] = [[] for _ in impls]
+        ratios: list[list[tuple[float, float]]] = [[] for _ in impls]
         for row in sorted(rows, key=lambda row: row[0].cell.shape[axis]):
             for c in row:
                 name, size = _STOCK if c.timed is c.baseline else c.timed.impl, c.cell.shape[axis]
-                if name in shares and c.share is not None:
-                    shares[name].append((size, c.share))
-                if name in ratios and c.ratio is not None:
-                    ratios[name].append((size, c.ratio))
-        panels.append(_panel(one_line(title, 120), sizes, shares, ratios))
-    return {"axis": axis, "impls": [one_line(impl, 80) for impl in impls], "panels": panels} if panels else None
+                if name in impls and c.share is not None:
+                    shares[impls.index(name)].append((size, c.share))
+                if name in impls[1:] and c.ratio is not None:
+                    ratios[impls.index(name)].append((size, c.ratio))
+        across, shown = doublings(sizes[0], sizes[-1]), one_line(title, 120)
+        marks = _Marks(impls, axis, across)
+        plots = [marks.shares(shares, shown)]
+        plots += [marks.ratios(ratios, shown)] if any(len(points) > 1 for points in ratios) else []
+        panels.append(Panel(shown, plots, across.ticks, f"{axis}, log2 scale"))
+    return Plots([(one_line(impl, 80), "") for impl in impls], panels, "limit; ratio 1") if panels else None
 
 
-def _panel(title: str, sizes: Sequence[int], shares: Points, ratios: Points) -> dict[str, Any]:
-    first, span = math.log2(sizes[0]), math.log2(sizes[-1] / sizes[0]) or 1.0
-    drawn_shares = [share for points in shares.values() for _, share in points]
-    top = max([1.0, *drawn_shares]) * 1.04
-    foot = max((x for x in (0.0, 0.25, 0.5, 0.75, 0.9) if x < min(drawn_shares, default=0.0)), default=0.0)
-    # tenths around all ratios and 1, never tighter than 0.8 to 1.2
-    drawn = [0.8, 1.2, *(ratio for points in ratios.values() for _, ratio in points)]
-    low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
+class _Marks(NamedTuple):
+    """Of one panel."""
 
-    def place(size: int) -> float:
-        return WIDTH * (math.log2(size) - first) / span
+    impls: Sequence[str]
+    axis: str
+    across: Scale
 
-    def height(value: float, bottom: float, ceiling: float) -> float:
-        return 100.0 - 100.0 * (min(max(value, bottom), ceiling) - bottom) / (ceiling - bottom)
+    def shares(self, points: Sequence[Sequence[tuple[float, float]]], title: str) -> Plot:
+        """From a round share below all of them to a little above the limit."""
+        drawn = [share for one in points for _, share in one]
+        foot = max((x for x in (0.0, 0.25, 0.5, 0.75, 0.9) if x < min(drawn, default=0.0)), default=0.0)
+        levels = {f"{share * 100:.3g}%": share for share in (foot, (foot + 1.0) / 2, 1.0)}
+        up = linear(foot, max([1.0, *drawn]) * 1.04, levels)
+        label = f"share of the limit over {self.axis}, {title}"
+        return Plot("share of the limit", 130, up.levels, self._lines(points, up, "{:.0%} of the limit"), label)
 
-    def lines(points_of: Points, bottom: float, ceiling: float, words: str) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        for impl, points in points_of.items():
-            spots = [
-                (f"{place(size):.1f} {height(v, bottom, ceiling):.2f}", size, words.format(v)) for size, v in points
-            ]
-            path = "M" + " ".join(spot for spot, _, _ in spots)
-            made.append({"index": list(shares).index(impl), "path": path, "spots": spots})
-        return [line for line in made if len(line["spots"]) > 1]
+    def ratios(self, points: Sequence[Sequence[tuple[float, float]]], title: str) -> Plot:
+        """Tenths around all of them and 1, never tighter than 0.8 to 1.2."""
+        drawn = [0.8, 1.2, *(ratio for one in points for _, ratio in one)]
+        low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
+        up = linear(low, high, {f"{x:.4g}": x for x in (low, 1.0, high)})
+        label = f"ratio to the best stock over {self.axis}, {title}"
+        lines = self._lines(points, up, "{:.2f} times the best stock")
+        return Plot("ratio to the best stock", 60, up.levels, lines, label)
 
-    # powers of two, about seven of them
-    powers = range(math.ceil(math.log2(sizes[0])), math.floor(math.log2(sizes[-1])) + 1)
-    return {
-        "title": title,
-        "lines": lines(shares, foot, top, "{:.0%} of the limit"),
-        "ratios": lines(ratios, low, high, "{:.2f} times the best stock"),
-        "ticks": [Tick(place(2**e), f"{2**e:,}") for e in powers[:: max(1, -(-len(powers) // 7))]],
-        "limit": height(1.0, foot, top),
-        "levels": [(f"{share:.3g}%", height(share / 100, foot, top)) for share in (foot * 100, foot * 50 + 50, 100)],
-        "at_one": height(1.0, low, high),
-        "ratio_levels": [(f"{x:.4g}", height(x, low, high)) for x in (low, 1.0, high)],
-    }
+    def _lines(self, points: Sequence[Sequence[tuple[float, float]]], up: Scale, words: str) -> list[Mark]:
+        marks = [limit(1.0, up)]
+        for i, one in enumerate(points):
+            if len(one) > 1:
+                marks.append(Mark("curve", i, placed(one, self.across, up)))
+                name = f"{one_line(self.impls[i], 80)}, {self.axis}"
+                marks += [
+                    Mark("spot", i, placed([(x, y)], self.across, up), f"{name} {x:,}: {words.format(y)}")
+                    for x, y in one
+                ]
+        return marks

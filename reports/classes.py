@@ -12,8 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nondet.core.records import Row, Value
+from nondet.core.records import Role, Row, Value, role_of
 from nondet.errors import one_line
+from nondet.reports.plots import WIDTH, Tick
 
 # What a device kernel is, by its name: split-K, matrix-vector, tile, row reduction, atomics.
 #
@@ -103,6 +104,17 @@ class ClassInfo:
     count: int
     ranges: str
     kernels: tuple[tuple[str, ...], ...]
+
+
+def hue(impl: str, index: int = 0) -> int:
+    """The number of an implementation's colour: orange is stock's in every chart, and blue is invariant's."""
+    role = Role.STOCK if impl == "best stock" else role_of(impl)
+    return {Role.STOCK: 0, Role.BACKEND: 0, Role.INVARIANT: 1}.get(role, 2 + index % 2)
+
+
+def tint(label: int, row: Row | None = None) -> str:
+    """The colour of a class: its own; of a row's only one that of its implementation."""
+    return f"c{label % 8}" if row is None or row.distinct > 1 else f"r{hue(row.impl)}"
 
 
 def letter(label: int) -> str:
@@ -202,37 +214,18 @@ def short_kernel(name: str, limit: int = 56) -> str:
     return head if len(head) <= limit else head[: limit - 1] + "…"
 
 
-# Geometry of class maps: numbers only; templates draw them.
-#
-# Horizontal places are in thousandths of the plot's width, so that a plot stretches to any screen while its text
-# doesn't.
+# Geometry of class maps: numbers only, in the places of `plots`; templates draw them.
 
-WIDTH = 1000.0
 _LANES_MOST = 64
 _NAMED_MOST = 16  # lanes beside which kernels have room
-_BAR_MOST = 24
 # Cells of a lane that are told one by one; beyond them a lane is one shape a kind of kernel.
 _CELLS_MOST = 120
-
-
-class Tick(NamedTuple):
-    """A mark on the horizontal axis, in thousandths, its text, and whether a class ends there: it begins another."""
-
-    x: float
-    text: str
-    border: bool = False
-
-    @property
-    def anchor(self) -> str:
-        """Text at the ends must not leave the plot."""
-        return "start" if self.x < 25 else "end" if self.x > 975 else "middle"
 
 
 def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What the page's macro draws: rows with listed values, together where they tried the same, over one axis.
 
-    Of each implementation a lane a class, with the kernels that gave it. Rows of too many classes are left to
-    `size_bar`.
+    Of each implementation a lane a class, with the kernels that gave it. Rows of too many classes are left out.
     """
     groups: dict[tuple[Value, ...], list[Row]] = {}
     for row in rows:
@@ -243,7 +236,8 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
         marks, scale = _marks(values, group[0].varied)
         borders = {run[0].start for row in group for run in _stretches(row)[1:]}
         panels = [{"row": row, "lanes": _lanes(row, marks)} for row in group]
-        figures.append({"panels": panels, "ticks": _value_ticks(values, marks, borders), "scale": scale})
+        ticks, axis = _value_ticks(values, marks, borders), axis_name(group[0])
+        figures.append({"panels": panels, "ticks": ticks, "axis": axis, "scale": scale})
     return figures
 
 
@@ -286,7 +280,8 @@ class ProductMap:
             lines = lines or [(f"{row.shape[self.axis]:,}", f"{self.axis} {row.shape[self.axis]}", row) for row in rows]
             lanes = [{"name": name, "height": 16.0, "cells": _line_cells(row, at, marks)} for name, at, row in lines]
             panels.append({"row": max(rows, key=lambda row: row.distinct), "lanes": lanes})
-        return {"panels": panels, "ticks": _value_ticks(values, marks, borders), "scale": "log2 scale"}
+        ticks = _value_ticks(values, marks, borders)
+        return {"panels": panels, "ticks": ticks, "axis": "M", "scale": "log2 scale"}
 
 
 def product_map(rows: Sequence[Row]) -> ProductMap | None:
@@ -311,7 +306,7 @@ def _unequal(row: Row) -> str:
 
 
 def _line_cells(row: Row, at: str, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    cells = [cell for label in range(row.distinct) for cell in _cells(row, label, marks, 16.0)]
+    cells = [cell for label in range(row.distinct) for cell in _cells(row, label, marks)]
     return [cell | {"words": f"{at}, {cell['words']}"} for cell in cells]
 
 
@@ -336,12 +331,7 @@ def _marks(values: Sequence[Value], varied: str) -> tuple[list[tuple[float, floa
 def _lanes(row: Row, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
     height = 16.0 if row.distinct <= _NAMED_MOST else 6.0 if row.distinct <= 32 else 4.0
     return [
-        {
-            "label": c.label,
-            "height": height,
-            "kernels": _kernels_text(c.kernels),
-            "cells": _cells(row, c.label, marks, height),
-        }
+        {"label": c.label, "height": height, "kernels": _kernels_text(c.kernels), "cells": _cells(row, c.label, marks)}
         for c in classes(row)
     ]
 
@@ -355,7 +345,7 @@ def _kernels_text(used: Sequence[tuple[str, ...]]) -> str:
     return names + (f", {len(used) - 1} more" if len(used) > 1 else "")
 
 
-def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]], height: float) -> list[dict[str, Any]]:
+def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
     """Neighbouring values of one class and one set of kernels: a shape, and what it is in words.
 
     Where they are too many to be told one by one, one shape for each kind of kernel.
@@ -378,10 +368,11 @@ def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]], height: f
                 parts[-1] = (parts[-1][0], right)
             else:
                 parts.append((left, right))
-    return [{"label": label, "path": _path(parts, height), "words": words} for words, parts in shapes.values()]
+    return [{"label": label, "spans": parts, "words": words} for words, parts in shapes.values()]
 
 
-def _path(cells: Sequence[tuple[float, float]], height: float) -> str:
+def span_path(cells: Sequence[tuple[float, float]], height: float) -> str:
+    """Bars of that height, as a page draws them."""
     return "".join(f"M{left:.1f} 1H{right:.1f}V{height - 1:g}H{left:.1f}Z" for left, right in cells)
 
 
@@ -411,17 +402,3 @@ def _round_places(values: Sequence[Value], marks: Sequence[tuple[float, float]])
     if marks[1][0] - marks[0][0] > 1.5 * (marks[-1][0] - marks[-2][0]):  # logarithmic
         return [i for i, v in enumerate(values) if isinstance(v, int) and v & (v - 1) == 0]
     return list(range(0, count, -(-count // 8)))
-
-
-def size_bar(row: Row) -> list[tuple[float, float, int]]:
-    """Class sizes side by side, the largest first: (x, width, label); label -1 holds all that would be too thin."""
-    total, ranked = sum(row.class_sizes), sorted(range(len(row.class_sizes)), key=lambda i: -row.class_sizes[i])
-    bars: list[tuple[float, float, int]] = []
-    x = 0.0
-    for label in ranked[:_BAR_MOST]:
-        width = WIDTH * row.class_sizes[label] / total
-        bars.append((x, width, label))
-        x += width
-    if len(ranked) > _BAR_MOST:
-        bars.append((x, WIDTH - x, -1))
-    return bars

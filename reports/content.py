@@ -8,27 +8,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from nondet.core.records import Role, Row, Run, Status, role_of
+from nondet.core.records import Role, Row, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.errors import one_line
 from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table, grid
 from nondet.reports.text import counted, environment_line, environment_rows, sentence
-from nondet.sampling.analysis import (
-    DEFINITION,
-    HOST_NOTE,
-    NAME,
-    SampleSummary,
-    SpeedRatio,
-    coverage_rows,
-    coverage_text,
-    summarize_all,
-)
+from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
-from nondet.verdict.gate import judge
+from nondet.verdict.gate import TELLING, judge
 from nondet.verdict.samples import is_replay, is_varied
 from nondet.verdict.served import is_endpoint
+from nondet.verdict.wording import words
 
 if TYPE_CHECKING:
     from nondet.reports.axes import AxesTable
@@ -77,21 +69,13 @@ def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
 def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
     if run.cells:
         return _load("bench:bench_headline")(run)
-    if run.training_steps:
-        return _load("training:training_headline")(run, verdicts)
-    if run.mismatch_rollouts:
-        return _load("mismatch:mismatch_headline")(verdicts)
-    if run.neighbours and verdicts:
-        return _load("traces:embed_headline")(run, verdicts)
     if run.steps:
         return _load("traces:story_headline")(_load("traces:story")(run))
     traced = _load("traces:trace_headline")(run) if _traced(run) else ""
     if traced:
         return traced
-    if not run.rows and not run.completions:
-        return "nothing was measured"
     if not verdicts:
-        return "nothing was compared"
+        return "nothing was compared" if run.rows or run.completions else "nothing was measured"
     shown = _worth_a_headline(verdicts)
     if len({v.prompt for v in verdicts if v.prompt is not None}) > 1:
         text = "; ".join(
@@ -105,7 +89,9 @@ def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
         text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in named)
         if len(named) < len(shown):
             text += f"; {plural(len(shown) - len(named), 'other')}: no divergence observed"
-    return text
+    reasons = [r for v in verdicts for r in v.reasons]
+    telling = [next((words(r) for r in reasons if r.code in codes), "") for codes in TELLING]
+    return ". ".join([text, " ".join(filter(None, telling))]).removesuffix(".") if any(telling) else text
 
 
 def _traced(run: Run) -> bool:
@@ -266,37 +252,11 @@ class RunSection:
         return ", ".join(f"{count} {kind}" for kind, count in named if count)
 
 
-class Speed(NamedTuple):
-    """Stock and invariant sampling under one load, end to end.
-
-    Attributes:
-        distinct: Distinct completions of all `completions` of invariant's.
-    """
-
-    run: str
-    load: str
-    speed: SpeedRatio
-    distinct: int
-    completions: int
-
-
 @dataclass(frozen=True)
 class Report:
     """All of it."""
 
     runs: tuple[RunSection, ...]
-
-    @property
-    def speeds(self) -> tuple[Speed, ...]:
-        """Tokens per second under each load, where the report has several: one load has it in its own section."""
-        entries = []
-        for run in self.runs:
-            for sample in run.samples[:1]:  # a round serves all prompts, so every prompt has the same speed
-                invariant = next((s for s in sample.summaries if role_of(s.impl) == Role.INVARIANT), None)
-                if sample.speed is not None and invariant is not None:
-                    load = one_line(_load_text(run.run.header.plan.get("load")), 200)
-                    entries.append(Speed(run.name, load, sample.speed, invariant.distinct_completions, invariant.n))
-        return tuple(entries) if len(entries) > 1 else ()
 
     @property
     def folded(self) -> bool:
@@ -320,13 +280,6 @@ class Report:
         return one_line("; ".join(dict.fromkeys(r.title for r in self.runs)) or "nondet", 200)
 
 
-def _load_text(load: object) -> str:
-    """ "60 others, budget 64, ..." in the plan's own words."""
-    if not isinstance(load, dict):
-        return str(load or "not recorded")
-    return ", ".join(f"{key} {'-'.join(map(str, v)) if isinstance(v, list) else v}" for key, v in load.items())
-
-
 def build(runs: Sequence[Run]) -> Report:
     """Gather everything. Sampled runs are read with the side file beside them.
 
@@ -336,7 +289,7 @@ def build(runs: Sequence[Run]) -> Report:
     return Report(tuple(_read(run) for run in runs))
 
 
-def _side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
+def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
     """Traces and tokens' texts, of a run that has any."""
     if not any(c.status == "ok" for c in run.completions):
         return {}, {}
@@ -348,9 +301,9 @@ def _side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
 def _read(run: Run) -> RunSection:
     """One run's part of the report, with what follows from its side file."""
     if is_varied(run):  # completions of many settings are no one sample
-        axes = _load("axes:axes_table")(run, _side_file(run)[0]) if run.axis_values else None
+        axes = _load("axes:axes_table")(run, side_file(run)[0]) if run.axis_values else None
         return section(run, [], axes=axes)
-    traces, pieces = _side_file(run)
+    traces, pieces = side_file(run)
     summaries = summarize_all(run, traces, pieces) if traces else []
     if not is_endpoint(run):
         return section(run, summaries)
@@ -402,9 +355,16 @@ def run_blocks(report: Report, number: int) -> list[Block]:
         if told:
             parts: list[Block] = _load(place)(told, number, not report.folded)
             if section.story and field != "story":  # evidence, which the story's answers name
-                parts = [replace(part, only=part.only.replace(BRIEF, "")) for part in parts]
+                parts = [_not_brief(part) for part in parts]
             made += parts
     return made + _tail(report, section, number)
+
+
+def _not_brief(block: Block) -> Block:
+    """Without a place among a terminal's 25 lines, nor what is in it."""
+    if isinstance(block, Details):
+        block = replace(block, blocks=[_not_brief(inner) for inner in block.blocks])
+    return replace(block, only=block.only.replace(BRIEF, ""))
 
 
 def _head(report: Report, section: RunSection) -> list[Block]:
@@ -436,8 +396,8 @@ def _verdicts(section: RunSection, only: str = "m") -> Items:
         if len(section.samples) > 1 and v.prompt is not None:
             which = f", {subject_name(section.run.header.plan, v.prompt)}"
         style = "bad" if v.is_fault else "good" if v.finding == Finding.CLEAN else "dull"
-        words = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
-        marked = tuple(Bit(word, style) if i % 2 else word for i, word in enumerate(words))
+        parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
+        marked = tuple(Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
         items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
     return Items(items, [v.notes for v in section.told], only)
 
@@ -485,34 +445,3 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
     made.append(Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp"))
     made.append(Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "p"))
     return [*made, replace(_verdicts(section), only="v")]  # the last thing on a terminal, where the eye is
-
-
-def speed_blocks(report: Report) -> list[Block]:
-    """Tokens per second by load, where there are several."""
-    if not report.speeds:
-        return []
-    notes = {s.speed.reason: True for s in report.speeds if s.speed.interval is None}
-    notes[f"against plain `stock`: {HOST_NOTE}"] = any(s.speed.host_bound for s in report.speeds)
-    note = "".join(f" Not measured: {why}." for why, so in notes.items() if so)
-    table = grid(
-        report.speeds,
-        {
-            "run": ("nowrap", lambda s: Bit(s.run, "code")),
-            "load": ("wide", lambda s: Bit(s.load)),
-            "stock that ran": ("nowrap", lambda s: Bit(s.speed.baseline, "code")),
-            "stock": ("num", lambda s: f"{s.speed.stock:.0f}"),
-            "invariant": ("num", lambda s: f"{s.speed.invariant:.0f}"),
-            NAME: ("num", lambda s: f"{s.speed.ratio:.2f}" if s.speed.is_cost else "not measured"),
-            "distinct": ("num", lambda s: f"{s.distinct} of {s.completions}"),
-        },
-        unshown=("load",),
-    )
-    lines = [
-        f"{s.run}: {NAME} {s.speed.ratio:.2f} against {s.speed.baseline}" for s in report.speeds if s.speed.is_cost
-    ]
-    return [
-        *(Paragraph(line, only=BRIEF, room=1) for line in lines),
-        Heading("End to end, by load: tokens/s", "speeds", "End to end, by load", level=2),
-        Paragraph(f"{DEFINITION.capitalize()}.{note}", "soft"),
-        table,
-    ]

@@ -124,12 +124,16 @@ def grid(items: Iterable[Any], columns: Mapping[str, tuple[str, Callable[[Any], 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture: the page's macro `name` draws `data`. Other formats have blocks of their own beside it."""
+    """A picture: the page's macro `name` draws `data`. Other formats have blocks of their own beside it.
+
+    `of` is what it shows: a page whose first screen has a picture of the same draws it there alone.
+    """
 
     name: str
     data: Any
     id: str = ""
     title: str = ""
+    of: Any = None
     only: str = PAGE
     kind = "figure"
 
@@ -168,9 +172,11 @@ Block = Heading | Paragraph | Items | Table | Figure | Code | Details
 
 
 def shown(blocks: Iterable[Block], form: str) -> Iterator[Block]:
-    """Those of a format; a fold of nothing is none."""
+    """Those of a format; a fold of nothing is none, and a brief one shows what is for it in folds that are not."""
     for block in blocks:
-        if form in block.only and not (isinstance(block, Details) and not any(shown(block.blocks, form))):
+        if form == BRIEF and isinstance(block, Details) and form not in block.only:
+            yield from shown(block.blocks, form)
+        elif form in block.only and not (isinstance(block, Details) and not any(shown(block.blocks, form))):
             yield block
 
 

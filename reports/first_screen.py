@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from functools import cached_property
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nondet.core.records import Axis, Culprit, Role, Row, Run, of_vllm, role_of
 from nondet.core.statistics import percent
-from nondet.diagnose.verdict import DEFECT, NOT_GREEDY, NOT_MET, UNKNOWN, blamed
+from nondet.diagnose.verdict import NOT_MET, blamed, diagnosed_effect, traced_effect
 from nondet.errors import one_line
 from nondet.reports import text as figures
-from nondet.reports.axes import AxisLine
+from nondet.reports.axes import AxisLine, axes_figure
 from nondet.reports.bench import speed_table
 from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import Problem, Report, RunSection
-from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, Table, grid
+from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.samples import SampleSection, tree_of
-from nondet.reports.traces import Story, batch_brief, embed_steps, pair_of
-from nondet.reports.training import PLOTS, Training
+from nondet.reports.traces import batch_brief, embed_steps, pair_of
+from nondet.reports.training import Training
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
-from nondet.verdict.findings import Finding, Verdict, plural, successful
+from nondet.verdict.findings import Effect, Finding, Verdict, gravest, plural
 from nondet.verdict.rows import axis_of
 from nondet.verdict.samples import UNSEEDED
 from nondet.verdict.wording import phrase
@@ -72,36 +70,6 @@ _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
 _DETAILS = ("axis-apart",)
 
 
-class Pill(StrEnum):
-    """What was seen to change, no further than what was compared goes."""
-
-    OUTPUT = "Output changes"
-    LOGPROBS = "Only logprobs change"
-    RUNS = "Runs differ"
-    MODEL = "Kernels differ in the model"
-    KERNELS = "Kernels differ in isolation"
-    SIDES = "Sampler and trainer differ"
-    NEIGHBOURS = "Nearest neighbours change"
-    VECTORS = "Only vector bits change"
-    WRONG = "Wrong result"
-    NONE = "No difference seen"
-    SO_FAR = "No difference seen so far"
-    UNPROVEN = "No difference seen, load unproven"
-    ORDER = "Sums depend on their order"
-    NOTHING = "Nothing compared"
-    NO_STOCK = "Stock not measured"
-    NOT_GREEDY = "Not greedy"
-    UNKNOWN = "Not known"
-    SPEED = "Speed measured"
-
-    @property
-    def style(self) -> str:
-        """Of the word that answers: bad down to a wrong result, good where nothing was seen in a whole run."""
-        if list(Pill).index(self) <= list(Pill).index(Pill.WRONG):
-            return "bad"
-        return "good" if self is Pill.NONE else "dull"
-
-
 class Step(NamedTuple):
     """One line of the chain.
 
@@ -119,7 +87,7 @@ class Step(NamedTuple):
     @property
     def question(self) -> str:
         """Which of `_WHY` its command answers."""
-        return "cost" if self.command.startswith("nondet bench") else self.label
+        return "cost" if self.command.startswith("nondet sample --turns") else self.label
 
 
 def chain(report: Report) -> tuple[Step, ...]:
@@ -483,80 +451,80 @@ def _cost(report: Report) -> tuple[str, str]:
     return "cost: not measured", _again(report, *words, names=("--dtype", *_MACHINE))
 
 
+class Suggestion(NamedTuple):
+    """What to run next, and what that shows."""
+
+    command: str
+    why: str
+
+
 @dataclass(frozen=True)
 class FirstScreen:
     """The answer, what it was seen on, the chain, one picture, and what to do next: what each format lays out.
 
     Attributes:
-        affected: "yes", "none observed", or "not known".
-        pill: The same in more detail: what changes.
+        effect: What changes, in a few words.
         picture: A class map, a tree of branches, or a pair of calls.
         table: Of a bench alone, in place of chain and picture.
     """
 
-    affected: str
-    pill: Pill
+    effect: Effect
     answer: str
     machines: tuple[str, ...]
     steps: tuple[Step, ...]
-    command: str
-    why: str
-    picture: Figure | None
+    next: Suggestion
+    picture: Figure | None = None
     table: Table | None = None
+
+    @property
+    def style(self) -> str:
+        """Of the words that answer."""
+        return "bad" if self.effect.is_change else "good" if self.effect is Effect.NONE else "dull"
 
     @property
     def blocks(self) -> list[Block]:
         """In markdown all of it; of a terminal's 25 lines those of the chain that are known."""
         known = [step for step in self.steps if step.known]
-        table = grid(
-            self.steps,
-            {
-                "": ("", lambda step: step.label),
-                "what is known": (
-                    "",
-                    lambda step: (
-                        one_line(step.text, 400),
-                        *((" (more: ", Bit(step.command, "code"), ")") if step.command else ()),
-                    ),
-                ),
-            },
-            only=MARKDOWN,
-        )
-        command, why = Bit(one_line(self.command, 400), "code"), Bit(figures.sentence(self.why))
+        rows = [
+            (
+                step.label,
+                (one_line(step.text, 400), *((" (more: ", Bit(step.command, "code"), ")") if step.command else ())),
+            )
+            for step in self.steps
+        ]
+        command, why = Bit(one_line(self.next.command, 400), "code"), Bit(figures.sentence(self.next.why))
         return [
             *(Paragraph((Bit(s.label, "label"), Bit(one_line(s.text, 280))), "", BRIEF, 20) for s in known),
-            Heading(self.pill, level=2, only=MARKDOWN),
+            Heading(self.effect, level=2, only=MARKDOWN),
             Paragraph(figures.sentence(self.answer), only=MARKDOWN),
             Items([Bit(line) for line in self.machines], only=MARKDOWN),
-            *([table] if self.steps else []),
+            *([Table(("", "what is known"), rows, only=MARKDOWN)] if rows else []),
             *([self.table] if self.table else []),
-            *([Paragraph(("Next: ", command, ": ", why), only=MARKDOWN)] if self.command else []),
+            *([Paragraph(("Next: ", command, ": ", why), only=MARKDOWN)] if self.next.command else []),
         ]
 
 
 def first_screen(report: Report) -> FirstScreen | None:
     """The first screen; None of a report that holds neither a verdict nor a bench."""
-    trained = [r.training for r in report.runs if r.training]
-    if trained and len(trained) == len(report.runs):
-        return _of_training(report, trained[0])
-    sides = [r.mismatch for r in report.runs if r.mismatch]
-    if sides and len(sides) == len(report.runs):
-        return _of_mismatch(report, sides[0].figure)
-    affected, pill, answer = _affected(report)
-    if not affected:
+    if report.runs and all(r.training or r.mismatch for r in report.runs):
+        return _of_sides(report)
+    found = _answer(report)
+    if found is None:
         return None
-    if pill is Pill.NONE and not all(r.run.complete for r in report.runs):
-        pill = Pill.SO_FAR
-    steps = chain(report)
-    command, why = _next(report, affected, steps)
-    machines = _machines(report)
-    if pill is Pill.SPEED:
+    (effect, answer), machines = found, _machines(report)
+    steps = () if effect is Effect.SPEED else chain(report)
+    command = next_command(Outcome(report, effect, steps))
+    if effect is Effect.SPEED:
         table = speed_table([section for r in report.runs if r.bench for section in r.bench.sections])
-        return FirstScreen(affected, pill, answer, machines, (), command, why, None, table)
-    own = [(Report((r,)), *_affected(Report((r,)))[1:]) for r in report.runs if len(report.runs) > 1]
-    alike = [(one, said) for one, of, said in own if of is pill]  # a headline of one run over that run's picture
-    said_by = next((one for one, said in alike if answer.startswith(said)), alike[0][0] if alike else report)
-    return FirstScreen(affected, pill, answer, machines, steps, command, why, _picture(said_by))
+        return FirstScreen(effect, answer, machines, steps, command, table=table)
+    return FirstScreen(effect, answer, machines, steps, command, _picture(_shown_by(report, effect, answer)))
+
+
+def _shown_by(report: Report, effect: Effect, answer: str) -> Report:
+    """The run of several whose picture shows the answer: that of the same words, else of the same effect."""
+    each = [(one, _answer(one)) for one in (Report((r,)) for r in report.runs) if len(report.runs) > 1]
+    alike = [(one, found[1]) for one, found in each if found is not None and found[0] is effect]
+    return next((one for one, said in alike if answer.startswith(said)), alike[0][0] if alike else report)
 
 
 def _machines(report: Report) -> tuple[str, ...]:
@@ -569,145 +537,70 @@ def _machines(report: Report) -> tuple[str, ...]:
     return tuple(dict.fromkeys(lines))
 
 
-def _of_mismatch(report: Report, data: dict[str, Any] | None) -> FirstScreen:
+def _of_sides(report: Report) -> FirstScreen:
     """A sampler and a trainer: the pictures of the first run, and what it leaves open."""
     section = report.runs[0]
-    faults = [v for r in report.runs for v in r.verdicts if v.is_fault]
-    pill = Pill.SIDES if faults else Pill.NONE if all(r.run.complete for r in report.runs) else Pill.SO_FAR
-    command, why = _after_mismatch(section.run)
-    picture = Figure("mismatch", data, "fig-answer", "Where sampler and trainer differ") if data else None
-    machines = dict.fromkeys(figures.environment_line(r.run.header.environment) for r in report.runs)
-    answer, affected = one_line(section.headline, 900), "yes" if faults else "none observed"
-    return FirstScreen(affected, pill, answer, tuple(machines), (), command, why, picture)
+    told = section.training or section.mismatch
+    command = _after_training(section.run, section.training) if section.training else _after_mismatch(section.run)
+    effect = _so_far(report, gravest(v for r in report.runs for v in r.verdicts))
+    picture = told.figure if told else None
+    return FirstScreen(effect, one_line(section.headline, 900), _machines(report), (), command, picture)
 
 
-def _after_mismatch(run: Run) -> tuple[str, str]:
-    """Of rollouts from a file the same with what computes hypotheses; else steps of reinforcement learning."""
-    typed = figures.own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *_MACHINE))
-    flags = {word.partition("=")[0] for word in typed}
-    if "--rollouts" in flags and "--model" not in flags:
-        return shlex.join(["nondet", "mismatch", *typed, "--model", "FOLDER"]), "tests what kind of mismatch it is"
-    if "--rollouts" in flags and "--older" not in flags:
-        again = shlex.join(["nondet", "mismatch", *typed, "--older", "CHECKPOINT"])
-        return again, "tests whether a side has weights of before"
-    kept = figures.own_options(run.header, ("--model", "--dtype", *_MACHINE))
-    why = "shows what becomes of it over steps of reinforcement learning"
-    return shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why
+def _so_far(report: Report, effect: Effect) -> Effect:
+    complete = all(r.run.complete for r in report.runs)
+    return Effect.SO_FAR if effect is Effect.NONE and not complete else effect
 
 
-def _of_training(report: Report, told: Training) -> FirstScreen:
-    """Arms of reinforcement learning: the pictures of the first run, and what it leaves open."""
-    section = report.runs[0]
-    faults = [v for r in report.runs for v in r.verdicts if v.is_fault]
-    pill = Pill.SIDES if faults else Pill.NONE if all(r.run.complete for r in report.runs) else Pill.SO_FAR
-    seeds = {c.seed for c in told.courses}
-    if not {"stock", "invariant"} <= {c.impl for c in told.courses}:
-        more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
-    elif len(seeds) == 1:
-        more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
-    else:
-        more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
-    picture = Figure("training", told.figure, "fig-answer", PLOTS) if told.figure else None
-    machines = _machines(report)
-    typed = figures.own_options(section.run.header, [name for name in _RL if name != more[0]])
-    command = shlex.join(["nondet", "rl", *typed, *more])
-    answer, affected = one_line(section.headline, 900), "yes" if faults else "none observed"
-    return FirstScreen(affected, pill, answer, machines, (), command, why, picture)
-
-
-def _affected(report: Report) -> tuple[str, Pill, str]:
-    """What a user has by default, completions before operators; an empty word where no verdict was asked for."""
+def _answer(report: Report) -> tuple[Effect, str] | None:
+    """What a user has by default, in words: of a bench, of a diagnosis, of a trace, of verdicts; None of nothing."""
     timed = [cell for r in report.runs for cell in r.run.cells]
     if timed and all(r.run.cells for r in report.runs):
         text = "speedup is the best stock's time over the implementation's, above 1 it is faster"
-        return "not known", Pill.SPEED, f"{plural(len(timed), 'cell')} timed; {text}"
+        return Effect.SPEED, f"{plural(len(timed), 'cell')} timed; {text}"
+    found = _of_story(report) or _of_trace(report) or _of_verdicts(report)
+    return (_so_far(report, found[0]), found[1]) if found else None
+
+
+def _of_story(report: Report) -> tuple[Effect, str] | None:
     told = next((r.story for r in report.runs if r.story), None)
-    if told is not None:
-        affected = "none observed" if told.finding == Finding.CLEAN else "yes"
-        if told.finding in (UNKNOWN, NOT_GREEDY, Finding.WRONG):
-            affected = "not known"
-        text = batch_brief(told) or told.answers.get("Whether", told.finding)
-        return affected, _diagnosed(told), one_line(text, 400)
-    traced = [v for r in report.runs for v in r.run.trace_verdicts]
-    largest_first = sorted(report.runs, key=lambda r: -len(r.run.completions))
-    verdicts = [(r, v) for r in largest_first for v in r.verdicts]
-    subjects = [(r, v) for r, v in verdicts if v.role in STOCK] or [
-        (r, v) for r, v in verdicts if v.role not in (Role.INVARIANT, Role.PART)
-    ]
-    if not subjects and not traced:
-        if not verdicts:
-            return "", Pill.NOTHING, ""
-        told_of = one_line(verdicts[0][0].headline, 300)
-        return "not known", Pill.NO_STOCK, f"no stock implementation was measured here. {told_of}"
-    for r in report.runs:
-        for verdict in r.run.trace_verdicts:
-            if verdict.finding not in (Finding.CLEAN.value, "unknown") and not any(v.is_fault for _, v in subjects):
-                return "yes", _traced(r.run), one_line((verdict.sentences or [verdict.finding])[0], 300)
-    for asked in (lambda v: v.prompt is not None, lambda v: v.prompt is None):
-        faults = sorted(
-            ((_changed(r, v), v) for r, v in subjects if asked(v) and v.is_fault),
-            key=lambda fault: list(Pill).index(fault[0]),
-        )
-        if faults:
-            pill = faults[0][0]
-            vectors = next((one_line(r.headline, 300) for r in report.runs if r.run.neighbours), "")
-            return "yes", pill, vectors or _said([v for of, v in faults if of is pill])
-    for finding, affected, pill in (
-        (Finding.CLEAN, "none observed", Pill.NONE),
-        (Finding.UNPROVEN, "not known", Pill.UNPROVEN),
-        (Finding.ORDER, "not known", Pill.ORDER),
-    ):
-        of = [v for _, v in subjects if v.finding == finding]
-        if of:
-            return affected, pill, _said(of)
-    return "not known", Pill.NOTHING, "nothing was compared under stock"
+    if told is None:
+        return None
+    return diagnosed_effect(told.run, told.finding), one_line(
+        batch_brief(told) or told.answers.get("Whether", told.finding), 400
+    )
 
 
-def _changed(section: RunSection, verdict: Verdict) -> Pill:
-    """What a fault changes: by the completions that the verdict is of, else by what was compared beside any model."""
-    if verdict.finding == Finding.WRONG:
-        return Pill.WRONG
-    vectors = [n for n in section.run.neighbours if n.impl == verdict.impl]
-    if vectors:
-        return Pill.NEIGHBOURS if any(n.top1_changed or n.topk_changed for n in vectors) else Pill.VECTORS
-    if Finding.MISMATCH in verdict.findings:
-        return Pill.SIDES
-    if verdict.prompt is None:
-        return Pill.KERNELS
-    if section.axes:
-        tallies = [line.cells[verdict.impl].tally for line in section.axes.lines if verdict.impl in line.cells]
-        texts = [{text for v in (*t.values, *t.idle) for text in v.texts} for t in tallies if t.held]
-        texts += [set(v.texts) for t in tallies if not t.held for v in (*t.values, *t.idle)]
-        parted = any(len(of) > 1 for of in texts)
-    else:
-        mine = [c for c in successful(section.run.completions) if (c.impl, c.prompt) == (verdict.impl, verdict.prompt)]
-        # one trace is one text: if a fault leaves it one, what differs is how it ended, or a run that was repeated
-        parted = len({(c.tokens_digest, c.finish) for c in mine}) > 1
-    if parted:
-        return Pill.OUTPUT
-    return Pill.RUNS if Finding.RUN_TO_RUN in verdict.findings else Pill.LOGPROBS
+def _of_trace(report: Report) -> tuple[Effect, str] | None:
+    """A trace that found something, or one without a verdict on what a user has beside it; else that says more."""
+    told = subjects(report)
+    found = [(r.run, v) for r in report.runs for v in r.run.trace_verdicts if v.is_fault or not told]
+    if not found or any(v.is_fault for v in told):
+        return None
+    run, verdict = next(((run, v) for run, v in found if v.is_fault), found[0])
+    return traced_effect(run, verdict), one_line((verdict.sentences or [verdict.finding])[0], 300)
 
 
-def _diagnosed(told: Story) -> Pill:
-    """A diagnosis: what the batch changed of stock's completions, by the figures of its steps."""
-    named = {Finding.WRONG: Pill.WRONG, DEFECT: Pill.WRONG, Finding.CLEAN: Pill.NONE}
-    named |= {NOT_GREEDY: Pill.NOT_GREEDY, UNKNOWN: Pill.UNKNOWN}
-    if told.finding in named:
-        return named[told.finding]
-    flips = [s.figures.get("tokens", 0) for s in told.steps if s.name == "batch"]
-    flips += [a.tokens for a in told.run.axes if role_of(a.impl) in STOCK]
-    if any(flips):
-        return Pill.OUTPUT
-    return Pill.RUNS if told.finding == Finding.RUN_TO_RUN else Pill.LOGPROBS
+def _of_verdicts(report: Report) -> tuple[Effect, str] | None:
+    """Of the verdicts on what a user has the gravest: faults of completions, then of operators, then the rest."""
+    told = subjects(report)
+    if not told:
+        first = next((r for r in report.runs if r.verdicts), None)
+        if first is None:
+            return None
+        return Effect.NO_STOCK, f"no stock implementation was measured here. {one_line(first.headline, 300)}"
+    faults = [v for v in told if v.is_fault]
+    asked = [v for v in faults if v.prompt is not None] or faults or told
+    effect = gravest(asked)
+    if effect is Effect.NOTHING:
+        return effect, "nothing was compared under stock"
+    return effect, _said([v for v in asked if v.effect is effect])
 
 
-def _traced(run: Run) -> Pill:
-    """A trace: what its controls saw of the two arms and of the requests beside them."""
-    figures_of = {c.name: c.figures for c in run.controls}
-    parting, beside = figures_of.get("parting", {}), figures_of.get("company", {})
-    if parting.get("first_token", -1) >= 0 or beside.get("tokens", 0):
-        return Pill.OUTPUT
-    return Pill.LOGPROBS if parting.get("first_logprob", -1) >= 0 and beside else Pill.MODEL
+def subjects(report: Report) -> list[Verdict]:
+    """Verdicts on what a user has by default: on stock, else on what is no cure; of the largest run first."""
+    every = [v for r in sorted(report.runs, key=lambda r: -len(r.run.completions)) for v in r.verdicts]
+    return [v for v in every if v.role in STOCK] or [v for v in every if v.role not in (Role.INVARIANT, Role.PART)]
 
 
 def _said(verdicts: Sequence[Verdict]) -> str:
@@ -729,56 +622,35 @@ _WHY = {
 
 
 @dataclass(frozen=True)
-class _Ended:
-    """What a report came to, for the table of next commands.
-
-    Attributes:
-        command: That of its run; "" of several.
-    """
+class Outcome:
+    """What a report came to: what the next command follows from."""
 
     report: Report
-    affected: str
+    effect: Effect
     steps: Sequence[Step]
 
     @property
-    def run(self) -> RunSection:
-        """The first run."""
-        return self.report.runs[0]
+    def run(self) -> Run:
+        """The first one."""
+        return self.report.runs[0].run
 
     @property
     def command(self) -> str:
         """What made it; "" of several runs."""
-        return self.run.run.header.command if len(self.report.runs) == 1 else ""
-
-    @property
-    def encoded(self) -> bool:
-        """Whether all runs are of encoders."""
-        return all(r.run.embed_passes for r in self.report.runs)
-
-    @property
-    def page(self) -> str:
-        """The report that shows all of the first run."""
-        return shlex.join(["nondet", "report", one_line(self.run.run.source, 200), "--out", "report.html"])
+        return self.run.header.command if len(self.report.runs) == 1 else ""
 
     @property
     def diverged(self) -> bool:
         """Whether something did."""
-        return self.affected == "yes"
+        return self.effect.is_change
 
-    @cached_property
-    def own(self) -> list[Row]:
-        """Rows of a user's function."""
-        return own_rows(self.report)
+    @property
+    def demonstrates(self) -> bool:
+        """Whether no row asks about somebody's operators."""
+        return all(p.demonstration or not any(c.rows for c in p.cases) for r in self.report.runs for p in r.probes)
 
-    @cached_property
-    def asked(self) -> list[Row]:
-        """Rows that ask about somebody's operators, and demonstrate nothing."""
-        return [
-            row for r in self.report.runs for p in r.probes if not p.demonstration for c in p.cases for row in c.rows
-        ]
-
-    @cached_property
-    def missing(self) -> Step | None:
+    @property
+    def open_step(self) -> Step | None:
         """The first line of the chain that this run does not know."""
         asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure")]
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
@@ -786,141 +658,124 @@ class _Ended:
 
     def typed(self, names: Collection[str]) -> list[str]:
         """Of these options those of the first run."""
-        return figures.own_options(self.run.run.header, names)
+        return figures.own_options(self.run.header, names)
 
     def again(self, *words: str, names: Collection[str] = _SAMPLE) -> str:
         """A command with this run's own model, prompt and machine."""
         return _again(self.report, *words, names=names)
 
 
-def _served(e: _Ended) -> bool:
-    return bool(e.report.runs) and all(r.endpoint is not None for r in e.report.runs)
+def next_command(o: Outcome) -> Suggestion:
+    """What to run after this report: first what failed, then what the kind of run, the chain or its end leave open."""
+    failed = [(r, p) for r in o.report.runs for p in r.problems if p.kind == "failed"]
+    if failed and not o.diverged:  # nothing further is asked before what was asked has its answers
+        return _mended(*failed[0], sum(p.count for _, p in failed))
+    if all(r.endpoint is not None for r in o.report.runs):
+        return _after_server(o)
+    if o.command == "trace":
+        return _after_trace(o)
+    if own := own_rows(o.report):
+        return _after_own(o, own)
+    if o.command == "certify" or any(c.tokens for c in o.run.cells):
+        return Suggestion("", "")  # a certificate and an engine's times are answers: nothing follows from them
+    if o.command == "bench":
+        return _after_bench(o)
+    if o.command == "probe" and o.demonstrates:
+        command = o.again("probe", "all", names=_MACHINE)
+        return Suggestion(command, "tests the library's own operators; these cases only demonstrate a cause")
+    refuted = o.diverged and cure_refuted(o.report)
+    if o.diverged and o.run.header.plan.get("met") and not refuted:
+        return _certify(o)  # what a trace found in a model was tested by itself: nothing is left to look for
+    if (step := o.open_step) is not None:
+        return Suggestion(step.command, _WHY[step.question])
+    if all(r.run.embed_passes for r in o.report.runs) and (refuted or not o.diverged):
+        return _after_embed(o, refuted)
+    if refuted:
+        return Suggestion(
+            _again(o.report, "trace", "--impl", "invariant"), "names the operator that diverges under it, too"
+        )
+    if o.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in o.run.steps):
+        return Suggestion("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within")
+    return _certify(o) if o.diverged else _after_clean(o)
 
 
-def _after_trace(e: _Ended) -> tuple[str, str]:
+def _after_server(o: Outcome) -> Suggestion:
+    if o.diverged:
+        operator = next(s for s in o.steps if s.label == "operator")
+        return Suggestion(operator.command, "names the operator, where the model's folder is at hand")
+    command = o.again("sample", "--n", "3000", "--load", "heavy", names=_SERVER)
+    return Suggestion(command, "compares more answers, under a heavier load")
+
+
+def _after_trace(o: Outcome) -> Suggestion:
     """The probe of what it named, at the shapes met, else the replacement; without a name, or clean, a sample."""
-    culprit = next((c for c in culprits_of(e.run) if c.call), None)
-    families = next((v.families for v in e.run.run.trace_verdicts if v.families), None)
+    culprit = next((c for c in culprits_of(o.report.runs[0]) if c.call), None)
+    families = next((v.families for v in o.run.trace_verdicts if v.families), None)
     snippet = f"nondet.batch_invariant({families!r})" if families else ""
     if culprit is not None and culprit.family in PROBE_OF:
         then = f"; {snippet} replaces it" if snippet else ""
-        source = one_line(e.run.run.source, 200)
-        command = e.again("probe", "--from-trace", source, names=_MACHINE)
-        return command, f"tests that operator by itself, at these shapes{then}"
+        command = o.again("probe", "--from-trace", one_line(o.run.source, 200), names=_MACHINE)
+        return Suggestion(command, f"tests that operator by itself, at these shapes{then}")
     if snippet:
-        return f"with {snippet}: ...", "in Python: replaces what diverged in this trace"
-    return e.again("sample", "--impl", "both"), _WHY["token"]
+        return Suggestion(f"with {snippet}: ...", "in Python: replaces what diverged in this trace")
+    return Suggestion(o.again("sample", "--impl", "both"), _WHY["token"])
 
 
-def _of_own(e: _Ended) -> tuple[str, str]:
+def _after_own(o: Outcome, own: Sequence[Row]) -> Suggestion:
     """The smallest question that shows what was found of a user's function; of a clean one the longer sweep."""
-    bad = [row for row in e.own if row.wrong] or [row for row in e.own if row.parted]
-    row = bad[0] if bad and bad[0].wrong else clearest(bad or e.own)
+    bad = [row for row in own if row.wrong] or [row for row in own if row.parted]
+    row = bad[0] if bad and bad[0].wrong else clearest(bad or own)
     target = row.impl.rpartition("=")[2]
     words = figures.probe_of_mine(row, target)
-    pinned = {word for word in words if word.startswith("--")} <= {*figures.typed_words(e.run.run.header)}
+    pinned = {word for word in words if word.startswith("--")} <= {*figures.typed_words(o.run.header)}
     named = row.probe != "check" and "<" not in target and not target.startswith("__main__")  # --impl can name it
     if bad and named and not pinned:
         why = f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
-        return shlex.join([*words, *e.typed(_MACHINE)]), why
-    if not bad and e.command == "probe" and not e.run.run.header.plan.get("full"):
-        return shlex.join([*words[:5], "--full", *e.typed(_PROBE)]), "tests it at batch sizes up to 4,096"
-    return e.page, "shows every case with its batch sizes"
+        return Suggestion(shlex.join([*words, *o.typed(_MACHINE)]), why)
+    if not bad and o.command == "probe" and not o.run.header.plan.get("full"):
+        command = shlex.join([*words[:5], "--full", *o.typed(_PROBE)])
+        return Suggestion(command, "tests it at batch sizes up to 4,096")
+    page = shlex.join(["nondet", "report", one_line(o.run.source, 200), "--out", "report.html"])
+    return Suggestion(page, "shows every case with its batch sizes")
 
 
-def _of_bench(e: _Ended) -> tuple[str, str]:
+def _after_bench(o: Outcome) -> Suggestion:
     """A model that was timed, or where operators were, the embedded one."""
-    typed = e.typed(["--models"])
+    typed = o.typed(["--models"])
     model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
     words = ["--model", model] if model != "embedded" else []
-    return e.again("sample", "--impl", "both", *words, names=_MACHINE), _WHY["token"]
+    return Suggestion(o.again("sample", "--impl", "both", *words, names=_MACHINE), _WHY["token"])
 
 
-def _cured(e: _Ended) -> tuple[str, str]:
+def _after_embed(o: Outcome, refuted: bool) -> Suggestion:
+    if refuted:
+        return Suggestion(
+            o.again("certify", "all", names=_MACHINE), "tests the batch-invariant kernels on this machine"
+        )
+    names = [name for name in _EMBED if name != "--batch"]
+    return Suggestion(o.again("embed", "--batch", "128", names=names), "compares vectors in larger batches")
+
+
+def _after_clean(o: Outcome) -> Suggestion:
+    """Where nothing diverged, and nothing is missing: a gate of what was sampled, a larger sample, or a first one."""
+    sampled = stock_summaries(o.report)
+    if sampled and o.command == "sample":
+        why = "passes or fails this run in CI, and says how rare a divergence it would have shown"
+        return Suggestion(shlex.join(["nondet", "gate", o.run.source, "--impl", sampled[0][2].impl]), why)
+    if sampled:
+        command = o.again("sample", "--n", "10000", "--load", "heavy")
+        return Suggestion(command, "compares more completions, under a heavier load")
+    return Suggestion(o.again("sample"), _WHY["token"])
+
+
+def _certify(o: Outcome) -> Suggestion:
     why = (
         "tests the batch-invariant kernels bit for bit on this machine; then wrap the model in nondet.batch_invariant()"
     )
-    return e.again("certify", "all", names=_MACHINE), why
+    return Suggestion(o.again("certify", "all", names=_MACHINE), why)
 
 
-# Each finding by its command -> what to run next, and what that shows: the first line that holds. Failures come first.
-_NEXT: tuple[tuple[Callable[[_Ended], Any], Callable[[_Ended], tuple[str, str]]], ...] = (
-    (
-        lambda e: _served(e) and e.diverged,
-        lambda e: (e.steps[2].command, "names the operator, where the model's folder is at hand"),
-    ),
-    (
-        _served,
-        lambda e: (
-            e.again("sample", "--n", "3000", "--load", "heavy", names=_SERVER),
-            "compares more answers, under a heavier load",
-        ),
-    ),
-    (lambda e: e.command == "trace", _after_trace),
-    (lambda e: e.own, _of_own),
-    # a certificate and an engine's times are answers: nothing follows from them
-    (lambda e: e.command == "certify" or any(c.tokens for c in e.run.run.cells), lambda e: ("", "")),
-    (lambda e: e.command == "bench", _of_bench),
-    (
-        lambda e: e.command == "probe" and not e.asked,
-        lambda e: (
-            e.again("probe", "all", names=_MACHINE),
-            "tests the library's own operators; these cases only demonstrate a cause",
-        ),
-    ),
-    # what a trace found in a model was tested by itself: nothing is left to look for
-    (lambda e: e.diverged and e.run.run.header.plan.get("met") and not cure_refuted(e.report), _cured),
-    (
-        lambda e: e.missing,
-        lambda e: (e.missing.command, _WHY[e.missing.question]) if e.missing else ("", ""),
-    ),
-    (
-        lambda e: e.encoded and not e.diverged,
-        lambda e: (
-            e.again("embed", "--batch", "128", names=[name for name in _EMBED if name != "--batch"]),
-            "compares vectors in larger batches",
-        ),
-    ),
-    (
-        lambda e: e.encoded and cure_refuted(e.report),
-        lambda e: (e.again("certify", "all", names=_MACHINE), "tests the batch-invariant kernels on this machine"),
-    ),
-    (
-        lambda e: e.diverged and cure_refuted(e.report),
-        lambda e: (_again(e.report, "trace", "--impl", "invariant"), "names the operator that diverges under it, too"),
-    ),
-    (
-        lambda e: e.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in e.run.run.steps),
-        lambda e: ("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within"),
-    ),
-    (lambda e: e.diverged, _cured),
-    (
-        lambda e: stock_summaries(e.report) and e.command == "sample",
-        lambda e: (
-            shlex.join(["nondet", "gate", e.run.run.source, "--impl", stock_summaries(e.report)[0][2].impl]),
-            "passes or fails this run in CI, and says how rare a divergence it would have shown",
-        ),
-    ),
-    (
-        lambda e: stock_summaries(e.report),
-        lambda e: (
-            e.again("sample", "--n", "10000", "--load", "heavy"),
-            "compares more completions, under a heavier load",
-        ),
-    ),
-    (lambda e: True, lambda e: (e.again("sample"), _WHY["token"])),
-)  # fmt: skip
-
-
-def _next(report: Report, affected: str, steps: Sequence[Step]) -> tuple[str, str]:
-    failed = [(r, p) for r in report.runs for p in r.problems if p.kind == "failed"]
-    if failed and affected != "yes":  # nothing further is asked before what was asked has its answers
-        return _mended(*failed[0], sum(p.count for _, p in failed))
-    ended = _Ended(report, affected, steps)
-    return next(told(ended) for holds, told in _NEXT if holds(ended))
-
-
-def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str]:
+def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
     """The run's own command again, and what has to be mended before: the first failure of `count`."""
     header = section.run.header
     words = figures.typed_words(header)
@@ -932,7 +787,34 @@ def _mended(section: RunSection, problem: Problem, count: int) -> tuple[str, str
     why = f"again, once {which} is mended: {problem.name}: {problem.reason}"
     if "memory" in problem.reason.lower():
         why += " (ask for smaller sizes, or free memory)"
-    return shlex.join(["nondet", *words]), one_line(why, 320)
+    return Suggestion(shlex.join(["nondet", *words]), one_line(why, 320))
+
+
+def _after_mismatch(run: Run) -> Suggestion:
+    """Of rollouts from a file the same with what computes hypotheses; else steps of reinforcement learning."""
+    typed = figures.own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *_MACHINE))
+    flags = {word.partition("=")[0] for word in typed}
+    if "--rollouts" in flags and "--model" not in flags:
+        command = shlex.join(["nondet", "mismatch", *typed, "--model", "FOLDER"])
+        return Suggestion(command, "tests what kind of mismatch it is")
+    if "--rollouts" in flags and "--older" not in flags:
+        command = shlex.join(["nondet", "mismatch", *typed, "--older", "CHECKPOINT"])
+        return Suggestion(command, "tests whether a side has weights of before")
+    kept = figures.own_options(run.header, ("--model", "--dtype", *_MACHINE))
+    why = "shows what becomes of it over steps of reinforcement learning"
+    return Suggestion(shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why)
+
+
+def _after_training(run: Run, told: Training) -> Suggestion:
+    """The arm, the seeds or the rollouts that were left out."""
+    if not {"stock", "invariant"} <= {c.impl for c in told.courses}:
+        more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
+    elif len({c.seed for c in told.courses}) == 1:
+        more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
+    else:
+        more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
+    typed = figures.own_options(run.header, [name for name in _RL if name != more[0]])
+    return Suggestion(shlex.join(["nondet", "rl", *typed, *more]), why)
 
 
 def _picture(report: Report) -> Figure | None:
@@ -942,7 +824,7 @@ def _picture(report: Report) -> Figure | None:
     drawn = next((tree_of(s, "fig-answer") for s in forked), None) or next(named, None)
     rows = [r for r in parted_rows(report) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     if drawn is not None or not rows:
-        axes = (Figure("axes", r.axes, "fig-answer", "Distinct traces by axis") for r in report.runs if r.axes)
+        axes = (axes_figure(r.axes, "fig-answer") for r in report.runs if r.axes and r.axes.bars)
         return drawn or next(axes, None)
     chosen = clearest(rows)
     cases = (case for r in report.runs for p in r.probes for case in p.cases)

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from nondet.core.records import Run
 from nondet.errors import one_line
-from nondet.reports.content import Report, build, run_blocks, speed_blocks
+from nondet.reports.content import Report, build, run_blocks
 from nondet.reports.document import (
     MARKDOWN,
     Block,
@@ -97,7 +97,6 @@ def render_report(report: Report, *, full: bool = False) -> str:
     screen = first_screen(report)
     head = list(blocks(screen.blocks)) if screen else []
     bodies = [list(blocks(run_blocks(report, number))) for number in range(1, len(report.runs) + 1)]
-    tail = list(blocks(speed_blocks(report)))
     most = FULL_MOST if full else BRIEF_MOST
     left_out = [0] * len(bodies)
 
@@ -107,7 +106,7 @@ def render_report(report: Report, *, full: bool = False) -> str:
         note = (
             [f"Left out for length: blocks, {', '.join(cut)}.{rest} an .html report holds everything."] if cut else []
         )
-        parts = [*head, *(block for body in bodies for block in body), *tail, *note]
+        parts = [*head, *(block for body in bodies for block in body), *note]
         levels = [len(part) - len(part.lstrip("#")) or 9 for part in [*parts, "#"]]
         kept = (
             part for part, (level, after) in zip(parts, pairwise(levels), strict=True) if level > 6 or after > level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +13,11 @@ import numpy as np
 from nondet.core.records import MismatchKind, Run
 from nondet.errors import one_line
 from nondet.mismatch.figures import Bin, Figures
-from nondet.reports.classes import WIDTH, Tick
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Inline, Paragraph, Table, grid
+from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Figure, Inline, Paragraph, Table, grid
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, decades, doublings, limit, linear, placed
 from nondet.reports.text import counted
-from nondet.verdict.findings import Verdict, plural
-from nondet.verdict.mismatch import KINDS, Pair, pairs, removed
-from nondet.verdict.wording import phrase, words
+from nondet.verdict.findings import plural
+from nondet.verdict.mismatch import Pair, pairs, removed
 
 _POINTS, _KINDS_MOST = 1500, 12
 _CAPS = (2.0, 3.0)  # where truncated importance weights are cut: verl's, TRL's
@@ -36,20 +36,10 @@ class Sides:
         self.pairs = pairs(run)
 
     @cached_property
-    def figure(self) -> dict[str, Any] | None:
-        """What the page's macro draws."""
-        return mismatch_figure(self.pairs)
-
-
-def mismatch_headline(verdicts: Sequence[Verdict]) -> str:
-    """What each arm's verdict begins with, and of the first that differs what kind it is and where it begins.
-
-    Without the last full stop.
-    """
-    said = "; ".join(f"{one_line(v.impl, 60)}: {phrase(v.counts[:1], brief=True)}" for v in verdicts)
-    reasons = [r for v in verdicts for r in v.reasons]
-    told = [next((words(r) for r in reasons if r.code in codes), "") for codes in (KINDS, ("mm-where",))]
-    return " ".join([f"{said}.", *filter(None, told)]).removesuffix(".")
+    def figure(self) -> Figure | None:
+        """Its plots."""
+        data = mismatch_plots(self.pairs)
+        return Figure("plots", data, "fig-answer", PLOTS, of=self) if data else None
 
 
 def _table(told: Sequence[Pair], **more: Any) -> Table:
@@ -109,9 +99,9 @@ def _bins(bins: Sequence[Bin], name: str, form: str) -> Table:
 
 def mismatch_blocks(sides: Sides, number: int, opened: bool) -> list[Block]:
     """The arms, the pictures, the hypotheses, and by position and probability."""
-    place, data, told = f"mismatch-{number}", sides.figure if number > 1 else None, sides.pairs  # the first's is on top
-    parts: list[Block] = [_table(told)]
-    parts += [Figure("mismatch", data, f"{place}-plot", PLOTS)] if data else []
+    place, told = f"mismatch-{number}", sides.pairs
+    parts: list[Block] = [_table(told, only=BRIEF + WHOLE)]
+    parts += [replace(sides.figure, id=f"{place}-plot")] if sides.figure else []
     for pair in told:
         if pair.figures is None or not pair.figures.differ:
             continue
@@ -128,104 +118,67 @@ def mismatch_blocks(sides: Sides, number: int, opened: bool) -> list[Block]:
             if bins
         ]
     parts.append(Paragraph(_NOTE, "soft"))
-    return [
-        _table(told, only=BRIEF),
-        Details("Arms", parts, place, plural(len(told), "arm"), "arms", opened=opened, only="vmp"),
-    ]
+    return [Details("Arms", parts, place, plural(len(told), "arm"), "arms", opened=opened)]
 
 
-# Geometry of the plots. Places are in thousandths of the plot's width and hundredths of its height.
-
-_Places = Callable[[float], float]
+_Drawn = Sequence[tuple[int, Figures]]  # an arm's number, and its figures
 
 
-def mismatch_figure(told: Sequence[Pair]) -> dict[str, Any] | None:
-    """What the page's macro draws: four panels over the arms that differ; None where none does."""
+def mismatch_plots(told: Sequence[Pair]) -> Plots | None:
+    """Four panels over the arms that differ, and one by step of training; None where none differs."""
     shown = [(i, p.figures) for i, p in enumerate(told) if p.figures is not None and p.figures.differ]
     if not shown:
         return None
-    probability = _decades([float(np.exp(min(f.sampler.min(), f.trainer.min()))) for _, f in shown] + [1.0])
-    panels = [
-        _panel("probability of each token", "trainer's", "sampler's", probability, probability, points=[
-            (i, np.exp(f.sampler[::step]), np.exp(f.trainer[::step])) for i, f in shown
-            for step in (max(1, f.tokens // _POINTS),)
-        ]),
-        _binned("mean |d| by the sampler's probability", "nats", "sampler's probability",
-                [(i, [((b.low + b.high) / 2, b.mean_abs) for b in f.probabilities]) for i, f in shown], linear=True),
-        _binned("K3 by position", "nats", "token of the rollout",
-                [(i, [(b.low + 1, b.k3) for b in f.positions]) for i, f in shown], linear=False),
-        _sequences(shown),
-    ]  # fmt: skip
-    steps = [(i, [(b.low, b.k3) for b in p.steps]) for i, p in enumerate(told) if p.steps]
-    if steps:
-        ends = [x for _, line in steps for x, _ in line]
-        across, up = _linear(min(ends), max(ends)), _decades([y for _, line in steps for _, y in line])
-        panels.append(_panel("K3 by step", "nats", "step of training", across, up, lines=steps))
-    return {"impls": [one_line(p.impl, 60) for p in told], "panels": panels}
+    panels = [_scatter(shown), _by_probability(shown), _by_position(shown), _rollouts(shown)]
+    by_step = [(i, [(b.low, b.k3) for b in p.steps]) for i, p in enumerate(told) if p.steps]
+    if by_step:
+        ends = [x for _, points in by_step for x, _ in points]
+        panels.append(_curves("K3 by step", "step of training", linear(min(ends), max(ends)), by_step))
+    return Plots([(one_line(p.impl, 60), "") for p in told], panels)
 
 
-def _panel(
-    title: str, unit: str, axis: str, across: _Scale, up: _Scale, points: Sequence[Any] = (), lines: Sequence[Any] = (),
-    caps: Sequence[float] = (),
-) -> dict[str, Any]:  # fmt: skip
-    def at(x: float, y: float) -> str:
-        return f"{across[1](x) * WIDTH / 100:.1f} {100 - up[1](y):.2f}"
-
-    drawn = [(i, " ".join(f"M{at(x, y)}h0" for x, y in zip(xs, ys, strict=True))) for i, xs, ys in points]
-    paths = [(i, "M" + " ".join(at(x, y) for x, y in line)) for i, line in lines if line]
-    return {
-        "title": title, "unit": unit, "axis": axis, "points": drawn, "lines": paths,
-        "levels": [(text, 100 - place) for text, place in up[0]], "caps": [100 - up[1](c) for c in caps],
-        "ticks": [Tick(place * WIDTH / 100, text) for text, place in across[0]],
-    }  # fmt: skip
+def _scatter(shown: _Drawn) -> Panel:
+    title, scale = (
+        "probability of each token",
+        decades([1.0, *(math.exp(min(f.sampler.min(), f.trainer.min())) for _, f in shown)]),
+    )
+    marks = []
+    for i, f in shown:
+        step = max(1, f.tokens // _POINTS)
+        points = zip(np.exp(f.sampler[::step]).tolist(), np.exp(f.trainer[::step]).tolist(), strict=True)
+        marks.append(Mark("spot", i, placed(points, scale, scale)))
+    return _panel(title, "trainer's", "sampler's", scale, scale, marks)
 
 
-def _binned(title: str, unit: str, axis: str, lines: Sequence[Any], *, linear: bool) -> dict[str, Any]:
-    up = _decades([y for _, line in lines for _, y in line])
-    across = _linear(0.0, 1.0) if linear else _doublings(max(x for _, line in lines for x, _ in line))
-    return _panel(title, unit, axis, across, up, lines=lines)
+def _by_probability(shown: _Drawn) -> Panel:
+    lines = [(i, [((b.low + b.high) / 2, b.mean_abs) for b in f.probabilities]) for i, f in shown]
+    return _curves("mean |d| by the sampler's probability", "sampler's probability", linear(0.0, 1.0), lines)
 
 
-def _sequences(shown: Sequence[tuple[int, Figures]]) -> dict[str, Any]:
+def _by_position(shown: _Drawn) -> Panel:
+    lines = [(i, [(b.low + 1, b.k3) for b in f.positions]) for i, f in shown]
+    longest = max(x for _, points in lines for x, _ in points)
+    return _curves("K3 by position", "token of the rollout", doublings(1, max(2, longest)), lines)
+
+
+def _rollouts(shown: _Drawn) -> Panel:
     most = max(1.2, *(math.exp(min(3.0, float(np.abs(f.sequences).max()))) for _, f in shown))
     high = math.log(most)
-    longest = max(max(f.lengths) for _, f in shown)
-    points = [
-        (i, list(f.lengths)[::step], [min(high, float(v)) for v in np.abs(f.sequences)[::step]])
-        for i, f in shown
-        for step in (max(1, len(f.lengths) // _POINTS),)
-    ]
-    levels = [(f"{math.exp(v):.3g}", 100.0 * v / high) for v in (0.0, high / 2, high)]
-    up = (levels, lambda v: 100.0 * v / high)
-    caps = [math.log(c) for c in _CAPS if c <= most]
-    title, axis = "ratio of each rollout, or its inverse", "tokens of the rollout"
-    return _panel(title, f"the larger of both; caps {_CAPS[0]:g} and {_CAPS[1]:g} where in sight", axis,
-                  _linear(0.0, float(longest)), up, points=points, caps=caps)  # fmt: skip
+    across = linear(0.0, float(max(max(f.lengths) for _, f in shown)))
+    up = linear(0.0, high, {f"{math.exp(v):.3g}": v for v in (0.0, high / 2, high)})
+    marks = [limit(math.log(cap), up) for cap in _CAPS if cap <= most]
+    for i, f in shown:
+        step = max(1, len(f.lengths) // _POINTS)
+        points = zip(list(f.lengths)[::step], np.abs(f.sequences)[::step].tolist(), strict=True)
+        marks.append(Mark("spot", i, placed(points, across, up)))
+    unit = f"the larger of both; caps {_CAPS[0]:g} and {_CAPS[1]:g} where in sight"
+    return _panel("ratio of each rollout, or its inverse", unit, "tokens of the rollout", across, up, marks)
 
 
-_Scale = tuple[list[tuple[str, float]], _Places]  # what is marked, and a value's place, in hundredths
+def _curves(title: str, axis: str, across: Scale, lines: Sequence[tuple[int, Sequence[tuple[float, float]]]]) -> Panel:
+    up = decades([y for _, points in lines for _, y in points])
+    return _panel(title, "nats", axis, across, up, [Mark("curve", i, placed(p, across, up)) for i, p in lines if p])
 
 
-def _linear(low: float, high: float) -> _Scale:
-    def place(value: float) -> float:
-        return 100.0 * (value - low) / (high - low)
-
-    return [(f"{v:g}", place(v)) for v in (low, (low + high) / 2, high)], place
-
-
-def _decades(values: Sequence[float]) -> _Scale:
-    above = [math.log10(v) for v in values if 0 < v < math.inf]
-    low = max(-16, math.floor(min(above, default=-1.0)))
-    high = max(low + 1, math.ceil(max(above, default=0.0) - 1e-9))
-
-    def place(value: float) -> float:
-        return 100.0 * (min(high, max(low, math.log10(value) if value > 0 else low)) - low) / (high - low)
-
-    step = max(1, (high - low) // 3)
-    return [(f"1e{e}" if e else "1", place(10.0**e)) for e in range(low, high + 1, step)], place
-
-
-def _doublings(most: float) -> _Scale:
-    top = max(1.0, math.log2(most))
-    marks = range(0, math.floor(top) + 1, max(1, math.floor(top) // 4))
-    return [(f"{2**e:,}", 100.0 * e / top) for e in marks], lambda v: 100.0 * math.log2(max(1.0, v)) / top
+def _panel(title: str, unit: str, axis: str, across: Scale, up: Scale, marks: Sequence[Mark]) -> Panel:
+    return Panel(title, [Plot(unit, 150, up.levels, marks, title)], across.ticks, axis)

@@ -13,19 +13,7 @@ from nondet.core.registry import PROBES
 from nondet.core.statistics import wilson
 from nondet.errors import one_line
 from nondet.reports.classes import ProductMap, axis_name, letter, map_text, product_map
-from nondet.reports.document import (
-    BRIEF,
-    Bit,
-    Block,
-    Details,
-    Figure,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-    grid,
-)
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table, grid
 from nondet.reports.text import apart_text, counted, error_span, extras, run_rate, sentence
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
@@ -246,7 +234,7 @@ def _first_tree(probe: ProbeSection) -> list[Block]:
     lines = ["· " * depth + text for depth, _, text in tree.lines[:_TREE_LINES]]
     lines += [f"… and {plural(len(tree.lines) - _TREE_LINES, 'more line')}"] if len(tree.lines) > _TREE_LINES else []
     head = (Bit(tree.impl, "code"), f", {_named(case)}, M = {tree.m}, {'proven' if tree.proven else tree.said}")
-    return [Paragraph(head, only=BRIEF), Items(lines, only=BRIEF)]
+    return [Paragraph(head, only=BRIEF, room=1), *(Paragraph(f"  {line}", only=BRIEF, room=1) for line in lines)]
 
 
 def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
@@ -256,7 +244,7 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
     for i, (title, found) in enumerate(probe.maps, 1):
         made.append(Figure("product_map", found, f"{place}-map-{i}", title))
         lines: list[Inline] = [(Bit(impl, "code"), ": ", Bit(text, "code")) for impl, text in found.texts]
-        made += [Details("The map in words", [Items(lines)], only="p"), Details(title, [Items(lines)], only="vm")]
+        made.append(Details(f"{title}, in words", [Items(lines)]))
     made += [Paragraph(_MAPS, "soft", "pmv")] if probe.maps else []
     parted = [family for family in probe.families if family.parted]
     drawn = [Figure("family", family, f"{place}-{i}") for i, family in enumerate(parted, 1)]

@@ -14,8 +14,10 @@ from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
 from nondet.core.statistics import SurvivalStep, one_sided_bound, percent, percent_range
 from nondet.errors import one_line
 from nondet.reports import text
-from nondet.reports.classes import WIDTH, Tick, letter
+from nondet.reports.classes import letter
 from nondet.reports.document import (
+    BRIEF,
+    WHOLE,
     Bit,
     Block,
     Cells,
@@ -29,6 +31,7 @@ from nondet.reports.document import (
     Table,
     grid,
 )
+from nondet.reports.plots import WIDTH, Mark, Panel, Plot, Plots, Scale, Tick, linear, placed
 from nondet.sampling.analysis import (
     COUNTS,
     DEFINITION,
@@ -53,9 +56,6 @@ SAMPLES_MOST = 24
 # Distinct completions on a page, the commonest ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
-_NODES_MOST = 24
-_SURVIVAL_POINTS = 8
-_BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 5
 _TEXT = 60
 
@@ -111,12 +111,10 @@ class Samples:
 
     Attributes:
         overall: Each implementation over several prompts.
-        served: Whether servers completed them: their arms are told in lines of their own.
     """
 
     prompts: tuple[SampleSection, ...]
     overall: tuple[PromptSet, ...]
-    served: bool
 
     @property
     def shown(self) -> tuple[SampleSection, ...]:
@@ -150,9 +148,9 @@ def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) ->
         for prompt, mine in sorted(by_prompt.items())
     )
     if served or len(prompts) < 2:  # arms of a server are no sample of one thing: their bounds are told beside them
-        return Samples(prompts, (), served)
+        return Samples(prompts, ())
     rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
-    return Samples(prompts, tuple(prompt_sets(by_impl, rounds, subject_unit(plan))), served)
+    return Samples(prompts, tuple(prompt_sets(by_impl, rounds, subject_unit(plan))))
 
 
 def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
@@ -166,11 +164,6 @@ def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
 def _overall(told: Samples, number: int) -> list[Block]:
     parts, shown, total = told.overall, len(told.shown), len(told.prompts)
     unit = parts[0].unit
-    briefs = (
-        f"{o.impl}: of {plural(o.prompts, o.unit)}, traces differ on {o.parted_traces:,}, texts on "
-        f"{o.parted_tokens:,}; {plural(o.n, 'completion')} in {plural(o.rounds, 'round')}"
-        for o in parts
-    )
     rows: dict[str, Callable[[PromptSet], str]] = {
         f"{unit}s": lambda o: text.counted(o.prompts),
         "completions (failed), rounds": lambda o: f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
@@ -183,7 +176,6 @@ def _overall(told: Samples, number: int) -> list[Block]:
     first, second = (next((o for o in parts if role_of(o.impl) == role), None) for role in (Role.STOCK, Role.INVARIANT))
     against = _comparison(first, second) if first and second else []
     return [
-        *(Paragraph(line, only="b", room=1) for line in briefs),
         Heading(f"All {plural(total, unit)}", f"overall-{number}"),
         _measures(parts, rows),
         *([Items(against)] if against else []),
@@ -277,7 +269,6 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     several = len(told.prompts) > 1
     for i, sample in enumerate(told.shown, 1):
         place, title = f"sample-{number}-{i}", f"Completions of {sample.name}" if several else "Completions"
-        made += [] if told.served else _brief(sample, several)
         mine: list[Block] = [Code(sample.prompt_text)]
         mine += [block for j, s in enumerate(sample.main, 1) for block in _branches(s, f"{place}-tree-{j}")]
         if sample.families:
@@ -301,19 +292,6 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     return made
 
 
-def _brief(sample: SampleSection, several: bool) -> list[Block]:
-    made: list[Block] = []
-    for s in sample.summaries:
-        main = role_of(s.impl) != Role.PART and not several
-        line = f"{sample.name}, " if several else ""
-        line += f"{s.impl}: {text.counted(s.distinct_completions)} distinct of {text.counted(s.n)}, "
-        line += plural(s.distinct_traces, "logprob trace") + (f", {s.tokens_per_second:,.0f} tokens/s" if main else "")
-        made.append(Paragraph(line, only="b", room=1))
-        if main and len(s.survival) > 1 and s.distinct_completions > 1:
-            made.append(Items([Bit(f"agreement by token {sparkline(s.survival, 40)}", "soft")], only="b"))
-    return made
-
-
 def _families(families: Sequence[FamilyTest]) -> list[Block]:
     note = "One family of operators replaced at a time, all others stock, under the same load plan."
     table = grid(
@@ -324,6 +302,7 @@ def _families(families: Sequence[FamilyTest]) -> list[Block]:
             "distinct traces": ("num", lambda f: text.counted(f.summary.distinct_traces)),
             "result": ("wide", lambda f: f.result),
         },
+        only=BRIEF + WHOLE,
     )
     return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table]
 
@@ -333,13 +312,12 @@ def _of_all(count: int, s: SampleSummary) -> str:
 
 
 def _parting(sample: SampleSection, place: str) -> list[Block]:
-    """Counts, forks, survival and branches; those of single families folded."""
+    """Counts, forks and the curve; those of single families folded."""
     made: list[Block] = [_counts(sample)]
     made += [block for s in sample.main for block in _fork(s)]
-    figure = curve_figure(sample.main)
-    if figure:
-        made.append(Figure("curve", figure, f"{place}-curve", "Agreement with the most common completion by position"))
-    made += _survival(sample.main)
+    plots = curve_plots(sample.main)
+    if plots:
+        made.append(Figure("plots", plots, f"{place}-curve", "Agreement with the most common completion by position"))
     rest: list[Block] = []
     for i, s in enumerate((s for s in sample.summaries if s not in sample.main), 1):
         if s.first_fork is None:
@@ -512,25 +490,6 @@ def _branch_texts(fork: Fork) -> Inline:
     return tuple(parts)
 
 
-def _survival(summaries: Sequence[SampleSummary]) -> list[Block]:
-    """Agreement at a few positions, for all implementations in one table."""
-    drawn = [s for s in summaries if len(s.survival) > 1]
-    if not any(s.survival[-1] < 1 for s in drawn):
-        return []
-    length = max(len(s.survival) for s in drawn) - 1
-    places = sorted({round(length * i / _SURVIVAL_POINTS) for i in range(_SURVIVAL_POINTS + 1)})
-    rows: list[Cells] = [
-        (
-            (Bit(s.impl, "code"), f" (n = {s.n})"),
-            *(percent(s.survival[p]) if p < len(s.survival) else "–" for p in places),
-        )
-        for s in drawn
-    ]
-    note = "Share that agrees with the most common completion, by tokens:"
-    table = Table(("tokens", *map(str, places)), rows, ("", *("num",) * len(places)), only="vm")
-    return [Paragraph(note, only="vm"), table]
-
-
 def _branches(s: SampleSummary, place: str) -> list[Block]:
     """The tree of branches, and branches side by side; the one completion where there is one."""
     if s.distinct_completions < 2:
@@ -544,16 +503,13 @@ def _branches(s: SampleSummary, place: str) -> list[Block]:
     if len(views) > _BRANCHES_MOST:
         texts.append(Paragraph(f"… and {len(views) - _BRANCHES_MOST} rarer ones."))
     title = f"{plural(len(views), 'branch', 'branches')} of `{s.impl}`, the first different token in ⟦ ⟧"
-    return [
-        tree_of(s, place),
-        Details("Tree of branches", [Items(_tree_lines(s))], only="v"),
-        Details(title, texts, only="vm"),
-    ]
+    return [tree_of(s, place), Details(title, texts, only="vm")]
 
 
 def tree_of(s: SampleSummary, place: str) -> Figure:
     """The tree of branches, with the branches side by side below it."""
-    return Figure("tree", (s, tree_figure(s), branch_views(s)), place, f"Where completions of {s.impl} differ")
+    title = f"Where completions of {s.impl} differ"
+    return Figure("tree", (s, tree_figure(s), branch_views(s)), place, title, of=s)
 
 
 def _marked(view: Mapping[str, Any]) -> str:
@@ -563,40 +519,14 @@ def _marked(view: Mapping[str, Any]) -> str:
     return f"{view['before']}{marked}{view['after']}"
 
 
-def _tree_lines(s: SampleSummary) -> list[Inline]:
-    """Tokens shared and their count at each node, the children of one deeper. A loop: trees may be deep."""
-    lines: list[Inline] = []
-    pending = [(s.tree, 0)]
-    while pending and len(lines) < _NODES_MOST:
-        node, depth = pending.pop()
-        span = f"tokens {node.start}-{node.start + node.length - 1}" if node.length else f"ends at {node.start}"
-        lines.append((f"{'· ' * depth}{node.count} of {s.n}, {span} ", Bit(one_line(node.text, 36), "soft")))
-        pending += [(child, depth + 1) for child in reversed(node.children)]
-    return lines + ([f"… {len(pending)} more"] if pending else [])
-
-
-def sparkline(shares: Sequence[float], width: int) -> str:
-    """Shares as bars, the lowest of each stretch; full height is 1, the foot is the lowest of all."""
-    low, count = min(shares), min(width, len(shares))
-    if low >= 1.0:
-        return _BARS[-1] * count
-    stretches = (shares[i * len(shares) // count : (i + 1) * len(shares) // count] for i in range(count))
-    return "".join(_BARS[round((min(stretch) - low) / (1.0 - low) * (len(_BARS) - 1))] for stretch in stretches)
-
-
-# Geometry of what sampled completions show: agreement over position, the tree of branches, branches side by side; what
-# the page's macros draw, by name. Places are in thousandths of the plot's width, as in `classes`.
+# Pictures: agreement over position, the tree of branches, branches side by side.
 
 _LEAVES_MOST = 40
 _BEFORE, _AFTER = 120, 160  # characters around the place where a branch parts
 
 
-def curve_figure(summaries: Sequence[SampleSummary]) -> dict[str, Any] | None:
-    """The agreement curves of one prompt, in one chart; None where there is nothing to draw.
-
-    Of each curve a stepped line, its stretches in words, and the band of its pointwise interval or ""; `low` is the
-    share at the foot of the vertical axis, `levels` are (text, height) of its grid lines.
-    """
+def curve_plots(summaries: Sequence[SampleSummary]) -> Plots | None:
+    """The agreement curves of one prompt, in one chart; None where there is nothing to draw."""
     drawn = [s for s in summaries if len(s.survival) > 1 and s.n > 0]
     if not drawn:
         return None
@@ -605,51 +535,56 @@ def curve_figure(summaries: Sequence[SampleSummary]) -> dict[str, Any] | None:
     # the axis starts at the nearest of a few round shares below the data: a curve along the top edge shows nothing
     low = max((x for x in (0.0, 0.5, 0.8, 0.9, 0.95) if x < worst - (1 - worst) * 0.15 - 0.005), default=0.0)
     step = next(x for x in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, length) if length / x <= 8)
-    return {
-        "curves": [_curve(s, length, low) for s in drawn],
-        "ticks": _ticks(length, step),
-        "low": low,
-        "length": length,
-        "levels": [(f"{(low + (1 - low) * i / 4) * 100:.4g}%", 100.0 - 25.0 * i) for i in range(5)],
-    }
+    across = linear(0, length, {str(i): i for i in range(0, length + 1, step)})
+    shares = [low + (1 - low) * i / 4 for i in range(5)]
+    up = linear(low, 1.0, {f"{share * 100:.4g}%": share for share in shares})
+    curves = [_curve(i, s, across, up) for i, s in enumerate(drawn)]
+    marks = sorted((mark for curve in curves for mark in curve), key=lambda mark: mark.style != "band")
+    said = "Share of completions whose tokens so far are all those of the most common one."
+    if any(mark.style == "band" for mark in curves[0]):
+        said += " Shaded: the pointwise 95% interval of rounds, which holds whenever one looks (anytime-valid)."
+    said += f" The vertical axis starts at {low:.0%}." if low > 0 else ""
+    label = "share of completions that agree, falling over position"
+    plot = Plot("completions that agree so far", 200, up.levels, marks, label)
+    legend = [(s.impl, f" (n = {s.n:,})") for s in drawn]
+    return Plots(legend, [Panel("", [plot], across.ticks, "token")], caption=said)
+
+
+def _curve(index: int, summary: SampleSummary, across: Scale, up: Scale) -> list[Mark]:
+    """A stepped line, the band of its pointwise interval, and what each stretch says in words."""
+    shares = summary.survival
+    corners = [0, *(i for i in range(1, len(shares)) if shares[i] != shares[i - 1]), len(shares) - 1]
+    steps, top, bottom, stretches = [], [], [], list[Mark]()
+    for begin, end in itertools.pairwise(corners):
+        under, over = summary.band(begin)
+        words = f"{summary.impl}, token {begin}-{end}: {percent(shares[begin])} agree"
+        stretch = [(begin, shares[begin]), (end, shares[begin])]
+        stretches.append(Mark("hit", None, placed(stretch, across, up), words))
+        steps += stretch
+        top += [(begin, over), (end, over)]
+        bottom += [(begin, under), (end, under)]
+    steps.append((corners[-1], shares[-1]))
+    # a server's arms together are no sample of one thing, and a single round none of rounds: a line, and no band
+    bare = summary.agree.method == COUNTS or not summary.held_rounds
+    band = [] if bare else [Mark("band", index, placed(top + bottom[::-1], across, up))]
+    return [*band, Mark("curve", index, placed(steps, across, up)), *stretches]
 
 
 def _ticks(length: int, step: int) -> list[Tick]:
     return [Tick(WIDTH * i / length, str(i)) for i in range(0, length + 1, step)]
 
 
-def _curve(summary: SampleSummary, length: int, low: float) -> dict[str, Any]:
-    def height(share: float) -> str:
-        return f"{100.0 - 100.0 * (min(max(share, low), 1.0) - low) / (1.0 - low):.2f}"
-
-    shares = summary.survival
-    corners = [0, *(i for i in range(1, len(shares)) if shares[i] != shares[i - 1]), len(shares) - 1]
-    line, top, bottom, stretches = [], [], [], []
-    for begin, end in itertools.pairwise(corners):
-        left, right = WIDTH * begin / length, WIDTH * end / length
-        under, over = summary.band(begin)
-        words = f"{summary.impl}, token {begin}-{end}: {percent(shares[begin])} agree"
-        stretches.append((f"M{left:.1f} {height(shares[begin])}H{right:.1f}", words))
-        line.append(f"{left:.1f} {height(shares[begin])} {right:.1f} {height(shares[begin])}")
-        top.append(f"{left:.1f} {height(over)} {right:.1f} {height(over)}")
-        bottom.append(f"{right:.1f} {height(under)} {left:.1f} {height(under)}")
-    line.append(f"{WIDTH * corners[-1] / length:.1f} {height(shares[-1])}")
-    # a server's arms together are no sample of one thing, and a single round none of rounds: a line, and no band
-    bare = summary.agree.method == COUNTS or not summary.held_rounds
-    band = "" if bare else "M" + " ".join(top + bottom[::-1]) + "Z"
-    return {"impl": summary.impl, "n": summary.n, "line": "M" + " ".join(line), "band": band, "stretches": stretches}
-
-
 def tree_figure(summary: SampleSummary) -> dict[str, Any]:
     """The tree of the commonest distinct completions, of several, drawn sideways.
 
-    Rows of equal height, the completions' own figures as its leaves; `lines` are (path, width in pixels, label of the
-    commonest completion below it), `hidden` the distinct completions left out and the requests that gave them.
+    Rows of equal height, the completions' own figures as its leaves; `lines` are (its ends as x, y, x, y, width in
+    pixels, label of the commonest completion below it), `hidden` the distinct completions left out and the requests
+    that gave them.
     """
     shown, rest = summary.completions[:_LEAVES_MOST], summary.completions[_LEAVES_MOST:]
     length = max(len(c.token_ids) for c in shown) or 1
     order: list[DistinctCompletion] = []
-    lines: list[tuple[str, float, int]] = []
+    lines: list[tuple[tuple[float, float, float, float], float, int]] = []
     labels = {id(c): i for i, c in enumerate(shown)}
 
     def walk(group: list[DistinctCompletion], start: int) -> int:
@@ -666,10 +601,10 @@ def tree_figure(summary: SampleSummary) -> dict[str, Any]:
                 child = walk(branch, stop)
                 if i:
                     x = WIDTH * stop / length
-                    lines.append((f"M{x:.1f} {row + 0.5}V{child + 0.5}", 1.0, labels[id(branch[0])]))
+                    lines.append(((x, row + 0.5, x, child + 0.5), 1.0, labels[id(branch[0])]))
         width = 1.5 + 5.0 * sum(c.count for c in group) / max(1, summary.n)
-        path = f"M{WIDTH * start / length:.1f} {row + 0.5}H{WIDTH * stop / length:.1f}"
-        lines.append((path, width, labels[id(group[0])]))
+        at = (WIDTH * start / length, row + 0.5, WIDTH * stop / length, row + 0.5)
+        lines.append((at, width, labels[id(group[0])]))
         return row
 
     walk(list(shown), 0)

@@ -17,7 +17,7 @@ from rich.text import Text
 from nondet.core.records import Role, Run
 from nondet.errors import one_line
 from nondet.reports import text as figures
-from nondet.reports.content import INCOMPLETE, Report, build, run_blocks, speed_blocks
+from nondet.reports.content import INCOMPLETE, Report, build, run_blocks
 from nondet.reports.document import (
     BRIEF,
     VERBOSE,
@@ -40,6 +40,7 @@ from nondet.reports.first_screen import FirstScreen, first_screen
 _STYLES = {"strong": "bold", "soft": "dim", "env": "dim", "below": "dim", "mark": "reverse", "warn": "bold yellow"}
 _STYLES |= {"good": "green", "bad": "red", "dull": "yellow", "headline": "bold", "label": "bold"}
 _ROWS_MOST = 200  # of a table
+_ROWS_BRIEF, _ITEMS_BRIEF = 12, 3  # of 25 lines
 
 
 def inline(text: Inline, style: str = "") -> Text:
@@ -61,12 +62,12 @@ def renderables(parts: Iterable[Block], console: Console, form: str) -> Iterator
             line = inline(block.text, block.style)
             yield _fitted(line, console, block.room) if form == BRIEF else line
         elif isinstance(block, Items):
-            for item, notes in block.noted():
+            for item, notes in list(block.noted())[: _ITEMS_BRIEF if form == BRIEF else None]:
                 line = inline(item)
                 yield Padding(_fitted(line, console, 3, 2) if form == BRIEF else line, (0, 0, 0, 2))
                 yield from (Padding(inline(Bit(note), "soft"), (0, 0, 0, 4)) for note in notes)
         elif isinstance(block, Table):
-            for part in _table(block, console.width):
+            for part in _table(block, console.width, _ROWS_BRIEF if form == BRIEF else _ROWS_MOST):
                 if form != BRIEF:
                     yield part
                     continue
@@ -75,7 +76,7 @@ def renderables(parts: Iterable[Block], console: Console, form: str) -> Iterator
         elif isinstance(block, Code):
             yield Padding(Text(one_line(block.text, 2000), overflow="fold"), (0, 0, 0, 2))
         elif isinstance(block, Details):
-            if block.id:
+            if block.id and form != BRIEF:
                 yield Text()
             yield inline(block.title, "strong")
             yield from renderables(block.blocks, console, form)
@@ -96,11 +97,11 @@ def _fitted(line: Text, console: Console, room: int, left: int = 0) -> Text:
     return Text("\n").join([*kept, last.append(" …")])
 
 
-def _table(block: Table, width: int) -> Iterator[RenderableType]:
+def _table(block: Table, width: int, most: int) -> Iterator[RenderableType]:
     """Columns where they fit, else each row as a sentence."""
     columns = [i for i, name in enumerate(block.head) if plain(name) not in block.unshown]
     head = [flat(plain(block.head[i])) for i in columns]
-    rows = [[inline(row[i]) for i in columns] for row in block.rows[:_ROWS_MOST]]
+    rows = [[inline(row[i]) for i in columns] for row in block.rows[:most]]
     texts = [head, *([cell.plain for cell in row] for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
     least = sum(min(w, 40) + 1 for w in widths[:-1]) + 6 if block.clipped else sum(widths) + len(widths)
@@ -126,8 +127,8 @@ def _table(block: Table, width: int) -> Iterator[RenderableType]:
                 row[-1].overflow = "ellipsis"
             grid.add_row(*row)
         yield grid
-    if len(block.rows) > _ROWS_MOST:
-        yield Text(f"… and {len(block.rows) - _ROWS_MOST} more: see the .html or .md report.", style="dim")
+    if len(block.rows) > most:
+        yield Text(f"… and {len(block.rows) - most} more: see the .html or .md report.", style="dim")
 
 
 LINES_MOST = 25
@@ -151,8 +152,6 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
         for number in range(1, len(report.runs) + 1):
             for part in renderables(run_blocks(report, number), console, VERBOSE):
                 console.print(part)
-        for part in renderables(speed_blocks(report), console, VERBOSE):
-            console.print(part)
         console.print()
     elif not quiet:
         most = DIAGNOSIS_MOST if any(section.story for section in report.runs) else LINES_MOST
@@ -185,8 +184,9 @@ def _line(text: str, style: str = "", limit: int = 240) -> Text:
 def _last_words(report: Report, screen: FirstScreen | None, console: Console, *, next_too: bool) -> list[Text]:
     """What to run next, then the verdict."""
     words = []
-    if next_too and screen is not None and screen.command:
-        words.append(Text.assemble(("next: ", "dim"), one_line(screen.command, 200), (f"  {screen.why}", "dim")))
+    if next_too and screen is not None and screen.next.command:
+        said = one_line(screen.next.command, 200)
+        words.append(Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")))
     if any(not section.run.complete for section in report.runs):
         words.append(_line(INCOMPLETE, "bold yellow"))
     if len(report.runs) == 1:
@@ -194,8 +194,8 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
         bad = any(v.is_fault and v.role not in (Role.PART, Role.OTHER) for v in section.verdicts)
         words.append(_line(figures.sentence(section.headline), "bold red" if bad else "bold", limit=12 * console.width))
     elif screen is not None:
-        style = "bold red" if screen.affected == "yes" else "bold"
-        words.append(_line(f"{screen.pill}. {figures.sentence(screen.answer)}", style))
+        style = "bold red" if screen.effect.is_change else "bold"
+        words.append(_line(f"{screen.effect}. {figures.sentence(screen.answer)}", style))
     return words
 
 
@@ -206,7 +206,6 @@ def _body(report: Report, screen: FirstScreen | None, console: Console) -> Itera
             yield from renderables(screen.blocks, console, BRIEF)
         for section in report.runs:
             yield _line(f"{section.name}: {section.headline}", limit=console.width)
-        yield from renderables(speed_blocks(report), console, BRIEF)
         return
     for number, section in enumerate(report.runs, 1):
         yield from renderables(run_blocks(report, number), console, BRIEF)

@@ -16,7 +16,7 @@ from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading,
 from nondet.reports.text import counted, ulp_text
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
-from nondet.verdict.findings import Finding, Verdict, plural
+from nondet.verdict.findings import Finding, plural
 
 # Controls by their names in the records, where a reader needs another one.
 _CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
@@ -112,7 +112,7 @@ def pair_of(culprit: Culprit, run: Run, place: str = "") -> Figure:
         sizes = {_ROWS.get(role, role): shapes[where][i] for role, where, i in roles if where in (shapes or {})}
         arms.append((named.get(name, name), ", ".join(plural(n, role) for role, n in sizes.items()), kernels or []))
     title = f"`{culprit.call}` of {culprit.module}, by arm"
-    return Figure("pair", (culprit, arms), place, title)
+    return Figure("pair", arms, place, title, of=culprit)
 
 
 def _details(culprit: Culprit) -> list[str]:
@@ -247,38 +247,11 @@ def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block
     for i, told in enumerate(parts, 1):
         place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
         new = told.lines[told.known if opened else 0 :]  # of a lone run the first screen has the others
-        within: list[Block] = [Items(told.lines, only="vm"), *([Items(new, only="p")] if new else [])]
+        within: list[Block] = [Items(told.lines, only="bvm"), *([Items(new, only="p")] if new else [])]
         within += [replace(told.figure, id=f"{place}-pair")] if told.figure else []
         within += [Details("details", [Items(told.details)])] if told.details else []
-        made += [Paragraph(told.title, "strong", BRIEF, 1), Items(told.lines[:3], only=BRIEF)]
-        made.append(Details(told.title, within, place, "", toc, opened=opened))
+        made.append(Details(told.title, within, place, "", toc, opened=opened, only="bvmp"))
     return made
-
-
-def embed_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
-    """The finding of an encoder's run in one sentence, without its full stop."""
-    parts = []
-    for verdict in verdicts:
-        mine = [n for n in run.neighbours if n.impl == verdict.impl]
-        if not mine:
-            parts.append(f"{verdict.impl}: {verdict.brief or verdict.text}")
-            continue
-        worst = max(mine, key=lambda n: n.parted)
-        if verdict.finding == Finding.CLEAN or not worst.parted:
-            arms = len({n.arm for n in mine})
-            parts.append(
-                f"{verdict.impl}: {verdict.finding}: {plural(worst.texts, 'vector')} bit-identical one at a time and "
-                f"in {plural(arms, 'other arm')}"
-            )
-            continue
-        top1, topk = (max(getattr(n, field) for n in mine) for field in ("top1_changed", "topk_changed"))
-        parts.append(
-            f"{verdict.impl}: {', '.join(verdict.findings)}: up to {counted(worst.parted)} of "
-            f"{plural(worst.texts, 'vector')} have other bits in a batch than one at a time, 1 - cosine up to "
-            f"{number_text(max(n.cosine_distance for n in mine))}; another nearest neighbour for {counted(top1)}, "
-            f"another set of {worst.k} for {counted(topk)}"
-        )
-    return "; ".join(parts)
 
 
 def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:

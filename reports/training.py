@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from nondet.core.records import Run
 from nondet.errors import one_line
 from nondet.mismatch.arms import ARMS
-from nondet.reports.classes import WIDTH, Tick
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table, grid
+from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table, grid
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, decades, linear, placed
 from nondet.reports.text import counted
-from nondet.verdict.findings import Verdict, plural
-from nondet.verdict.training import Course, Spread, courses, lines_of, spread
-from nondet.verdict.wording import phrase
+from nondet.verdict.findings import plural
+from nondet.verdict.training import Course, courses, lines_of
 
 HEALTH = "A small K3 is no sign of health: it falls with entropy, too, so the two stand beside each other."
 PLOTS = "Reward, K3 and entropy by step"
 _TICKS = 6
-_FLOOR = 12.0  # of a plot's height, between 0 and the least decade of K3
+_FOOT = 0.12  # of a plot's height, between 0 and the least decade of K3
 
 
 @dataclass(frozen=True)
 class Training:
-    """The arms of a run, a course for each seed; its figure is made once, so that a page shows it once."""
+    """The arms of a run, a course for each seed."""
 
     run: Run
 
@@ -36,31 +35,17 @@ class Training:
         return courses(self.run)
 
     @cached_property
-    def figure(self) -> dict[str, Any] | None:
-        """What the page's macro draws."""
-        return training_figure(self.courses)
-
-
-def training_headline(run: Run, verdicts: Sequence[Verdict]) -> str:
-    """What each arm's verdict begins with, and what rewards came to, in a sentence without its full stop."""
-    said = "; ".join(f"{one_line(v.impl, 60)}: {phrase(v.counts[:1], brief=True)}" for v in verdicts)
-    between = spread(courses(run))
-    return f"{said}; {_spread_text(between)}" if between else said
-
-
-def _spread_text(between: Spread) -> str:
-    figures = f"{between.arms:.2f} between arms, up to {between.seeds:.2f} between the seeds of one"
-    how = "differ by no more than seeds do" if between.within else "differ by more than seeds do"
-    return f"mean rewards of the arms {how} ({figures})"
+    def figure(self) -> Figure | None:
+        """Its plots."""
+        data = training_plots(self.courses)
+        return Figure("plots", data, "fig-answer", PLOTS, of=self) if data else None
 
 
 def _rewards_text(told: Training) -> str:
     """What may be said of rewards."""
     arms, seeds = ({getattr(c, name) for c in told.courses} for name in ("impl", "seed"))
     said = ""
-    if between := spread(told.courses):
-        said = f"{_spread_text(between).capitalize()}. "
-    elif len(arms) > 1 and len(seeds) == 1:
+    if len(arms) > 1 and len(seeds) == 1:
         said = "One seed: what the arms earned is not compared. Other bits draw other texts, as other seeds do. "
     if all(s.flat == s.groups for c in told.courses for s in c.steps):
         return f"{said}Every group had one reward: nothing could be learnt."
@@ -68,7 +53,7 @@ def _rewards_text(told: Training) -> str:
     return said + (f"Fell to less than half of its best: {', '.join(fallen)}." if fallen else "No arm's reward fell.")
 
 
-def arms_table(told: Training, **more: Any) -> Table:
+def arms_table(told: Training) -> Table:
     """A row for each arm and seed."""
     several = len({c.seed for c in told.courses}) > 1
 
@@ -100,7 +85,8 @@ def arms_table(told: Training, **more: Any) -> Table:
         "gradient norm": ("num", lambda c: ends(c, "grad_norm")),
         "s a step, sample + train": ("num", seconds),
     }
-    return grid(told.courses, columns, unshown=("most", "ratios", "gradient norm", "s a step, sample + train"), **more)
+    unshown = ("most", "ratios", "gradient norm", "s a step, sample + train")
+    return grid(told.courses, columns, unshown=unshown, only=BRIEF + WHOLE)
 
 
 def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
@@ -116,62 +102,37 @@ def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
     arms = dict.fromkeys(c.impl for c in told.courses)
     named = [(Bit(one_line(name, 60), "code"), f": {ARMS[name].help}") for name in arms if name in ARMS]
     parts: list[Block] = [*([Items(named)] if named else []), arms_table(told)]
-    parts += [Figure("training", told.figure, f"{place}-plot", PLOTS)] if told.figure else []
-    parts += [Paragraph(text, "soft") for text in (_rewards_text(told), HEALTH)]
+    parts += [replace(told.figure, id=f"{place}-plot")] if told.figure else []
+    parts += [Paragraph(_rewards_text(told), "soft", BRIEF + WHOLE), Paragraph(HEALTH, "soft")]
     return [
         *([Paragraph(f"{how}.", "soft")] if "group" in plan else []),
-        arms_table(told, only=BRIEF),
-        Paragraph(_rewards_text(told), only=BRIEF),
-        Details("Arms", parts, place, plural(len(arms), "arm"), "arms", opened=opened, only="vmp"),
+        Details("Arms", parts, place, plural(len(arms), "arm"), "arms", opened=opened),
     ]
 
 
-# Geometry of the plots. Places are in thousandths of the plot's width and hundredths of its height.
-
-
-def training_figure(told: Sequence[Course]) -> dict[str, Any] | None:
+def training_plots(told: Sequence[Course]) -> Plots | None:
     """A panel each for reward, K3 and entropy; None of fewer than two steps."""
     steps = [step for course in told for step in course.steps]
     impls, last = list(dict.fromkeys(c.impl for c in told)), max((s.step for s in steps), default=0)
     if last < 1:
         return None
+    across = linear(0, last, {f"{step:,}": step for step in range(0, last + 1, max(1, -(-last // _TICKS)))})
 
-    def path(points: Sequence[tuple[int, float]], height: Callable[[float], float]) -> str:
-        return "M" + " ".join(f"{WIDTH * x / last:.1f} {height(y):.2f}" for x, y in points)
+    def panel(name: str, title: str, unit: str, up: Scale) -> Panel:
+        marks = [
+            Mark("thin" if x.thin else "curve", impls.index(x.impl), placed(x.points, across, up), x.impl)
+            for x in lines_of(told, name)
+        ]
+        return Panel(title, [Plot(unit, 150, up.levels, marks, f"{title} by step")], across.ticks, "step")
 
-    panels = {
-        "reward": ("reward", "mean of a step", _linear([1.0, *(s.reward or 0.0 for s in steps)])),
-        "k3": ("K3, sampler to trainer", "log scale; 0 is the axis", _decades([s.k3 for s in steps])),
-        "entropy": ("entropy", "nats a token", _linear([1.0, *(s.entropy or 0.0 for s in steps)])),
-    }
-    drawn = []
-    for name, (title, unit, (levels, height)) in panels.items():
-        lines = [(impls.index(x.impl), x.thin, path(x.points, height)) for x in lines_of(told, name)]
-        drawn.append({"title": title, "unit": unit, "levels": levels, "lines": lines})
-    ticks = [Tick(WIDTH * step / last, f"{step:,}") for step in range(0, last + 1, max(1, -(-last // _TICKS)))]
-    return {"impls": [one_line(impl, 60) for impl in impls], "ticks": ticks, "panels": drawn}
-
-
-_Scale = tuple[list[tuple[str, float]], Callable[[float], float]]  # the levels that are drawn, and a value's height
+    panels = [
+        panel("reward", "reward", "mean of a step", _whole([s.reward or 0.0 for s in steps])),
+        panel("k3", "K3, sampler to trainer", "log scale; 0 is the axis", decades([s.k3 for s in steps], _FOOT)),
+        panel("entropy", "entropy", "nats a token", _whole([s.entropy or 0.0 for s in steps])),
+    ]
+    return Plots([(one_line(impl, 60), "") for impl in impls], panels)
 
 
-def _linear(values: Sequence[float]) -> _Scale:
-    low, high = min(0, math.floor(min(values))), math.ceil(max(values))
-
-    def height(value: float) -> float:
-        return 100.0 - 100.0 * (value - low) / (high - low)
-
-    return [(f"{x:g}", height(x)) for x in (low, (low + high) / 2, high)], height
-
-
-def _decades(values: Sequence[float]) -> _Scale:
-    """0 at the axis, and above it the decades that hold all others."""
-    above = [math.log10(v) for v in values if v > 0]
-    least = math.floor(min(above, default=-6.0))
-    most = max(least + 1, math.ceil(max(above, default=-3.0)))
-
-    def height(value: float) -> float:
-        return 100.0 if value <= 0 else (100.0 - _FLOOR) * (most - math.log10(value)) / (most - least)
-
-    shown = range(least, most + 1, max(1, (most - least) // 3))
-    return [("0", 100.0), *((f"1e{e}", height(10.0**e)) for e in shown)], height
+def _whole(values: Sequence[float]) -> Scale:
+    """From 0, or a whole number below all values, to one above them."""
+    return linear(min(0, math.floor(min(values))), math.ceil(max(1.0, *values)))

@@ -97,4 +97,5 @@ run_noted
 
 # The README's picture for light pages and for dark ones: the same drawing in other inks.
 sed -e 's/linecap: butt}/& text{fill: #e6edf3}/' -e 's/#ffffff/#0d1117/g; s/#000000/#e6edf3/g; s/#555555/#9198a1/g' \
-    "$to/tree-light.svg" > "$to/tree-dark.svg"
+    -e 's/#4b5563/#aab4c0/g; s/#8a2d78/#d27fc2/g; s/#007a58/#33c59a/g; s/#a34d7d/#f0bfd8/g; s/#6d6000/#d8c850/g' \
+    -e 's/#a3122c/#ff9aa8/g; s/#7a4a1d/#c0936b/g; s/#5c5c5c/#a6a6a6/g' "$to/tree-light.svg" > "$to/tree-dark.svg"

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Replay, Run, Step
+from nondet.core.records import (
+    AxisTried,
+    Completion,
+    Culprit,
+    Diagnosis,
+    Replay,
+    Role,
+    Run,
+    Step,
+    TraceVerdict,
+    role_of,
+)
 from nondet.core.statistics import one_sided_bound, percent, percent_range, round_interval
 from nondet.sampling.analysis import coverage_of
 from nondet.sampling.plan import Session
-from nondet.verdict.findings import Finding, plural, successful
+from nondet.verdict.findings import Effect, Finding, change_of, plural, successful
 from nondet.verdict.samples import replays
 
 
@@ -311,6 +322,28 @@ def _finding(run: Run, step: dict[str, Step]) -> str:
         return cause
     repeated = step["batch"].figures.get("repeated_round_traces", 0)
     return Finding.BATCH if repeated and step["run"].outcome == "yes" else Finding.UNATTRIBUTED
+
+
+def diagnosed_effect(run: Run, finding: str) -> Effect:
+    """What a diagnosis says is changed: of stock's completions, by the figures of its steps."""
+    named = {Finding.WRONG: Effect.WRONG, DEFECT: Effect.WRONG, Finding.CLEAN: Effect.NONE}
+    named |= {NOT_GREEDY: Effect.NOT_GREEDY, UNKNOWN: Effect.UNKNOWN}
+    if finding in named:
+        return named[finding]
+    other = [s.figures.get("tokens", 0) for s in run.steps if s.name == "batch"]
+    other += [a.tokens for a in run.axes if role_of(a.impl) in (Role.STOCK, Role.BACKEND)]
+    return change_of(2 if any(other) else 1, (finding,))
+
+
+def traced_effect(run: Run, verdict: TraceVerdict) -> Effect:
+    """What a trace says is changed: what its controls saw of the two arms and of the requests beside them."""
+    if not verdict.is_fault:
+        return Effect.UNKNOWN if verdict.is_fault is None else Effect.NONE
+    figures_of = {c.name: c.figures for c in run.controls}
+    first, beside = figures_of.get("parting", {}), figures_of.get("company", {})
+    if first.get("first_token", -1) >= 0 or beside.get("tokens", 0):
+        return Effect.OUTPUT
+    return Effect.LOGPROBS if first.get("first_logprob", -1) >= 0 and beside else Effect.MODEL
 
 
 def _unsteady(run: Run, step: dict[str, Step]) -> str:

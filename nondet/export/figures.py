@@ -1,37 +1,45 @@
-"""Figures to publish, by matplotlib: class maps, speed over M, jigsaw, survival, training, tree. PNG, SVG or PDF.
+"""Pictures of runs as files: PNG, SVG or PDF of what a page draws, from the same numbers, by matplotlib.
 
-Colours are those of Okabe and Ito, which colour-blind readers tell apart; lines differ in style as well. The font is
-named (DejaVu Sans, which matplotlib brings), text stays text in SVG, and the machine stands under every figure. The
-same run file gives the same picture: no dates, no random identifiers.
+Colours are a page's, in the light; lines differ in style as well. The font is named (DejaVu Sans, which matplotlib
+brings), text stays text in SVG, and the machine stands under every figure. The same run file gives the same picture: no
+dates, no random identifiers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nondet.bench.summary import Section, is_stock, sections
+from nondet.bench.summary import sections
 from nondet.core.records import Row, Run
 from nondet.errors import UnknownNameError, UserError, one_line
-from nondet.reports.classes import ProductMap, axis_name, kernel_sets, letter, segments, short_kernel
+from nondet.reports import html
+from nondet.reports.bench import bench_plots
+from nondet.reports.classes import hue, letter, map_figures, tint
+from nondet.reports.content import side_file
+from nondet.reports.mismatch import Sides
+from nondet.reports.plots import WIDTH, Panel, Plot, Plots
 from nondet.reports.probes import probe_sections
+from nondet.reports.samples import curve_plots, tree_figure
 from nondet.reports.text import environment_line
+from nondet.reports.training import Training
 from nondet.verdict.samples import is_varied
 from nondet.verdict.served import is_endpoint
-from nondet.verdict.training import courses, lines_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from nondet.sampling.analysis import SampleSummary, TreeNode
+    from nondet.sampling.analysis import SampleSummary
 
 __all__ = ["FIGURES", "draw", "figures_of", "save"]
 
-# Okabe and Ito (2008), the black first
-_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#F0E442")
-_STYLES = ("-", "--", "-.", ":")
+_STYLES = ("-", "--", ":", "-.")
+# A page's colours in the light, by their names in its style sheet.
+_SHEET = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8").partition("@media")[0]
+_COLOURS = dict(re.findall(r"--(\w+): (#\w{6})", _SHEET))
+_HUES = [_COLOURS[name] for name in ("stock", "invariant", "third", "fourth")]
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -47,19 +55,17 @@ _STYLE: dict[str, Any] = {
     "figure.dpi": 110,
     "savefig.dpi": 200,
 }
-_MOST_LANES = 12
+_MAPS_MOST, _LANES_MOST = 8, 24  # in one figure; named beside one map
+
+# What is drawn on axes of its own, inches wide and high, and the function that draws it there.
+Drawing = tuple[float, float, Callable[[Any], None]]
 
 
-def _line_style(number: int) -> dict[str, Any]:
-    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number % len(_STYLES)]}
-
-
-def draw(name: str, runs: Sequence[Run], traces: Callable[[Run], Any] | None = None) -> Figure:
+def draw(name: str, runs: Sequence[Run]) -> Figure:
     """One figure of these runs.
 
     Args:
         name: A key of `FIGURES`.
-        traces: run -> (traces, pieces), for what is drawn from completions; read from the side file by default.
 
     Raises:
         UnknownNameError: no such figure.
@@ -68,9 +74,22 @@ def draw(name: str, runs: Sequence[Run], traces: Callable[[Run], Any] | None = N
     if name not in FIGURES:
         raise UnknownNameError("figure", name, FIGURES)
     import matplotlib
+    from matplotlib.figure import Figure
 
+    drawings_of, columns, missing = FIGURES[name]
+    drawings = list(drawings_of(runs))
+    if not drawings:
+        raise UserError(f"these runs hold no {missing[0]}", missing[1])
+    columns = min(columns, len(drawings))
+    rows = -(-len(drawings) // columns)
     with matplotlib.rc_context(_STYLE):
-        figure = FIGURES[name](runs, traces or _side_file)
+        heights = [max(high for _, high, _ in drawings[i * columns : (i + 1) * columns]) for i in range(rows)]
+        figure = Figure(figsize=(drawings[0][0] * columns, sum(heights)), layout="constrained")
+        places = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flatten().tolist()
+        for place in places[len(drawings) :]:
+            place.set_visible(False)
+        for place, (_, _, onto) in zip(places, drawings, strict=False):
+            onto(place)
         line = "  |  ".join(dict.fromkeys(environment_line(run.header.environment) for run in runs))
         figure.text(0.01, -0.02, one_line(line, 300), fontsize=7, color="#555555", va="top")
     return figure
@@ -88,34 +107,16 @@ def save(figure: Figure, path: Path) -> None:
 def figures_of(runs: Sequence[Run]) -> list[str]:
     """The figures that these runs have anything for."""
     names = ["class-map"] if any(map(_sweeps, runs)) else []
-    names += ["map"] if _maps(runs) else []
-    names += ["speed", "jigsaw"] if any(_curves(section) for run in runs for section in sections(run)) else []
-    names += ["training"] if any(run.training_steps for run in runs) else []
+    names += ["map"] if any(section.maps for run in runs for section in probe_sections(run.rows)) else []
+    names += ["speed", "jigsaw"] if any(map(bench_plots, (s for run in runs for s in sections(run)))) else []
+    names += ["training"] if any(Training(run).figure for run in runs if run.training_steps) else []
+    names += ["mismatch"] if any(Sides(run).figure for run in runs if run.mismatch_rollouts) else []
     return [*names, *(["survival", "tree"] if any(map(_is_one_sample, runs)) else [])]
 
 
 def _is_one_sample(run: Run) -> bool:
     """Whether the completions are drawn from one load: neither at many settings nor in the arms of a server."""
     return bool(run.completions) and not is_varied(run) and not is_endpoint(run)
-
-
-def _side_file(run: Run) -> Any:
-    from nondet.core.traces import check_traces, read_traces
-
-    traces, pieces = read_traces(Path(run.source))
-    check_traces(run, traces)
-    return traces, pieces
-
-
-def _subplots(count: int, width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
-    from matplotlib.figure import Figure
-
-    rows = -(-count // columns)
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
-    for axis in axes[count:]:
-        axis.set_visible(False)
-    return figure, axes
 
 
 def _sweeps(run: Run) -> list[Row]:
@@ -130,235 +131,180 @@ def _sweeps(run: Run) -> list[Row]:
     return rows
 
 
-def _class_map(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
+def _class_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
+    """Of the cases that part most; a few values beside a long sweep are no map."""
     cases: dict[tuple[str, str, str, str], list[Row]] = {}
     for run in runs:
-        parted = {(r.probe, r.case, r.dtype, r.device) for r in _sweeps(run)}
+        sweeps = {(r.probe, r.case, r.dtype, r.device) for r in _sweeps(run)}
         for row in run.rows:
             at = (row.probe, row.case, row.dtype, row.device)
-            if at in parted and len(row.labels) == len(row.values) > 0:
+            if at in sweeps and len(row.labels) == len(row.values) > 0:
                 cases.setdefault(at, []).append(row)
-    if not cases:
-        raise UserError("no row of these runs has classes over a sweep", "Draw a run of `nondet probe`.")
-    longest = max(len(r.values) for rows in cases.values() for r in rows)
-    long = [rows for rows in cases.values() if len(rows[0].values) * 4 >= longest]  # a few values beside it are no map
-    shown = sorted(long, key=lambda rows: -max(r.distinct for r in rows))[:8]
-    lanes = max(sum(min(r.distinct, _MOST_LANES) for r in rows) for rows in shown)
-    figure, axes = _subplots(len(shown), 7.5, 0.9 + 0.22 * max(lanes, 3))
-    for axis, rows in zip(axes, shown, strict=False):
-        _lanes(axis, rows)
-    return figure
+    longest = max((len(row.values) for rows in cases.values() for row in rows), default=0)
+    long = [rows for rows in cases.values() if len(rows[0].values) * 4 >= longest]
+    for rows in sorted(long, key=lambda rows: -max(row.distinct for row in rows))[:_MAPS_MOST]:
+        for drawn in map_figures(rows):
+            yield _lanes(drawn, f"{rows[0].case}, {rows[0].dtype}")
 
 
-def _lanes(axis: Any, rows: Sequence[Row]) -> None:
-    names: list[str] = []
-    named = not all(isinstance(v, int) for v in rows[0].values)
-    for row in rows:
-        sets = kernel_sets(row)
-        for label in range(min(row.distinct, _MOST_LANES)):
-            lane = len(names)
-            places = range(len(row.values)) if named else row.values
-            values = [v for v, mine in zip(places, row.labels, strict=True) if mine == label]
-            colour = _COLOURS[label % len(_COLOURS)]
-            axis.plot(values, [lane] * len(values), "|", color=colour, markersize=9, markeredgewidth=1.6)
-            used = {row.kernels[i] for i, mine in enumerate(row.labels) if mine == label} if row.kernels else set()
-            kernels = ", ".join(short_kernel(k, 34) for i in sorted(used)[:1] for k in sets[i][:2])
-            names.append(one_line(f"{one_line(row.impl, 24)} {letter(label)}  {kernels}"))
-    first = rows[0]
-    axis.set_yticks(range(len(names)), names, fontsize=7)
-    axis.invert_yaxis()
-    axis.set_ylim(len(names) - 0.4, -0.6)
-    if named:
-        axis.set_xticks(range(len(first.values)), [one_line(str(v), 24) for v in first.values], rotation=40, ha="right")
-        axis.tick_params("x", labelsize=7)
-    elif first.varied != "run" and min(v for v in first.values if isinstance(v, int)) > 0:
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axis.set_xlabel(one_line(axis_name(first), 60))
-    most = max(row.distinct for row in rows)
-    cut = f" (the first {_MOST_LANES} of {most} classes)" if most > _MOST_LANES else ""
-    axis.set_title(one_line(f"{first.case}, {first.dtype}", 110) + cut, fontsize=8, loc="left")
-
-
-def _maps(runs: Sequence[Run]) -> list[tuple[str, ProductMap]]:
-    return [found for run in runs for section in probe_sections(run.rows) for found in section.maps]
-
-
-def _map(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
-    """Classes over M and one other size: a panel an implementation, a line a size, a colour a class of that line."""
-    found = [(title, drawn, impl) for title, drawn in _maps(runs) for impl in drawn.rows]
-    if not found:
-        raise UserError("these runs hold no map of a product", "Draw a run of `nondet probe matmul --map mk`.")
-    figure, axes = _subplots(len(found), 4.6, 2.9, columns=min(2, len(found)))
-    for axis, (title, drawn, impl) in zip(axes, found, strict=False):
-        rows = drawn.rows[impl]
-        for place, row in enumerate(rows):
-            for part in segments(row):  # whose values are every M
-                width, colour = part.stop - part.start, _COLOURS[part.label % len(_COLOURS)]
-                axis.barh(place, width, left=part.start + 1, height=1.0, align="edge", color=colour, linewidth=0)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axis.set_xlim(1, max(len(row.values) for row in rows) + 1)
-        shown = range(0, len(rows), -(-len(rows) // 8))
-        axis.set_yticks([i + 0.5 for i in shown], [f"{rows[i].shape[drawn.axis]:,}" for i in shown])
-        axis.set_ylim(len(rows), 0)
-        axis.grid(visible=False)
-        axis.set_xlabel("M, from each to the next")
-        axis.set_ylabel(drawn.axis)
-        axis.set_title(one_line(f"{impl}: {title}", 90), fontsize=7, loc="left")
-    return figure
-
-
-def _curves(section: Section) -> dict[str, list[Any]]:
-    """Groups with enough sizes for a curve."""
-    return {
-        title: rows
-        for title, rows in section.groups.items()
-        if len({row[0].cell.shape[row[0].cell.axis] for row in rows}) > 3
-    }
-
-
-def _bench(runs: Sequence[Run], value: Callable[[Any], float | None], quantity: str, baseline: bool) -> Figure:
-    panels = [
-        (section, title, rows) for run in runs for section in sections(run) for title, rows in _curves(section).items()
-    ]
-    if not panels:
-        raise UserError("no cell of these runs was timed over four sizes or more", "Draw a run of `nondet bench`.")
-    figure, axes = _subplots(len(panels), 4.2, 2.7, columns=min(2, len(panels)))
-    for axis, (section, title, rows) in zip(axes, panels, strict=False):
-        impls = [i for i in section.impls if not is_stock(i)]
-        names = (["best stock"] if baseline else []) + impls
-        for i, name in enumerate(names):
-            points = sorted(
-                (c.cell.shape[c.cell.axis], value(c))
-                for row in rows
-                for c in row
-                if (c.timed is c.baseline if name == "best stock" else c.timed.impl == name) and value(c) is not None
-            )
-            if points:
-                label = one_line(name, 40)
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, **_line_style(i))
-        axis.axhline(1.0, color="#888888", linewidth=0.8)
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(low, 0.0 if baseline else 0.8), max(high, 1.05 if baseline else 1.2))  # noise is no mountain
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axis.set_xlabel(one_line(section.cells[0].axis, 60))
-        axis.set_ylabel(quantity)
-        axis.set_title(one_line(f"{section.name}, {title}, {section.dtype}", 64), fontsize=8, loc="left")
-    axes[0].legend(fontsize=7, frameon=False)
-    return figure
-
-
-def _summaries(runs: Sequence[Run], traces: Callable[[Run], Any]) -> list[SampleSummary]:
-    from nondet.sampling.analysis import summarize
-
-    summaries = []
+def _product_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
     for run in runs:
-        if _is_one_sample(run):
-            by_digest, pieces = traces(run)
-            keys = dict.fromkeys((c.impl, c.prompt) for c in run.completions)
-            summaries += [summarize(run, by_digest, pieces, impl, prompt) for impl, prompt in keys]
-    if not summaries and any(is_endpoint(run) for run in runs):
+        for title, found in (found for section in probe_sections(run.rows) for found in section.maps):
+            yield _lanes(found.drawn, title, found.axis)
+
+
+def _lanes(drawn: dict[str, Any], title: str, unit: str = "") -> Drawing:
+    """A lane a class, or a size of a product: a bar for each stretch of values, in the colour of its class."""
+    lanes = [(panel["row"], lane) for panel in drawn["panels"] for lane in panel["lanes"]]
+
+    step = -(-len(lanes) // _LANES_MOST)
+    named = [i for i, (row, _) in enumerate(lanes) if i % step == 0 or row is not lanes[i - 1][0]]
+    gap = 0.06 if step == 1 else 0.0
+
+    def onto(axis: Any) -> None:
+        for i, (row, lane) in enumerate(lanes):
+            for cell in lane["cells"]:
+                spans = [(left, right - left) for left, right in cell["spans"]]
+                axis.broken_barh(spans, (i + gap, 1 - 2 * gap), color=_colour(cell["label"], row), linewidth=0)
+        axis.set_yticks([i + 0.5 for i in named], [_lane_name(*lanes[i]) for i in named], fontsize=7)
+        axis.set_ylim(len(lanes), 0)
+        axis.set_xlim(0, WIDTH)
+        axis.set_xticks([t.x for t in drawn["ticks"]], [t.text for t in drawn["ticks"]])
+        axis.grid(visible=False)
+        axis.set_xlabel(", ".join(filter(None, (drawn["axis"], drawn["scale"]))))
+        axis.set_ylabel(unit)
+        axis.set_title(one_line(title, 110), fontsize=8, loc="left")
+
+    return 7.5, 1.0 + min(0.22 * max(3, len(lanes)), 0.6 + 0.06 * len(lanes)), onto
+
+
+def _colour(label: int, row: Row | None = None) -> str:
+    """As a page has it."""
+    name = tint(label, row)
+    return _HUES[int(name[1])] if name[0] == "r" else _COLOURS[name]
+
+
+def _lane_name(row: Row, lane: dict[str, Any]) -> str:
+    if "name" in lane:
+        return one_line(f"{row.impl} {lane['name']}", 80)
+    return one_line(f"{one_line(row.impl, 24)} {letter(lane['label'])}  {lane['kernels']}", 80)
+
+
+def _plots(found: Plots | None, only: int | None = None, prefix: str = "") -> Iterator[Drawing]:
+    """A drawing a plot, the first with the legend; `only`: of several above each other this one."""
+    for number, panel in enumerate(found.panels if found else ()):
+        for plot in panel.plots if only is None else panel.plots[only : only + 1]:
+            yield 4.4, 2.9, _plot(found, panel, plot, prefix, legend=not number)
+
+
+def _plot(found: Plots | None, panel: Panel, plot: Plot, prefix: str, *, legend: bool) -> Callable[[Any], None]:
+    impls = found.impls if found else ()
+
+    def onto(axis: Any) -> None:
+        unnamed = dict(enumerate(impls)) if legend else {}
+        for mark in plot.marks:
+            across, up = zip(*mark.points, strict=True)
+            index = mark.impl or 0
+            number = hue(impls[index][0], index)
+            shown: dict[str, Any] = {"color": _HUES[number]}
+            if mark.style in ("curve", "spot") and index in unnamed:
+                shown["label"] = one_line("".join(unnamed.pop(index)), 40)
+            if mark.style == "limit":
+                axis.plot(across, up, color="#555555", linewidth=0.8, linestyle=":")
+            elif mark.style == "band":
+                axis.fill(across, up, alpha=0.16, linewidth=0, **shown)
+            elif mark.style == "spot":
+                axis.plot(across, up, "o", markersize=2.5, **shown)
+            elif mark.style == "thin":
+                axis.plot(across, up, linewidth=0.6, alpha=0.45, **shown)
+            elif mark.style == "curve":
+                axis.plot(across, up, linestyle=_STYLES[number], **shown)
+        axis.set_xlim(0, 1)
+        axis.set_ylim(-0.02, 1.02)
+        axis.set_xticks([t.x / WIDTH for t in panel.ticks], [t.text for t in panel.ticks])
+        axis.set_yticks([height for _, height in plot.levels], [text for text, _ in plot.levels])
+        axis.set_xlabel(panel.axis)
+        axis.set_ylabel(plot.unit)
+        axis.set_title(one_line(prefix + panel.title, 64), fontsize=8, loc="left")
+        if legend:
+            axis.legend(fontsize=7, frameon=False)
+
+    return onto
+
+
+def _bench(runs: Sequence[Run], only: int) -> Iterator[Drawing]:
+    for section in (section for run in runs for section in sections(run)):
+        found = bench_plots(section)
+        wanted = found._replace(panels=[p for p in found.panels if len(p.plots) > only]) if found else None
+        yield from _plots(wanted, only, f"{section.name}, {section.dtype}, ")
+
+
+def _jigsaw(runs: Sequence[Run]) -> Iterator[Drawing]:
+    return _bench(runs, 0)
+
+
+def _speed(runs: Sequence[Run]) -> Iterator[Drawing]:
+    return _bench(runs, 1)
+
+
+def _summaries(runs: Sequence[Run]) -> list[SampleSummary]:
+    from nondet.sampling.analysis import summarize_all
+
+    if runs and all(is_endpoint(run) for run in runs):
         raise UserError("the arms of a server are no one sample to draw", "Read them with `nondet report`.")
-    if not summaries:
-        raise UserError("these runs hold no completions", "Draw a run of `nondet sample`.")
-    return summaries
+    return [s for run in runs if _is_one_sample(run) for s in summarize_all(run, *side_file(run))]
 
 
-def _survival(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
-    figure, (axis,) = _subplots(1, 6.0, 3.2)
-    for i, summary in enumerate(_summaries(runs, traces)):
-        label = f"{one_line(summary.impl, 40)} (n = {summary.n:,})"
-        axis.step(range(len(summary.survival)), summary.survival, where="post", label=label, **_line_style(i))
-    axis.set_ylim(top=1.005)
-    axis.set_xlabel("tokens")
-    axis.set_ylabel("share equal to the most common so far")
-    axis.legend(fontsize=7, frameon=False)
-    return figure
+def _survival(runs: Sequence[Run]) -> Iterator[Drawing]:
+    return _plots(curve_plots(_summaries(runs)))
 
 
-def _tree(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
-    parted = [s for s in _summaries(runs, traces) if s.distinct_completions > 1]
-    if not parted:
-        raise UserError("all completions of these runs are equal: there is no tree", "Try --figure survival.")
-    figure, axes = _subplots(len(parted), 7.0, 2.8)
-    for axis, summary in zip(axes, parted, strict=False):
-        _branches(axis, summary)
-    return figure
+def _trees(runs: Sequence[Run]) -> Iterator[Drawing]:
+    for summary in _summaries(runs):
+        if summary.distinct_completions > 1:
+            yield _tree(summary)
 
 
-def _branches(axis: Any, summary: SampleSummary) -> None:
-    """Each run of shared tokens as a line, as thick as its share; a loop, since forks nest deeply."""
-    total = max(1, summary.n)
-    leaf = 0
-    places: dict[int, float] = {}
-    order: list[tuple[TreeNode, bool]] = [(summary.tree, False)]
-    while order:
-        node, placed = order.pop()
-        if not placed and node.children:
-            order.append((node, True))
-            order += [(child, False) for child in reversed(node.children)]
-            continue
-        if node.children:
-            places[id(node)] = places[id(node.children[0])]
-            for child in node.children:
-                axis.plot([child.start] * 2, [places[id(node)], places[id(child)]], color="#888888", linewidth=0.8)
-        else:
-            places[id(node)] = float(leaf)
-            leaf += 1
-        x, y = [node.start, node.start + node.length], [places[id(node)]] * 2
-        axis.plot(
-            x, y, solid_capstyle="butt", color=_COLOURS[int(places[id(node)]) % 7], linewidth=1 + 6 * node.count / total
-        )
-        if not node.children:
-            axis.annotate(f" {node.count:,}", (x[1], y[1]), fontsize=7, va="center")
-    axis.invert_yaxis()
-    axis.set_yticks([])
-    axis.grid(visible=False)
-    axis.spines["left"].set_visible(False)
-    axis.set_xlabel("tokens")
-    title = f"{summary.impl}: {summary.distinct_completions} distinct of {summary.n:,}"
-    axis.set_title(one_line(title, 100), fontsize=8, loc="left")
+def _tree(summary: SampleSummary) -> Drawing:
+    """Each run of shared tokens as a line, as thick as its share, with the count of each completion at its end."""
+    drawn = tree_figure(summary)
+
+    def onto(axis: Any) -> None:
+        for (x0, y0, x1, y1), width, label in drawn["lines"]:
+            axis.plot([x0, x1], [y0, y1], color=_colour(label), linewidth=width, solid_capstyle="butt")
+        for i, leaf in enumerate(drawn["leaves"]):
+            axis.annotate(f" {leaf['count']:,}", (WIDTH, i + 0.5), fontsize=7, va="center", annotation_clip=False)
+        axis.set_xlim(0, WIDTH)
+        axis.set_ylim(len(drawn["leaves"]), 0)
+        axis.set_yticks([])
+        axis.set_xticks([t.x for t in drawn["ticks"]], [t.text for t in drawn["ticks"]])
+        axis.grid(visible=False)
+        axis.spines["left"].set_visible(False)
+        axis.set_xlabel("tokens")
+        title = f"{summary.impl}: {summary.distinct_completions} distinct of {summary.n:,}"
+        axis.set_title(one_line(title, 100), fontsize=8, loc="left")
+
+    return 7.0, 0.9 + 0.3 * len(drawn["leaves"]), onto
 
 
-def _training(runs: Sequence[Run], traces: Callable[[Run], Any]) -> Figure:
-    """Reward, K3 and entropy by step: a line an arm, of several seeds their mean, with each seed as a thin one."""
-    told = [course for run in runs for course in courses(run) if len(course.steps) > 1]
-    if not told:
-        raise UserError("these runs hold no two steps of an arm", "Draw a run of `nondet rl`.")
-    figure, axes = _subplots(3, 4.2, 2.9, columns=3)
-    impls = list(dict.fromkeys(course.impl for course in told))
-    panels = {"reward": "reward", "k3": "K3, sampler to trainer", "entropy": "entropy, nats a token"}
-    for axis, (name, title) in zip(axes, panels.items(), strict=True):
-        for line in lines_of(told, name):
-            i = impls.index(line.impl)
-            thin = (
-                {"linewidth": 0.6, "alpha": 0.4, "linestyle": "-"} if line.thin else {"label": one_line(line.impl, 40)}
-            )
-            axis.plot(*zip(*line.points, strict=True), **_line_style(i) | thin)
-        axis.set_title(title, fontsize=8, loc="left")
-        axis.set_xlabel("step")
-        axis.set_ylim(bottom=0)
-    above = [math.log10(step.k3) for course in told for step in course.steps if step.k3 > 0]
-    least, most = math.floor(min(above, default=-6.0)), math.ceil(max(above, default=-3.0))
-    axes[1].set_yscale("symlog", linthresh=10.0**least)
-    axes[1].set_ylim(bottom=-0.3 * 10.0**least)  # so that a line at 0 is not the axis
-    decades = [10.0**e for e in range(most, least - 1, -max(1, (most - least) // 3))]
-    axes[1].set_yticks([0.0, *decades], ["0", *(f"{x:.0e}" for x in decades)], minor=False)
-    axes[1].minorticks_off()
-    axes[0].legend(fontsize=7, frameon=False)
-    return figure
+def _pairs(runs: Sequence[Run]) -> Iterator[Drawing]:
+    for told in (Sides(run).figure for run in runs if run.mismatch_rollouts):
+        yield from _plots(told.data if told else None)
 
 
-FIGURES: dict[str, Callable[[Sequence[Run], Callable[[Run], Any]], Figure]] = {
-    "class-map": _class_map,
-    "map": _map,
-    "speed": lambda runs, _: _bench(
-        runs, lambda c: c.ratio, "best stock time / time (above 1: faster)", baseline=False
-    ),
-    "jigsaw": lambda runs, _: _bench(runs, lambda c: c.share, "share of the machine's limit", baseline=True),
-    "survival": _survival,
-    "training": _training,
-    "tree": _tree,
+def _training(runs: Sequence[Run]) -> Iterator[Drawing]:
+    for told in (Training(run).figure for run in runs if run.training_steps):
+        yield from _plots(told.data if told else None)
+
+
+# Name -> what draws it, columns, and (what runs without it lack, what to draw instead).
+FIGURES: dict[str, tuple[Callable[[Sequence[Run]], Iterator[Drawing]], int, tuple[str, str]]] = {
+    "class-map": (_class_maps, 1, ("row with classes over a sweep", "Draw a run of `nondet probe`.")),
+    "map": (_product_maps, 1, ("map of a product", "Draw a run of `nondet probe matmul --map mk`.")),
+    "speed": (_speed, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),
+    "jigsaw": (_jigsaw, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),
+    "survival": (_survival, 1, ("completions", "Draw a run of `nondet sample`.")),
+    "training": (_training, 3, ("two steps of an arm", "Draw a run of `nondet rl`.")),
+    "mismatch": (_pairs, 2, ("arms that differ", "Draw a run of `nondet mismatch`.")),
+    "tree": (_trees, 1, ("completions that differ: there is no tree", "Try --figure survival.")),
 }

@@ -61,6 +61,7 @@ DEFINITION = (
     "is faster; in brackets the 95% interval of the median ratio of a round (of a diagnosis: the least and "
     "the largest)"
 )
+_MEDIAN_LEAST = 6  # rounds of which the median has an interval
 TOO_FEW_ROUNDS = "too few rounds were timed for an interval"
 NOT_IN_TURN = "the implementations did not take turns, as under nondet sample --turns"
 # On an H200 4.4 s of host time in cuDNN's attention for 11 ms on the GPU: docs/evidence/h200/stock-profile.txt.
@@ -154,8 +155,10 @@ def ratio_text(speed: SpeedRatio) -> str:
     if not speed.is_cost:
         return f"cost not measured: {HOST_NOTE if speed.host_bound else speed.reason}"
     low, high = speed.interval or (0.0, 0.0)
-    span = f"{low:.2f} to {high:.2f}, {speed.rounds} rounds"
-    return f"{NAME} {speed.ratio:.2f} against {one_line(speed.baseline, 40)} ({span})"
+    span, stock = f"{low:.2f} to {high:.2f}", one_line(speed.baseline, 40)
+    if speed.rounds < _MEDIAN_LEAST:  # a diagnosis': the better of two rounds is no answer
+        return f"{NAME} {span} against {stock} ({speed.rounds} rounds)"
+    return f"{NAME} {speed.ratio:.2f} against {stock} ({span}, {speed.rounds} rounds)"
 
 
 def diagnosed_cost(run: Run) -> str:
@@ -172,9 +175,8 @@ def diagnosed_cost(run: Run) -> str:
     if speed.interval is None or speed.host_bound:
         why = HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS
         return f"Not measured: {why} ({'; '.join(rates)})."
-    low, high = speed.interval
-    span = f"{low:.2f} to {high:.2f} in {speed.rounds} rounds"
-    return f"{NAME.capitalize()} {speed.ratio:.2f} ({'; '.join([span, *rates])})."
+    said = ratio_text(speed)
+    return f"{said[:1].upper()}{said[1:]}."
 
 
 def _timed(run: Run) -> Mapping[str, Any]:

@@ -44,6 +44,57 @@ class Finding(StrEnum):
         return self == Finding.WRONG or self.is_divergence
 
 
+class Effect(StrEnum):
+    """What a finding changes for whoever uses the result, as a report's first words; the gravest first."""
+
+    WRONG = "Wrong result"
+    OUTPUT = "Output changes"
+    LOGPROBS = "Only logprobs change"
+    RUNS = "Runs differ"
+    MODEL = "Kernels differ in the model"
+    KERNELS = "Kernels differ in isolation"
+    SIDES = "Sampler and trainer differ"
+    NEIGHBOURS = "Nearest neighbours change"
+    VECTORS = "Only vector bits change"
+    NONE = "No difference seen"
+    SO_FAR = "No difference seen so far"
+    UNPROVEN = "No difference seen, load unproven"
+    ORDER = "Sums depend on their order"
+    NOTHING = "Nothing compared"
+    NO_STOCK = "Stock not measured"
+    NOT_GREEDY = "Not greedy"
+    UNKNOWN = "Not known"
+    SPEED = "Speed measured"
+
+    @property
+    def rank(self) -> int:
+        """0 of the gravest."""
+        return list(Effect).index(self)
+
+    @property
+    def is_change(self) -> bool:
+        """Whether anything that a user would want equal is not."""
+        return self.rank < Effect.NONE.rank
+
+
+# What a verdict says of these findings, whatever was compared.
+_EFFECTS = {
+    Finding.WRONG: Effect.WRONG,
+    Finding.MISMATCH: Effect.SIDES,
+    Finding.ORDER: Effect.ORDER,
+    Finding.CLEAN: Effect.NONE,
+    Finding.UNPROVEN: Effect.UNPROVEN,
+    Finding.UNTESTED: Effect.NOTHING,
+}
+
+
+def change_of(texts: int, findings: Iterable[str]) -> Effect:
+    """What a divergence of completions changes: of several texts the output, else the run or their logprobs."""
+    if texts > 1:
+        return Effect.OUTPUT
+    return Effect.RUNS if Finding.RUN_TO_RUN in findings else Effect.LOGPROBS
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a run shows of one implementation: facts, whose words `nondet.verdict.wording` has.
@@ -54,6 +105,7 @@ class Verdict:
         reasons: What the verdict does not cover, and what stands for or against it.
         prompt: Index of the prompt, for a sampled run.
         bounds: What no divergence leaves, and of what it says nothing.
+        changes: What is changed where bits differ: of operators tested by themselves, their results.
     """
 
     impl: str
@@ -62,6 +114,12 @@ class Verdict:
     reasons: tuple[Reason, ...] = ()
     prompt: int | None = None
     bounds: tuple[Reason, ...] = ()
+    changes: Effect = Effect.KERNELS
+
+    @property
+    def effect(self) -> Effect:
+        """What it comes to for a user."""
+        return _EFFECTS.get(self.finding, self.changes)
 
     @property
     def finding(self) -> Finding:
@@ -97,6 +155,11 @@ class Verdict:
     def role(self) -> Role:
         """What the implementation is."""
         return role_of(self.impl)
+
+
+def gravest(verdicts: Iterable[Verdict]) -> Effect:
+    """The effect of most weight; of no verdict that nothing was compared."""
+    return min((v.effect for v in verdicts), key=lambda effect: effect.rank, default=Effect.NOTHING)
 
 
 def called_wrong(verdict: Verdict, nonfinite: Reason) -> Verdict:

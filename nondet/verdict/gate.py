@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgspec
 
-from nondet.core.records import RECORDS, Diagnosis, Role, Run, Status, TraceVerdict
+from nondet.core.records import RECORDS, Diagnosis, Neighbours, Role, Run, Status, TraceVerdict
 from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
 from nondet.verdict import mismatch, training
-from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.findings import Effect, Finding, Verdict
 from nondet.verdict.mismatch import Thresholds, judge_mismatch
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
@@ -37,6 +37,11 @@ class Outcome(StrEnum):
 CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT: 3, Outcome.NOT_ENOUGH: 4}
 
 
+# Reasons that a headline has as well, the first of each group: what kind a mismatch is, where it begins, what rewards
+# came to.
+TELLING = (mismatch.KINDS, ("mm-where",), ("rl-spread",))
+
+
 def judge(run: Run) -> list[Verdict]:
     """The verdicts that every report of the run gives: completions first, then operators.
 
@@ -48,7 +53,24 @@ def judge(run: Run) -> list[Verdict]:
     if run.mismatch_rollouts:
         return judge_mismatch(run)
     judge_completions = judge_axes if is_varied(run) else judge_served if is_endpoint(run) else judge_samples
-    return judge_completions(run) + judge_rows([r for r in run.rows if not is_replay(r)])
+    verdicts = judge_completions(run) + judge_rows([r for r in run.rows if not is_replay(r)])
+    return [_of_vectors(v, [n for n in run.neighbours if n.impl == v.impl]) for v in verdicts]
+
+
+def _of_vectors(verdict: Verdict, vectors: Sequence[Neighbours]) -> Verdict:
+    """The verdict on an encoder, where it is one: what differs between its vectors, and what a search does of it."""
+    if not vectors:
+        return verdict
+    worst, findings = max(vectors, key=lambda n: n.parted), verdict.findings
+    if verdict.finding == Finding.CLEAN or not worst.parted:
+        arms = len({n.arm for n in vectors})
+        return replace(verdict, counts=(reason("vectors-alike", findings=findings, n=worst.texts, arms=arms),))
+    far, top1, topk = (
+        max(getattr(n, of) for n in vectors) for of in ("cosine_distance", "top1_changed", "topk_changed")
+    )
+    told = {"n": worst.parted, "of": worst.texts, "far": far, "top1": top1, "k": worst.k, "topk": topk}
+    changes = Effect.NEIGHBOURS if top1 or topk else Effect.VECTORS
+    return replace(verdict, counts=(reason("vectors", findings=findings, **told),), changes=changes)
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:

@@ -170,8 +170,8 @@ def _judge(pair: Pair, told: Sequence[Pair]) -> Verdict:
     tails = reason("mm-tails", outside=figures.outside / figures.tokens, least=least, most=most)
     deviation, share = figures.long
     long = reason("mm-long", share=share, deviation=deviation)
-    notes = [*failed, *_kind(pair), *_where(pair), *rows, long, *_so_what(pair, told)]
-    return Verdict(pair.impl, (Finding.MISMATCH,), (seen, tails), tuple(notes))
+    notes = [*failed, *_kind(pair), *_where(pair), tails, *rows, long, *_so_what(pair, told)]
+    return Verdict(pair.impl, (Finding.MISMATCH,), (seen,), tuple(notes))
 
 
 def _rows(pair: Pair) -> list[Reason]:

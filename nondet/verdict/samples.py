@@ -27,6 +27,7 @@ from nondet.verdict.findings import (
     answers_of,
     batch_evidence,
     called_wrong,
+    change_of,
     distinct,
     ended_otherwise,
     ends_reasons,
@@ -192,6 +193,8 @@ def _judge_bits(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Ro
         (*reasons, *limits),
         counts.prompt,
         (_bound(counts),) if finding == Finding.CLEAN else (),
+        # one trace is one text: what differs in one is how it ended, or a run that was repeated
+        change_of(max(counts.distinct_completions, len({finish for _, finish in counts.answers})), (finding,)),
     )
 
 
@@ -386,7 +389,7 @@ def judge_axes(run: Run) -> list[Verdict]:
 def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Verdict:
     """The verdict on the bits of one implementation's completions, whatever number these are."""
     axes = [t for t in tally_axes(run, impl) if not t.note]
-    tested = [t for t in axes if any(v.comparisons for v in t.values)]
+    tested, texts = [t for t in axes if any(v.comparisons for v in t.values)], _texts(axes)
     reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
     reasons += [reason("requests-failed", n=failed)] if failed else []
     # where bits parted though nothing shows the value to have taken effect: by what, nobody knows
@@ -398,12 +401,13 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
         clauses = [reason("no-pair" if any(t.tried for t in axes) else "no-effect")]
         clauses += [reason("but", what=astray), unattributed] if idle else [reason("so-nothing")]
         finding = Finding.UNATTRIBUTED if idle else Finding.UNTESTED
-        return Verdict(impl, (finding,), tuple(clauses), tuple(reasons), 0)
+        return Verdict(impl, (finding,), tuple(clauses), tuple(reasons), 0, changes=change_of(texts, ()))
     clauses = _axis_clauses(tested)
     reasons.append(reason("again", what=_repetition(again)) if again else reason("base-once"))
     if any(r.parted for r in again):
         clauses.append(reason("finding", findings=Finding.RUN_TO_RUN))
-        return Verdict(impl, (Finding.RUN_TO_RUN,), tuple(clauses), tuple(reasons), 0)
+        changes = change_of(texts, (Finding.RUN_TO_RUN,))
+        return Verdict(impl, (Finding.RUN_TO_RUN,), tuple(clauses), tuple(reasons), 0, changes=changes)
     findings, limits = _attribute_axes(run, impl, tested, bool(again))
     reasons += limits
     if findings:
@@ -420,7 +424,13 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
         untested = tuple(reason(code, axes=tuple(t.axis for t in of)) for code, of in without if of)
         findings = (Finding.UNPROVEN if untested else Finding.CLEAN,)
         bounds = (_value_bound(run, impl, tested), *([reason("but", what=untested)] if untested else []))
-    return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds)
+    return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds, change_of(texts, findings))
+
+
+def _texts(axes: Sequence[AxisTally]) -> int:
+    """Distinct ones, of the axis that has most; of one that may change the arithmetic, at the value that has most."""
+    every = [(t.held, [v.texts for v in (*t.values, *t.idle)]) for t in axes]
+    return max((len(set().union(*of)) if held else max(map(len, of), default=0) for held, of in every), default=0)
 
 
 def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:

@@ -22,6 +22,7 @@ from nondet.verdict.findings import (
     Verdict,
     answers_of,
     called_wrong,
+    change_of,
     distinct,
     ends_reasons,
     sort_impls,
@@ -618,7 +619,11 @@ def _judge_bits(subject: Subject, clauses: list[Reason], verdict: Verdict) -> Ve
         findings, reasons = (Finding.UNATTRIBUTED,), [reason("arms-apart"), *reasons]
     clauses += [reason("arms", comparisons=tuple(c.seen for c in comparisons))] if comparisons else []
     clauses.append(reason("findings", findings=findings))
-    return replace(verdict, findings=findings, counts=tuple(clauses), reasons=(*verdict.reasons, *reasons))
+    texts = {digest for arm in subject.arms.values() for digest in arm.completions}
+    ends = {finish for arm in subject.arms.values() for _, finish in arm.answers}
+    changes = change_of(max(len(texts), len(ends)), findings)
+    reasons = [*verdict.reasons, *reasons]
+    return replace(verdict, findings=findings, counts=tuple(clauses), reasons=tuple(reasons), changes=changes)
 
 
 def _undiverged(subject: Subject) -> Finding:

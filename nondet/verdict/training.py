@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from statistics import fmean
@@ -91,9 +91,9 @@ class Spread(NamedTuple):
     seeds: float
 
     @property
-    def within(self) -> bool:
-        """Whether arms differ by no more than seeds do."""
-        return self.arms <= self.seeds
+    def than(self) -> str:
+        """Whether arms differ by more than seeds do."""
+        return "no more" if self.arms <= self.seeds else "more"
 
 
 def spread(told: Sequence[Course]) -> Spread | None:
@@ -111,7 +111,11 @@ def spread(told: Sequence[Course]) -> Spread | None:
 def judge_training(run: Run) -> list[Verdict]:
     """One verdict for each arm, over its seeds."""
     told = courses(run)
-    return [_judge(impl, [c for c in told if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in told)]
+    verdicts = [_judge(impl, [c for c in told if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in told)]
+    if between := spread(told):  # of all arms, so it is said once
+        shared = reason("rl-spread", **between._asdict(), than=between.than)
+        verdicts[0] = replace(verdicts[0], reasons=(shared, *verdicts[0].reasons))
+    return verdicts
 
 
 def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
@@ -127,9 +131,9 @@ def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
         bound = reason("rl-bound", rate=one_sided_bound(tokens))
         return Verdict(impl, (Finding.CLEAN,), (reason("rl-zero", **figures),), notes, bounds=(bound,))
     k3, least, most = [s.k3 for s in steps], min(s.ratio_least for s in steps), max(s.ratio_most for s in steps)
-    clauses = [reason("rl-apart", **figures, low=min(k3), high=max(k3)), reason("rl-ratios", least=least, most=most)]
+    clauses = [reason("rl-apart", **figures, low=min(k3), high=max(k3))]
     clauses += [reason("rl-zero-steps", n=zero)] if zero else []
-    return Verdict(impl, (Finding.MISMATCH,), tuple(clauses), notes)
+    return Verdict(impl, (Finding.MISMATCH,), tuple(clauses), (*notes, reason("rl-ratios", least=least, most=most)))
 
 
 def _learnt(mine: Sequence[Course]) -> list[Reason]:

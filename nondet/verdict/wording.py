@@ -79,6 +79,9 @@ WORDS: dict[str, str] = {
     "rows-class": "left its numerics class in {hits:where}",
     "rows-depend": "bits depend on {varied} in {hits:where}",
     "rows-clean": "{finding} in {trials:#trial} of {n:#case} (0 of {comparisons:#comparison} differed{tried:tried})",
+    "vectors": "{findings}: up to {n:,} of {of:#vector} have other bits in a batch than one at a time, 1 - cosine up "
+    "to {far:.4g}; another nearest neighbour for {top1:,}, another set of {k} for {topk:,}",
+    "vectors-alike": "{findings}: {n:#vector} bit-identical one at a time and in {arms:#other arm}",
     "no-fault": ": this is expected of floating-point, and no fault",
     "order-changed": " while the order of reduction changed",
     "finding": ", {findings}",
@@ -204,12 +207,14 @@ WORDS: dict[str, str] = {
     "rl-bound": " (at 95%, one-sided: below {rate:up} of tokens if they were independent)",
     "rl-apart": "mismatched: {differ:,} of {tokens:#token} in {of:#step} have other logprob bits, K3 {low:.1e} to "
     "{high:.1e}",
-    "rl-ratios": "ratios {least:.3f} to {most:.3f}",
+    "rl-ratios": "Ratios: {least:.3f} to {most:.3f}.",
     "rl-zero-steps": "KL 0 in {n:#step}",
     "rl-failed": "Seed {seed} ended after {n:#step}: {why}.",
     "rl-flat": "{n:#group} of {of:,} had one reward for all rollouts, so the advantage 0, and taught nothing; in "
     "{alike:,} of them all rollouts were one text.",
     "rl-nothing": "No group had two rewards: nothing could be learnt, and what the arms earned shows nothing.",
+    "rl-spread": "Mean rewards of the arms differ by {than} than seeds do ({arms:.2f} between arms, up to {seeds:.2f} "
+    "between the seeds of one).",
     "rl-fell": "Seed {seed} fell: {best:.2f} at its best over five steps, {last:.2f} at its end.",
     # of a sampler and a trainer
     "mm-none": "no rollout was compared",
@@ -223,7 +228,7 @@ WORDS: dict[str, str] = {
     "{size:,} is {kl:.1e} nats a token{interval}, at most {most:.1e}.",
     "mm-rows-none": "The logprobs of the sampled tokens were compared, not the whole vocabulary.",
     "mm-interval": " (95%, by sequence: {low:.1e} to {high:.1e})",
-    "mm-tails": "{outside:near} of ratios outside 0.99 to 1.01, {least:.3f} to {most:.3f}",
+    "mm-tails": "Ratios: {outside:near} outside 0.99 to 1.01, {least:.3f} to {most:.3f}.",
     "mm-long": "If tokens went on so, a rollout of 4,096 would have a ratio between 0.5 and 2 with a chance of "
     "{share:near} (its logarithm scatters by {deviation:.2g}).",
     "mm-named": "Kind: {layer}. The {side} has {cause} ({fitted}): without it K3 is {left:.1e}, where rounding "

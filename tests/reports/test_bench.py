@@ -6,16 +6,16 @@ import io
 import re
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from nondet.bench.summary import sections
 from nondet.core.operator import tile_borders
 from nondet.core.records import Run, Status
 from nondet.reports import bench, html, markdown, terminal
-from nondet.reports.bench import bench_figure
+from nondet.reports.bench import bench_plots
 from nondet.reports.content import build, problems
 from nondet.reports.document import plain
+from nondet.reports.plots import Plot, Points
 from tests import build as hostile
 from tests.build import bench_run, cell, limits, run_of, sampled, six_rounds, timed
 from tests.reports.test_html import check
@@ -84,12 +84,6 @@ def test_stock_by_the_same_kernel_is_said() -> None:
     assert cells_of(bench_of(cell(1, *both)))[0][-1] == "launcher; stock: launcher"
 
 
-def test_times_have_about_four_digits() -> None:
-    """No more than was measured."""
-    for us, said in [(0.004, "0.00"), (1.234, "1.23"), (123.44, "123.4"), (12345.6, "12,346")]:
-        assert bench.time_text(us) == said
-
-
 def test_labels_name_what_differs() -> None:
     """Heads that are the same everywhere are left out, as is a query length that the section's name tells."""
     shape = {"B": 8, "Tq": 1, "Tk": 4096, "Hq": 32, "Hkv": 8, "D": 128}
@@ -102,41 +96,40 @@ def test_labels_name_what_differs() -> None:
     assert bench.cell_label(cells[0], section) == "B=8 Tk=4096 Hq=32"
 
 
+def curves(plot: Plot) -> dict[int | None, Points]:
+    """The lines of a plot, by the number of their implementation."""
+    return {mark.impl: mark.points for mark in plot.marks if mark.style == "curve"}
+
+
 def test_the_plot_has_a_panel_for_each_weight_shape() -> None:
     """Lines of every implementation in equal order, within the plot, under the line of the limit; rising M."""
     (section,) = sections(bench_run(tile_borders(1, 4096)))
-    figure = bench_figure(section)
-    assert figure is not None
-    assert figure["impls"] == ["best stock", "invariant", "batch-invariant-ops"]
-    assert [p["title"] for p in figure["panels"]] == ["K=4096 N=6144", "K=12288 N=4096", "K=8192 N=8192"]
-    for panel in figure["panels"]:
-        assert [line["index"] for line in panel["lines"]] == [0, 1, 2]
-        assert [line["index"] for line in panel["ratios"]] == [1, 2]
-        for line in (*panel["lines"], *panel["ratios"]):
-            numbers = [float(x) for x in re.findall(r"[\d.]+", line["path"])]
-            across, down = numbers[::2], numbers[1::2]
-            assert across == sorted(across)
-            assert (across[0], across[-1]) == (0.0, 1000.0)
-            assert all(0 <= y <= 100 for y in down)
-            assert line in panel["ratios"] or min(down) >= panel["limit"]
-        assert 0 < panel["limit"] < 10
-        assert [t.text for t in panel["ticks"]] == ["1", "4", "16", "64", "256", "1,024", "4,096"]
+    plots = bench_plots(section)
+    assert plots is not None
+    assert [name for name, _ in plots.impls] == ["best stock", "invariant", "batch-invariant-ops"]
+    assert [p.title for p in plots.panels] == ["K=4096 N=6144", "K=12288 N=4096", "K=8192 N=8192"]
+    for panel in plots.panels:
+        shares, ratios = panel.plots
+        assert (list(curves(shares)), list(curves(ratios))) == ([0, 1, 2], [1, 2])
+        limit = next(mark.points[0][1] for mark in shares.marks if mark.style == "limit")
+        assert 0.9 < limit < 1
+        for points in (*curves(shares).values(), *curves(ratios).values()):
+            across, up = zip(*points, strict=True)
+            assert list(across) == sorted(across)
+            assert (across[0], across[-1]) == (0.0, 1.0)
+            assert all(0 <= y <= 1 for y in up)
+        assert max(y for points in curves(shares).values() for _, y in points) <= limit
+        assert [t.text for t in panel.ticks] == ["1", "4", "16", "64", "256", "1,024", "4,096"]
 
 
-def test_the_jigsaw_shows() -> None:
-    """One row beyond a tile's border the share falls: the drop is in the path, one thousandth to the right or so."""
-    sizes = (1024, 1025, 2048, 2049)
-    (section,) = sections(bench_run(sizes))
-    figure = bench_figure(section)
-    assert figure is not None
-    stock = [float(x) for x in re.findall(r"[\d.]+", figure["panels"][0]["lines"][0]["path"])]
-    assert stock[3] > stock[1] + 5  # further down: a smaller share
-    assert stock[2] - stock[0] < 5
-
-
-def test_few_sizes_are_no_plot() -> None:
-    """Three points are a table."""
-    assert bench_figure(sections(bench_run((1, 8, 16)))[0]) is None
+def test_the_jigsaw_shows_and_few_sizes_are_no_plot() -> None:
+    """One row beyond a tile's border the share falls, one thousandth to the right or so; three points are a table."""
+    plots = bench_plots(sections(bench_run((1024, 1025, 2048, 2049)))[0])
+    assert plots is not None
+    (x, y), (next_x, next_y), *_ = curves(plots.panels[0].plots[0])[0]
+    assert next_y < y - 0.05
+    assert next_x - x < 0.005
+    assert bench_plots(sections(bench_run((1, 8, 16)))[0]) is None
     assert "<h4>matmul: how close" not in html.render([bench_run((1, 8, 16))])
 
 
@@ -205,30 +198,6 @@ def test_hostile_names_are_shown_and_do_nothing() -> None:
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028]", text)
 
 
-def test_speeds_of_several_loads_stand_in_one_table(tmp_path: Path) -> None:
-    """Two sampled runs make a table of tokens per second by load with the ratio; one has it in its own section."""
-    one, two = (six_rounds(sampled(tmp_path, name=name)) for name in ("a.jsonl", "b.jsonl"))
-    two.header.plan["load"] = {"others": 20, "budget": 64, "prompt": [8, 128]}
-    assert build([one]).speeds == ()
-    report = build([one, two])
-    assert [s.load for s in report.speeds] == ["not recorded", "others 20, budget 64, prompt 8-128"]
-    assert report.speeds[0].speed.ratio == pytest.approx(2.0 / 3.1)
-    page = check(html.render([one, two]))
-    assert "End to end, by load" in page.text
-    assert "others 20, budget 64, prompt 8-128" in page.text
-    assert (
-        "| `b.jsonl` | others 20, budget 64, prompt 8-128 | `stock` | 1200 | 774 | 0.65 | 1 of 60 |"
-        in markdown.render([one, two])
-    )
-    stream = io.StringIO()
-    terminal.render([one, two], Console(file=stream, width=80), verbose=True)
-    assert re.search(r"b\.jsonl\s+stock\s+1200\s+774\s+0\.65\s+1 of 60", stream.getvalue())
-    few = markdown.render([sampled(tmp_path, name=name) for name in ("c.jsonl", "d.jsonl")])
-    assert "| 0.65 |" not in few
-    assert "| `stock` | 1200 | 774 | not measured | 1 of 60 |" in few
-    assert "Not measured: too few rounds were timed for an interval." in few
-
-
 def test_the_fastest_stock_that_ran_is_the_baseline(tmp_path: Path) -> None:
     """A variant of stock stands in for stock by its own name, and of two the faster one is compared with."""
     both = build([sampled(tmp_path, name="a.jsonl", impls=("stock", "stock-no-cudnn", "invariant"))])
@@ -236,6 +205,5 @@ def test_the_fastest_stock_that_ran_is_the_baseline(tmp_path: Path) -> None:
     assert sample.speed is not None
     assert sample.speed.baseline == "stock"  # 2.0 seconds against 3.1
     one, two = (sampled(tmp_path, name=n, impls=("stock-no-cudnn", "invariant")) for n in ("b.jsonl", "c.jsonl"))
-    assert [s.speed.baseline for s in build([one, two]).speeds] == ["stock-no-cudnn"] * 2
     assert "stock-no-cudnn" in html.render([one, two])
     assert "Speed ratio 1.00 against stock-no-cudnn" in markdown.render([six_rounds(one)])

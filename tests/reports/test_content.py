@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,7 @@ from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest, traces_path
 from nondet.errors import UserError
 from nondet.reports import html, markdown, samples, terminal
-from nondet.reports.content import Report, build, headline, problems, section
+from nondet.reports.content import build, headline, problems, section
 from nondet.reports.document import plain
 from nondet.reports.probes import hits_table
 from nondet.verdict.findings import Finding, Verdict
@@ -242,7 +241,6 @@ def test_all_prompts_together_in_every_report(tmp_path: Path) -> None:
     assert facts[-1] in " ".join(full.split())
     assert NASTY not in page
     brief = terminal_text(run)
-    assert "stock: of 6 prompts, traces differ on 1, texts on 1; 60 completions in 2 rounds" in brief
     assert "batch-dependent on 1 of 6 prompts" in " ".join(brief.split())
     assert len(brief.splitlines()) <= terminal.LINES_MOST
 
@@ -262,16 +260,6 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
     assert [s.prompt for s in section.sampled.shown] == [0, 4]
     assert {v.prompt for v in section.told} == {0, 4}
     assert "the 2 that differ most" in html.render([several(tmp_path)])
-
-
-def test_an_effect_without_bound_is_no_number_in_the_data(tmp_path: Path) -> None:
-    """Where no round was held against another the design effect is infinite, which JSON has no word for."""
-    (section,) = build([several(tmp_path)]).runs
-    assert section.sampled is not None
-    overall = tuple(replace(o, effect=float("inf")) for o in section.sampled.overall)
-    endless = replace(section, sampled=replace(section.sampled, overall=overall))
-    data, _ = html.page_data(Report((endless,)), 10**7)
-    assert [o["effect"] for o in json.loads(data)[0]["overall"]] == [None] * 2
 
 
 def test_one_prompt_has_no_overall(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from nondet.probes.base import Options
 from nondet.probes.runner import Job
 from nondet.reports.axes import AxesTable, AxisCell, AxisLine
 from nondet.reports.content import Report, build, headline
-from nondet.reports.first_screen import _NEXT, PROBE_OF, _Ended, chain, first_screen
+from nondet.reports.first_screen import PROBE_OF, chain, first_screen
 from nondet.reports.first_screen import Step as Link
 from nondet.reports.text import probe_of_mine
 from nondet.reports.traces import story, story_headline
@@ -43,7 +43,7 @@ def said(*runs: Run) -> dict[str, tuple[str, str]]:
 def next_of(*runs: Run) -> str:
     screen = first_screen(build(list(runs)))
     assert screen is not None
-    return f"{screen.command}  {screen.why}"
+    return f"{screen.next.command}  {screen.next.why}"
 
 
 def test_families_and_their_probes_are_there() -> None:
@@ -230,7 +230,7 @@ def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path_factory: pytest.TempP
         assert said(run)["cure"][0].endswith("; cost: not measured")
         figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
         run.steps[-1] = msgspec.structs.replace(run.steps[-1], outcome="yes", figures=figures)
-        assert said(run)["cure"][0].endswith("; speed ratio 0.50 against stock (0.45 to 0.55, 2 rounds)")
+        assert said(run)["cure"][0].endswith("; speed ratio 0.45 to 0.55 against stock (2 rounds)")
 
 
 def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
@@ -339,10 +339,7 @@ def test_what_is_next_after_operators() -> None:
             by("probe", run_of(row([0, 0], **MINE)), full=True),
             "nondet report runs/probe.jsonl --out report.html  shows every case with its batch sizes",
         ),
-        (
-            by("certify", run_of(row([0, 1], **MINE))),
-            "  ",
-        ),
+        (by("certify", run_of(row([0, 1], **MINE))), "  "),
         (
             by("bench", run_of(row([0, 0], impl="invariant"), row([0, 1])), "--device", "cpu", "--m", "16"),
             "nondet sample --impl both --device cpu  ",
@@ -494,15 +491,6 @@ def accepted(command: str) -> None:
         request(**values, given=frozenset(given))
 
 
-def place_of(*runs: Run) -> int:
-    """Of the row of the table that a report comes to."""
-    report = build(list(runs))
-    screen = first_screen(report)
-    assert screen is not None
-    ended = _Ended(report, screen.affected, screen.steps)
-    return next(place for place, (holds, _) in enumerate(_NEXT) if holds(ended))
-
-
 def kept(name: str) -> Run:
     return read_run(Path(__file__).parents[2] / "docs" / "evidence" / name)
 
@@ -535,47 +523,45 @@ def under(run: Run, *impls: str) -> Run:
     return run
 
 
-def ends(tmp_path: Path) -> list[tuple[Run, ...]]:
-    """Reports that come to every row of the table."""
+def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
+    """How the next command begins after each kind of report, and the runs that it is of."""
     clean = six_rounds(sampled(tmp_path, variants=lambda impl, number: ((), 0), name="clean.jsonl"))
     parting = sampled(tmp_path, variants=lambda _, number: stock_parts("stock", number), name="parting.jsonl")
     cured = diagnosis(PARTED, **NAMED)
     demonstration = row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)
     refuted_too = under(kept("cpu-xeon/embed.jsonl"), "stock", "invariant", "invariant:matmul")
     return [
-        (kept("servers/vllm-cpu/sample.jsonl.gz"),),
-        (still(kept("servers/vllm-cpu/sample.jsonl.gz")),),
-        (kept("cpu-xeon/trace.jsonl"),),
-        (by("probe", run_of(row([0, 1], **MINE))),),
-        (by("certify", run_of(row([0, 1], **MINE))),),
-        (kept("cpu-xeon/ci.jsonl"),),
-        (by("probe", run_of(demonstration), "float-sum"),),
-        (by("probe", run_of(row([0, 1]), row([0, 0], impl="invariant")), "--from-trace", "t.jsonl", met={"k": 64}),),
-        (kept("cpu-xeon/embed.jsonl"),),
-        (still(kept("cpu-xeon/embed.jsonl")),),
-        (refuted_too,),
-        (run_of(*h200_sweep()), parting, cured),
-        (kept("cpu/diagnose-fp8.jsonl.xz"),),
-        (run_of(*h200_sweep()), six_rounds(sampled(tmp_path)), cured),
-        (clean,),
-        (run_of(row([0, 0])), clean),
+        ("nondet trace --model FOLDER", (kept("servers/vllm-cpu/sample.jsonl.gz"),)),
+        ("nondet sample --n 3000 --load heavy", (still(kept("servers/vllm-cpu/sample.jsonl.gz")),)),
+        ("nondet probe --from-trace", (kept("cpu-xeon/trace.jsonl"),)),
+        ("nondet probe matmul --impl linear=mymodule:batchy", (by("probe", run_of(row([0, 1], **MINE))),)),
+        (" ", (by("certify", run_of(row([0, 1], **MINE))),)),
+        ("nondet sample --impl both", (kept("cpu-xeon/ci.jsonl"),)),
+        ("nondet probe all", (by("probe", run_of(demonstration), "float-sum"),)),
+        (
+            "nondet certify all",
+            (by("probe", run_of(row([0, 1]), row([0, 0], impl="invariant")), "--from-trace", "t", met={"k": 64}),),
+        ),
+        ("nondet embed --impl stock --impl invariant:matmul", (kept("cpu-xeon/embed.jsonl"),)),
+        ("nondet embed --batch 128", (still(kept("cpu-xeon/embed.jsonl")),)),
+        ("nondet certify all", (refuted_too,)),
+        ("nondet trace --impl invariant", (run_of(*h200_sweep()), parting, cured)),
+        ("with nondet.batch_invariant(): ...", (kept("cpu/diagnose-fp8.jsonl.xz"),)),
+        ("nondet certify all", (run_of(*h200_sweep()), six_rounds(sampled(tmp_path)), cured)),
+        ("nondet gate", (clean,)),
+        ("nondet sample --n 10000", (run_of(row([0, 0])), clean)),
     ]
 
 
-def test_every_row_of_the_table_is_a_command_that_can_be_typed(tmp_path: Path) -> None:
-    """Those of the chain as well, with this run's options; none is cut, and each row is come to but the last one."""
-    reports = ends(tmp_path)
-    assert [place_of(*runs) for runs in reports] == list(range(len(_NEXT) - 1))
-    for runs in reports:
+def test_what_follows_each_kind_of_report_is_a_command_that_can_be_typed(tmp_path: Path) -> None:
+    """Those of the chain as well, with this run's options; none is cut."""
+    for begins, runs in ends(tmp_path):
         screen = first_screen(build(list(runs)))
         assert screen is not None
-        for command in (screen.command, *(step.command for step in screen.steps)):
+        assert f"{screen.next.command} ".startswith(begins), begins
+        for command in (screen.next.command, *(step.command for step in screen.steps)):
             if command and not command.startswith("with "):
                 accepted(command)
-    sample = by("sample", reports[-1][-1], "--model", "my model")
-    last = _NEXT[-1][1](_Ended(build([sample]), "none observed", ()))[0]
-    assert last == "nondet sample --model 'my model'"
-    accepted(last)
 
 
 def test_a_case_of_a_users_function_can_be_asked_again() -> None:

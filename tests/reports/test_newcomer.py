@@ -112,30 +112,30 @@ def nondet_lines(run: Run) -> str:
 
 def test_what_follows_an_answer_is_no_more_questions(tmp_path: Path) -> None:
     """Nothing after a certificate and an engine's times; a gate after a clean sample; a cured diagnosis' block."""
-    assert screen_of(kept("h200/certify.jsonl.gz")).command == ""
-    assert screen_of(kept("h200-x2/engine-2-ranks.jsonl")).command == ""
+    assert screen_of(kept("h200/certify.jsonl.gz")).next.command == ""
+    assert screen_of(kept("h200-x2/engine-2-ranks.jsonl")).next.command == ""
     clean = six_rounds(sampled(tmp_path, variants=lambda *_: ((), 0)))
-    assert screen_of(clean).command == f"nondet gate {clean.source} --impl stock"
-    assert screen_of(kept("cpu/diagnose-fp8.jsonl.xz")).command == "with nondet.batch_invariant(): ..."
+    assert screen_of(clean).next.command == f"nondet gate {clean.source} --impl stock"
+    assert screen_of(kept("cpu/diagnose-fp8.jsonl.xz")).next.command == "with nondet.batch_invariant(): ..."
     assert "\nNext:" not in markdown.render([kept("h200-x2/engine-2-ranks.jsonl")])
 
 
 def test_rollouts_of_a_file_are_asked_about_again_with_a_model() -> None:
     """Then with older weights, then in training; of sampled ones at once."""
     name = "h200/mismatch.jsonl.gz"
-    assert screen_of(kept(name, "--rollouts", "r.jsonl")).command == (
+    assert screen_of(kept(name, "--rollouts", "r.jsonl")).next.command == (
         "nondet mismatch --rollouts r.jsonl --model FOLDER"
     )
-    assert screen_of(kept(name, "--rollouts", "r.jsonl", "--model", "m")).command == (
+    assert screen_of(kept(name, "--rollouts", "r.jsonl", "--model", "m")).next.command == (
         "nondet mismatch --rollouts r.jsonl --model m --older CHECKPOINT"
     )
-    assert screen_of(kept(name, "--model", "m")).command == "nondet rl --model m --steps 20"
+    assert screen_of(kept(name, "--model", "m")).next.command == "nondet rl --model m --steps 20"
 
 
 def test_the_next_run_of_rl_keeps_what_was_typed() -> None:
     """All of it but what is asked anew, and where the last one was written."""
     typed = ("--arms", "stock", "--steps", "40", "--out", "a.jsonl", "--lr=1e-3", "--force", "--group", "8")
-    command = screen_of(kept("cpu/trl-invariant.jsonl.gz", *typed)).command
+    command = screen_of(kept("cpu/trl-invariant.jsonl.gz", *typed)).next.command
     assert command == "nondet rl --steps 40 --lr=1e-3 --group 8 --arms stock,invariant"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pytest
 
 from nondet.core.statistics import round_interval
 from nondet.reports.markdown import render
-from nondet.reports.samples import branch_views, curve_figure, tree_figure
+from nondet.reports.plots import Plot, Points
+from nondet.reports.samples import branch_views, curve_plots, tree_figure
 from nondet.reports.text import token
 from nondet.sampling.analysis import SampleSummary
 from tests.build import sampled, summaries_of
@@ -23,38 +23,38 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> SampleSummary:
     return summaries_of(sampled(tmp_path_factory.mktemp("runs"), impls=("stock",)))[0]
 
 
+def drawn(*summaries: SampleSummary) -> tuple[Plot, dict[str, Points]]:
+    """The chart of these, and the points of its marks by their style."""
+    plots = curve_plots(summaries)
+    assert plots is not None
+    (plot,) = plots.panels[0].plots
+    return plot, {mark.style: mark.points for mark in plot.marks}
+
+
 def test_the_curve_steps_down_where_completions_part(stock: SampleSummary) -> None:
-    """100% for 5 tokens, 90% until the 17th, 86.7% to the end; n and the foot of the axis are stated."""
-    figure = curve_figure([stock])
-    assert figure is not None
-    (curve,) = figure["curves"]
-    points = [tuple(map(float, p.split())) for p in re.findall(r"[\d.]+ [\d.]+", curve["line"])]
-    share = [1 - (1 - figure["low"]) * y / 100 for _, y in points]
-    assert [round(x / 1000 * figure["length"]) for x, _ in points] == [0, 6, 6, 18, 18, 40, 40]
+    """100% for 5 tokens, 90% until the 17th, 86.7% to the end, over an axis from 80% on."""
+    plot, marks = drawn(stock)
+    assert [round(x * 40) for x, _ in marks["curve"]] == [0, 6, 6, 18, 18, 40, 40]
+    share = [0.8 + 0.2 * y for _, y in marks["curve"]]
     assert share == pytest.approx([1, 1, 0.9, 0.9, 52 / 60, 52 / 60, 52 / 60], abs=1e-3)
-    assert (figure["low"], figure["length"], curve["n"]) == (0.8, 40, 60)
-    assert figure["ticks"][-1].text == "40"
+    assert [text for text, _ in plot.levels] == ["80%", "85%", "90%", "95%", "100%"]
+    plots = curve_plots([stock])
+    assert plots is not None
+    assert plots.impls == [("stock", " (n = 60)")]
+    assert plots.panels[0].ticks[-1].text == "40"
+    assert curve_plots([replace(stock, survival=())]) is curve_plots([]) is None
+    assert curve_plots([replace(stock, survival=(1.0, 1.0))]) is not None
 
 
 def test_the_band_is_that_of_rounds(stock: SampleSummary) -> None:
     """One round has none; of several it is the interval over their shares, cut where the axis begins."""
-    figure, held = curve_figure([stock]), {1: (5,) * 2 + (40,) * 18, 2: (17,) + (40,) * 19, 3: (40,) * 20}
-    assert figure is not None
-    assert figure["curves"][0]["band"] == ""
-    figure = curve_figure([replace(stock, held_rounds=held, confidence=0.975)])
-    assert figure is not None
-    heights = [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", figure["curves"][0]["band"])]
+    held = {1: (5,) * 2 + (40,) * 18, 2: (17,) + (40,) * 19, 3: (40,) * 20}
+    assert "band" not in drawn(stock)[1]
+    band = [y for _, y in drawn(replace(stock, held_rounds=held, confidence=0.975))[1]["band"]]
     low, high = round_interval([18, 19, 20], [20] * 3, 0.975)
-    assert low < figure["low"] < high
-    assert heights[4] == pytest.approx(100 * (1 - high) / (1 - figure["low"]), abs=0.01)
-    assert max(heights) == 100.0
-
-
-def test_nothing_to_draw_draws_nothing(stock: SampleSummary) -> None:
-    """An empty curve is left out rather than drawn empty."""
-    assert curve_figure([replace(stock, survival=())]) is None
-    assert curve_figure([]) is None
-    assert curve_figure([replace(stock, survival=(1.0, 1.0))]) is not None
+    assert low < 0.8 < high
+    assert band[4] == pytest.approx((high - 0.8) / 0.2, abs=1e-4)
+    assert min(band) == 0.0
 
 
 def test_the_tree_has_a_row_for_each_completion(stock: SampleSummary) -> None:
@@ -63,7 +63,7 @@ def test_the_tree_has_a_row_for_each_completion(stock: SampleSummary) -> None:
     assert [(leaf["letter"], leaf["count"], leaf["parts_at"]) for leaf in figure["leaves"]] == [
         ("A", 52, None), ("C", 1, 17), ("D", 1, 17), ("B", 6, 5),
     ]  # fmt: skip
-    verticals = sorted(float(p.split()[0][1:]) for p, _, _ in figure["lines"] if "V" in p)
+    verticals = sorted(x for (x, _, end, _), _, _ in figure["lines"] if x == end)
     assert verticals == [125.0, 425.0, 750.0]  # tokens 5, 17 and 30 of 40
     assert figure["hidden"] == (0, 0)
 

@@ -10,7 +10,6 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from nondet.core.records import Run
-from nondet.reports.samples import sparkline
 from nondet.reports.terminal import LINES_MOST, render
 from tests import build as hostile
 from tests.build import failed, h200_sweep, row, run_of, sampled
@@ -59,13 +58,6 @@ def test_odd_runs_still_print() -> None:
         (run_of(*[failed(case=f"c{i}") for i in range(20)]), "matmul: c19"),
     ]:
         assert said in flat(printed(run))
-
-
-def test_agreement_as_bars() -> None:
-    """Full bars where all agree, the lowest bar where the fewest do."""
-    assert sparkline([1.0, 1.0, 0.5, 0.0], 4) == "██▅▁"
-    assert sparkline([1.0] * 10, 4) == "████"
-    assert len(sparkline([1.0, 0.9] * 500, 48)) == 48
 
 
 def test_by_default_it_fits_a_screen_and_the_verdict_is_last(tmp_path: Path) -> None:

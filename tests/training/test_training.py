@@ -356,9 +356,9 @@ def test_verdicts_say_in_how_many_steps() -> None:
     invariant = [step("invariant", i) for i in range(10)]
     mine, theirs = judge(run_of(*stock, *invariant))
     assert mine.text == (
-        "mismatched: 200 of 1,000 tokens in 10 steps have other logprob bits, K3 0.0e+00 to 1.0e-04; ratios "
-        "0.900 to 1.100; KL 0 in 5 steps"
+        "mismatched: 200 of 1,000 tokens in 10 steps have other logprob bits, K3 0.0e+00 to 1.0e-04; KL 0 in 5 steps"
     )
+    assert mine.notes[-1] == "Ratios: 0.900 to 1.100."
     assert theirs.text == (
         "no divergence observed: KL 0 in 10 of 10 steps (0 of 1,000 tokens) (at 95%, one-sided: below 0.30% of tokens "
         "if they were independent)"
@@ -425,10 +425,10 @@ def test_arms_are_held_against_seeds() -> None:
 
     near, far = spread(courses(arms([0.5, 0.7], [0.6, 0.65]))), spread(courses(arms([0.5, 0.52], [0.9, 0.91])))
     assert near is not None
-    assert near.within
+    assert near.than == "no more"
     assert near.seeds == pytest.approx(0.2)
     assert far is not None
-    assert not far.within
+    assert far.than == "more"
     assert spread(courses(arms([0.5], [0.9]))) is None
     fallen = run_of(*(step("stock", i, reward=0.9 if i < 12 else 0.1) for i in range(20)))
     assert courses(fallen)[0].fell
@@ -463,7 +463,7 @@ def test_a_report_shows_reward_kl_and_entropy_together(tmp_path: Path, capsys: p
     assert main(["report", str(path), "--out", str(page), "--out", str(text)]) == 0
     html = page.read_text()
     assert html.count("<h5>reward</h5>") == html.count("<h5>entropy</h5>") == 1
-    assert html.count('<path class="branch') == 3 * 3 * 2
+    assert html.count('<path class="thin') == 3 * 3 * 2
     assert "<b>evil" not in html
     assert "Sampler and trainer differ" in html
     said = text.read_text()

@@ -228,12 +228,6 @@ def test_a_sweep_has_counts_and_no_rate() -> None:
     assert decision(run_of(row([0, 0], status=Status.WRONG, reason="zeros"))).outcome == Outcome.SHUT
 
 
-def test_no_answer_is_not_open() -> None:
-    """Nothing compared, or something failed."""
-    for rows in [[], [row([0])], [row([0, 0]), failed()]]:
-        assert decision(run_of(*rows)).code == 1
-
-
 def test_implementations_are_judged_alone_where_they_are_named() -> None:
     """Invariant may be clean beside a stock that parts; an unknown one is no clean one."""
     run = loads(30, parted=[3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nondet.core.records import Axis, Status
-from nondet.verdict.findings import Finding, plural, sort_impls
+from nondet.verdict.findings import Finding, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
 from tests.build import failed, row
 
@@ -78,13 +78,6 @@ def test_the_batch_is_not_named_where_nothing_was_repeated() -> None:
     assert note == "No call of attention was repeated: differences there may be batch or run-to-run effects."
     (told,) = judge_rows([row([0, 1], operator="attention", replays=1)])
     assert (told.finding, told.notes) == (Finding.BATCH, ())
-
-
-def test_clean_runs_alone_say_nothing_of_the_batch() -> None:
-    """Repeating one call is no test of batch invariance."""
-    (verdict,) = judge_rows([row([0] * 50, varied="run")])
-    assert verdict.finding == Finding.CLEAN
-    assert any("batch was not varied" in note for note in verdict.notes)
 
 
 def test_orders_taken_on_purpose_are_no_fault() -> None:
@@ -189,15 +182,6 @@ def test_implementations_come_in_one_order() -> None:
     """Stock, its backends, invariant, its parts, then a user's own; a user's module called invariant_x is their own."""
     names = ["mine:f", "invariant:matmul", "invariant", "stock-flash", "stock", "invariant_x:f", "stock"]
     assert sort_impls(names) == ["stock", "stock-flash", "invariant", "invariant:matmul", "mine:f", "invariant_x:f"]
-
-
-def test_plural() -> None:
-    """Counts agree with their nouns."""
-    assert [plural(1, "case"), plural(0, "case"), plural(2000, "branch", "branches")] == [
-        "1 case",
-        "0 cases",
-        "2,000 branches",
-    ]
 
 
 def test_a_replay_that_parts_is_run_to_run_nondeterminism():

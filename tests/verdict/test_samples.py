@@ -96,41 +96,10 @@ def test_another_end_is_no_clean_sample(counts: dict[str, SampleCounts]) -> None
     )
 
 
-def test_a_clean_sample_in_constant_batches_says_nothing_of_the_batch(counts: dict[str, SampleCounts]) -> None:
-    """Requests that all ran alone never tested what the tool is about."""
-    notes = judge_counts(counts["invariant"], CONSTANT).notes
-    assert notes == ("Every completion ran solo, in equal batches: batch dependence was not tested.",)
-    unknown = judge_counts(counts["invariant"], BatchEvidence(0, 0, 0, False)).notes
-    assert any("hardly tested" in note for note in unknown)
-
-
 def test_parting_alone_is_run_to_run(counts: dict[str, SampleCounts]) -> None:
     """Equal batches and other bits: the batch is not to blame, even where other requests did have company."""
     for evidence in (replace(CONSTANT, alone_parted=True), replace(VARIED, alone=5, alone_parted=True)):
         assert judge_counts(counts["stock"], evidence).finding == Finding.RUN_TO_RUN
-
-
-def test_parting_in_unknown_batches_is_blamed_on_nothing(counts: dict[str, SampleCounts]) -> None:
-    """Without schedules, divergence is a fact and its cause is open."""
-    verdict = judge_counts(counts["stock"], BatchEvidence(known=0, different=0, alone=0, alone_parted=False))
-    assert verdict.finding == Finding.UNATTRIBUTED
-    assert verdict.finding.is_divergence
-    assert "batch-dependent" not in verdict.text
-
-
-def test_a_single_completion_compares_nothing(counts: dict[str, SampleCounts]) -> None:
-    """One completion agrees with itself: that is no result."""
-    for n in [0, 1]:
-        lone = replace(counts["invariant"], n=n, failed=3)
-        verdict = judge_counts(lone, VARIED)
-        assert verdict.finding == Finding.UNTESTED
-        assert verdict.notes == ("3 failed requests are counted in no other figure.",)
-
-
-def test_a_run_that_contradicts_itself_gets_no_verdict(counts: dict[str, SampleCounts]) -> None:
-    """Traces cover the tokens: more completions than one in one trace is a damaged file."""
-    with pytest.raises(UserError, match="contradicts itself"):
-        judge_counts(replace(counts["stock"], traces={0: {"one": 60}}), VARIED)
 
 
 def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
@@ -148,22 +117,6 @@ def test_parting_alone_is_seen_in_the_schedules(tmp_path: Path) -> None:
     """The same requests one after the other, with stock's divergence: other traces in equal batches."""
     evidence = batch_evidence(sampled(tmp_path, alone=True), "stock")
     assert evidence.alone_parted
-
-
-def test_padded_steps_are_said(tmp_path: Path, counts: dict[str, SampleCounts]) -> None:
-    """Under CUDA graphs the sizes on record are not those computed, and that nothing diverged is said of few."""
-    run = sampled(tmp_path, impls=("invariant",))
-    assert not batch_evidence(run, "invariant").padded
-    run.header.plan["load"] = {"graphs": True}
-    evidence = batch_evidence(run, "invariant")
-    assert evidence.padded
-    assert any("padded to a few sizes" in note for note in judge_counts(counts["invariant"], evidence).notes)
-    assert not any("padded" in note for note in judge_counts(counts["invariant"], VARIED).notes)
-    for met, said in (
-        (replace(VARIED, padded=True), True),
-        (VARIED, False),
-    ):  # and where it parted, what else it may be
-        assert any("but for the first step" in note for note in judge_counts(counts["stock"], met).notes) == said
 
 
 def test_keys_of_a_shared_prefix_are_company(tmp_path: Path) -> None:
@@ -185,13 +138,6 @@ def test_a_round_cut_short_has_no_batches(tmp_path: Path) -> None:
 def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
     """A round of 60 requests, run twice."""
     return replayed(impl, 60, parted, number)
-
-
-def test_a_repeated_round_that_agrees_leaves_the_batch_to_blame(counts: dict[str, SampleCounts]) -> None:
-    """A round that came out the same is one repetition, however many requests rode in it."""
-    verdict = judge_counts(counts["stock"], VARIED, [replay(0)])
-    assert verdict.finding == Finding.BATCH
-    assert verdict.notes == ("Run again: 1 round (60 requests), bit-identical.",)
 
 
 def test_a_repeated_round_that_parts_is_run_to_run(counts: dict[str, SampleCounts]) -> None:
@@ -241,19 +187,6 @@ def test_noise_in_a_round_that_nobody_ran_again_is_not_blamed_on_the_batch() -> 
     noise = judge_counts(rare, VARIED, [replay(0), replay(1, number=2)])
     assert noise.finding == Finding.RUN_TO_RUN
     assert noise.is_fault
-
-
-def test_completions_of_nan_are_wrong_however_alike(counts: dict[str, SampleCounts]) -> None:
-    """A model that computes NaN gives equal completions; they must not pass as clean."""
-    lost = replace(counts["invariant"], nonfinite=60)
-    verdict = judge_counts(lost, VARIED, [replay(0, "invariant")])
-    assert verdict.finding == Finding.WRONG
-    assert verdict.text.startswith("60 completions of 60 hold NaN or infinite logprobs: wrong")
-    assert "no divergence" not in verdict.text
-    assert judge_counts(replace(counts["stock"], nonfinite=1), VARIED, [replay(0)]).findings == (
-        Finding.WRONG,
-        Finding.BATCH,
-    )
 
 
 def test_tokens_are_a_part_of_a_trace(counts: dict[str, SampleCounts]) -> None:
@@ -344,14 +277,6 @@ def test_a_gate_opens_on_axes_that_were_compared() -> None:
         assert (got, bool(line)) == (code, code == 1)
 
 
-def test_what_followed_an_axis_is_told_from_what_the_run_may_have_done() -> None:
-    """Only in the base's first round, which came out the same again, is the axis what is left."""
-    first, later = (judge(varied(BASE | {"chunk=5": traces}, per_round=2))[0] for traces in ("BAAA", "AAAB"))
-    assert Finding.OTHER in first.findings
-    assert Finding.OTHER not in later.findings
-    assert "not repeated" in later.notes[-1]
-
-
 def test_words_of_an_axis_without_effect() -> None:
     """The verdict names it; without a round of the base there is no bound."""
     run = varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "chunk=5")
@@ -422,17 +347,3 @@ def test_one_failed_request_takes_no_other_with_it() -> None:
     (verdict,) = judge(varied(BASE | {"chunk=5": ["A", "", "A", "A"]}))
     assert (verdict.finding, verdict.notes[0]) == (Finding.CLEAN, "1 failed request is counted in no other figure.")
     assert "below 63.2% of completions if they were independent (3)" in verdict.text
-
-
-def test_notes_say_what_was_run_again_and_what_was_not() -> None:
-    """Each of the three notes where it holds, and nowhere else; an axis that was not run keeps its reason."""
-    again, other = ("Run again: 1 round (4 requests), bit-identical.", "in rounds that were not repeated")
-    first, later = (judge(varied(BASE | {"chunk=5": traces}, per_round=2))[0] for traces in ("BAAA", "AAAB"))
-    assert first.notes == (again,)
-    assert later.notes == (again, later.notes[-1])
-    assert other in later.notes[-1]
-    never = msgspec.structs.replace(varied(BASE | {"chunk=5": "BAAA"}, "page=4"), rows=[])
-    assert judge(never)[0].notes == ("The base was not repeated: differences may be run-to-run effects.",)
-    assert judge(never)[0].finding == Finding.UNATTRIBUTED
-    run = varied(BASE | {"chunk=5": "AAAA"}, note="needs CUDA")
-    assert [t.note for t in tally_axes(run, "stock")] == ["", "needs CUDA"]

@@ -1,0 +1,140 @@
+"""The first words of a report: what changes, by the facts of each kind of run and never by its sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nondet.core.records import Control, Neighbours, Run, TraceVerdict
+from nondet.reports import html, markdown
+from nondet.reports.content import build
+from nondet.reports.first_screen import FirstScreen, first_screen
+from nondet.verdict.findings import Effect
+from nondet.verdict.samples import judge_axes
+from tests.build import bench_run, failed, row, run_of, sampled
+from tests.diagnose.test_verdict import CLEAN, PARTED, traced
+from tests.diagnose.test_verdict import run_of as diagnosis
+from tests.verdict.test_samples import BASE, varied
+
+
+def screen_of(*runs: Run) -> FirstScreen:
+    screen = first_screen(build(list(runs)))
+    assert screen is not None
+    return screen
+
+
+def of_logprobs(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Stock's logprobs change, and no token."""
+    return (), number % 2 if impl == "stock" else 0
+
+
+def test_of_completions(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Other tokens are another output; other logprobs alone are less; a run that is not complete says so far."""
+    for how, effect in [
+        ({}, Effect.OUTPUT),
+        ({"variants": of_logprobs}, Effect.LOGPROBS),
+        ({"variants": lambda *_: ((), 0)}, Effect.NONE),
+        ({"variants": lambda *_: ((), 0), "finish": False}, Effect.SO_FAR),
+        ({"impls": ("invariant",)}, Effect.NO_STOCK),
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        assert screen_of(sampled(tmp_path, **how)).effect is effect
+
+
+def test_of_operators() -> None:
+    """What differs beside any model changes nobody's output yet; a wrong result stands before all."""
+    for run, effect in [
+        (run_of(row([0, 1])), Effect.KERNELS),
+        (run_of(row([0, 0])), Effect.NONE),
+        (run_of(row([0, 1]), complete=False), Effect.KERNELS),
+        (run_of(row([0, 0], status="wrong")), Effect.WRONG),
+        (run_of(failed()), Effect.NOTHING),
+    ]:
+        assert screen_of(run).effect is effect
+
+
+def test_completions_stand_before_operators(tmp_path: Path) -> None:
+    """Kernels that differ are of less weight than what a model's completions show."""
+    assert screen_of(run_of(row([0, 1])), sampled(tmp_path, variants=of_logprobs)).effect is Effect.LOGPROBS
+
+
+def test_of_a_trace() -> None:
+    """By its controls; of two recorded arms alone it is not known what other requests did."""
+    for figures, effect in [
+        ({"parting": {"first_logprob": 4.0, "first_token": 9.0}}, Effect.OUTPUT),
+        ({"parting": {"first_logprob": 4.0, "first_token": -1.0}, "company": {"tokens": 3.0}}, Effect.OUTPUT),
+        ({"parting": {"first_logprob": 4.0, "first_token": -1.0}, "company": {"tokens": 0.0}}, Effect.LOGPROBS),
+        ({"parting": {"first_logprob": 4.0, "first_token": -1.0}}, Effect.MODEL),
+        ({}, Effect.MODEL),
+    ]:
+        controls = [Control(name=name, passed=None, sentence="", figures=of) for name, of in figures.items()]
+        verdict = TraceVerdict(finding="batch-dependent", culprits=[], families=None, sentences=["Output changes"])
+        assert screen_of(run_of(controls=controls, trace_verdicts=[verdict])).effect is effect
+    for finding, effect in (("no divergence observed", Effect.NONE), ("unknown", Effect.UNKNOWN)):
+        other = msgspec.structs.replace(verdict, finding=finding, sentences=[finding])
+        screen = screen_of(run_of(controls=controls, trace_verdicts=[other]))
+        assert (screen.effect, screen.answer) == (effect, finding)
+        assert screen_of(run_of(row([0, 1]), trace_verdicts=[other])).effect is Effect.KERNELS
+
+
+def test_of_a_diagnosis() -> None:
+    """By the figures of the batch step; what is a defect is a wrong result."""
+
+    def of(outcomes: dict[str, str], tokens: float = 0.0, **more: Any) -> Effect:
+        run = diagnosis(outcomes, **more)
+        steps = [
+            msgspec.structs.replace(s, figures=s.figures | {"tokens": tokens * (s.name == "batch")}) for s in run.steps
+        ]
+        return screen_of(msgspec.structs.replace(run, steps=steps)).effect
+
+    assert of(PARTED, 3.0, **traced("batch-dependent")) is Effect.OUTPUT
+    assert of(PARTED, **traced("batch-dependent")) is Effect.LOGPROBS
+    assert of(PARTED, 3.0, **traced("batch-dependent", ("values", "divergent"))) is Effect.WRONG
+    assert of(PARTED | {"run": "no"}) is Effect.RUNS
+    assert of(CLEAN) is Effect.NONE
+    assert of({"greedy": "no"}) is Effect.NOT_GREEDY
+    assert of({"greedy": "yes"}) is Effect.UNKNOWN
+
+
+def test_of_axes() -> None:
+    """Where an axis may change the arithmetic only what differs at one value is a change of the output."""
+    for arms, other_texts, effect in [
+        ({"chunk=5": "BBBB"}, True, Effect.OUTPUT),
+        ({"chunk=5": "BBBB"}, False, Effect.LOGPROBS),
+        ({"dtype=float16": "BBBB"}, True, Effect.NONE),
+        ({"dtype=float16": "BBCC"}, False, Effect.LOGPROBS),
+        ({"dtype=float16": "BBCC"}, True, Effect.OUTPUT),
+    ]:
+        run = varied(BASE | arms)
+        if other_texts:
+            run.completions[:] = [msgspec.structs.replace(c, tokens_digest=c.trace) for c in run.completions]
+        (verdict,) = judge_axes(run)
+        assert verdict.effect is effect
+
+
+def test_of_an_encoder() -> None:
+    """Whether a search would answer otherwise is another thing than other bits."""
+    for top1, effect in [(1, Effect.NEIGHBOURS), (0, Effect.VECTORS)]:
+        beside = Neighbours(
+            impl="stock", arm="batch", pooling="mean", texts=4, parted=4, max_ulp=1, cosine_distance=0.0, k=2,
+            top1_changed=top1, topk_changed=0, topk_reordered=0,
+        )  # fmt: skip
+        assert screen_of(run_of(row([0, 1]), neighbours=[beside])).effect is effect
+
+
+def test_a_bench_has_a_card_of_its_own() -> None:
+    """A table of speeds and bits; nothing of tokens, and no chain."""
+    screen = screen_of(bench_run())
+    assert (screen.effect, screen.steps, screen.picture) == (Effect.SPEED, (), None)
+    assert screen.table is not None
+    assert screen.table.head == ("operator", "implementation", "speedup (95%)", "worst", "bits")
+    assert [row[0] for row in screen.table.rows] == ["matmul, bfloat16"] * 2
+    assert "3 of 3 weight shapes" in str(screen.table.rows)
+    document, page = markdown.render([bench_run()]), html.render([bench_run()])
+    assert document.startswith("## Speed measured\n")
+    for text in (document, page):
+        assert "no completions here" not in text
+    assert screen_of(bench_run(), run_of(row([0, 1]))).effect is Effect.KERNELS
