@@ -141,6 +141,9 @@ class RanksEngine:
         loaded: The model as the caller loaded it: its tokenizer, its identity and its weights are what the ranks get.
         world: Ranks; 1 too, for a comparison by one means.
 
+    Attributes:
+        shares: Parameters that each rank holds.
+
     Raises:
         UserError: ranks that can't be had, or a model that can't be cut over them.
     """
@@ -158,7 +161,8 @@ class RanksEngine:
             try:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
-                self._group.ask(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
+                opened = self._group.ask(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
+                self.shares: list[int] = [share.parameters for share in opened]
             except RankError as error:
                 self.close()
                 raise UserError(

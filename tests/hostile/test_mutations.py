@@ -21,7 +21,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from nondet.commands.certify import _print
 from nondet.commands.output import PipedConsole, put, say
 from nondet.core import runfile
 from nondet.core.records import Completion, ContractAnswer, End, Record, Row, Served, ServerSeen, Traffic
@@ -189,7 +188,7 @@ def shown(path: Path, whole: Path, number: int) -> str:
         lambda: on_terminal([run]),
         lambda: gate.text(decide(run, rate=0.1, confidence=0.95, by="load"), run),
         lambda: diff.text(diff_runs(read_run(whole), run), ("a", "b"), {}, verbose=True),
-        lambda: _print(run, verbose=True) if run.header.command == "certify" else exit_code(run, "divergent"),
+        lambda: exit_code(run, "divergent"),
     )
     text = reporters[number % len(reporters)]()
     return text if isinstance(text, str) else ""
