@@ -18,7 +18,7 @@ from tests.build import Command, line, row, run_of, sampled
 # What is typed, {} being a file that is there.
 DESTROYED = [
     "trace --run {} --request t000001 --out {}",
-    "replay {} --request t000001 --out {}",
+    "trace --replay --run {} --request t000001 --out {}",
     "mismatch {} --out {}",
     "mismatch --rollouts {} --out {}",
     "probe --from-trace {} --out {}",
@@ -31,7 +31,7 @@ DESTROYED = [
     "gate --endpoint http://127.0.0.1:9 --prompts {} --out {}",
     "gate --endpoint http://127.0.0.1:9 --out {} --summary {}",
 ]
-OF_A_REPORT = ["report {} --out {}", "export {} --out {}", "diff {} x.jsonl --out {}", "diff x.jsonl {} --out {}"]
+OF_A_REPORT = ["report {} --out {}", "report {} --section rows --out {}", "diff {} x.jsonl --out {}", "diff x.jsonl {} --out {}"]
 
 
 def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
 def test_no_report_replaces_its_run(run: Command, tmp_path: Path) -> None:
     """A run that is called like a report or a table."""
     for typed in OF_A_REPORT:
-        (path := tmp_path / f"run{'.json' if 'export' in typed else '.html'}").write_bytes(line(run_of().header))
+        (path := tmp_path / f"run{'.json' if '--section' in typed else '.html'}").write_bytes(line(run_of().header))
         code, out, err = run(*typed.replace("{}", str(path)).split(), "--force")
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert "is a file that this command reads" in err
@@ -63,7 +63,7 @@ def test_the_traces_beside_a_run_and_a_folder_of_rollouts_are_inputs_too(run: Co
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
     side = traces_path(path)
     for words in (
-        ["replay", path, "--request", "t000001", "--out", side],
+        ["trace", "--replay", "--run", path, "--request", "t000001", "--out", side],
         ["sample", "--prompts", side, "--out", path],
         ["mismatch", "--rollouts", path.parent, "--out", path],
     ):
