@@ -221,8 +221,8 @@ def reserve(model: torch.nn.Module, config: Any) -> None:
 
     vLLM makes groups of so many layers as its rarest kind, of one window, has.
     """
-    impls = [one.impl for one in model.modules() if isinstance(getattr(one, "impl", None), SegmentsImpl)]
-    kinds = Counter(impl.sliding_window for impl in impls)
+    impls: list[Any] = [getattr(one, "impl", None) for one in model.modules()]
+    kinds = Counter(impl.sliding_window for impl in impls if isinstance(impl, SegmentsImpl))
     groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
     keys = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
     device = next(model.parameters()).device

@@ -591,9 +591,8 @@ def standing_of(
             return said(AT_RISK, f"a norm by {around}'s own forward, which nondet does not know")
         if getattr(module, "variance_size_override", None) is not None or not getattr(module, "has_weight", True):
             return said(AT_RISK, "a norm without weight, or of a part")
-        ours = {_METHODS.get(getattr(type(module), f"forward_{by}", None)) for by in ("native", "cuda")}
-        [what] = ours if len(ours) == 1 else [None]
-        return said(*what) if what is not None else said(AT_RISK, "a norm that was replaced after nondet's")
+        native, cuda = (_METHODS.get(getattr(type(module), f"forward_{by}", None)) for by in ("native", "cuda"))
+        return said(*native) if native and native == cuda else said(AT_RISK, "a norm that was replaced after nondet's")
     if _ELEMENTWISE & ancestors:
         return said(ELEMENTWISE, "nothing is added up")
     if next(module.children(), None) is not None:
