@@ -548,7 +548,7 @@ def run_session(
             manager.add_request(list(request.prompt), request_id=request.id, max_new_tokens=request.max_new_tokens)
         with interrupts_later():
             start(manager, model.device)
-        attention = _attention(model)
+        attention = str(model.config._attn_implementation).removeprefix("paged|")  # as the engine has set it
         for result in _finished(manager, len(requests), log.cut, wait):
             found[result.request_id] = result
             if on_token_count is not None:
@@ -607,11 +607,6 @@ def _finished(
         if result.is_finished():
             count -= 1
             yield result
-
-
-def _attention(model: Any) -> str:
-    """As the engine has set it, once it has started."""
-    return str(model.config._attn_implementation).removeprefix("paged|")
 
 
 _Above: Any = object  # transformers' FIFOScheduler, in the class that a session makes of both: it is loaded late
