@@ -31,7 +31,12 @@ DESTROYED = [
     "gate --endpoint http://127.0.0.1:9 --prompts {} --out {}",
     "gate --endpoint http://127.0.0.1:9 --out {} --summary {}",
 ]
-OF_A_REPORT = ["report {} --out {}", "report {} --section rows --out {}", "diff {} x.jsonl --out {}", "diff x.jsonl {} --out {}"]
+OF_A_REPORT = [
+    "report {} --out {}",
+    "report {} --section rows --out {}",
+    "diff {} x.jsonl --out {}",
+    "diff x.jsonl {} --out {}",
+]
 
 
 def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
