@@ -40,7 +40,7 @@ from nondet.reports.first_screen import FirstScreen, first_screen
 _STYLES = {"strong": "bold", "soft": "dim", "env": "dim", "below": "dim", "mark": "reverse", "warn": "bold yellow"}
 _STYLES |= {"good": "green", "bad": "red", "dull": "yellow", "headline": "bold", "label": "bold"}
 _ROWS_MOST = 200  # of a table
-_ROWS_BRIEF, _ITEMS_BRIEF = 12, 3  # of 25 lines
+_ROWS_BRIEF, _ITEMS_BRIEF = 16, 3  # of 25 lines
 
 
 def inline(text: Inline, style: str = "") -> Text:
