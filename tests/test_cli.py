@@ -244,7 +244,7 @@ def test_a_gate_does_not_open_on_nothing(run: Command) -> None:
     command = ("probe", "softmax", "--impl", "broken:softmax", "--dtype", "float32")
     code, out, err = run(*command)
     assert code == 1
-    assert "nothing was measured: 13 cases failed" in err
+    assert re.search(r"nothing was measured: \d+ cases failed", err)
     assert "parted" not in out  # nothing was compared: "nothing parted" would be a claim
     code, _, err = run(*command, "--fail-on", "divergent")
     assert code == 1
@@ -441,9 +441,9 @@ def test_a_request_is_typed_as_its_options(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("nondet.services.sample.sample", sample)
     request = SampleRequest(
         prompt_file=Path("far.txt"), impl=["stock", "invariant:attention"], n=3, cuda_graphs=False, max_tokens=8,
-        trust_remote_code=True, load="light", seed=7, out=Path("x.jsonl"),
+        trust_remote_code=True, load="light", seed=7, temperature=0.5, out=Path("x.jsonl"),
     )  # fmt: skip
-    for one in (request, SampleRequest(cuda_graphs=True, device="cuda", temperature=0.5)):
+    for one in (request, SampleRequest(cuda_graphs=True, device="cuda")):
         assert cli.main(argv_of("sample", one)) == 0
         assert seen.pop() == one
 

@@ -119,6 +119,8 @@ def test_commands_in_the_text_can_be_typed() -> None:
         except ValueError:
             words = line.split()
         name = words[1]
+        if words[1:3] in (["bench", "engine"], ["bench", "host"]):
+            continue  # how kept runs were made: the program answers with the new command
         if not re.fullmatch(r"[a-z]+", name) or name not in COMMANDS:
             if re.match(r"nondet [a-z]+ (-|[A-Z])", line):
                 wrong.append(line)

@@ -24,7 +24,7 @@ _COMMON = {
     "gate": "impl rate confidence by endpoint model prompt load junit summary",
     "diff": "impl against",
     "report": "full records figure force quiet",
-    "bench": "impl dtype m k n models requests check device",
+    "bench": "impl dtype m k n check device",
     "certify": "cls impl dtype k n full vllm show forget device",
 }
 _EVERYWHERE = "out report fail_on verbose"

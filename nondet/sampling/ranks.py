@@ -71,8 +71,10 @@ class Played:
     refusal: tuple[str, str] | None = None  # what the engine refuses, and what to try; None where it does not
 
 
-def open_model(folder: str, dtype: str, device: str, threads: int) -> None:
-    """Have this rank's share of the model; heads or widths that the ranks don't divide are transformers' `ValueError`.
+def open_model(folder: str, dtype: str, device: str, threads: int) -> int:
+    """Have this rank's share of the model, and say how many parameters it has.
+
+    Heads or widths that the ranks don't divide are transformers' `ValueError`.
 
     Args:
         threads: Of this rank on a CPU. The caller's own number: bits follow it, so that ranks can only be held against
@@ -84,6 +86,7 @@ def open_model(folder: str, dtype: str, device: str, threads: int) -> None:
     _model = load(folder, place, dtype=getattr(torch, dtype))
     if _model.device.type != device:
         raise ValueError(f"transformers left the model on {_model.device.type}")
+    return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in _model.parameters())
 
 
 def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, Any]) -> Played:
@@ -162,7 +165,7 @@ class RanksEngine:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
                 opened = self._group.ask(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
-                self.shares: list[int] = [share.parameters for share in opened]
+                self.shares: list[int] = opened
             except RankError as error:
                 self.close()
                 raise UserError(

@@ -178,7 +178,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
         self.refuse(alone, "{} without --endpoint", "Name the server: --endpoint URL.")
         world, load = self.world, self.engine_load
         if self.turns and (self.vary is not None or len(impls) < 2):
-            what = "--vary" if self.vary is not None else f"--impl {impls[0]} alone"
+            what = "--vary" if self.vary is not None else f"one --impl, {impls[0]},"
             raise UserError(f"--turns and {what} exclude each other", "Several implementations can take turns.")
         if drawn and (self.vary is not None or world > 1):
             other = "--vary" if self.vary is not None else "--ranks"

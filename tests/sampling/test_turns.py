@@ -84,7 +84,7 @@ def test_a_ratio_is_of_rounds_with_equal_steps(tmp_path: Path) -> None:
 def test_who_can_not_take_turns_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """One implementation alone, axes, a server, vLLM; and the old name of the command answers."""
     for argv, said in [
-        (["sample", "--turns", "--impl", "stock"], "--turns and --impl stock alone"),
+        (["sample", "--turns", "--impl", "stock"], "--turns and one --impl, stock,"),
         (["sample", "--turns", "--vary", "chunk"], "--turns and --vary"),
         (["sample", "--turns", "--endpoint", "http://127.0.0.1:1"], "--endpoint and --turns"),
         (["sample", "--turns", "--engine", "vllm"], "--engine vllm and --turns"),
