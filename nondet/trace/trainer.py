@@ -108,10 +108,10 @@ def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
             return Place("", -1, "", unsteady=side)
     engine, trainer = engines[0], trainers[0]
     common = [name for name in engine.names if name in trainer.names]
-    for capture in (engine, trainer):
-        places = [capture.names.index(name) for name in common]
-        capture.rows = {owner: hashes[places] for owner, hashes in capture.rows.items()}
-        capture.names = common
+    for records in (engine, trainer):
+        places = [records.names.index(name) for name in common]
+        records.rows = {owner: hashes[places] for owner, hashes in records.rows.items()}
+        records.names = common
     sites = [(least_site(engine, trainer, (r, r)), r) for r in requests]
     found = [(site.position, r, site) for site, r in sites if site is not None]
     if not found:
