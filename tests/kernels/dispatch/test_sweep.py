@@ -54,7 +54,7 @@ NOT_ASKED = {
     "_batch_norm_with_update": "as native_batch_norm",
 }
 # Not watched on a CPU: with `alpha`, and on complex numbers (docs/limits.md).
-ARITHMETIC = {"abs", "add", "div", "mul", "rsub", "sub", "__radd__", "__rdiv__", "__rmul__", "__rsub__"}
+ARITHMETIC = {"abs", "add", "div", "mul", "rsub", "sub", "true_divide", "__radd__", "__rdiv__", "__rmul__", "__rsub__"}
 
 
 @dataclass
