@@ -72,9 +72,7 @@ class Played:
 
 
 def open_model(folder: str, dtype: str, device: str, threads: int) -> int:
-    """Have this rank's share of the model, and say how many parameters it has.
-
-    Heads or widths that the ranks don't divide are transformers' `ValueError`.
+    """Have this rank's share of the model, in parameters; what ranks don't divide is transformers' `ValueError`.
 
     Args:
         threads: Of this rank on a CPU. The caller's own number: bits follow it, so that ranks can only be held against

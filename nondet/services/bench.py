@@ -58,16 +58,14 @@ class BenchRequest(Request):
         o.OneOf((*o.FLOATS.names, "float8_e4m3fn"), o.FLOATS.what),  # the latter of scaled-matmul alone
     ] = None
     m: Annotated[
-        list[str] | None,
-        o.opt("Rows (attention: batch): 16, 1-4096 (around tile borders), or 1-4096:64. Repeatable."),
+        list[str] | None, o.opt("Rows (attention: batch): 16, 1-4096 (around tile borders), or 1-4096:64. Repeatable.")
     ] = None
     k: Annotated[int | None, o.opt("K of a product, width of a row operator, KV length of attention.")] = None
     n: Annotated[int | None, o.opt("N of a product.")] = None
     jigsaw: Annotated[bool, o.opt("Products at M on both sides of every tile border, up to 4096.", "--jigsaw")] = False
     ranks: Annotated[str | None, o.opt('Numbers of ranks, for operators over ranks: "2,4".', shown="2")] = None
     check: Annotated[
-        Path | None,
-        o.opt("Kept run file: exit 3 if a ratio to stock, or the bits, regressed beyond noise."),
+        Path | None, o.opt("Kept run file: exit 3 if a ratio to stock, or the bits, regressed beyond noise.")
     ] = None
     slower: Annotated[
         float | None,

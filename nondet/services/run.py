@@ -80,9 +80,8 @@ def argv_of(command: str, request: Request) -> list[str]:
         value = getattr(request, field.name)
         if field.name == "given" or value == field.default:
             continue
-        declared = hints[field.name].__metadata__[0]
-        names = [declared.default, *(declared.param_decls or ())]  # typer takes the first name for a default
-        named = [name for name in names if isinstance(name, str) and name.startswith("--")]
+        option = hints[field.name].__metadata__[0]  # typer takes the first name for a default
+        named = [str(n) for n in (option.default, *(option.param_decls or ())) if str(n).startswith("--")]
         on, _, off = (named[0] if named else f"--{field.name.replace('_', '-')}").partition("/")
         if isinstance(value, bool):
             words.append(on if value else off)
