@@ -52,7 +52,6 @@ _COMMANDS = {
     ),
     "bench": (
         "nondet.services.bench:bench", "nondet bench", "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096",
-        "nondet bench engine --models random:qwen3-0.6b --requests 8,32",
     ),
     "certify": (
         "nondet.commands.certify:certify", "nondet certify", "nondet certify --show",
