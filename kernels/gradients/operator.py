@@ -1,6 +1,6 @@
-"""Gradients of single operators, declared: what a trainer's backward gives to a row, or to a request of attention.
+"""Declarations of gradients of single operators, for a row or a request of attention.
 
-`nondet probe backward` asks the same under autograd, and beside it the sums over the batch, which no row has.
+`nondet probe backward` tests the same under autograd, and in addition the sums over the batch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ def _of_rows(name: str, kinds: tuple[str, ...], shapes: tuple[tuple[int, int], .
 
 
 def _requests(sizes: BenchSizes, device: str) -> list[BenchCell]:
-    """Prompts of a training batch."""
     pairs: tuple[tuple[int, int], ...] = _REQUESTS[device]
     if sizes.m is not None or sizes.k is not None:
         pairs = tuple((m, sizes.k or pairs[0][1]) for m in sizes.m or (1, 4))
