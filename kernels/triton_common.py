@@ -83,7 +83,7 @@ class Launched:
         if run is not None:
             self._front: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
             if triton.__version__.startswith("3.6.") and not (run.global_scratch_size or run.profile_scratch_size):
-                modes = run.launch_cooperative_grid, run.launch_pdl, None, None  # what Triton adds on its way to `launch`
+                modes = run.launch_cooperative_grid, run.launch_pdl, None, None  # Triton's own additions
                 self._run, self._front = run.launch, (compiled.function, *modes, *self._front[1:])
 
     def __call__(self, device: int, tensors: Sequence[Any]) -> None:
@@ -237,8 +237,7 @@ def forget() -> None:
 
 
 def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
-    """The output buffers of a cached call with the same signature, after replaying its launches; None if there is none.
-    """
+    """The output buffers of a cached call with the same signature, after replaying its launches; None if there is none."""
     first, kind = tensors[0], None if torch.compiler.is_compiling() else _kind(what, tensors)
     if kind is None or first is None:
         return None

@@ -31,8 +31,7 @@ _PEER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def ordered_gather(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All ranks gather all messages and add them in the order of ranks. Any device; W messages of memory and traffic.
-    """
+    """All ranks gather all messages and add them in the order of ranks. Any device; W messages of memory and traffic."""
     world = dist.get_world_size(group)
     gathered = torch.empty(world * x.numel(), dtype=x.dtype, device=x.device)
     gather_into(gathered, x, group)
@@ -99,8 +98,7 @@ def push(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 def _space(
     x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], count: int, *, mail: bool = False
 ) -> Iterator[Any]:
-    """A context with exclusive use of a workspace of `count` elements of x's dtype, or of a mailbox for such messages.
-    """
+    """A context with exclusive use of a workspace of `count` elements of x's dtype, or of a mailbox for such messages."""
     if x.device.type != "cuda":
         raise NotImplementedError("symmetric memory is for CUDA devices")
     from nondet.kernels.all_reduce import symmetric

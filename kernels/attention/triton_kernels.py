@@ -214,8 +214,6 @@ def merge(m_all, l_all, acc_all, m, l, acc, qk_scale):  # noqa: E741 - the liter
     return m_new, l_all, acc_all
 
 
-
-
 @triton.jit
 def _store_part(part_ptr, slots, slot, rows_in, m, l8, acc, HEAD_DIM, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store a segment's (m, l, acc) of the rows: acc [slots, HEAD_DIM] first, then m [slots] and l [slots]."""

@@ -389,8 +389,7 @@ def index_add(
 def scatter_add(
     kernels: Kernels, target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
 ) -> torch.Tensor:
-    """source added to the target along an axis at index: each element's sum in the order of positions along the axis.
-    """
+    """source added to the target along an axis at index: each element's sum in the order of positions along the axis."""
     if target.dtype != source.dtype or target.dtype not in (*DTYPES, torch.float64):
         raise Leave
     if target.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -468,7 +467,9 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
         x, axes = _rows(x, dim, dtype)
         _note_over_batch(name, x, axes)
         by_place = len(axes) == 1 and axes[0] < x.dim() - 1 and not (middle and x.is_cuda and x.shape[axes[0]] <= SHORT)
-        if by_place and padded_in_front(x, axes[0]):  # one by one from the first position, so zeros in front change nothing
+        if by_place and padded_in_front(
+            x, axes[0]
+        ):  # one by one from the first position, so zeros in front change nothing
             _note(name, x, MOVED)
         out = sum_middle(x, axes) if middle else None
         if out is None and not x.is_cuda and len(axes) == 1 and axes[0] < x.dim() - 1:

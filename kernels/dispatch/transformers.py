@@ -29,7 +29,6 @@ from nondet.kernels.dispatch.state import (
 )
 
 
-
 class Replacement(NamedTuple):
     """What replaces an attribute of modules of transformers, or of classes in them, while a block is entered.
 

@@ -216,8 +216,6 @@ def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, 
     return target
 
 
-
-
 def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[Tile, bool]:
     """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers, if that is.
 
@@ -240,8 +238,7 @@ def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tupl
 
 
 def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
-    """(member, key) of the certificate: one expert's product at any number of rows, which is all the kernels depend on.
-    """
+    """(member, key) of the certificate: one expert's product at any number of rows, which is all the kernels depend on."""
     step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
     rows, columns = weight.stride(1), weight.stride(2)
     return _written(x.dtype, x.shape[1], weight.shape[2], step, rows, columns, _alignment(x, weight), tile, tma)

@@ -231,8 +231,7 @@ class Member(NamedTuple):
 
 
 def alignment_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> int:
-    """The alignment to bind a member for: 256 where every operand starts at such a multiple, else 16, else 1 (bytes).
-    """
+    """The alignment to bind a member for: 256 where every operand starts at such a multiple, else 16, else 1 (bytes)."""
     low = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
     return 256 if not low & 255 else 16 if not low & 15 else 1
 
@@ -360,8 +359,7 @@ def run_member(
 def claim_of(
     choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
 ) -> tuple[str, str] | None:
-    """(member, key) of the certificate that the dispatcher needs for `choice` and these operands; None: not for them.
-    """
+    """(member, key) of the certificate that the dispatcher needs for `choice` and these operands; None: not for them."""
     bound = _bound(choice, a, b, bias, tf32)
     return None if bound is None else (bound.name, bound.key)
 

@@ -388,8 +388,7 @@ def rows_fit(x: torch.Tensor) -> bool:
 
 
 def tma_takes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the kernel can multiply a [1, M, K] and b [1, K, N]: half precision, readable rows (b's may be columns).
-    """
+    """Whether the kernel can multiply a [1, M, K] and b [1, K, N]: half precision, readable rows (b's may be columns)."""
     if a.shape[0] != 1 or a.dtype not in HALF or 0 in (*a.shape, *b.shape):
         return False
     if not INTERPRETED and capability(a.device) < (9, 0):
