@@ -173,7 +173,7 @@ def _odd_sum(a: Array, b: Array) -> Array:
 
 
 def _sum_of_three(a: Array, b: Array, c: Array) -> Array:
-    """a + b + c in float64, rounded once (Boldo and Melquiond 2008)."""
+    """Rounded once (Boldo and Melquiond 2008)."""
     some, rest = _two_sum(b, c)
     total, more = _two_sum(a, some)
     return np.where(np.isfinite(total), total + _odd_sum(more, rest), total)
@@ -355,10 +355,6 @@ def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic
 
 
 class _Level(NamedTuple):
-    """Nodes of one height: those that add more than two; and of the others (or the only other) where the sum goes, what
-    is added, whether both are leaves, and whether the first has the lower number.
-    """
-
     wide: list[int]
     pairs: tuple[Any, Any, Any]
     both: Any
@@ -367,7 +363,6 @@ class _Level(NamedTuple):
 
 @functools.lru_cache(8)
 def _levels(tree: Tree) -> list[_Level]:
-    """Nodes by height: those of one level depend only on lower levels."""
     height, levels, K = [0] * tree.leaves, list[list[int]](), tree.leaves
     for i, children in enumerate(tree.nodes):
         height.append(1 + max(height[c] for c in children))
@@ -508,7 +503,6 @@ def _joined(
 
 
 def _canonical(leaves: int, nodes: list[tuple[int, ...]], root: int) -> Tree:
-    """Nodes in an order that depends only on the tree: children before parents, by their smallest leaves."""
     order, firsts = [root] if root >= leaves else [], list(range(leaves + len(nodes)))
     for at in order:  # which grows
         order += [c for c in nodes[at - leaves] if c >= leaves]

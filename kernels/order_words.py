@@ -14,15 +14,11 @@ _NUMBERS = 4  # elements that are listed
 
 
 class _Part(NamedTuple):
-    """A node, or leaves that one fused step adds to its accumulator."""
-
     node: int
     leaves: tuple[int, ...] = ()
 
 
 class _Split(NamedTuple):
-    """What a sum is made of: parts in the order in which they are added, or a binary tree over them."""
-
     parts: list[_Part]
     binary: bool
 
@@ -257,7 +253,6 @@ def compared(one: Tree, other: Tree) -> str:
 
 
 def _meetings(tree: Tree, leaf: int) -> list[int]:
-    """For each leaf the size of the smallest sum that holds it and this one."""
     sizes, found, at = tree.sizes, [1] * tree.leaves, leaf
     reader = None
     for i, children in enumerate(tree.nodes):

@@ -214,12 +214,9 @@ def attention_flash(
 def attention_efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """`attention`, with only torch's memory-efficient backend.
+    """`attention`, with only torch's memory-efficient backend; errors as `attention_flash`.
 
     It does not support GQA: keys and values are repeated for each query head first, as transformers does.
-
-    Raises:
-        RuntimeError: the backend can't take these inputs ("No available kernel").
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
@@ -230,11 +227,7 @@ def attention_efficient(
 def attention_cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """`attention`, with only cuDNN's kernels.
-
-    Raises:
-        RuntimeError: the backend can't take these inputs ("No available kernel").
-    """
+    """`attention`, with only cuDNN's kernels; errors as `attention_flash`."""
     return _attend_by(SDPBackend.CUDNN_ATTENTION, q, k, v, causal, scale)
 
 

@@ -87,10 +87,8 @@ class Launched:
                 self._run, self._front = run.launch, (compiled.function, *modes, *self._front[1:])
 
     def __call__(self, device: int, tensors: Sequence[Any]) -> None:
-        """On the current stream of that device, which must be the current device.
-
-        Args:
-            tensors: The kernel's first parameters: tensors, addresses, boxes or None.
+        """On the current device's stream; `tensors` are the kernel's first parameters: tensors, addresses, boxes or
+        None.
         """
         if self._run is None or _heard():
             self._kernel[self._grid](*tensors, *self._rest)
@@ -100,7 +98,6 @@ class Launched:
 
 
 def _heard() -> bool:
-    """Whether a hook, such as a profiler's, listens to Triton's launches."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
@@ -176,8 +173,6 @@ class Step(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The buffers and launches of a cached call."""
-
     rooms: tuple[Room, ...]
     steps: tuple[Any, ...]
     label: str
@@ -237,7 +232,7 @@ def forget() -> None:
 
 
 def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
-    """The output buffers of a cached call with the same signature, after replaying its launches; None if there is none."""
+    """The output buffers of a cached call with the same signature, after replaying its launches; None if not cached."""
     first, kind = tensors[0], None if torch.compiler.is_compiling() else _kind(what, tensors)
     if kind is None or first is None:
         return None

@@ -1,6 +1,4 @@
-"""The class "ranks-chain": all-reduce and reduce-scatter in the order of ranks, by the fastest member that all ranks
-proved.
-"""
+"""The class "ranks-chain": all-reduce and reduce-scatter in the order of ranks, by the fastest proven member."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _PEER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def ordered_gather(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All ranks gather all messages and add them in the order of ranks. Any device; W messages of memory and traffic."""
+    """All ranks gather all messages and add them in the order of ranks. Any device; W messages of memory."""
     world = dist.get_world_size(group)
     gathered = torch.empty(world * x.numel(), dtype=x.dtype, device=x.device)
     gather_into(gathered, x, group)
@@ -98,7 +96,7 @@ def push(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 def _space(
     x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], count: int, *, mail: bool = False
 ) -> Iterator[Any]:
-    """A context with exclusive use of a workspace of `count` elements of x's dtype, or of a mailbox for such messages."""
+    """Exclusive use of a workspace of `count` elements of x's dtype, or of a mailbox for such messages."""
     if x.device.type != "cuda":
         raise NotImplementedError("symmetric memory is for CUDA devices")
     from nondet.kernels.all_reduce import symmetric
@@ -417,7 +415,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup)
 
 
 def _preferences_scatter(x: torch.Tensor, world: int) -> tuple[str, ...]:
-    """Fastest first, not measured. With two ranks the library comes first, because it would run without nondet too."""
+    """Fastest first, not measured."""
     if world == 2:
         return ("library", "peers") if x.is_cuda else ("library",)
     return ("peers",) if x.is_cuda else ()
@@ -431,11 +429,7 @@ def scatter_exchange(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGrou
 
 
 def scatter_library(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The library's own (NCCL's, gloo's), with two ranks: a + b and b + a have the same bits.
-
-    Raises:
-        NotImplementedError: more ranks, whose order the library chooses by the message's size.
-    """
+    """As `library`, for the reduce-scatter; only two ranks."""
     _check_two(group)
     stock_into(out, x, group)
 
@@ -447,11 +441,7 @@ def stock_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> 
 
 
 def scatter_peers(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Our kernel over the ranks' buffers, between two barriers: every rank reads its share of all messages.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
+    """Our kernel over the ranks' buffers, between two barriers. NotImplementedError: no symmetric memory for x."""
     from nondet.kernels.all_reduce import symmetric
 
     with _space(x, group, _PEER_DTYPES, x.numel()) as space:
@@ -467,11 +457,7 @@ SCATTER_MEMBERS: dict[str, ScatterMember] = {
 
 
 def prove_scatter(name: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
-    """As `prove`, for a member of the reduce-scatter.
-
-    Raises:
-        NotImplementedError: it does not apply to this group, device or dtype.
-    """
+    """As `prove`, for a member of the reduce-scatter."""
 
     def both(mine: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         expected, got = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))

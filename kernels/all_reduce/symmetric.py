@@ -82,7 +82,6 @@ def _total(x0, x1, x2, x3, x4, x5, x6, x7, like, W: tl.constexpr, TREE: tl.const
 
 @triton.jit
 def _loaded(ptr, offs, mask, x0, USED: tl.constexpr):
-    """float32; nothing is loaded where it is not used."""
     x = x0
     if USED:
         x = tl.load(ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -228,7 +227,6 @@ def _push_kernel(
     TREE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum x over the ranks into out; slots and flags are every rank's, a channel has REGION elements."""
     channel = tl.program_id(0)
     use = tl.load(uses + channel)
     start = channel.to(tl.int64) * share
@@ -256,7 +254,6 @@ def _push_kernel(
 
 @triton.jit
 def _deal(x, slots, flags, first, n, part, use, ticket, channel, at, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
-    """Send a piece of each other rank's part to that rank."""
     lanes = tl.arange(0, BLOCK)
     for to in tl.static_range(W):
         if to != RANK:
@@ -269,7 +266,6 @@ def _deal(x, slots, flags, first, n, part, use, ticket, channel, at, REGION, W: 
 
 @triton.jit
 def _copy(slots, flags, out, first, n, part, use, ticket, channel, at, behind, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
-    """Copy a piece of the sums of each other rank's part from that rank."""
     _await(flags, ticket, channel, W, RANK, CHANNELS)
     lanes = tl.arange(0, BLOCK)
     for sender in tl.static_range(W):
@@ -476,8 +472,6 @@ _ALIGNMENT_BYTES = 256
 
 
 class _Shared:
-    """Symmetric memory of one group, `bytes` of it on each rank."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
         self.group_name = group.group_name
         self.world = dist.get_world_size(group)
@@ -639,13 +633,13 @@ def two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> Non
 
 
 def chain_one_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
-    """Sum flat x over the ranks, in place, by `peers_one_shot`."""
+    """`peers_one_shot` of flat x, in place."""
     space.flat(x.numel(), x.dtype).copy_(x)
     peers_one_shot(x.numel(), x.dtype, x, "chain", space)
 
 
 def chain_two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
-    """Sum flat x over the ranks, in place, by `peers_two_shot`."""
+    """`peers_two_shot` of flat x, in place."""
     space.flat(x.numel(), x.dtype).copy_(x)
     peers_two_shot(x.numel(), x.dtype, x, "chain", space)
 

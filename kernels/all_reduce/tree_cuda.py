@@ -132,7 +132,6 @@ def tile_for(m: int, n: int, chunks: int, device: torch.device) -> ChunkTile:
 
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, chunks: int) -> ChunkTile:
-    """`tile_for` these operands, with the accelerator where it can read them and there are enough rows."""
     tile = tile_for(x.shape[0], weight.shape[0], chunks, x.device)
     even = tile.block_m > 64 and x.shape[1] // chunks % tile.block_k == 0
     return tile._replace(tma=even and rows_fit(weight) and tma_takes(x[None], weight.T[None]))
@@ -247,7 +246,6 @@ def chunk_by_chunk(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torc
 
 @functools.cache
 def _names(tile: ChunkTile, dtype: torch.dtype, out: torch.dtype, k: int, n: int, chunks: int) -> tuple[str, str]:
-    """The member and the key of a certificate."""
     given, gives = (str(d).removeprefix("torch.") for d in (dtype, out))
     member = f"chunks/{tile.block_m}x{tile.block_n}x{tile.block_k}/{tile.warps}.{tile.stages}/{tile.splits}"
     return member + "/tma" * tile.tma, f"ranks-tree | {given}[*,{k}] {given}[{n},{k}] | {chunks} chunks | {gives}"

@@ -243,30 +243,12 @@ def attention_varlen(
 ) -> torch.Tensor:
     """Packed requests: q [Tq_total, Hq, D] over k, v [Tk_total, Hkv, D] -> [Tq_total, Hq, D] in q's dtype.
 
-    Each request has the bits that `attention` gives it solo.
-
-    Args:
-        cu_seqlens_q: int [requests + 1]: where each request's queries start; the last entry is where all end.
-        cu_seqlens_k: int [requests + 1]: the same for keys and values.
-        max_seqlen_q: Longest query; only GPU kernels need it.
-        max_seqlen_k: Most keys of a request; only GPU kernels need it.
-        scale: Of the scores; 1 / sqrt(D) if None.
-        causal: Aligned to the end of each request.
-        window: As in `attention`. Needs causal.
-        softcap: As in `attention`.
-        positions: Integers [Tq_total], each query's position in its request, where a sliding-window cache dropped the
-            first keys: those that are left end at the last query's position, and blocks stay anchored at position 0.
-            None: a request's first key has position 0.
-        split: Only GPU kernels have more than one way.
-        key_index: int64 [Tk_total]: k and v are a whole cache [tokens, Hkv, D], and these are the slots of the packed
-            keys in it. None: k and v are the packed keys.
+    Each request has the bits that `attention` gives it solo. Arguments as in
+    `nondet.kernels.attention.cuda.attention_varlen`, of which max_seqlen_q, max_seqlen_k and split are not used here;
+    errors as `attention`.
 
     Returns:
         Zeros for queries that belong to no request (those from cu_seqlens_q[-1] on).
-
-    Raises:
-        UserError: as `attention`.
-        NotInvariantError: this machine has no certified way.
     """
     del max_seqlen_q, max_seqlen_k, split
     _check(q, k, v, q.shape[1], k.shape[1], causal=causal, window=window, softcap=softcap)
@@ -342,8 +324,6 @@ def _check(
 
 
 class _Request(NamedTuple):
-    """Where a request's queries and keys lie, how many there are, and its first key's position."""
-
     q_start: int
     q_len: int
     k_start: int
@@ -368,10 +348,8 @@ def _attend(
 ) -> torch.Tensor:
     """q [Tq, Hq, D] over k, v [Tk, Hkv, D] -> [Tq, Hq, D] in q's dtype; zeros for queries of no request.
 
-    Requests with equal numbers of queries and of key blocks are computed at once.
-
-    Args:
-        places: Indices of the keys in k and v; None: as they are.
+    Requests with equal numbers of queries and of key blocks are computed at once. `places`: the keys' indices in k and
+    v.
     """
     alike: dict[tuple[int, int], list[_Request]] = {}
     for request in requests:
@@ -397,7 +375,6 @@ def _attend(
 
 
 def _height(rows: int, heights: tuple[int, ...]) -> int:
-    """The tile height that wastes the fewest rows."""
     return min(heights, key=lambda height: -(-rows // height) * (height + 8))
 
 
@@ -461,7 +438,6 @@ def _attend_alike(
     places: _Index | None,
     out: torch.Tensor,
 ) -> None:
-    """Requests with equal numbers of queries and of key blocks, into their rows of `out`, tile by tile."""
     (kv_heads, dim), (rows, at, tokens, key_at, seen_to, seen_from, tiles) = k.shape[1:], layout
     tokens = tokens if places is None else places[tokens]
     of_heads = tokens[:, None] * kv_heads + np.arange(kv_heads)[:, None]
@@ -581,8 +557,6 @@ def segments_split(
 
 
 class _Varlen:
-    """An `attention_varlen` as `attention`, and for requests of unequal lengths at once."""
-
     def __init__(self, target: str) -> None:
         self.target = target
 
@@ -599,7 +573,6 @@ class _Varlen:
         causal: bool = True,
         scale: float | None = None,
     ) -> list[torch.Tensor]:
-        """Each request's q [Hq, Tq, D] over k, v [Hkv, Tk, D] -> [Hq, Tq, D], all in one call."""
         lengths = [(q.shape[1], k.shape[1]) for q, k, _ in requests]
         packed = [torch.cat([one[i].transpose(0, 1) for one in requests]).contiguous() for i in range(3)]
         module, _, name = self.target.partition(":")

@@ -284,7 +284,7 @@ _known: dict[tuple[Any, ...], bool] = {}
 
 
 class _Case(NamedTuple):
-    """Requests of q [1, Hq, nq, D] over k, v [1, Hkv, nk, D]; each with its queries from `skip` on (at least the last)."""
+    """Requests of q [1, Hq, nq, D] over k, v [1, Hkv, nk, D]; each with its queries from `skip` on."""
 
     requests: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     skip: int

@@ -66,7 +66,6 @@ def layout_fault(name: str, x: torch.Tensor) -> str | None:
 def _call_fault(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
 ) -> str | None:
-    """Why the kernel can't take the call on any GPU."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[3] not in _STAGES:

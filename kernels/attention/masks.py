@@ -126,7 +126,6 @@ def spans_of(visible: np.ndarray, q_len: int, anchored: bool = True) -> list[Spa
 
 
 def _extended(span: Span | None, query: int, start: int, end: int, anchored: bool) -> Span | None:
-    """The span with one more query, if that query continues it."""
     if span is None or query != span.q_end:
         return None
     if start != span.k_start:

@@ -97,7 +97,6 @@ def load_queries(
 
 @triton.jit
 def _fold(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """[ROWS, 2 * HALF] -> [ROWS, HALF]: column j and column j + HALF added."""
     left, right = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
     return left + right
 
@@ -216,7 +215,6 @@ def merge(m_all, l_all, acc_all, m, l, acc, qk_scale):  # noqa: E741 - the liter
 
 @triton.jit
 def _store_part(part_ptr, slots, slot, rows_in, m, l8, acc, HEAD_DIM, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store a segment's (m, l, acc) of the rows: acc [slots, HEAD_DIM] first, then m [slots] and l [slots]."""
     offs_d = tl.arange(0, BLOCK_D)
     tl.store(part_ptr + slots.to(tl.int64) * HEAD_DIM + slot, m, mask=rows_in)
     tl.store(part_ptr + slots.to(tl.int64) * (HEAD_DIM + 1) + slot, sum_of_eight(l8, BLOCK_M), mask=rows_in)

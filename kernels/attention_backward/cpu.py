@@ -119,7 +119,6 @@ def _request(
 
 
 def _by_head(x: torch.Tensor, heads: int, group: int) -> torch.Tensor:
-    """x [T, heads * group, D] -> float32 (float64 stays) [heads, group * T', D]: each head's T, zeros up to T'."""
     tokens, _, dim = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     padded = torch.zeros((heads, group, tokens + -tokens % _KEYS, dim), dtype=dtype)

@@ -33,7 +33,6 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @triton.jit
 def _rows_of(pointer, first, tile, count, head, stride_t, stride_h, DIM, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[TILE, BLOCK_D] of a request's tokens, zeros beyond the last one and beyond the head dim."""
     token = tile * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK_D)
     place = (first + token).to(tl.int64)[:, None] * stride_t + head * stride_h + column[None, :]
@@ -56,9 +55,8 @@ def _scores(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(scores in units of log2, hidden ones -inf; the soft cap's slope) of a tile [queries, keys].
-
-    `scale` has log2(e) in it, so that one product rounds.
+    """(scores in units of log2, hidden ones -inf; the soft cap's slope) of a tile [queries, keys]; `scale` has log2(e)
+    in it.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     slope = tl.full(s.shape, 1.0, tl.float32)

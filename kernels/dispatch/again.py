@@ -40,13 +40,11 @@ def _addmm_on_cuda(
 
 
 def _all_launched(what: object, *tensors: torch.Tensor | None) -> Any:
-    """The results of a cached call, a list; None where there is none."""
     common = sys.modules.get("nondet.kernels.triton_common")  # as above
     return None if common is None else common.again(what, *tensors)
 
 
 def _launched(what: object, *tensors: torch.Tensor | None) -> Any:
-    """The first result of a cached call."""
     made = _all_launched(what, *tensors)
     return None if made is None else made[0]
 

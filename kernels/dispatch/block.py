@@ -206,7 +206,6 @@ def _where(name: str, device: str) -> tuple[str, ...]:
 
 
 def _original(qualified: str, key: str) -> Any:
-    """The kernel there, kept for good; None where nothing can be called."""
     try:
         # as torch.library.get_kernel, which does not know every key by its name ("MkldnnCPU")
         return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, _parsed(key))
@@ -467,7 +466,6 @@ def _enter_first() -> None:
 
 
 def _stand_in() -> None:
-    """Stand-ins for transformers, also in modules imported since."""
     global _modules
     if _modules != sys.modules:  # not by their number: one may have gone as another came
         seen = dict(sys.modules)

@@ -47,7 +47,6 @@ class Differentiable:
         self._kernels = kernels
 
     def __getattr__(self, name: str) -> Any:
-        """Any other kernel, unchanged."""
         return getattr(self._kernels, name)
 
     def attention_varlen(
@@ -122,8 +121,6 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Packed, q [Tq, Hq, D] with cu_seqlens in `more`, or of a batch, q [B, Hq, Tq, D]."""
-
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, more: dict[str, Any]) -> Any:
         kernels = kernels_for(q.device.type)
@@ -156,8 +153,6 @@ class _Attention(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w x r, r = 1 / sqrt(mean(x^2) + eps): of x by two means over its own row, of w by sums over the rows."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         ctx.save_for_backward(x, weight)
@@ -175,8 +170,6 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., K], weight [N, K], bias [N]; the gradient uses the same products and sum as torch's."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
         ctx.save_for_backward(x, weight)
@@ -220,9 +213,7 @@ def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """By two means over its own row of x [M, H]; the weight's is computed too, but not returned: it depends on the
-    batch.
-    """
+    """By two means over its own row of x [M, H]; the weight's is not returned, because it depends on the batch."""
     kernels = Differentiable(kernels_for(x.device.type))
     return autograd(lambda t, w: kernels.rms_norm(t, w, eps), gradient, x, weight)[0]
 

@@ -128,7 +128,6 @@ def _form(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _axis(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The one axis that the operator runs over, or None."""
     place = {"linalg_vector_norm": 2, "sort.stable": 1}.get(name, 1)
     dim = args[place] if len(args) > place else kwargs.get("dim", -1 if name.startswith("sort") else None)
     if isinstance(dim, (list, tuple)) and len(dim) == 1:
@@ -305,7 +304,6 @@ def _overload(name: str) -> Any:
 
 @functools.cache
 def _ours() -> dict[Any, str]:
-    """aten operators that must not be decomposed: operator -> name."""
     names = [n for family in OPERATORS.values() for n in family if n not in _POINTWISE and n not in COMPOSED]
     return {_overload(n): n for n in (*names, *CERTIFIABLE) if not n.endswith("_")}
 
@@ -349,7 +347,6 @@ def _like_first(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _pass(note: _Note, theirs: Any) -> Any:
-    """A pass over inductor's graphs: what has a replacement becomes an operator of ours, and the rest is noted."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -527,9 +524,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _kinds(args: tuple[Any, ...]) -> tuple[bool, bool]:
-    """Whether a tensor is empty (torch's own shapes, constants and errors apply), and whether one is a tracer's or a
-    quantized weight.
-    """
+    """(a tensor is empty, so torch's own shapes, constants and errors apply; one is a tracer's or quantized)"""
     empty = stands_for_others = False
     for x in args:  # one loop, since this runs at every call
         if isinstance(x, torch.Tensor):
@@ -539,7 +534,6 @@ def _kinds(args: tuple[Any, ...]) -> tuple[bool, bool]:
 
 
 def _plainly(args: tuple[Any, ...]) -> bool:
-    """Whether no gradient is needed and all tensors are plain."""
     if forward_ad._current_level >= 0:
         return False
     recorded = torch.is_grad_enabled()

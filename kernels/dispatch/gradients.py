@@ -146,7 +146,7 @@ def index_put(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> torch.Tensor:
-    """values added to the target where indices point, in place; values with equal indices in the order of the indices."""
+    """values added to the target where indices point, in place; equal indices in the order of the indices."""
     require(target, values)
     given = [i for i, index in enumerate(indices) if index is not None]
     if not given or given != list(range(given[0], given[-1] + 1)):

@@ -196,7 +196,6 @@ def largest(rows: torch.Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.
 
 
 def _kept_masses(rows: torch.Tensor, temperature: float, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log masses [R] of the tokens that the draw keeps, which those are [R, V])."""
     ids = largest(rows.float(), min(top_k, rows.shape[1]))[0]
     logits = rows.gather(1, torch.from_numpy(ids).to(rows.device)).double().cpu().numpy()
     mask = np.zeros(tuple(rows.shape), dtype=bool)

@@ -45,7 +45,6 @@ def row_parallel_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 
 def _plan(model: torch.nn.Module) -> dict[str, str]:
-    """Pattern of names -> way of cutting: of the decoder, and of what surrounds it."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     own: Any = getattr(model, "_tp_plan", None)
@@ -146,7 +145,6 @@ class _Columns(TorchFunctionMode):
 
 
 def _local(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """This rank's part of a tensor, and the group that it is spread over; None for a plain tensor."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return x, None

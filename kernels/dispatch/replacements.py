@@ -389,7 +389,10 @@ def index_add(
 def scatter_add(
     kernels: Kernels, target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
 ) -> torch.Tensor:
-    """source added to the target along an axis at index: each element's sum in the order of positions along the axis."""
+    """source added to the target along an axis at index: each element's sum in the order of the axis.
+
+    Every element of the target is a row of the one-dimensional operator that the registry has.
+    """
     if target.dtype != source.dtype or target.dtype not in (*DTYPES, torch.float64):
         raise Leave
     if target.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -432,7 +435,6 @@ def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
 def _rows(
     x: torch.Tensor, dim: Sequence[int] | int | None, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, list[int]]:
-    """x in the dtype, and the axes to reduce, ascending."""
     if dtype is not None:
         x = x.to(dtype)
     require(x)
@@ -446,7 +448,6 @@ def _rows(
 
 
 def _last(x: torch.Tensor, axes: list[int]) -> torch.Tensor:
-    """x with the reduced axes moved to the end and made one."""
     kept = [d for d in range(x.dim()) if d not in axes]
     if axes != list(range(len(kept), x.dim())):
         x = x.permute(*kept, *axes)
@@ -550,6 +551,8 @@ def _within(x: torch.Tensor) -> bool:
 
 
 def normalizing(name: str) -> Callable[..., torch.Tensor]:
+    """softmax or log_softmax over an axis."""
+
     def replace(kernels: Kernels, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         require(x)
         note_hidden(name, x)
@@ -789,7 +792,6 @@ def _watching(name: str, stock: Callable[..., Any], devices: frozenset[str]) -> 
 
 
 def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
-    """Whether the tensors of a call, also within lists, are on one of the devices."""
     for x in args:
         if isinstance(x, torch.Tensor):
             return x.device.type in devices
@@ -799,7 +801,6 @@ def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
 
 
 def _name_of(operation: Any) -> str:
-    """The reduction's name, "SUM", of c10d's boxed ReduceOp; "" for anything else."""
     if not isinstance(operation, torch.ScriptObject) or not hasattr(operation, "op"):
         return ""
     return _names().get(int(operation.op()), "")

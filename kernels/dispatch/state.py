@@ -133,10 +133,7 @@ class Active:
 
 
 class _Inside(threading.local):
-    """Whether this thread is inside one of our kernels, whose own torch calls go to the originals.
-
-    And, inside an operator that torch composes of others, the snapshot when it began, which its parts use.
-    """
+    """Whether this thread is inside one of our kernels; and the snapshot that a composed operator's parts use."""
 
     active = False
     began: Active | None = None
@@ -174,6 +171,7 @@ def replace_now(active: Active) -> None:
 
 
 def count(kind: str, what: str, times: int = 1) -> None:
+    """Add one call, or several, to the coverage of every entered block, from any thread."""
     for coverage in current().coverages:
         coverage.add(kind, what, times)
 

@@ -60,7 +60,6 @@ def install(replacements: Iterable[Replacement]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _matching(pattern: str, names: tuple[str, ...]) -> list[str]:
-    """The names that match, cached because every block searches all imported modules."""
     return [name for name in names if re.match(pattern, name)]
 
 
@@ -229,7 +228,7 @@ def _note(module: Any, kind: str, layer_type: str | None, positions: torch.Tenso
 
 
 def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | None) -> bool:
-    """Whether the step has a position beyond the original length; True where that can't be read."""
+    """True also where that can't be read."""
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     parameters = parameters.get(layer_type, parameters)
     limit = parameters.get("original_max_position_embeddings") or getattr(module, "original_max_seq_len", None)
@@ -301,6 +300,7 @@ def _text_of(method: Any) -> str:
 
 
 def fused(original: Any, form: Form) -> Any:
+    """A forward that uses CUDA's kernel, and `original` where that does not apply."""
     eps, round_first, plus_one = form
 
     @functools.wraps(original)
@@ -322,7 +322,6 @@ def fused(original: Any, form: Form) -> Any:
 
 @functools.cache
 def _on_cuda(folder: str, name: str) -> Any:
-    """A function of that folder's kernels for CUDA, imported late because they need Triton."""
     return guarded(getattr(importlib.import_module(f"nondet.kernels.{folder}.cuda"), name))
 
 
@@ -356,6 +355,8 @@ def rotates(module: Any, function: Any) -> bool:
 
 
 def rotating(original: Any) -> Any:
+    """The function by CUDA's kernel, `original` where that does not apply."""
+
     @functools.wraps(original)
     def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
         plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or unsqueeze_dim != 1 or q.dim() != 4
@@ -423,7 +424,6 @@ def _fp8(original: Any) -> Any:
 
 
 def _fp8_groups(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """x [.., G, K]: each group by its own part of the weight [G N, K] -> [.., G, N]."""
     groups = layer.n_groups
     if layer.block_size is None or layer.activation_scale is not None or len(layer.weight_scale_inv) % groups:
         raise Leave("groups without whole blocks, or with a static scale")
@@ -471,7 +471,6 @@ def _fbgemm_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
 def _fp8_product(
     layer: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [.., K] times a weight [N, K], quantized by the layer's settings."""
     from nondet.kernels.scaled.functions import BLOCK, FLOAT8, quantize_block, quantize_by, quantize_row
 
     block, static = layer.block_size, getattr(layer, "activation_scale", None)

@@ -358,7 +358,6 @@ def _stand_in_eager(original: Any) -> Any:
 
 @functools.cache
 def _is_known(function: Any) -> bool:
-    """Whether its code computes softmax(softcap(q k * scaling) + mask) v."""
     code = getattr(function, "__code__", None)
     return code is not None and _what_it_does(code) in _known_codes()
 

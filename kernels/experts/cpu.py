@@ -46,18 +46,14 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
-    """weight [K, N] itself, or a copy of the same strides on a 64-byte boundary."""
     return weight if weight.data_ptr() % _ALIGNMENT == 0 else weight.clone()
 
 
 def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
     """target [R, C], in place, with alpha times source [n, C] added to its rows index [n].
 
-    A row's additions follow the order of `index`, onto the row's own number, in float32; rounded once. So a row depends
-    only on what is added to it, in that order. All rows' first additions are made at once, then all second ones.
-
-    Raises:
-        IndexError: an index outside of target.
+    A row's additions follow the order of `index`, onto the row's own number, in float32; rounded once. All rows' first
+    additions are made at once, then all second ones. IndexError: an index outside of target.
     """
     if index.numel() == 0:
         return target
@@ -108,11 +104,7 @@ def index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -
 
 
 def scatter_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """target [R] with source [n] added at index [n]; a new tensor. As `index_add`.
-
-    Raises:
-        IndexError: an index outside of target.
-    """
+    """target [R] with source [n] added at index [n]; a new tensor. Order and errors as `index_add`."""
     note("ordered_scatter[scatter_add]")
     return _add(target, index, source)
 

@@ -13,6 +13,8 @@ it; with pointers for everything else. Both process K in steps of the tile's blo
 
 That tiles and kernels agree is a property of the hardware. So each is proven by bits at its first use on a machine,
 against the anchor of class chain, and the proof is kept (`nondet.core.certificates`); one that fails is not used.
+
+Functions raise NotImplementedError for a device or dtype without a kernel, and ValueError for shapes that do not fit.
 """
 
 from __future__ import annotations
@@ -115,10 +117,6 @@ def sum_middle(x: torch.Tensor) -> torch.Tensor:
     """Over the middle axis of x [A, R, C] -> [A, C]: a token's experts, weighted, in the order of their rank.
 
     Accumulated in float32, from the first to the last of R, rounded once. A row depends only on its own numbers.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: not three axes.
     """
     if x.ndim != 3:
         raise ValueError(f"sum_middle takes [A, R, C], got {tuple(x.shape)}")
@@ -178,10 +176,6 @@ def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, 
 
     A row's additions follow the order of `index`, onto the row's own number, in float32; rounded once. So a row depends
     only on what is added to it, in that order. One program adds all contributions of a row.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
     """
     if target.ndim != 2 or index.ndim != 1 or source.shape != (index.shape[0], target.shape[1]):
         raise ValueError(
@@ -238,7 +232,7 @@ def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tupl
 
 
 def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
-    """(member, key) of the certificate: one expert's product at any number of rows, which is all the kernels depend on."""
+    """(member, key) of the certificate: one expert's product at any number of rows."""
     step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
     rows, columns = weight.stride(1), weight.stride(2)
     return _written(x.dtype, x.shape[1], weight.shape[2], step, rows, columns, _alignment(x, weight), tile, tma)
@@ -285,7 +279,6 @@ def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool 
 
 
 def _laid(x: torch.Tensor, strides: tuple[int, ...], aligned: bool) -> torch.Tensor:
-    """x at other strides; not `aligned`, one element after a multiple of 16 bytes."""
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
     offset = 0 if aligned else 1
     return x.new_empty(span + offset).as_strided(x.shape, strides, offset).copy_(x)
@@ -420,9 +413,8 @@ def _grouped_tma_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """x_desc [R, K] in blocks [BLOCK_M, BLOCK_K]; weight_desc [GROUPS * N, K], a row for each column of the result.
-
-    A block may reach into the next expert's rows, of x and of the weights: those sums are computed and not stored.
+    """x_desc [R, K], weight_desc [GROUPS * N, K]. A block may reach into the next expert's rows: those sums are not
+    stored.
     """
     group, row, col, end = _place(offsets_ptr, R, N, GROUPS, BLOCK_M, BLOCK_N, BLOCK_G)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)

@@ -37,14 +37,13 @@ GROUPED = OrderClass(
 
 
 def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
-    """M rows, each of one of E experts, in shares as equal as possible."""
     experts, k, n, rows = (8, 256, 512, (8, 64)) if device == "cpu" else (64, 2048, 1536, (8, 64, 512, 4096, 16384))
     weight = {"K": sizes.k or k, "N": sizes.n or n, "E": experts}
     return [BenchCell("grouped", {"M": m, **weight}) for m in sizes.m or rows]
 
 
 def _work(s: Shape) -> tuple[int, int]:
-    """Every expert's weight is read once if it has a row: M rows spread evenly reach min(E, M) of them."""
+    """An expert's weight is read once if it has a row: M rows spread evenly reach min(E, M) of them."""
     used = min(s["E"], s["M"])
     return s["M"] * s["K"] + used * s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
 

@@ -55,7 +55,6 @@ def _gradient(name: str, operands: tuple[Operand, ...], bench: Bench, form: RowF
 
 
 def _of_rows(name: str, kinds: tuple[str, ...], shapes: tuple[tuple[int, int], ...], weight: bool = False) -> Operator:
-    """x and its gradient [M, W] are read, a gradient is written; and a weight [W] is read."""
     section = f"{name} gradient"
 
     def work(s: Shape) -> tuple[int, int]:
@@ -74,7 +73,6 @@ def _requests(sizes: BenchSizes, device: str) -> list[BenchCell]:
 
 
 def _of_attention(s: Shape) -> tuple[int, int]:
-    """q, k, v and the gradient are read, three gradients written; two products of D forward, four backward."""
     tokens, pairs = s["M"] * s["T"] * s["D"], s["T"] * (s["T"] + 1) // 2
     return tokens * (3 * s["Hq"] + 4 * s["Hkv"]), 12 * s["M"] * s["Hq"] * s["D"] * pairs
 

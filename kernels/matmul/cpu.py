@@ -8,7 +8,8 @@ Invariance: a row of the result depends on that row of `a`, on `b`, and on the p
 layout and alignment of `b`), not on the number of rows nor on its position among them. Not reproducible across
 machines: another CPU has another order.
 
-Forward only: gradients are refused here, while under `nondet.batch_invariant()` autograd works as usual.
+Forward only: a gradient or a dtype that is not floating raises UserError, while under `nondet.batch_invariant()`
+autograd works as usual. NotInvariantError: this machine has no certified way.
 """
 
 from __future__ import annotations
@@ -194,7 +195,6 @@ def _copy_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
-    """The row counts at which the copy gives the plain product's bits."""
     plain, dtype = tiles_of(weight.t(), with_bias), weight.dtype
     what = f"cpu_matmul {str(dtype).removeprefix('torch.')} packed"
     offset = weight.data_ptr() % _ALIGNMENT  # the plain product is proven at this offset, too
@@ -203,7 +203,6 @@ def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
 
 
 def _beside(weight: torch.Tensor) -> torch.Tensor:
-    """Memory for a tensor like the weight, at the same offset from a 64-byte boundary."""
     size = weight.element_size()
     room = torch.empty(weight.numel() + _ALIGNMENT // size, dtype=weight.dtype)
     first = (weight.data_ptr() - room.data_ptr()) % _ALIGNMENT // size
@@ -240,10 +239,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype.
 
     The library adds the bias before the one rounding or after it, the same way for every number of rows.
-
-    Raises:
-        UserError: a gradient is needed, or a dtype that is not floating.
-        NotInvariantError: this machine has no certified way.
     """
     _refuse(x, weight, bias)
     packed = packed_product(x, weight, bias)
@@ -256,12 +251,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] times b [K, N] -> [M, N]; or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides.
-
-    Raises:
-        UserError: a gradient is needed, or a dtype that is not floating.
-        NotInvariantError: this machine has no certified way.
-    """
+    """a [M, K] times b [K, N] -> [M, N]; or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides."""
     _refuse(a, b, None)
     return mm(a, b) if a.dim() == 2 else bmm(a, b)
 
@@ -316,10 +306,8 @@ def _vector(b: torch.Tensor) -> torch.Tensor:
 
 
 def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`mm` with zeros appended to K, which add nothing, and to N, which is cut off again.
-
-    For narrow operands: MKL's float32 product with 2 to 10 columns gives a row different bits at each position of a
-    tile.
+    """`mm` with K and N padded by zeros: MKL's float32 product with 2 to 10 columns gives other bits at other
+    positions.
     """
     (depth, columns), rows = b.shape, a.shape[0]
     wide, deep = -(-columns // _LANES) * _LANES, -(-depth // _LANES) * _LANES
@@ -369,11 +357,7 @@ def _slices(b: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def tiles_of(b: torch.Tensor, with_bias: bool = False) -> Tiles:
-    """The certified row counts for products with operands of b's shape, strides, dtype and alignment.
-
-    Raises:
-        NotInvariantError: none was found.
-    """
+    """The certified row counts for products with operands of b's shape, strides, dtype and alignment."""
     return _way_of(b, with_bias)[0]
 
 
@@ -381,7 +365,6 @@ _Call = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tenso
 
 
 def _way_of(b: torch.Tensor, with_bias: bool) -> tuple[Tiles, _Call]:
-    """What computes products with b, and its row counts: oneDNN's inner product where that suits, or a GEMM."""
     offset = b.data_ptr() % 64
     key = (b.dtype, b.shape, b.stride(), offset, with_bias, *environment_key())
     if suits(b):

@@ -81,7 +81,6 @@ class Tiles:
         return whole + self._cut_rest(rest)[1] if rest else whole
 
     def _cut_rest(self, rows: int) -> tuple[float, tuple[int, ...]]:
-        """The cheaper of one padded call and the largest exact call plus the rest."""
         if rows in self.seconds:
             return self.seconds[rows], (rows,)
         options: list[tuple[float, tuple[int, ...]]] = []
@@ -148,7 +147,6 @@ def padded(x: torch.Tensor, start: int, size: int) -> torch.Tensor:
 
 
 def _runs(sizes: Iterable[int]) -> list[str]:
-    """[256, 256, 16] as ["2x256", "16"]: a short name for a long batch."""
     out: list[tuple[int, int]] = []
     for size in sizes:
         if out and out[-1][1] == size:
@@ -251,7 +249,6 @@ def _agrees(
     out_of: Callable[[int], torch.Tensor],
     size: int,
 ) -> float | None:
-    """Seconds of one call of `size` rows, or None where its bits differ from the base tiles'."""
     spent = []
     for (call, inputs), expected in zip(cases, right, strict=True):
         tiles = [x[:size] if x.shape[0] >= size else padded(x, 0, size) for x in inputs]

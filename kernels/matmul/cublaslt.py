@@ -175,7 +175,6 @@ class Algorithm(NamedTuple):
 
 
 def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[bool, int] | None:
-    """(rows are contiguous, distance between them) of a matrix, or None where neither rows nor columns are."""
     (rows, cols), (down, across) = size, stride
     if (across == 1 or cols == 1) and (down >= cols or rows == 1):
         return True, max(down, cols) if rows > 1 else cols
@@ -318,11 +317,7 @@ class Product:
         self._fixed = (handle_of(index), of.desc, one, of.b, of.a, zero, of.out, algo)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Write a x b (+ bias) to `out`: tensors of the problem, aligned, on its device, which must be the current one.
-
-        Raises:
-            BlasError: the library refused.
-        """
+        """Write a x b (+ bias) to `out`: tensors of the problem, aligned, on its device, which must be the current."""
         if bias is None:
             self._launch(a, b, out)
             return

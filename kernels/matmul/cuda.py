@@ -11,7 +11,8 @@ by `allow_tf32 = True` and by `set_float32_matmul_precision("high")`): then they
 has only Triton members. cuBLASLt rounds to TF32 in another way: none of its algorithms had the bits at any of 44
 problems tried on an H200.
 
-Under torch.compile the products are the operators nondet::linear and nondet::matmul. Forward only.
+Under torch.compile the products are the operators nondet::linear and nondet::matmul. Forward only. NotImplementedError:
+a device or dtype without a kernel; ValueError: shapes that do not fit.
 """
 
 from __future__ import annotations
@@ -178,7 +179,6 @@ def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) ->
 
 @functools.cache
 def _tables(gpu: str) -> tuple[dict[tuple[str, int, int], list[Row]], int]:
-    """Rows by (dtype, k, n), each list by m, and the version of cuBLASLt that ranks are of."""
     found: dict[tuple[str, int, int], list[Row]] = {}
     ranked_by = 0
     for folder in (user_folder(), _FOLDER):
@@ -231,7 +231,7 @@ class Member(NamedTuple):
 
 
 def alignment_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> int:
-    """The alignment to bind a member for: 256 where every operand starts at such a multiple, else 16, else 1 (bytes)."""
+    """The alignment to bind a member for: 256 where every operand starts at such a multiple, else 16, else 1 byte."""
     low = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
     return 256 if not low & 255 else 16 if not low & 15 else 1
 
@@ -359,7 +359,7 @@ def run_member(
 def claim_of(
     choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
 ) -> tuple[str, str] | None:
-    """(member, key) of the certificate that the dispatcher needs for `choice` and these operands; None: not for them."""
+    """(member, key) of the certificate that the dispatcher needs for `choice` and these operands, or None."""
     bound = _bound(choice, a, b, bias, tf32)
     return None if bound is None else (bound.name, bound.key)
 
@@ -493,11 +493,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     float16, bfloat16 and float32 (accumulated in float32) or float64 (in float64); both operands of one dtype. Class
     "chain" (float32 may be "chain-tf32", see the module): a chain over K in one accumulator, rounded once, so the
-    result is batch- and position-invariant, whichever member computes it. Forward only.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
+    result is batch- and position-invariant, whichever member computes it.
     """
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = torch.ops.nondet.matmul(a, b)
@@ -509,10 +505,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N].
 
     Dtypes, order and invariance as `matmul`; the bias is added in the accumulator, before the one rounding.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
     """
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = torch.ops.nondet.linear(x, weight, bias)
@@ -673,7 +665,6 @@ def _as_matmul(product: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a [B, M, K] times b [B, K, N], plus bias [N], by the tile whose bits define the class."""
     return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
 
 
@@ -691,7 +682,6 @@ class _Chosen:
         return result
 
     def claim(self, *operands: torch.Tensor | None) -> tuple[str, str] | None:
-        """(member, key) of the certificate; None where the member is not for these operands."""
         claims: list[tuple[str, str] | None] = []
 
         def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Gluon kernel of class "chain" on Hopper for few rows, and its loop over K as PTX; a Triton may lack its needs."""
+"""The Gluon kernel of class "chain" on Hopper for few rows, and its loop over K as PTX; some Tritons can't run it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def loop(rows: int, columns: int, pieces: int, stages: int, full: int, empty: in
     acc = ",".join(f"acc{i}" for i in range(sums))
 
     def products(first: int, end: int) -> list[str]:
-        """Queue steps of the stage that `left` and `right` describe, as one group."""
         lines = ["wgmma.fence.sync.aligned;"]
         for step in range(first, end):
             piece, part = divmod(step, _STEPS)
@@ -53,7 +52,6 @@ def loop(rows: int, columns: int, pieces: int, stages: int, full: int, empty: in
         return [*lines, "wgmma.commit_group.sync.aligned;"]
 
     def described(name: str, piece_bytes: int, start: int) -> list[str]:
-        """The descriptor of an operand of `stage`."""
         return [
             f"mad.lo.u32 at, stage, {pieces * piece_bytes}, base; add.u32 at, at, {start}; shr.u32 at, at, 4;",
             f"and.b32 at, at, 0x3fff; cvt.u64.u32 {name}, at; or.b64 {name}, {name}, {_SWIZZLED_128};",
@@ -135,11 +133,7 @@ def _load(
     a_desc, b_desc, a_smem, b_smem, full, empty, row, col, steps, PIECES: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Load rows of a and columns of b, in pieces of 64 k, as far ahead as there are stages.
-
-    EARLY: the kernel may start before the previous one has ended (PDL). It reads no memory before that, and so writes
-    none, because what is written depends on what is read.
-    """
+    """EARLY: the kernel may start before the previous one has ended (PDL), and accesses no memory before that."""
     if EARLY:
         gdc_wait()
     BYTES: gl.constexpr = (a_desc.block_type.nbytes + b_desc.block_type.nbytes) * PIECES

@@ -63,10 +63,7 @@ def _held_bytes(tile: Tile) -> int:
 
 
 def _tile_fits(tile: Tile) -> bool:
-    """Whether the kernel supports the tile: its warps, whole pieces, a part of wgmma's 64 rows, enough shared memory.
-
-    With no more columns than rows, because Triton puts the larger operand first, and `loop` expects `a` there.
-    """
+    """No more columns than rows, because Triton puts the larger operand first, and `loop` expects `a` there."""
     shapes = tile.block_m in (8, 16, 32, 64) and tile.block_n in (8, 16, 32, 64) and tile.block_k % _PIECE == 0
     room = _held_bytes(tile) + 16 * tile.stages + 256 <= _SHARED_BYTES  # barriers, and the loading warp's arguments
     return shapes and tile.block_n <= tile.block_m and tile.warps == _WARPS and room
@@ -139,10 +136,7 @@ def _settled(
     grid: tuple[int, ...],
     options: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """The constants of a kernel whose barriers are where they claim, found by compiling it, at `barriers` first.
-
-    A loop that waited elsewhere would wait for ever, so nothing is launched before this is known.
-    """
+    """The kernel's constants, found by compiling it: a loop with the wrong `barriers` would wait for ever."""
     for _ in range(3):
         chosen = constants(*barriers)
         built = rows_kernel.warmup(*operands, *chosen, grid=grid, **options)

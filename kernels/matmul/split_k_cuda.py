@@ -88,7 +88,6 @@ def _chunks_kernel(
 
 @triton.jit(do_not_specialize=["elements", "chunks"])
 def _ordered_sum_kernel(partial_ptr, out_ptr, elements, chunks, BLOCK: tl.constexpr):
-    """out [elements] = partial[0] + partial[1] + ... in that order, in float32, rounded once."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < elements
     total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -1,4 +1,7 @@
-"""Matrix products of class "chain" by Triton: the tiles, the anchor that defines the bits, and operands by TMA."""
+"""Matrix products of class "chain" by Triton: the tiles, the anchor that defines the bits, and operands by TMA.
+
+Functions raise NotImplementedError for a device or dtype without a kernel, and ValueError for shapes that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -318,12 +321,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K] times b [K, N] -> [M, N], or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides.
 
     float16, bfloat16 and float32 (accumulated in float32) or float64 (in float64); both operands of one dtype. The
-    order is a chain over K in one accumulator, rounded once, so the result is batch- and position-invariant (see the
-    module). Forward only.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
+    order is a chain over K in one accumulator, rounded once, so the result is batch- and position-invariant. Forward
+    only.
     """
     out = matmul_chain(*matmul_operands(a, b))
     return out[0] if a.ndim == 2 else out
@@ -333,10 +332,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N].
 
     Dtypes, order and invariance as `matmul`; the bias is added in the accumulator, before the one rounding.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
     """
     return matmul_chain(*linear_operands(x, weight, bias))[0].view(*x.shape[:-1], weight.shape[0])
 
@@ -388,7 +383,7 @@ def rows_fit(x: torch.Tensor) -> bool:
 
 
 def tma_takes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the kernel can multiply a [1, M, K] and b [1, K, N]: half precision, readable rows (b's may be columns)."""
+    """Whether the kernel can multiply a [1, M, K] and b [1, K, N]: half precision, readable rows or columns of b."""
     if a.shape[0] != 1 or a.dtype not in HALF or 0 in (*a.shape, *b.shape):
         return False
     if not INTERPRETED and capability(a.device) < (9, 0):

@@ -45,14 +45,12 @@ def vectors_only(call: Callable[..., torch.Tensor], x: torch.Tensor, *others: to
 
 
 def _dense(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x's elements in the memory order of `like`, which is dense: [n]."""
     if x.stride() != like.stride() and not (x.is_contiguous() and like.is_contiguous()):
         x = torch.empty_like(like).copy_(x)
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
 
 
 def _flat(call: Callable[..., torch.Tensor], *flat: torch.Tensor) -> torch.Tensor:
-    """call(*flat) for flat [n], contiguous, in multiples of 64 elements."""
     count = flat[0].numel()
     if in_vectors(count):
         return call(*flat)

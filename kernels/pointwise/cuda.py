@@ -29,7 +29,6 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @triton.jit
 def _rotate(x_ptr, out_ptr, cos_ptr, sin_ptr, stride_h, out_stride_h, HEADS, BLOCK_H: tl.constexpr, HALF: tl.constexpr):
-    """All heads of one token: x1 * cos1 - x2 * sin1 and x2 * cos2 + x1 * sin2, each step rounded to the dtype."""
     heads, cols = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, HALF)[None, :]
     inside = heads < HEADS
     at = x_ptr + heads * stride_h + cols

@@ -68,7 +68,6 @@ def layer_norm(
 
 
 def _roots(squares: torch.Tensor, eps: float) -> np.ndarray[Any, Any]:
-    """squares [M, H] -> sqrt(their sum / H + eps) [M, 1], each step rounded."""
     scale = row_sums(squares)[:, None].numpy()
     scale /= squares.shape[1]
     scale += eps
@@ -178,7 +177,6 @@ def square_roots(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x as a contiguous [rows, width] in float32, or in float64 if it is that."""
     if not x.dtype.is_floating_point:
         raise UserError(f"cpu_rows has no {x.dtype}", "Use a floating dtype; integer sums do not depend on the order.")
     if torch.is_grad_enabled() and x.requires_grad:
@@ -202,7 +200,6 @@ def _log_softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _reduced(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar: bool) -> torch.Tensor:
-    """Apply `call` to rows [M, K] at certified row counts: [M] if scalar, else [M, K]."""
     count, width = rows.shape
     out = rows.new_empty((count,) if scalar else (count, width))
     if count == 0 or width == 0:

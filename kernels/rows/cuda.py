@@ -3,6 +3,7 @@
 The order of every sum is that of `nondet.kernels.rows.cuda_softmax`, the class "lanes", which depends only on the
 width. A row of at most 16384 elements is read once and held in registers; a wider one is cut into chunks, one per
 program, and a second launch adds up their results. Results are rounded once, to the input's dtype. Forward only.
+NotImplementedError: a device or dtype without a kernel; ValueError: tensors whose shapes, dtypes or devices do not fit.
 """
 
 from __future__ import annotations
@@ -129,7 +130,6 @@ def _lies_by_heads(x: torch.Tensor) -> bool:
 def _norm(
     name: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normalized tensor, and its input: x itself, or x + residual."""
     given, weight = weight, _checked(name, x, weight)
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     if not out.numel():
@@ -197,14 +197,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
 
     All of it in float32, rounded once at the end. transformers' own RMSNorm modules round twice: they cast x *
     rsqrt(...) to the input's dtype before multiplying by the weight. So in half precision results differ from theirs by
-    up to about one ULP; neither depends on the batch.
-
-    Args:
-        weight: [H], of any floating dtype on x's device.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: a weight of another shape or device.
+    up to about one ULP; neither depends on the batch. The weight has any floating dtype.
     """
     made = again(("rms_norm", eps), x, weight)
     return _norm("rms_norm", x, None, weight, eps)[0] if made is None else made[0]
@@ -216,15 +209,8 @@ def rms_norm_residual(
     """The pair that a decoder layer needs: (rms_norm(x + residual, weight, eps), x + residual), both [..., H].
 
     Bit for bit the two operators in sequence: the sum is rounded to x's dtype, as torch rounds it, and then normalized.
-    One pass: two reads and two writes per element.
-
-    Args:
-        residual: As x, in shape, dtype and device; strides are its own.
-        weight: [H], of any floating dtype on x's device.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes, dtypes or devices that do not fit.
+    One pass: two reads and two writes per element. The residual has x's shape and dtype and any strides, the weight [H]
+    any floating dtype.
     """
     if residual.shape != x.shape:
         raise ValueError(f"rms_norm_residual takes two of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
@@ -279,13 +265,7 @@ def layer_norm(
     """x [..., H] -> [..., H] in x's dtype, and mean and 1 / deviation [..., 1] in float32; None for rows of chunks.
 
     (x - mean) * (1 / sqrt(mean((x - mean)^2) + eps)) * weight + bias, each step in float32 and rounded once at the end.
-
-    Args:
-        weight: [H], of any floating dtype on x's device, or None; and so is bias.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: a weight or a bias of another shape or device.
+    Weight and bias are [H], of any floating dtype, or None.
     """
     name, given = "layer_norm", (x, weight, bias)
     made = again((name, eps), *given)
@@ -479,20 +459,12 @@ def _reduce(name: str, x: torch.Tensor, *, mean: bool) -> torch.Tensor:
 
 
 def sum(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., K] -> [...]; any width, any strides. Order and invariance as in the module.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-    """
+    """Over the last axis of x [..., K] -> [...]; any width, any strides. Order and invariance as in the module."""
     return _reduce("sum", x, mean=False)
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:
-    """`sum`, divided by K before the one rounding: x [..., K] -> [...].
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-    """
+    """`sum`, divided by K before the one rounding: x [..., K] -> [...]."""
     return _reduce("mean", x, mean=True)
 
 

@@ -288,7 +288,6 @@ def one_each(x_ptr, target_ptr, rows, top, total, WIDTH, IGNORE, stride_row, str
 def _write_pair(
     x, tops_ptr, sums_ptr, row, chunk, CHUNKS, M, SPAN: tl.constexpr, HALVES: tl.constexpr, LEVELS: tl.constexpr
 ):
-    """x [1, SPAN], chunk `chunk` of `row` -> (m_c, s_c) in tops, sums [M, CHUNKS]."""
     top = tl.max(x, axis=1)[:, None]
     store_tile(tops_ptr, top, row, chunk, CHUNKS, CHUNKS, M, 1, 1)
     store_tile(sums_ptr, sum_exp(x, top, 1, SPAN, HALVES, LEVELS), row, chunk, CHUNKS, CHUNKS, M, 1, 1)
@@ -304,7 +303,6 @@ def merged_pairs(tops, sums, MERGE: tl.constexpr, MERGE_LEVELS: tl.constexpr):
 
 @triton.jit
 def _merge_row(tops_ptr, sums_ptr, row, CHUNKS, MERGE: tl.constexpr, MERGE_LEVELS: tl.constexpr):
-    """The pairs of a row -> its M and S."""
     index = tl.arange(0, MERGE)
     at = row.to(tl.int64) * CHUNKS + index
     # past the L1 cache, which does not see other SMs' writes
@@ -476,7 +474,6 @@ _PLACES = 4  # programs of one warp that surely fit on an SM; usually `_REGISTER
 
 @triton.jit
 def _low(word, BF16: tl.constexpr):
-    """The element of the lower address, in float32."""
     if BF16:
         out = (word << 16).to(tl.float32, bitcast=True)
     else:
@@ -488,7 +485,6 @@ def _low(word, BF16: tl.constexpr):
 
 @triton.jit
 def _high(word, BF16: tl.constexpr):
-    """The other element, in float32."""
     if BF16:
         out = (word & -65536).to(tl.float32, bitcast=True)
     else:
@@ -500,7 +496,6 @@ def _high(word, BF16: tl.constexpr):
 
 @triton.jit
 def _word(low, high, BF16: tl.constexpr):
-    """Two float32, rounded, as one word."""
     if BF16:
         out = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
     else:
@@ -594,7 +589,7 @@ def held_kernel(
 
 
 def takes(rows: torch.Tensor, how: Plan) -> bool:
-    """Whether to use the kernel for rows [M, V]: many, in half precision and whole words, on a GPU with enough slots."""
+    """Whether to use the kernel for rows [M, V]: many, in half precision and whole words, on a GPU with slots."""
     if INTERPRETED or rows.dtype not in HALF or torch.version.hip is not None:
         return False
     if how.span != _SPAN or how.halves != 2 or how.levels != _LANES.bit_length() - 1:
@@ -718,7 +713,6 @@ def _wide(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool, at_onc
 
 
 def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = None) -> torch.Tensor:
-    """`at_once` chooses the launch for rows of several chunks; None for what the size suggests."""
     made = again(name, x)
     if made is not None:
         return made[0]
@@ -760,7 +754,6 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
 
 
 def _one_each(name: str, x: torch.Tensor, target: torch.Tensor | None, ignore: int) -> torch.Tensor:
-    """One number for each row of x [..., V], V > 0, contiguous targets [...] or None."""
     require(name, DTYPES, x)
     out = torch.empty(x.shape[:-1], device=x.device, dtype=x.dtype)
     if not out.numel():
@@ -797,30 +790,17 @@ def _one_each(name: str, x: torch.Tensor, target: torch.Tensor | None, ignore: i
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V] -> [..., V]: exp(x - max) over its sum, in the module's order.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-    """
+    """Over the last axis of x [..., V] -> [..., V]: exp(x - max) over its sum, in the module's order."""
     return _softmax("softmax", x, log=False)
 
 
 def log_softmax(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V] -> [..., V]: x - max - log(sum of exp(x - max)), in the module's order.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-    """
+    """Over the last axis of x [..., V] -> [..., V]: x - max - log(sum of exp(x - max)), in the module's order."""
     return _softmax("log_softmax", x, log=True)
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V] -> [...]: max + log(sum of exp(x - max)); -inf for only -inf.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: a scalar.
-    """
+    """Over the last axis of x [..., V] -> [...]: max + log(sum of exp(x - max)); -inf for only -inf."""
     if x.ndim < 1:
         raise ValueError("logsumexp takes [..., V], got a scalar")
     if not x.shape[-1]:
@@ -833,11 +813,8 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -10
     """Losses of logits x [..., V] for targets [...] of integers -> [...] in x's dtype, not reduced.
 
     Bit for bit -log_softmax(x) at the target, without writing the rest of it. 0 where the target is `ignore_index`, and
-    NaN where it is not a column otherwise: a kernel can't raise.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: targets of another shape, device or kind; no columns.
+    NaN where it is not a column otherwise: a kernel can't raise. ValueError: targets of another shape, device or kind;
+    no columns.
     """
     if x.ndim < 1 or target.shape != x.shape[:-1] or target.device != x.device:
         raise ValueError(

@@ -75,7 +75,7 @@ _HIDDEN = ((1, 4096), (256, 4096), (4096, 4096), (65536, 4096))
 
 
 def _bench(section: str, axis: str, shapes: tuple[tuple[int, int], ...], passes: int, extra: str) -> Bench:
-    """Rows [M, axis] read or written `passes` times, and `extra` once: a weight as wide as a row, or a number per row."""
+    """Rows [M, axis] read or written `passes` times, and `extra` once: a weight as wide as a row, or a number each."""
 
     def work(s: Shape) -> tuple[int, int]:
         once = {"weight": s[axis], "number a row": s["M"], "": 0}[extra]

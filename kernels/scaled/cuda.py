@@ -232,7 +232,6 @@ def padded(a, b, scale_a, scale_b, dtype) -> torch.Tensor:
 
 
 def _form(scale_a: torch.Tensor, scale_b: torch.Tensor, rows: int, columns: int) -> str | None:
-    """Which of `SCALES` these are, as torch takes them; None: neither."""
     if scale_b.numel() == 1:
         return "tensor" if scale_a.numel() == 1 else None
     if (scale_a.shape, scale_b.shape) == ((rows, 1), (1, columns)):
@@ -349,8 +348,6 @@ def _with_bias(
 def _prove(
     a: torch.Tensor, b: torch.Tensor, form: tuple[str, int], plain: Callable[..., torch.Tensor], claim: Claim
 ) -> bool | None:
-    """Compare a member with the anchor on hard inputs of b's sizes and layout, with these scales and rows."""
-
     def inputs() -> Iterator[tuple[str, Operands]]:
         how, rows = form
         for kind in PRODUCT_INPUTS:
@@ -363,7 +360,6 @@ def _prove(
 
 
 def _laid(x: torch.Tensor, like: torch.Tensor, shift: int) -> torch.Tensor:
-    """x by rows or by columns as `like` is, `shift` bytes past an aligned address."""
     by_rows = like.stride(1) <= like.stride(0)
     flat = (x if by_rows else x.mT).contiguous()
     moved = torch.empty(flat.numel() + shift, dtype=torch.uint8, device=x.device)[shift:].view(flat.shape)

@@ -102,7 +102,6 @@ def operands(
 
 
 def _steps(rows: int, columns: int, device: str) -> torch.Tensor:
-    """[rows, columns] from 0.5 to 1.5, stored by columns, as torch requires for scales in blocks."""
     flat = (torch.arange(rows * columns, device=device).view(rows, columns) * 37 % 101).float() / 101 + 0.5
     return flat.mT.contiguous().mT
 

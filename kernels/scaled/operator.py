@@ -64,7 +64,6 @@ _ROWS = {"cuda": (1, 16, 64, 512, 4096), "cpu": (1, 16, 128)}
 
 
 def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
-    """A scale for each row, then one for 128 k; `scales` is how many a row has."""
     pairs = _WEIGHTS[device]
     if sizes.k is not None or sizes.n is not None:
         pairs = ((sizes.k or sizes.n or 0, sizes.n or sizes.k or 0),)
