@@ -1,12 +1,12 @@
-"""What adds in which order, as data, and the exact arithmetic of adding so: one fused step of a matrix unit, and trees.
+"""Exact arithmetic of one fused step of a matrix unit, and of reduction trees.
 
-A fused step of a tensor core adds k products and the accumulator at once: products are exact, every term is cut to F
+A fused step of a tensor core adds k products and the accumulator at once. Products are exact, every term is cut to F
 fraction bits below the largest exponent, the integers are added exactly, and the sum is cut to the accumulator's
-digits. The order inside a step is therefore irrelevant, and a product of a model's size is a sequence of steps.
+digits. So the order inside a step is irrelevant, and a long product is a sequence of steps.
 
-A reduction tree says which partial sums meet. Bits predicted from a tree and an arithmetic are bits, not an estimate:
-IEEE additions, fused multiply-adds and fused steps are all computed exactly here, then rounded as the machine rounds.
-It needs NumPy alone, and is vectorized over sums.
+A reduction tree describes which partial sums are added to each other. Predicted bits are exact: IEEE additions, fused
+multiply-adds and fused steps are computed exactly here, then rounded as the machine rounds. Only NumPy is needed; the
+code is vectorized over sums.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Unit(NamedTuple):
 
     Attributes:
         fraction: Bits that a term keeps below the largest exponent of its step.
-        terms: Products of one step; a longer instruction is several steps, one after the other.
+        terms: Products of one step; a longer instruction is several steps in sequence.
         kept: Fraction bits of a float32 result; what is beyond them is cut.
         floor: The largest exponent of a step is at least this.
-        measured: Where it was compared with the chip: "" for what was only read.
+        measured: Where it was compared with the chip; "" if only read from other models.
         split: Each float32 operand is two TF32 numbers, and a step is three (3xTF32 of CUTLASS): see `_wide_step`.
     """
 
@@ -61,12 +61,12 @@ class Unit(NamedTuple):
     split: bool = False
 
 
-# Read from two independent models that agree where both have a chip: microsoft/MMA-Sim (MIT,
+# Taken from two independent models that agree where both have a chip: microsoft/MMA-Sim (MIT,
 # mmasim/simulator/{nv,functions}.py at 16a0188) and north-numerical-computing/MATLAB-tensor-core (BSD-2).
-# `scripts/emulator_gpu.py` compares the entries of the chip at hand with it. On an H200 (docs/evidence/h200/README.md)
-# 10^6 sums of each type were predicted under wgmma and under mma.sync, but for 19 below 2^-126 under the floor that was
-# read, -132. With -133 those are right as well, and of the same inputs no other sum changes; -133 and less are not told
-# apart. fp8 was not compared under mma.sync. For other chips the floor is an assumption.
+# `scripts/emulator_gpu.py` compares the entries with the installed chip. On an H200 (docs/evidence/h200/README.md) 10^6
+# sums of each type were predicted under wgmma and under mma.sync, except 19 below 2^-126, which needed a floor of -133
+# instead of -132. Lower floors give the same bits. fp8 was not compared under mma.sync. For other chips the floor is an
+# assumption.
 UNITS: dict[tuple[str, str], Unit] = {
     ("Volta", "float16"): Unit(23, 4),
     **{(chip, dtype): Unit(24, 8) for chip in ("Ampere", "Ada") for dtype in ("float16", "bfloat16")},
@@ -91,13 +91,12 @@ def _parts(x: Array, form: Format) -> tuple[Array, Array]:
 
 
 def _shifted(m: Array, by: Array) -> Array:
-    """m * 2^by, cut towards zero."""
     cut = np.abs(m) >> np.minimum(np.maximum(-by, 0), 63)
     return np.where(by >= 0, np.abs(m) << np.minimum(np.maximum(by, 0), 62), cut) * np.sign(m)
 
 
 def fused_step(a: Array, b: Array, c: Array, dtype: str, unit: Unit) -> Array:
-    """a [..., k] times b [..., k], added up with c [...] in one step of the unit -> [...] float32.
+    """a [..., k] times b [..., k], added to c [...] in one step of the unit -> [...] float32.
 
     The sum of all k + 1 terms is exact, so the order within a step changes nothing.
 
@@ -132,7 +131,7 @@ def _cut_to_tf32(x: Array) -> Array:
 
 
 def fused_chain(a: Array, b: Array, c: Array, dtype: str, unit: Unit) -> Array:
-    """Steps one after the other over the last axis of a and b [..., K], the accumulator going in as c [...]."""
+    """Steps in sequence over the last axis of a and b [..., K]; c [...] is the first accumulator."""
     for start in range(0, a.shape[-1], unit.terms):
         stop = start + unit.terms
         c = fused_step(a[..., start:stop], b[..., start:stop], c, dtype, unit).astype(np.float64)
@@ -159,14 +158,14 @@ def round_to(x: Array, dtype: str) -> Array:
 
 
 def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """a + b in float64, and what rounding took of it, exactly (Knuth)."""
+    """a + b in float64, and its rounding error, exactly (Knuth)."""
     total = a + b
     back = total - a
     return total, (a - (total - back)) + (b - back)
 
 
 def _odd_sum(a: Array, b: Array) -> Array:
-    """a + b in float64, rounded to odd: rounded again, to half as many digits, it is a + b rounded once."""
+    """a + b in float64, rounded to odd: rounded again, to half as many digits, it equals a + b rounded once."""
     total, rest = _two_sum(a, b)
     even = (total.view(np.int64) & 1) == 0
     toward = np.where(rest > 0, np.inf, -np.inf)
@@ -174,14 +173,14 @@ def _odd_sum(a: Array, b: Array) -> Array:
 
 
 def _sum_of_three(a: Array, b: Array, c: Array) -> Array:
-    """a + b + c in float64, rounded once (Boldo and Melquiond 2008)."""
+    """Rounded once (Boldo and Melquiond 2008)."""
     some, rest = _two_sum(b, c)
     total, more = _two_sum(a, some)
     return np.where(np.isfinite(total), total + _odd_sum(more, rest), total)
 
 
 def _rest_of_product(x: Array, y: Array) -> Array:
-    """x * y less its rounding in float64, exactly (Dekker): what a fused multiply-add keeps."""
+    """x * y minus its rounding in float64, exactly (Dekker): what a fused multiply-add keeps."""
 
     def halves(a: Array) -> tuple[Array, Array]:
         big = a * (2.0**27 + 1)
@@ -196,12 +195,12 @@ def _rest_of_product(x: Array, y: Array) -> Array:
 
 
 class Tree(NamedTuple):
-    """Which partial sums meet.
+    """Which partial sums are added to each other.
 
     Attributes:
         leaves: Terms, numbered 0 ... leaves - 1 in the operator's own order.
         nodes: Children of node `leaves + i`, each a leaf or an earlier node. Two are added; more are one fused step.
-            The last node is the root. A leaf that nobody names is dropped. Without nodes, `root` is the one leaf.
+            The last node is the root. A leaf that is in no node is dropped. Without nodes, `root` is the one leaf.
     """
 
     leaves: int
@@ -231,11 +230,11 @@ class Tree(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """16 hex digits that two trees share if and only if the same partial sums meet in them."""
+        """16 hex digits that are equal for two trees if and only if they add the same partial sums."""
         return self._hashes(shape=False)[-1].hex()
 
     def shapes(self) -> list[bytes]:
-        """For each leaf and node a digest of what it looks like, its leaves' numbers left out."""
+        """For each leaf and node a digest of its shape, without its leaves' numbers."""
         return self._hashes(shape=True)
 
     def _hashes(self, *, shape: bool) -> list[bytes]:
@@ -262,9 +261,9 @@ def chain(leaves: int, order: Iterable[int] | None = None, terms: int = 1) -> Tr
     return Tree(leaves, tuple(nodes))
 
 
-# Attention on a CPU in a short dtype (AVX-512): torch's vectors take exp(x) as 2 to the whole part less a polynomial,
-# which is 1.07e-4 at 0 (`fexp_u20`, aten/src/ATen/cpu/vec/vec512/vec512_float.h), and what is left of a row one by one.
-# A weight is rounded to the dtype, to 1, but their sum, which the values are divided by, is of what exp gave.
+# Attention on a CPU in a short dtype (AVX-512): torch's vectors compute exp(x) as 2 to the whole part minus a
+# polynomial, which is 1.07e-4 at 0 (`fexp_u20`, aten/src/ATen/cpu/vec/vec512/vec512_float.h), and the rest of a row one
+# by one. A weight is rounded to the dtype, to 1, but the sum that divides the values is of the unrounded weights.
 VECTOR_WEIGHTS = "times 1/(sum of K exp(0), in vectors 1 - 896/2^24)"
 _OFF_IN_VECTORS, _LANES = 896 / 2**24, 16
 
@@ -275,12 +274,12 @@ class Arithmetic(NamedTuple):
     Attributes:
         accumulator: Dtype of partial sums.
         fused: A product is not rounded before it is added to a partial sum (a fused multiply-add).
-        first: Which of two products that meet is the accumulator, and so is rounded first: "low" or "high" number.
-        unit: Who adds more than two at once.
+        first: Which of two products is the accumulator, and so is rounded first: "low" or "high" number.
+        unit: The unit that adds more than two at once.
         dtype: Of the operands, for `unit`.
-        finish: "", "divided by K", "times 1/K" or `VECTOR_WEIGHTS`, of the root; rounded to the accumulator. Where
-            several give the bits that were checked: "divided by K or times 1/K", which only `words` knows.
-        twice: The root is rounded to float32 before it is to a shorter dtype, as torch converts float64.
+        finish: "", "divided by K", "times 1/K" or `VECTOR_WEIGHTS`, applied to the root; rounded to the accumulator.
+            Where several give the bits that were checked: "divided by K or times 1/K", which only `words` accepts.
+        twice: The root is rounded to float32 before a shorter dtype, as torch converts float64.
         aside: What it does not hold for, in words.
     """
 
@@ -356,9 +355,6 @@ def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic
 
 
 class _Level(NamedTuple):
-    """Nodes of one height: those that add more than two; of the others, or of the only other, where the sum goes and
-    what is added, whether both are leaves, and whether the first has the lower number."""
-
     wide: list[int]
     pairs: tuple[Any, Any, Any]
     both: Any
@@ -367,7 +363,6 @@ class _Level(NamedTuple):
 
 @functools.lru_cache(8)
 def _levels(tree: Tree) -> list[_Level]:
-    """Nodes by height: those of one level depend on lower levels alone."""
     height, levels, K = [0] * tree.leaves, list[list[int]](), tree.leaves
     for i, children in enumerate(tree.nodes):
         height.append(1 + max(height[c] for c in children))
@@ -377,7 +372,7 @@ def _levels(tree: Tree) -> list[_Level]:
     made = []
     for nodes in levels:
         two = np.array([(K + i, *tree.nodes[i]) for i in nodes if len(tree.nodes[i]) == 2], np.int64).reshape(-1, 3)
-        to, left, right = two[0] if len(two) == 1 else two.T  # a single row is a view, which a chain lives by
+        to, left, right = two[0] if len(two) == 1 else two.T  # a single row is a view, which makes chains fast
         wide = [i for i in nodes if len(tree.nodes[i]) > 2]
         made.append(_Level(wide, (to, left, right), (left < K) & (right < K), left < right))
     return made
@@ -391,7 +386,7 @@ def _wide_step(children: Sequence[int], values: Array, x: Array, y: Array | None
     other = np.ones_like(x[:, terms]) if y is None else y[:, terms]
     total = values[sums[0]] if sums else np.zeros(len(x))
     steps = [(x[:, terms], other)]
-    if how.unit.split:  # CUTLASS's FastF32: what is left below the first 11 digits is rounded to as many, half upwards
+    if how.unit.split:  # CUTLASS's FastF32: the rest below the first 11 digits is rounded to 11 digits, half upwards
         (one, small), (two, least) = (_in_two(part) for part in steps[0])
         steps = [(small, two), (one, least), (one, two)]
     for one, two in steps:
@@ -400,7 +395,7 @@ def _wide_step(children: Sequence[int], values: Array, x: Array, y: Array | None
 
 
 def _in_two(x: Array) -> tuple[Array, Array]:
-    """float32 numbers as TF32 cut towards zero, and the rest; half of its last digit is added, as a step cuts it."""
+    """float32 numbers as TF32 cut towards zero, and the rest plus half of its last digit, because a step cuts it."""
     big = _cut_to_tf32(x)
     rest = np.ascontiguousarray(x - big, dtype=np.float32)
     return big, (rest.view(np.uint32) + np.uint32(0x1000)).view(np.float32).astype(np.float64)
@@ -410,7 +405,7 @@ def _in_two(x: Array) -> tuple[Array, Array]:
 
 
 class Mask(NamedTuple):
-    """+big at leaf `i`, -big at each of `js` in turn, ones at `ones`; of these, i and the j at hand count for none."""
+    """+big at leaf `i`, -big at each of `js` in turn, ones at `ones`, except at i and the current j."""
 
     i: int
     js: Array
@@ -421,17 +416,17 @@ Survivors = Callable[[Sequence[Mask]], list[Array]]
 
 
 def find_tree(survivors: Survivors, places: Sequence[int], leaves: int, exact: int, seed: int = 0) -> Tree:
-    """The tree of a sum, from what survives where +big and -big meet (FPRev, USENIX ATC 2025).
+    """The tree of a sum, from the ones that survive where +big and -big cancel (FPRev, USENIX ATC 2025).
 
-    What is added to a partial sum that holds one of the two is lost; what comes after both have met is not. So the
-    ones that survive are those outside the smallest subtree that holds both.
+    A one that is added to a partial sum with only one of the two is lost. So the ones that survive are those outside
+    the smallest subtree that holds both.
 
     Args:
-        survivors: For each mask and each of its js how many ones survive. Counts from `exact` on may be rounded, rising
-            as they do. Masks of a whole round are asked at once.
+        survivors: For each mask and each of its js how many ones survive. Counts from `exact` on may be rounded, but
+            never decrease. All masks of a round are passed at once.
         places: The leaves that are in the sum.
         exact: Counts below this are never rounded, nor is any other rounded to one of them.
-        seed: Of the leaves that are asked about first; the tree is the same for each. A chain takes about 2 K masks, a
+        seed: Chooses which leaves are tested first; the tree is the same for each. A chain takes about 2 K masks, a
             balanced tree K log K.
     """
     rng = np.random.default_rng(seed)
@@ -454,7 +449,7 @@ def find_tree(survivors: Survivors, places: Sequence[int], leaves: int, exact: i
 
 
 def _outwards(survivors: Survivors, masks: Sequence[Mask], exact: int) -> list[list[Array]]:
-    """For each mask its js in parts, by how soon they meet leaf i: the first part meets it first."""
+    """For each mask its js in parts: the first part is added to leaf i's sum first."""
     found: list[list[Any]] = [[] for _ in masks]
     left = list(zip(found, masks, strict=True))
     while left:
@@ -465,7 +460,7 @@ def _outwards(survivors: Survivors, masks: Sequence[Mask], exact: int) -> list[l
             for value, part in zip((-values).tolist(), np.split(rising, np.cumsum(many)[:-1]), strict=True):
                 if value < exact or len(part) == 1 or len(part) == len(mask.js) == len(mask.ones):
                     into.append(part)
-                else:  # rounded: asked again with ones on these only, until counts are exact
+                else:  # rounded: tested again with ones on these only, until counts are exact
                     into.append([])
                     following.append((into[-1], Mask(mask.i, part, part)))
         left = following
@@ -485,11 +480,11 @@ def _joined(
 ) -> Tree:
     """The tree of these subtrees: each is its pivot, to which its parts are added in turn.
 
-    A part is no partial sum by itself where its own root is the step that takes the pivot as well: then its children
-    are that step's.
+    If a part's own root is the step that also takes the pivot, the part is not a partial sum: its children are that
+    step's.
     """
     wide = [(t, part) for t, parts in enumerate(parts_of) for part in parts if len(groups[part]) > 1]
-    # a part's pivot meets the last of its own parts in its root
+    # a part's pivot is added to the last of its own parts in its root
     asked = [Mask(pivots[p], groups[parts_of[p][-1]][:1], np.array([pivots[t]])) for t, p in wide]
     one_step = {part for (_, part), left in zip(wide, survivors(asked), strict=True) if not left[0]}
     nodes: list[tuple[int, ...]] = []
@@ -508,7 +503,6 @@ def _joined(
 
 
 def _canonical(leaves: int, nodes: list[tuple[int, ...]], root: int) -> Tree:
-    """Nodes in an order that depends on the tree alone: children before parents, by their smallest leaves."""
     order, firsts = [root] if root >= leaves else [], list(range(leaves + len(nodes)))
     for at in order:  # which grows
         order += [c for c in nodes[at - leaves] if c >= leaves]

@@ -1,4 +1,4 @@
-"""A reduction tree in words, folded: what repeats is said, and drawn, once."""
+"""A reduction tree in words: repeated parts are described, and drawn, once."""
 
 from __future__ import annotations
 
@@ -8,28 +8,22 @@ from typing import NamedTuple
 
 from nondet.kernels.emulator import Tree
 
-_DEEP = 8  # folds inside of folds that are told
-_KINDS = 4  # kinds of parts of one sum that are told
+_DEEP = 8  # nested folds that are described
+_KINDS = 4  # kinds of parts of one sum that are described
 _NUMBERS = 4  # elements that are listed
 
 
 class _Part(NamedTuple):
-    """A node, or leaves that one fused step takes beside its accumulator."""
-
     node: int
     leaves: tuple[int, ...] = ()
 
 
 class _Split(NamedTuple):
-    """What a sum is made of: parts in the order in which they are added, or a binary tree over them."""
-
     parts: list[_Part]
     binary: bool
 
 
 class _Reader:
-    """Looks at one tree."""
-
     def __init__(self, tree: Tree) -> None:
         self.tree, self.sizes, self.shapes, self.firsts = tree, tree.sizes, tree.shapes(), tree.firsts
 
@@ -47,7 +41,6 @@ class _Reader:
         return len(part.leaves) or self.sizes[part.node]
 
     def members(self, part: _Part) -> list[int]:
-        """The leaves of a part, rising."""
         found, pending = list(part.leaves), [] if part.leaves else [part.node]
         while pending:
             node = pending.pop()
@@ -57,7 +50,7 @@ class _Reader:
         return sorted(found)
 
     def split(self, node: int) -> _Split:
-        """A chain down its largest children; a balanced tree as far as its parts are alike and lie alike."""
+        """A chain down its largest children; or a balanced tree, as far as its parts have equal shapes and layouts."""
         pairs = [node]
         apart = None
         while len({self.shapes[n] for n in pairs}) == 1 and self._is_pair(pairs[0]):
@@ -76,7 +69,7 @@ class _Reader:
             wide = len(children) > 2 and all(c < self.tree.leaves for c in others)
             parts += [_Part(-1, others)] if wide else [_Part(c) for c in reversed(others)]
             node = spine
-            if self.sizes[spine] < 2 * self.size(parts[-1]):  # no partial sum of a chain: a part as the other is
+            if self.sizes[spine] < 2 * self.size(parts[-1]):  # not a partial sum of a chain: a part like the other
                 break
         else:
             if self._is_pair(node):
@@ -104,7 +97,7 @@ class _Reader:
         return f"lanes{stride}" if stride else f"interleaved parts of {len(lists[0]):,}"
 
     def in_order(self, parts: list[_Part], binary: bool = False) -> str:
-        """Whether parts come as they are numbered, of a binary tree neighbour to neighbour: "", or how else."""
+        """The order of the parts: "" where they come as numbered (in a binary tree, neighbour with neighbour)."""
         firsts = [self._first(part) for part in parts]
         if firsts == sorted(firsts):
             return ""
@@ -128,7 +121,7 @@ class _Reader:
         return f", in the order {_listed(firsts)}"
 
     def told(self, part: _Part, depth: int = 0) -> bool:
-        """Whether the words tell a part from any other of its elements: it is regular, and all of it is described."""
+        """Whether the words determine the part: it is regular, and all of it is described."""
         if part.leaves or self.size(part) == 1 or self.is_step(part.node):
             return bool(part.leaves) or self.size(part) == 1 or depth < _DEEP
         split, start = self.split(part.node), 0
@@ -150,7 +143,7 @@ class _Reader:
         return len(runs) <= _KINDS and depth < _DEEP
 
     def ranked(self, part: _Part) -> str:
-        """A digest of a part, its leaves numbered from 0 on as they rise."""
+        """A digest of a part, its leaves renumbered from 0 in rising order."""
         pending, nodes = [] if part.leaves else [part.node], []
         for node in pending:  # which grows
             nodes += [node] if node >= self.tree.leaves else []
@@ -166,7 +159,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def folded(tree: Tree) -> list[tuple[int, str]]:
-    """(depth, line) from the root down: of parts that look alike the first is drawn."""
+    """(depth, line) from the root down: only the first of equally shaped parts is drawn."""
     reader = _Reader(tree)
     lines = list(_lines(reader, _Part(tree.leaves + len(tree.nodes) - 1 if tree.nodes else 0), 0))
     dropped = tree.dropped
@@ -211,7 +204,6 @@ def _deeper(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str
 
 
 def _alike(reader: _Reader, split: _Split) -> str:
-    """A sum of parts that look alike."""
     parts, count = split.parts, len(split.parts)
     step = reader.shape(parts[0])[1]
     order = reader.in_order(parts, split.binary) if count > 2 else ""
@@ -231,7 +223,7 @@ def _alike(reader: _Reader, split: _Split) -> str:
 def words(tree: Tree) -> str:
     """One line: "8 lanes of stride 8, added in order; each one chain of 128 of stride 8".
 
-    No two trees share one: of what it leaves out the tree's digest is added.
+    No two trees share one: where the words leave something out, the tree's digest is added.
     """
     lines = folded(tree)
     said = [
@@ -245,7 +237,7 @@ def words(tree: Tree) -> str:
 
 
 def compared(one: Tree, other: Tree) -> str:
-    """Two trees over the same leaves: that they are one, or the first pair of elements that meets elsewhere."""
+    """Two trees over the same leaves: that they are equal, or the first pair of elements that they add elsewhere."""
     if one.digest == other.digest:
         return "the same reduction tree"
     if one.leaves != other.leaves:
@@ -261,7 +253,6 @@ def compared(one: Tree, other: Tree) -> str:
 
 
 def _meetings(tree: Tree, leaf: int) -> list[int]:
-    """For each leaf the size of the smallest sum that holds it and this one."""
     sizes, found, at = tree.sizes, [1] * tree.leaves, leaf
     reader = None
     for i, children in enumerate(tree.nodes):

@@ -1,7 +1,7 @@
-"""torch's own CPU kernels, called straight while functions of ours stand under their operators.
+"""torch's own CPU kernels, called directly while our functions are registered for their operators.
 
-Kernels of ours call torch's in small pieces. Under `batch_invariant()` each such call would go through the dispatcher
-into our function for the operator, which passes it on to the original: two microseconds, many times a layer.
+Our kernels call torch's in small pieces. Under `batch_invariant()` the dispatcher would pass each such call through our
+function for the operator, which costs two microseconds, many times per layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-# Of aten where no namespace is named.
 _NAMES = ("mm.out", "addmm.out", "bmm.out", "_softmax.out", "mkldnn::_linear_pointwise")
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -19,7 +18,7 @@ _kernels: dict[str, Callable[..., Any]] = {}
 
 
 def keep() -> None:
-    """Look the kernels up, once. To be called while nothing of ours stands under their operators."""
+    """Look the kernels up, once. Call it while none of our functions is registered for their operators."""
     for name in () if _kernels else _NAMES:
         qualified = name if "::" in name else f"aten::{name}"
         kernel = torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, torch._C.DispatchKey.CPU)

@@ -1,7 +1,7 @@
-"""The float64 oracles, and the one place where each operator's signature is written down.
+"""The float64 oracles, and the only definition of each operator's signature.
 
 Axes: B batch, H heads, T tokens, D head dim, M/N/K of a GEMM. Every implementation of an operator takes the same
-arguments, in any floating dtype, and gives the dtype of its first argument; the oracles give float64.
+arguments, in any floating dtype, and returns the dtype of its first argument; the oracles return float64.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def scaled_grouped_matmul(
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(float8 numbers [M, K], float32 scales [], [M, 1] or [M, s]) whose products are x [M, K], about.
+    """(float8 numbers [M, K], float32 scales [], [M, 1] or [M, s]) whose products are approximately x [M, K].
 
-    Which numbers are right follows from a scale that is free to choose: so the oracle gives nothing to compare with.
+    The scale may be chosen freely and determines the numbers, so the oracle has nothing to compare with.
     """
     return ()
 
@@ -89,8 +89,8 @@ def rms_norm_residual(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(`rms_norm` of x + residual, x + residual), for x and residual [..., H].
 
-    Implementations round the sum to x's dtype before they normalize it, as the two operators would one after the other;
-    and so does this, or a rounding that all of them share would count as their error.
+    The sum is rounded to x's dtype before it is normalized, as by two operators in sequence. Implementations do the
+    same, so this rounding does not count as their error.
     """
     added = x + residual
     return rms_norm(added, weight, eps), added.double()
@@ -144,12 +144,12 @@ def attention(
 ) -> torch.Tensor:
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; Hq is a multiple of Hkv (GQA).
 
-    Causal is aligned to the end: query i stands at position Tk - Tq + i and sees the keys up to its own position. So
-    Tq = Tk is a prefill, Tq = 1 a decode step, anything between a chunk of a prefill. A `mask` that is added to the
-    scores takes the place of `causal`.
+    Causal is aligned to the end: query i has position Tk - Tq + i and sees the keys up to its own position. So Tq = Tk
+    is a prefill, Tq = 1 a decode step, anything between a chunk of a prefill. A `mask` that is added to the scores
+    replaces `causal`.
     """
     groups = q.shape[1] // k.shape[1]
-    # repeat_interleave gives the same, and takes milliseconds to do it on a CPU
+    # repeat_interleave gives the same, but takes milliseconds on a CPU
     keys, values = (x.double().unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
     scores = (q.double() @ keys.mT) * (scale if scale is not None else 1.0 / math.sqrt(q.shape[-1]))
     if mask is not None:
@@ -180,7 +180,7 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def autograd(
     forward: Callable[..., torch.Tensor], gradient: torch.Tensor, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of forward(*tensors) over each of the tensors, by that of what it gives."""
+    """The gradients of forward(*tensors) over each tensor, from the gradient of its result."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in tensors]
         return torch.autograd.grad(forward(*leaves), leaves, gradient)
@@ -188,7 +188,7 @@ def autograd(
 
 def _over_rows(forward: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def run(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Of x [M, W], by the gradient [M, W] of what the operator gives."""
+        """Of x [M, W], from the gradient [M, W] of the operator's result."""
         return autograd(forward, gradient.double(), x.double())[0]
 
     return run
@@ -199,13 +199,13 @@ silu_gradient = _over_rows(torch.nn.functional.silu)
 
 
 def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Over x [M, H], by the gradient [M, H]; weight [H], whose own gradient is the batch's and not here."""
+    """Over x [M, H], from the gradient [M, H]; weight [H] gets no gradient, because its own depends on the batch."""
     return autograd(lambda t: rms_norm(t, weight, eps), gradient.double(), x.double())[0]
 
 
 def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Of causal attention: q and the gradient [M, Hq, T, D], k and v [M, Hkv, T, D] -> [M, Hq + 2 Hkv, T, D].
 
-    The gradients of q, k and v, their heads beside each other.
+    The gradients of q, k and v, concatenated along the heads.
     """
     return torch.cat(autograd(attention, gradient.double(), q.double(), k.double(), v.double()), 1)

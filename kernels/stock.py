@@ -1,7 +1,7 @@
-"""What a user gets by default: torch's own operators, called as models call them. No invariance is promised.
+"""torch's own operators, called as models call them: what a user gets by default. No invariance is promised.
 
-Shapes and arguments are those of `nondet.kernels.reference`; results have the dtype of the first argument. Which device
-kernel torch takes is up to torch (by shape, dtype, device, build and flags); each launcher notes the operator.
+Shapes and arguments are those of `nondet.kernels.reference`; results have the dtype of the first argument. torch
+chooses the device kernel (by shape, dtype, device, build and flags); each launcher notes the operator.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """x [R, K], weight [G, K, N], offsets [G] int32 -> [R, N]: torch._grouped_mm, as transformers' experts call it.
 
-    It takes no float64, and strides in multiples of 16 bytes alone: other calls are one torch.mm for each expert.
+    It takes no float64, and only strides in multiples of 16 bytes: other calls are one torch.mm per expert.
     """
     strides = [s for t in (x, weight) for s in t.stride() if s > 1]
     if x.dtype != torch.float64 and not any(s * x.element_size() % 16 for s in strides):
@@ -57,10 +57,10 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 def scaled_matmul(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """float8 a [M, K] by b [K, N] with their scales -> [M, N]: torch._scaled_mm, its accumulation as torch has it.
+    """float8 a [M, K] by b [K, N] with their scales -> [M, N]: torch._scaled_mm, with its default accumulation.
 
     Raises:
-        NotImplementedError: torch has no such product here: of these scales, dtypes or sizes.
+        NotImplementedError: torch has no such product here for these scales, dtypes or sizes.
     """
     note("torch._scaled_mm")
 
@@ -71,14 +71,15 @@ def scaled_matmul(
     blocks = scale_a.dim() == 2 and scale_a.shape[1] > 1
     with suppress(NotImplementedError):
         return or_refused(partial(call, 4 if blocks else 0), "torch._scaled_mm", a)
-    # torch 2.11 takes no other step than that of the scales, though the library then reads others: `block_scales`
+    # torch 2.11 accepts only the scales' own step, but the library then reads other scales: `block_scales`
     return or_refused(partial(call, 1 if blocks else 0), "torch._scaled_mm", a)
 
 
 def block_scales(scale_a: torch.Tensor, scale_b: torch.Tensor, step: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M, s] and [s, N / 128] as cuBLASLt reads them: the first axis nearest, of b's every `step` floats a column.
+    """[M, s] and [s, N / 128] as cuBLASLt reads them: the first axis is contiguous, and b's has `step` floats per
+    column.
 
-    torch 2.11 refuses any step but s itself, and with a step that is no multiple of 4 the library reads other scales.
+    torch 2.11 refuses any step but s, and with a step that is not a multiple of 4 the library reads other scales.
     """
     stretches, columns = scale_b.shape
     apart = stretches + -stretches % step
@@ -88,7 +89,7 @@ def block_scales(scale_a: torch.Tensor, scale_b: torch.Tensor, step: int = 4) ->
     return scale_a.mT.contiguous().mT, right
 
 
-# How torch says that it has no such product, rather than that one failed.
+# How torch reports that it has no such product, as opposed to a failure.
 _REFUSED = re.compile(
     "nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED|create a primitive",
     re.I,
@@ -96,7 +97,7 @@ _REFUSED = re.compile(
 
 
 def or_refused(call: Callable[[], torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    """The call's result; NotImplementedError in one line where torch says that it has no such product."""
+    """The call's result; NotImplementedError in one line where torch reports that it has no such product."""
     try:
         return call()
     except torch.cuda.OutOfMemoryError:
@@ -129,15 +130,15 @@ def scaled_grouped_matmul(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """x [..., H], weight [H]: F.rms_norm, torch's one call. transformers' models do not make it: see `rms_norm_hf`."""
+    """x [..., H], weight [H]: F.rms_norm, one call. transformers' models do not use it: see `rms_norm_hf`."""
     note("torch.rms_norm")
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rms_norm_hf(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """x [..., H], weight [H], as the models of transformers write it: pow, mean, rsqrt and two products.
+    """x [..., H], weight [H], as the models of transformers compute it: pow, mean, rsqrt and two products.
 
-    Computed in float32, rounded to x's dtype before the product with the weight, so it is rounded twice.
+    Computed in float32 and rounded to x's dtype before the product with the weight, so it is rounded twice.
     """
     note("torch.pow+mean+rsqrt+mul")
     wide = x.to(torch.float32)
@@ -148,7 +149,7 @@ def rms_norm_hf(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> tor
 def rms_norm_residual(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`rms_norm` of x + residual, x + residual): an addition and F.rms_norm, since torch has no call for both."""
+    """(`rms_norm` of x + residual, x + residual): an addition and F.rms_norm, because torch has no call for both."""
     note("torch.add+rms_norm")
     added = x + residual
     return F.rms_norm(added, (x.shape[-1],), weight, eps), added
@@ -187,10 +188,10 @@ def attention(
 ) -> torch.Tensor:
     """F.scaled_dot_product_attention, with the backend that torch picks.
 
-    q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D]. Causal is aligned to the end, and is asked for as models ask: by
-    `is_causal` where Tq = Tk, by nothing at all where Tq = 1, and otherwise, for a chunk of a prefill, by an explicit
-    bool mask, because `is_causal` is aligned to the beginning. Query heads that share keys go by `enable_gqa`. A `mask`
-    [1, 1, Tq, Tk] that is added to the scores, as engines that pack requests pass one, takes the place of all that.
+    q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D]. Causal is aligned to the end, and is requested as models do: by
+    `is_causal` where Tq = Tk, by nothing where Tq = 1, and otherwise (a chunk of a prefill) by an explicit bool mask,
+    because `is_causal` is aligned to the beginning. GQA uses `enable_gqa`. A `mask` [1, 1, Tq, Tk] that is added to the
+    scores, as engines that pack requests pass one, replaces all that.
     """
     note("torch.scaled_dot_product_attention")
     if mask is not None:
@@ -202,7 +203,7 @@ def attention(
 def attention_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """`attention`, with torch's flash backend alone; on a CPU that is another kernel of the same name.
+    """`attention`, with only torch's flash backend; on a CPU that is another kernel of the same name.
 
     Raises:
         RuntimeError: the backend can't take these inputs ("No available kernel").
@@ -213,12 +214,9 @@ def attention_flash(
 def attention_efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """`attention`, with torch's memory-efficient backend alone.
+    """`attention`, with only torch's memory-efficient backend; errors as `attention_flash`.
 
-    That backend knows no GQA: keys and values are repeated for each query head first, as transformers does.
-
-    Raises:
-        RuntimeError: the backend can't take these inputs ("No available kernel").
+    It does not support GQA: keys and values are repeated for each query head first, as transformers does.
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
@@ -229,11 +227,7 @@ def attention_efficient(
 def attention_cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """`attention`, with cuDNN's kernels alone.
-
-    Raises:
-        RuntimeError: the backend can't take these inputs ("No available kernel").
-    """
+    """`attention`, with only cuDNN's kernels; errors as `attention_flash`."""
     return _attend_by(SDPBackend.CUDNN_ATTENTION, q, k, v, causal, scale)
 
 
@@ -302,13 +296,13 @@ log_softmax_gradient = _after(torch.log_softmax, "_log_softmax_backward_data")
 
 
 def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """torch's silu_backward, which needs nothing of the forward."""
+    """torch's silu_backward, which needs nothing from the forward."""
     note("torch.silu_backward")
     return torch.ops.aten.silu_backward(gradient, x)
 
 
 def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """F.rms_norm under autograd, which computes the weight's gradient, too."""
+    """F.rms_norm under autograd, which also computes the weight's gradient."""
     return autograd(lambda t, w: rms_norm(t, w, eps), gradient, x, weight)[0]
 
 

@@ -1,6 +1,6 @@
-"""What the Triton launchers share: the devices and dtypes that they take, and the device they launch on.
+"""What the Triton launchers share: the devices and dtypes that they accept, and how they launch.
 
-Triton kernels run on CUDA, or on CPU tensors in Triton's interpreter, which is chosen by TRITON_INTERPRET=1 in the
+Triton kernels run on CUDA, or on CPU tensors in Triton's interpreter, which you choose with TRITON_INTERPRET=1 in the
 environment before a kernel module is imported. The interpreter is for tests of logic: it is slow, and its bfloat16 is
 wrong (it multiplies raw bits), so bfloat16 is refused there.
 """
@@ -22,9 +22,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 listen_to_triton()
 HALF = (torch.float16, torch.bfloat16)
 
-# (shape, strides, dtype) -> memory of the current device that nobody has written to, straight from its allocator, as
-# Inductor's code has it: a call of `torch.empty` or `empty_like` from Python takes two to six times as long.
-# Shape and strides are plain tuples.
+# (shape, strides, dtype) -> uninitialized memory of the current device from its allocator, as Inductor's code gets it:
+# `torch.empty` or `empty_like` from Python takes two to six times as long. Shape and strides are plain tuples.
 _guards: Any = torch._C._dynamo.guards
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 empty_strided = _guards._empty_strided_cpu if INTERPRETED else _guards._empty_strided_cuda
@@ -49,7 +48,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; in the interpreter 132, a large GPU's, so that plans are those of one."""
+    """Of a CUDA device; in the interpreter 132, so that plans are those of a large GPU."""
     if device.type != "cuda":
         return 132
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -60,7 +59,7 @@ _HERE = nullcontext()
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Launch inside this: Triton launches on the current device, which need not be the one that holds `x`."""
+    """Launch inside this: Triton launches on the current device, which may differ from x's device."""
     if not x.is_cuda or (not torch.compiler.is_compiling() and torch.cuda.current_device() == x.get_device()):
         return _HERE
     return torch.cuda.device(x.device)
@@ -71,9 +70,9 @@ _found: dict[tuple[Any, ...], Any] = {}
 
 
 class Launched:
-    """A launch, to be made again: as many programs of the same kernel, with the same numbers and constants.
+    """A launch that can be repeated: the same kernel, number of programs, numbers and constants.
 
-    For tensors of the dtypes, alignment and device that it was made for: nobody looks at them again, here or in Triton.
+    Only for tensors of the dtypes, alignment and device that it was made for: this is not checked again.
     """
 
     __slots__ = ("_front", "_grid", "_kernel", "_rest", "_run")
@@ -84,24 +83,21 @@ class Launched:
         if run is not None:
             self._front: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
             if triton.__version__.startswith("3.6.") and not (run.global_scratch_size or run.profile_scratch_size):
-                modes = run.launch_cooperative_grid, run.launch_pdl, None, None  # what its way to `launch` adds
+                modes = run.launch_cooperative_grid, run.launch_pdl, None, None  # Triton's own additions
                 self._run, self._front = run.launch, (compiled.function, *modes, *self._front[1:])
 
     def __call__(self, device: int, tensors: Sequence[Any]) -> None:
-        """On the current stream of that device, which is the current one.
-
-        Args:
-            tensors: The kernel's first parameters: tensors, addresses, boxes or None.
+        """On the current device's stream; `tensors` are the kernel's first parameters: tensors, addresses, boxes or
+        None.
         """
         if self._run is None or _heard():
             self._kernel[self._grid](*tensors, *self._rest)
-        else:  # what Triton's own way makes each time is there: its launch, and nobody to tell of it
+        else:  # Triton's own preparation is done already, and no launch hook is set: only launch
             stream = torch._C._cuda_getCurrentRawStream(device)
             self._run(*self._grid, stream, *self._front, *tensors, *self._rest)
 
 
 def _heard() -> bool:
-    """Does anybody listen to Triton's launches, as its profiler?"""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):
@@ -117,19 +113,18 @@ def launch(
     constants: dict[str, Any],
     **options: Any,
 ) -> Callable[[int, Sequence[Any]], None] | None:
-    """kernel[grid](*tensors, *numbers, **constants, **options), found again where its like was launched before.
+    """kernel[grid](*tensors, *numbers, **constants, **options), with a cache of compiled kernels.
 
-    Triton's own way to a compiled kernel binds a signature, and takes several times as long as the launch. Here it is
-    found by all that Triton compiles it for: the device, numbers, constants and options as they are, of each tensor the
-    dtype and whether it starts at 16 bytes.
+    Triton's own lookup binds a signature, and takes several times as long as the launch. Here the key is all that
+    Triton compiles for: the device, numbers, constants, options, and each tensor's dtype and 16-byte alignment.
 
     Args:
-        tensors: The kernel's first parameters, by place: tensors, boxes of them for the copy engine, or None.
+        tensors: The kernel's first parameters, by position: tensors, boxes of them for the copy engine, or None.
         numbers: The next ones.
         constants: All others, by name and in their order.
 
     Returns:
-        The same launch once more, as `Launched`; None where it can't be had.
+        The same launch, repeatable, as `Launched`; None where that is not possible.
     """
     if INTERPRETED or torch.compiler.is_compiling():
         kernel[grid](*tensors, *numbers, **constants, **options)
@@ -142,7 +137,7 @@ def launch(
         if isinstance(x, torch.Tensor):
             low |= x.data_ptr()
             kinds.append(x.dtype)
-        else:  # how boxes lie in shared memory follows from their sizes
+        else:  # the layout of boxes in shared memory follows from their sizes
             kinds.append(None if x is None else (x.base.dtype, *x.block_shape))
     if low & 15:
         kinds += [isinstance(x, torch.Tensor) and x.data_ptr() & 15 for x in tensors]
@@ -164,12 +159,12 @@ def launch(
 
 
 class Step(NamedTuple):
-    """One launch of a call that is remembered.
+    """One launch of a cached call.
 
     Attributes:
-        launch: None where it can't be had again.
-        order: Its tensors, as places among the call's own and the results behind them; -1 for none.
-        boxes: (Place among its tensors, place as in order, pattern of a descriptor) of what the copy engine brings.
+        launch: None where it can't be repeated.
+        order: Its tensors, as indices into the call's own tensors followed by the results; -1 for none.
+        boxes: (Index among its tensors, index as in order, pattern of a descriptor) of what the copy engine brings.
     """
 
     launch: Callable[[int, Sequence[Any]], None] | None
@@ -178,8 +173,6 @@ class Step(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a call like one before needs: rooms, and its launches."""
-
     rooms: tuple[Room, ...]
     steps: tuple[Any, ...]
     label: str
@@ -189,7 +182,7 @@ _kept: dict[tuple[Any, ...], _Kept] = {}
 
 
 def box_at(pattern: Any, x: torch.Tensor) -> Any:
-    """The descriptor of x's memory that lies as the pattern: one for each launch, as other threads launch."""
+    """A descriptor of x's memory with the pattern's layout: a new one per launch, because other threads launch too."""
     box = object.__new__(type(pattern))
     box.__dict__.update(pattern.__dict__)
     box.base = x
@@ -197,7 +190,7 @@ def box_at(pattern: Any, x: torch.Tensor) -> Any:
 
 
 def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """All that follows a call's launches, and the tensors' places; None where one has no memory."""
+    """The key of a call's launches, and the tensors' addresses; None where one has no memory."""
     key: list[object] = [what]
     places: list[Any] = []
     for x in tensors:
@@ -206,7 +199,7 @@ def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple
             places.append(None)
         else:
             place = x.data_ptr()
-            if not place:  # no memory: empty, or a tensor that stands for others
+            if not place:  # no memory: empty, or a tensor subclass that only wraps others
                 return None
             key += (x.shape, x.stride(), x.dtype, x.get_device(), place & 15)  # else a kernel of another alignment
             places.append(x if INTERPRETED else place)
@@ -216,12 +209,12 @@ def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple
 def remember(
     what: object, tensors: tuple[torch.Tensor | None, ...], rooms: tuple[torch.Tensor, ...], label: str, *steps: Step
 ) -> None:
-    """Keep the launches for calls like this one: of `what`, tensors of these shapes, strides, dtypes and device.
+    """Cache the launches for calls with the same `what` and tensors of these shapes, strides, dtypes and device.
 
     Args:
-        what: The operator and all that it was asked for, but tensors.
-        tensors: As the call got them; the launches read them where they are, and no copies.
-        rooms: Its results and what it wrote on the way, contiguous.
+        what: The operator and all its arguments except tensors.
+        tensors: As the call got them; the launches read them in place, without copies.
+        rooms: Its results and intermediate buffers, contiguous.
         label: What is noted.
     """
     if torch.compiler.is_compiling() or any(step.launch is None for step in steps):
@@ -234,12 +227,12 @@ def remember(
 
 
 def forget() -> None:
-    """Remember no call any more."""
+    """Clear the cache of calls."""
     _kept.clear()
 
 
 def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
-    """The rooms of a call like one that is remembered, filled by its launches; None where there was none."""
+    """The output buffers of a cached call with the same signature, after replaying its launches; None if not cached."""
     first, kind = tensors[0], None if torch.compiler.is_compiling() else _kind(what, tensors)
     if kind is None or first is None:
         return None
@@ -253,7 +246,7 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
     for wanted in kept.rooms:
         room = empty_strided(*wanted)
         made.append(room)
-        places.append(room if INTERPRETED else room.data_ptr())  # at 16 bytes by all of torch's allocators
+        places.append(room if INTERPRETED else room.data_ptr())  # aligned to 16 bytes by all of torch's allocators
     places.append(None)
     note(kept.label)
     for launch, order, boxes in kept.steps:
@@ -265,7 +258,7 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
 
 
 def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tensor) -> None:
-    """Refuse what the kernels do not do, rather than do something else.
+    """Refuse tensors that the kernels do not support.
 
     Raises:
         NotImplementedError: the device or the dtype has no kernel.

@@ -1,6 +1,4 @@
-"""The class "ranks-chain": all-reduce and reduce-scatter in the order of ranks, by the fastest member that all ranks
-proved.
-"""
+"""The class "ranks-chain": all-reduce and reduce-scatter in the order of ranks, by the fastest proven member."""
 
 from __future__ import annotations
 
@@ -20,10 +18,9 @@ from nondet.core.launch import note, proving
 from nondet.kernels.all_reduce.orders import ByGroup, chain
 
 # The members of class "ranks-chain" by name: ways to sum a flat message over the ranks of a group, in place.
-#
 # A member takes (x, group), x flat and contiguous, the same size and dtype on all ranks, and is called by all of them.
-# It raises NotImplementedError, on all ranks alike, where it does not apply. `ordered_gather` is the anchor: it does
-# what the class says, with no more than an all-gather, whose bits nobody questions.
+# It raises NotImplementedError, on all ranks alike, where it does not apply. `ordered_gather` is the anchor, because it
+# needs only an all-gather, which adds nothing.
 
 Member = Callable[[torch.Tensor, dist.ProcessGroup], None]
 
@@ -32,7 +29,7 @@ _PEER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def ordered_gather(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Everybody gets everything, and adds it in the order of ranks. Any device; W messages of memory and traffic."""
+    """All ranks gather all messages and add them in the order of ranks. Any device; W messages of memory."""
     world = dist.get_world_size(group)
     gathered = torch.empty(world * x.numel(), dtype=x.dtype, device=x.device)
     gather_into(gathered, x, group)
@@ -48,7 +45,7 @@ def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) ->
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Each rank gets its share of every message, adds it in the order of ranks, and hands the sum round.
+    """Each rank gets its share of every message, adds it in the order of ranks, and sends the sum to all ranks.
 
     Any device; the traffic of an all-reduce, in two messages: W times less to add than `ordered_gather`.
     """
@@ -99,7 +96,7 @@ def push(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 def _space(
     x: torch.Tensor, group: dist.ProcessGroup, dtypes: tuple[torch.dtype, ...], count: int, *, mail: bool = False
 ) -> Iterator[Any]:
-    """The ranks' turn in a workspace of `count` elements of x's dtype, or in a mailbox for messages of so many."""
+    """Exclusive use of a workspace of `count` elements of x's dtype, or of a mailbox for such messages."""
     if x.device.type != "cuda":
         raise NotImplementedError("symmetric memory is for CUDA devices")
     from nondet.kernels.all_reduce import symmetric
@@ -131,23 +128,21 @@ MEMBERS: dict[str, Member] = {
     # our own over the ranks' buffers, likewise, between barriers
     "peers_one_shot": partial(_symmetric, "chain_one_shot", _PEER_DTYPES),
     "peers_two_shot": partial(_symmetric, "chain_two_shot", _PEER_DTYPES),
-    # and without a barrier
     "push": push,
 }
 
 
-# Whether a member over ranks may be used: proven by all ranks together, and agreed on.
-#
-# At its first use in a process the ranks look at this machine's certificates together, prove what none of them knows,
-# and agree. One rank's no is everybody's no, since ranks that chose differently would wait for each other for ever.
-# While a CUDA graph is captured nothing can be proven: what is not agreed on by then does not stand. What was agreed
-# on belongs to the group, and not to the next one of its name (`nondet.kernels.all_reduce.orders`).
+# Whether a member over ranks may be used: all ranks prove it together, and agree.
+# At its first use in a process the ranks read this machine's certificates together, prove what none of them has proven,
+# and agree. If it fails on one rank, no rank uses it, because ranks that chose differently would wait for each other
+# for ever. Nothing can be proven while a CUDA graph is captured: what is not agreed on by then is not used. An
+# agreement belongs to the group, and not to the next one of its name (`nondet.kernels.all_reduce.orders`).
 
 _agreed: ByGroup[dict[tuple[str, str], bool]] = ByGroup(lambda _: {})
 
 
 def forget() -> None:
-    """Look at the certificates again: after they have changed within the process. On all ranks, or none."""
+    """Read the certificates again, after they have changed within the process. Call it on all ranks, or on none."""
     _agreed.clear()
 
 
@@ -158,10 +153,10 @@ def agreed(
     group: dist.ProcessGroup,
     prove: Callable[[], tuple[bool, str]],
 ) -> bool:
-    """Whether all ranks hold the member proven at the key; proven now where one of them does not know.
+    """Whether the member is proven at the key on all ranks; proven now where one of them has no proof.
 
     Args:
-        prove: Called by all ranks at once; whether it holds, the same on all of them (see `together`), and the
+        prove: Called by all ranks at once. Returns whether it holds, the same on all of them (see `together`), and the
             evidence. NotImplementedError, on all ranks alike: it does not apply to this group, and nothing is kept.
     """
     mine, at = _agreed.of(group), (member, key)
@@ -195,10 +190,10 @@ def _vote(
 
 
 def together(apart: str, evidence: str, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
-    """The ranks' verdict: it holds where it held on every rank.
+    """The ranks' common verdict: it holds if it held on every rank.
 
     Args:
-        apart: Where this rank's bits parted; "" where they did not.
+        apart: Where this rank's bits differed; "" where they did not.
         evidence: What was compared, for a verdict that holds.
     """
     world = dist.get_world_size(group)
@@ -212,26 +207,23 @@ def together(apart: str, evidence: str, device: torch.device, group: dist.Proces
     return False, f"not the bits of the anchor on rank {where}{': ' + apart if apart else ''}"
 
 
-# The all-reduce whose bits do not follow the message's size: class "ranks-chain", by its fastest member.
-#
+# All-reduce in class "ranks-chain", by its fastest member, whatever the message's size.
 # y = ((x0 + x1) + x2) + ..., rank by rank, each addition rounded to the message's dtype, elementwise. So an element's
-# bits depend on the W numbers at its place and on nothing else. Which member computes it is a matter of speed
-# (`_preferences`); whether it may is a matter of proof (`nondet.kernels.all_reduce.chain`): bits against
-# `ordered_gather`, on messages of several sizes whose sums are made of rounding errors. While a CUDA graph is captured
-# nothing can be proven, and the next agreed member runs.
-#
-# What a certificate covers: the sizes of the proof, in the evidence. That other sizes have the same order is what the
-# members' sources say (elementwise kernels, in the order of ranks), not what was tried.
+# bits depend only on the W numbers at its position. `_preferences` orders members by speed; each is compared bit for
+# bit with `ordered_gather`, on messages of several sizes whose sums consist of rounding errors. While a CUDA graph is
+# captured nothing can be proven, and the next agreed member runs.
+# A certificate covers the sizes of the proof, in the evidence. That other sizes have the same order follows from the
+# members' sources (elementwise kernels, in the order of ranks), and was not tested.
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PROOF_SIZES = {"cpu": (1, 7, 4096, 20483), "cuda": (1, 7, 4096, 20483, 262152, 2097152)}  # elements
 PROOF_KINDS = ("order", "wide", "bell")
 
 _KIB = 2**10
-# By (ranks at most, bytes at most), fastest first, copies to and from symmetric memory counted. Two ranks: as
-# measured on two H100s (docs/evidence/h100-x2), what follows `push` on two H200s (docs/evidence/h200-x2). Up to four:
-# as measured on four H200s (docs/evidence/h200-x4), where `push` is ahead of NCCL up to 4 MiB, and takes 2 to 5% longer
-# than PyTorch's two-shot above, with mailboxes of four messages. Up to eight: the same, not measured.
+# By (ranks at most, bytes at most), fastest first, including copies to and from symmetric memory. Two ranks: measured
+# on two H100s (docs/evidence/h100-x2), the rest after `push` on two H200s (docs/evidence/h200-x2). Up to four: measured
+# on four H200s (docs/evidence/h200-x4), where `push` is faster than NCCL up to 4 MiB, and takes 2 to 5% longer than
+# PyTorch's two-shot above, with mailboxes of four messages. Up to eight: the same, not measured.
 _CUDA: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (2, 512 * _KIB, ("push", "one_shot", "library")),
     (2, 2**62, ("push", "peers_one_shot", "library")),
@@ -277,7 +269,7 @@ def _run(
     prove: Callable[[str, torch.dtype, torch.device, dist.ProcessGroup], tuple[bool, str]],
     *operands: Any,
 ) -> str:
-    """Call the first of the members that all ranks hold proven with the operands, and say which; else the last."""
+    """Call the first member that all ranks hold proven, else the last, and return its name."""
     x, group = operands[-2:]
     for name in names[:-1]:
         key = f"{collective}{class_key(name, x.dtype, group.size())}"
@@ -285,7 +277,7 @@ def _run(
             continue
         try:
             members[name](*operands)
-        except NotImplementedError:  # for all ranks alike: the size, the group, a capture
+        except NotImplementedError:  # on all ranks alike: the size, the group, a capture
             continue
         return name
     members[names[-1]](*operands)
@@ -293,7 +285,7 @@ def _run(
 
 
 def choice(x: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
-    """The members that would be tried for x, fastest first; all ranks give the same."""
+    """The members that would be tried for x, fastest first; equal on all ranks."""
     return [*_preferences(x, dist.get_world_size(group)), ANCHOR]
 
 
@@ -307,7 +299,7 @@ def _preferences(x: torch.Tensor, world: int) -> tuple[str, ...]:
 
 @functools.cache
 def class_key(name: str, dtype: torch.dtype, world: int) -> str:
-    """What a certificate of this class is about: "ranks-chain bfloat16 W=4"."""
+    """The key of a certificate of this class: "ranks-chain bfloat16 W=4"."""
     key = f"ranks-chain {str(dtype).removeprefix('torch.')} W={world}"
     if name in ("library", "exchange") and torch.cuda.is_available():
         key += f" nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -344,18 +336,18 @@ def prove_on_messages(
     parts: int = 1,
     more: tuple[int, ...] = (),
 ) -> tuple[bool, str]:
-    """Whether both(a rank's message, n) gives equal tensors of n elements on all ranks; `parts` such are a message.
+    """Whether both(a rank's message, n) gives equal tensors of n elements on all ranks; a message has `parts` of them.
 
     Args:
-        more: Sizes beside those of every proof; what is larger is drawn in part and repeated, for memory's sake.
+        more: Sizes in addition to those of every proof; larger messages are partly drawn and repeated, to save memory.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     compared, apart, most = 0, "", PROOF_SIZES[device.type][-1] * parts
-    sizes = *more, *PROOF_SIZES[device.type]  # the largest first: a mailbox that grows keeps what it has outgrown
+    sizes = *more, *PROOF_SIZES[device.type]  # the largest first: a mailbox that grows keeps its old memory
     for kind in PROOF_KINDS:
         for size in sizes:
             mine = contributions(kind, world, min(size * parts, most), dtype, device)[rank].contiguous()
-            if size * parts > most:  # by an odd number of elements, so that no piece is like another
+            if size * parts > most:  # by an odd number of elements, so that no two pieces are equal
                 mine = mine[1:].repeat(-(-size * parts // (most - 1)))[: size * parts]
             expected, got = both(mine, size)
             if not apart and not identical(expected, got):
@@ -366,9 +358,9 @@ def prove_on_messages(
 
 
 def contributions(kind: str, world: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[W, size], the same on every rank. "order": two ranks, others for each element, nearly cancel; the rest is small.
+    """[W, size], equal on every rank. "order": for each element two ranks nearly cancel, and the rest is small.
 
-    What such a sum is left with depends on when the large numbers meet.
+    The rest of such a sum depends on when the large numbers are added.
     """
     rng = generator(size + world, device)
     if kind != "order":
@@ -382,11 +374,9 @@ def contributions(kind: str, world: int, size: int, dtype: torch.dtype, device: 
     return parts.to(dtype)
 
 
-# The reduce-scatter of class "ranks-chain": each rank has its share of the sum, added in the order of ranks.
-#
-# The order, elementwise, is that of `nondet.kernels.all_reduce.chain`, so a share has the bits that the same place of
-# an all-reduce has. `exchange` is the anchor: every rank gets its share of all messages, by copies, and adds them in
-# plain torch. The others run where the ranks have proven them together (`nondet.kernels.all_reduce.chain`).
+# Reduce-scatter in class "ranks-chain": each rank gets its share of the sum, added in the order of ranks.
+# A share has the bits that the same position of an all-reduce has, because the elementwise order is the same.
+# `exchange` is the anchor: every rank gets its share of all messages, by copies, and adds them in plain torch.
 
 ScatterMember = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
 
@@ -425,7 +415,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup)
 
 
 def _preferences_scatter(x: torch.Tensor, world: int) -> tuple[str, ...]:
-    """Fastest first, not measured: of two ranks the library is what would have run anyway."""
+    """Fastest first, not measured."""
     if world == 2:
         return ("library", "peers") if x.is_cuda else ("library",)
     return ("peers",) if x.is_cuda else ()
@@ -439,11 +429,7 @@ def scatter_exchange(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGrou
 
 
 def scatter_library(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The library's own (NCCL's, gloo's), of two ranks: a + b and b + a have the same bits.
-
-    Raises:
-        NotImplementedError: more ranks, whose order the library chooses by the message's size.
-    """
+    """As `library`, for the reduce-scatter; only two ranks."""
     _check_two(group)
     stock_into(out, x, group)
 
@@ -455,11 +441,7 @@ def stock_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> 
 
 
 def scatter_peers(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Our kernel over the ranks' buffers, between two barriers: every rank reads its share of all messages.
-
-    Raises:
-        NotImplementedError: no symmetric memory for this message.
-    """
+    """Our kernel over the ranks' buffers, between two barriers. NotImplementedError: no symmetric memory for x."""
     from nondet.kernels.all_reduce import symmetric
 
     with _space(x, group, _PEER_DTYPES, x.numel()) as space:
@@ -475,11 +457,7 @@ SCATTER_MEMBERS: dict[str, ScatterMember] = {
 
 
 def prove_scatter(name: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
-    """As `prove`, of a member of the reduce-scatter.
-
-    Raises:
-        NotImplementedError: it does not apply to this group, device or dtype.
-    """
+    """As `prove`, for a member of the reduce-scatter."""
 
     def both(mine: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         expected, got = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Collectives over the ranks of a process group, declared."""
+"""Declarations of the collectives over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _implementations() -> tuple[Implementation, ...]:
     )
 
 
-# Under batch_invariant() the family stands under c10d's operators, which are none of aten's: see
+# Under batch_invariant() the family is registered for c10d's operators, which are not aten's: see
 # `nondet.kernels.dispatch.replacements`.
 ALL_REDUCE = Operator(
     name="all_reduce",

@@ -1,7 +1,7 @@
 """The two orders in which ranks' contributions are added, in plain torch; and what is kept for a process group.
 
-Both are elementwise: the bits of an element follow from the W numbers that the ranks hold there, and from nothing else:
-not from the message's size, the element's place in it, the member that computes it or the run.
+Both are elementwise: the bits of an element depend only on the W numbers that the ranks hold there, not on the
+message's size, the element's position, the member that computes it or the run.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-# What is kept for a process group, for as long as it is that very group.
-#
-# torch gives the names of groups again: after `destroy_process_group` the next group may have an old one's name and
-# other ranks. So beside the name stands a weak reference to the group that was met: another object under the name is
-# another group, and what was kept for the old one says nothing of it. torch.distributed holds its groups' objects
-# until it destroys them, so all ranks of a new group find nothing, also those that were in the old one.
+# torch reuses the names of groups: after `destroy_process_group` the next group may have an old one's name and other
+# ranks. So a weak reference to the group is kept with the name: another object under the name is another group, and
+# what was kept for the old one does not apply. torch.distributed holds its groups' objects until it destroys them, so
+# all ranks of a new group find nothing, including those that were in the old one.
 
 T = TypeVar("T")
 
 
 class ByGroup(Generic[T]):
-    """A value for each group, made when the group is met first.
+    """A value for each group, made at its first use.
 
     Args:
         make: Takes the value of the last group that had the name, None for the first, and makes the new one's.
@@ -52,7 +50,7 @@ def chain(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """((x0 + x1) + x2) + ..., rank by rank, each addition rounded to the tensors' own dtype.
 
     Args:
-        parts: One tensor a rank, in the order of ranks; equal shapes and dtypes.
+        parts: One tensor per rank, in the order of ranks; equal shapes and dtypes.
     """
     total = parts[0]
     for part in parts[1:]:
@@ -63,14 +61,13 @@ def chain(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Neighbours first, (x0 + x1) + (x2 + x3), each addition rounded to the tensors' own dtype.
 
-    A rank that holds the sums of neighbouring leaves, added in this order, can stand for them: the bits are those of
-    the leaves, however many ranks they are spread over.
+    A rank can replace neighbouring leaves by their sum in this order: the bits do not depend on the number of ranks.
 
     Args:
         parts: 1, 2, 4, 8, ... tensors of equal shape and dtype.
 
     Raises:
-        ValueError: their number is no power of two.
+        ValueError: their number is not a power of two.
     """
     level = list(parts)
     if not level or len(level) & (len(level) - 1):

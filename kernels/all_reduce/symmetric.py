@@ -1,17 +1,17 @@
-"""Memory that every rank of a process group can read: workspaces, and the Triton kernel that sums over them.
+"""Memory that every rank of a process group can read, and the Triton kernels that sum over it.
 
 Members of the class "ranks-chain": `one_shot` and `two_shot` are PyTorch's own kernels (torch.ops.symm_mem), which load
 all ranks' numbers and add them in the order of ranks. `peers` is ours, for both classes: a barrier, then a kernel on
-the ranks' buffers; and `push`, without a barrier. NVLink multicast is not used by any of them: a multimem reduction
-adds inside the switch, in an order of its own.
+the ranks' buffers; `push` needs no barrier. None uses NVLink multicast, because a multimem reduction adds inside the
+switch, in an order of its own.
 
-A workspace (and a mailbox, that of `push`) belongs to a group. It is used by one stream at a time: eager calls see to
-that, and graphs that use the same group must not be replayed at once on several streams. It grows by doubling; what it
-has outgrown stays allocated, since a CUDA graph may have captured it. Growing is a collective call and needs the host,
-so it can't happen while a graph is captured.
+A workspace, and a mailbox (that of `push`), belongs to a group and is used by one stream at a time. Eager calls ensure
+that; you must not replay graphs that use the same group on several streams at once. It grows by doubling, and keeps its
+old memory, because a CUDA graph may have captured it. Growing is a collective call and needs the host, so it can't
+happen while a graph is captured.
 
-PyTorch knows the ranks and the store of symmetric memory by the group's name, from its first workspace on, and does not
-forget them with the group. So a later group of that name has no workspace: the ranks ask each other at its first use.
+PyTorch stores the ranks of symmetric memory under the group's name, from its first workspace on, and keeps them after
+the group. So a later group of that name gets no workspace: the ranks check this together at its first use.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ import triton.language as tl
 from nondet.kernels.all_reduce.orders import ByGroup
 from nondet.kernels.triton_common import on_device
 
-# Elementwise sums over tensors that several ranks hold, read through NVLink: one Triton kernel, a fixed order.
-#
-# The operands are one pointer a rank, which the caller has mapped (`nondet.kernels.all_reduce.symmetric`), so each
-# element is a function of the W numbers at its place. Sums are kept in float32. "chain" rounds to the operands' dtype
-# after every addition, as a sequence of additions of such tensors would; "tree" rounds once, to the result's dtype.
+# Elementwise sums over tensors that several ranks hold, read through NVLink, in a fixed order.
+# The operands are one mapped pointer per rank, so each element is a function of the W numbers at its position. Sums are
+# kept in float32. "chain" rounds to the operands' dtype after every addition, as a sequence of additions of such
+# tensors would; "tree" rounds once, to the result's dtype.
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -54,7 +53,7 @@ def _add(x, y, like, ROUND: tl.constexpr):
 
 @triton.jit
 def _total(x0, x1, x2, x3, x4, x5, x6, x7, like, W: tl.constexpr, TREE: tl.constexpr):
-    """The first W of them, float32, in their order."""
+    """The sum of the first W of them, float32, in their order."""
     total = x0
     if TREE:  # W is 1, 2, 4 or 8
         if W == 2:
@@ -83,7 +82,6 @@ def _total(x0, x1, x2, x3, x4, x5, x6, x7, like, W: tl.constexpr, TREE: tl.const
 
 @triton.jit
 def _loaded(ptr, offs, mask, x0, USED: tl.constexpr):
-    """float32; nothing is loaded where it is not used."""
     x = x0
     if USED:
         x = tl.load(ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -109,32 +107,28 @@ def _reduce_peers_kernel(
 
 
 # The same sums without a barrier: every rank writes its numbers into the others' slots ("push"), and adds what arrives.
-#
-# A message is cut into shares, one a program, and a program's share into pieces. Program b writes a piece into its slot
-# on every other rank, raises its flag there, and adds the piece before, whose numbers of all ranks lie in its own
-# memory by then: writing, which NVLink bounds, and adding, which memory bounds, go on at once. Nothing is copied in.
-#
-# Program b of every call uses channel b: places in the slots, flags and a counter of its uses that no other program
-# touches, whatever the message's size. So sizes may change from call to call, and one channel is all there is to think
-# of. All ranks make the same calls, so a channel's uses have the same numbers on all of them. The counter lies in the
-# rank's own memory and is counted up by the program itself: a replayed graph counts like an eager call. Two facts:
-#
-# - What is waited for is there. A flag holds the largest ticket, (use, piece), and tickets grow; the sender raises it
-#   after the piece's numbers, at the scope of the system. A ticket beyond the one awaited says that this one is past.
-# - Nothing is overwritten that is still read. Uses take turns in two halves of the slots. A sender writes use e + 2
-#   after its use e + 1 ended (order of the stream), which saw this rank's flag of e + 1, which was raised in a launch
-#   after the one in which this rank read use e.
-#
-# A program waits for the same program of other ranks alone, and grids are the same. The lowest program that has not
-# ended anywhere therefore waits for one that runs or is the next to start, so the ranks come to their end even where
-# not all programs fit at once, as long as programs start in their order, as GPUs start them. A rank that dies leaves
-# the others waiting, as with every barrier here and in PyTorch.
+# A message is cut into shares, one per program, and a share into pieces. Program b writes a piece into its slot on
+# every other rank, raises its flag there, and adds the piece before, which has arrived from all ranks by then. So
+# writing, which NVLink bounds, and adding, which memory bounds, overlap. Nothing is copied in.
+# Program b of every call uses channel b: positions in the slots, flags and a counter of its uses that no other program
+# touches, whatever the message's size. So sizes may change from call to call. All ranks make the same calls, so a
+# channel's uses have the same numbers on all of them. The counter is in the rank's own memory and is increased by the
+# program itself, so a replayed graph counts like an eager call. Two invariants:
+# - A piece has arrived when its flag is seen. A flag holds the largest ticket, (use, piece), and tickets grow; the
+# sender raises it after the piece's numbers, at system scope.
+# - Nothing is overwritten while it is read. Uses alternate between two halves of the slots. A sender writes use e + 2
+# after its use e + 1 ended (stream order), which saw this rank's flag of e + 1, which was raised in a launch after the
+# one in which this rank read use e.
+# A program waits only for the same program of other ranks, and grids are the same. So the lowest unfinished program
+# waits for one that runs or is the next to start, and the ranks finish even where not all programs fit at once, as long
+# as programs start in their order, as on GPUs. A rank that dies leaves the others waiting, as with every barrier here
+# and in PyTorch.
 
 
 @triton.jit
 def _place(use, rank, to, channel, REGION, W: tl.constexpr, CHANNELS: tl.constexpr):
     """Where rank's numbers of this use of the channel begin in the slots of rank `to`, in elements."""
-    sender = rank - (rank > to)  # nobody has a slot at home
+    sender = rank - (rank > to)  # a rank has no slot on itself
     return (((use % 2) * (W - 1) + sender) * CHANNELS + channel) * REGION
 
 
@@ -158,7 +152,7 @@ def _mine(x, start, n, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _raise(flags, ticket, channel, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr):
-    tl.debug_barrier()  # one thread raises the flag, for what all of them have written
+    tl.debug_barrier()  # one thread raises the flag after all of them have written
     for to in tl.static_range(W):
         if to != RANK:
             tl.atomic_max(flags[to] + RANK * CHANNELS + channel, ticket, sem="release", scope="sys")
@@ -171,7 +165,7 @@ def _await(flags, ticket, channel, W: tl.constexpr, RANK: tl.constexpr, CHANNELS
             flag = flags[RANK] + sender * CHANNELS + channel
             while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < ticket:
                 pass
-    tl.debug_barrier()  # one thread has seen the flags, for all that read now
+    tl.debug_barrier()  # one thread has seen the flags, for all threads that read now
 
 
 @triton.jit
@@ -187,7 +181,7 @@ def _give(piece, slots, flags, use, ticket, channel, at, rest, REGION, W: tl.con
 @triton.jit
 def _from(rank: tl.constexpr, piece, slots, use, channel, at, rest, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
     x = piece.to(tl.float32)
-    if rank < W and rank != RANK:  # past the first cache, which knows nothing of what others wrote
+    if rank < W and rank != RANK:  # past the first-level cache, which does not see other ranks' writes
         lanes = tl.arange(0, BLOCK)
         place = slots[RANK] + _place(use, rank, RANK, channel, REGION, W, CHANNELS) + at
         x = tl.load(place + lanes, mask=lanes < rest, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -233,7 +227,6 @@ def _push_kernel(
     TREE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum x over the ranks into out; slots and flags are every rank's, REGION elements are a channel's place."""
     channel = tl.program_id(0)
     use = tl.load(uses + channel)
     start = channel.to(tl.int64) * share
@@ -252,16 +245,15 @@ def _push_kernel(
     tl.store(uses + channel, use + 1)
 
 
-# In parts, for what is large: a share has a part for each rank, who adds it for all. A rank writes its numbers of the
-# others' parts, one to each (as above), adds what arrives of its own, and writes the rounded sums to all others, who
-# copy them. Of W ranks each sends 2 (W - 1) / W of a message instead of W - 1; of two, where float32 sums are rounded
-# to half the width, 3 bytes an element instead of 4. Tickets, in the order in which a program raises them: those of
-# pieces 0, 1, 2, ... to be added are 0, 1, 3, 5, ..., those of their sums 2, 4, 6, ...
+# For large messages a share has a part for each rank, which adds it for all. A rank sends its numbers of the others'
+# parts (as above), adds what arrives for its own, and sends the rounded sums to all others, which copy them. With W
+# ranks each sends 2 (W - 1) / W of a message instead of W - 1; with two, where float32 sums are rounded to half the
+# width, 3 bytes per element instead of 4. Tickets, in the order in which a program raises them: those of pieces 0, 1,
+# 2, ... to be added are 0, 1, 3, 5, ..., those of their sums 2, 4, 6, ...
 
 
 @triton.jit
 def _deal(x, slots, flags, first, n, part, use, ticket, channel, at, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
-    """A piece of each other rank's part, to that rank."""
     lanes = tl.arange(0, BLOCK)
     for to in tl.static_range(W):
         if to != RANK:
@@ -274,7 +266,6 @@ def _deal(x, slots, flags, first, n, part, use, ticket, channel, at, REGION, W: 
 
 @triton.jit
 def _copy(slots, flags, out, first, n, part, use, ticket, channel, at, behind, REGION, W: tl.constexpr, RANK: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip  # noqa: E501
-    """A piece of the sums of each other rank's part, from that rank."""
     _await(flags, ticket, channel, W, RANK, CHANNELS)
     lanes = tl.arange(0, BLOCK)
     for sender in tl.static_range(W):
@@ -323,7 +314,7 @@ def _push_parts_kernel(
         lanes = tl.arange(0, BLOCK)
         tl.store(out + start + lanes, total, mask=lanes < n - start)
         _give(total, slots_out, flags, use, ticket + 2, channel, behind + at, n - start, REGION_OUT, W, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
-        if at > 0:  # what the others have summed while this rank did
+        if at > 0:  # the sums that the others computed meanwhile
             _copy(slots_out, flags, out, first, n, part, use, ticket, channel, at - BLOCK, behind, REGION_OUT, W, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
         ticket += 2
     _copy(slots_out, flags, out, first, n, part, use, ticket, channel, part - BLOCK, behind, REGION_OUT, W, RANK, CHANNELS, BLOCK)  # fmt: skip  # noqa: E501
@@ -366,7 +357,7 @@ def reduce_peers(
     """Sum elements [start, stop) of W flat tensors into the same elements of `out`.
 
     Args:
-        parts: One flat tensor a rank, in the order of ranks: float16, bfloat16 or float32, contiguous.
+        parts: One flat tensor per rank, in the order of ranks: float16, bfloat16 or float32, contiguous.
         out: Flat, contiguous; with "chain" of the parts' dtype.
         order: "chain" or "tree"; see `nondet.kernels.all_reduce.orders`.
     """
@@ -381,7 +372,7 @@ def reduce_peers(
 
 
 def gather_slices(parts: Sequence[torch.Tensor], out: torch.Tensor, share: int) -> None:
-    """out[r * share : (r + 1) * share] from the same place of parts[r], for every rank r. Copies: no arithmetic."""
+    """out[r * share : (r + 1) * share] from the same position of parts[r], for every rank r. Copies: no arithmetic."""
     if out.numel():
         grid = (triton.cdiv(share, _BLOCK), len(parts))
         with on_device(out):
@@ -389,14 +380,14 @@ def gather_slices(parts: Sequence[torch.Tensor], out: torch.Tensor, share: int) 
 
 
 CHANNELS = 512  # of a mailbox: no call has more programs; with 256 a message of two ranks takes up to 1.18 of its time
-_TICKETS = 2**20  # of one use of a channel, and more than a share has pieces
-_WHOLE_BYTES = 4 * 2**20  # of float32 sums of two ranks that are narrowed: above, in parts
-_WHOLE_BYTES_MANY = 512 * 2**10  # of more ranks
-_PROGRAMS_MANY = 264  # of more ranks, in parts
+_TICKETS = 2**20  # per use of a channel; more than a share has pieces
+_WHOLE_BYTES = 4 * 2**20  # for narrowed float32 sums of two ranks; larger messages go in parts
+_WHOLE_BYTES_MANY = 512 * 2**10  # for more ranks
+_PROGRAMS_MANY = 264  # for more ranks, in parts
 
 
 class Plan(NamedTuple):
-    """How `push` cuts a message: `share` elements a program, in pieces of `block`. The same on all ranks.
+    """How `push` cuts a message: `share` elements per program, in pieces of `block`. The same on all ranks.
 
     Attributes:
         in_parts: Each rank adds a part of a share for all.
@@ -409,10 +400,10 @@ class Plan(NamedTuple):
 
 
 def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
-    """By the size: of thirteen plans the fastest or near it, of large messages (docs/evidence/h200-x2, -x4).
+    """By the size: the fastest of thirteen plans or near it for large messages (docs/evidence/h200-x2, -x4).
 
-    Small ones of two ranks took up to 1.9 times the fastest's time there. More ranks than four have those of four, not
-    measured.
+    Small messages of two ranks took up to 1.9 times the fastest's time there. More than four ranks use the plan of
+    four, which is not measured.
 
     Args:
         narrowed: Sums are rounded to half the width.
@@ -425,9 +416,9 @@ def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
 
 
 def counts_in_pieces(itemsize: int, world: int, *, narrowed: bool) -> tuple[int, ...]:
-    """Messages for a proof: of each way that has shares of several pieces, about the smallest that does.
+    """Message sizes for a proof: about the smallest that has shares of several pieces, for each way to send.
 
-    And one more, for which Triton compiles another kernel: its elements are no multiple of 16.
+    The last one is not a multiple of 16 elements, because Triton compiles another kernel for those.
     """
     found: dict[bool, tuple[int, int]] = {}
     for count in (2**k + 16 for k in range(28)):
@@ -438,14 +429,14 @@ def counts_in_pieces(itemsize: int, world: int, *, narrowed: bool) -> tuple[int,
 
 
 def mail_bytes(count: int, itemsize: int, world: int) -> int:
-    """What a mailbox needs for messages of so many elements: a slot a sender in each half, of all channels."""
+    """Bytes of a mailbox for messages of `count` elements: a slot per sender in each half, for all channels."""
     plans = [plan_push(count, itemsize, world, narrowed) for narrowed in (False, True)]
     place = max(2 * plan.share // world if plan.in_parts else plan.share for plan in plans)
     return 2 * (world - 1) * CHANNELS * place * itemsize
 
 
 def region_bytes(size_bytes: int, world: int) -> int:
-    """A channel's place for one sender in one half of a mailbox of that size: the same for all messages."""
+    """Bytes of a channel for one sender in one half of a mailbox of that size: the same for all messages."""
     return size_bytes // (2 * (world - 1) * CHANNELS) // 256 * 256
 
 
@@ -461,7 +452,7 @@ def push(x: torch.Tensor, out: torch.Tensor, order: str, box: Mailbox) -> None:
     plan = plan_push(count, width, box.world, out.element_size() < width)
     region = region_bytes(box.bytes, box.world)
     slots, flags = tuple(slot.view(x.dtype) for slot in box.slots), tuple(box.flags)
-    # a load that is made ahead of its flag would read what was there before: no stages
+    # without stages, because a load that is made before its flag would read old numbers
     options = {"W": box.world, "RANK": box.rank, "CHANNELS": CHANNELS, "TICKETS": _TICKETS, "SPLITS": splits}
     options |= {"TREE": order == "tree", "BLOCK": plan.block, "num_warps": plan.warps, "num_stages": 1}
     grid = (triton.cdiv(count, plan.share),)
@@ -481,8 +472,6 @@ _ALIGNMENT_BYTES = 256
 
 
 class _Shared:
-    """Symmetric memory of one group, `bytes` of it on each rank."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
         self.group_name = group.group_name
         self.world = dist.get_world_size(group)
@@ -493,7 +482,7 @@ class _Shared:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Use the memory inside this: what another stream does with it comes first."""
+        """Use the memory inside this: it waits for what another stream does with the memory."""
         stream = torch.cuda.current_stream(self._device)
         if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._stream)
@@ -528,7 +517,7 @@ class Workspace(_Shared):
 
 
 class Mailbox(_Shared):
-    """What `push` works with: slots and flags of every rank, as this one sees them, and its own counters."""
+    """What `push` works with: slots and flags of every rank, mapped on this one, and its own counters."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
@@ -538,18 +527,18 @@ class Mailbox(_Shared):
         memory = symmetric.empty((size_bytes + 8 * flags,), dtype=torch.uint8, device=device)
         memory[size_bytes:].zero_()
         self.uses = torch.zeros(CHANNELS, dtype=torch.int64, device=device)
-        torch.cuda.synchronize(device)  # before the ranks meet: from then on the others may raise flags
+        torch.cuda.synchronize(device)  # before the ranks' barrier: after it the others may raise flags
         self._handle: Any = symmetric.rendezvous(memory, group)
         self.slots = [self._handle.get_buffer(r, (size_bytes,), torch.uint8) for r in ranks]
         self.flags = [self._handle.get_buffer(r, (flags,), torch.int64, size_bytes // 8) for r in ranks]
 
 
 class _Spaces:
-    """A group's workspaces and mailboxes, by what they are and the device.
+    """A group's workspaces and mailboxes, by kind and device.
 
     Attributes:
-        before: Those of earlier groups of the name, which stay: a CUDA graph may have captured them.
-        usable: Whether no rank had any under this name before; None until the ranks have asked each other.
+        before: Those of earlier groups of the name, kept because a CUDA graph may have captured them.
+        usable: Whether no rank had any under this name before; None until the ranks have exchanged this.
     """
 
     def __init__(self, last: _Spaces | None) -> None:
@@ -593,7 +582,7 @@ def workspace(group: dist.ProcessGroup, device: torch.device, size_bytes: int) -
 
 
 def mailbox(group: dist.ProcessGroup, device: torch.device, count: int, itemsize: int) -> Mailbox | None:
-    """As `workspace`, for a `push` of so many elements."""
+    """As `workspace`, for a `push` of `count` elements."""
     size_bytes = mail_bytes(count, itemsize, dist.get_world_size(group))
     box: Mailbox | None = _shared("Mailbox", group, device, size_bytes)
     return box
@@ -644,19 +633,19 @@ def two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> Non
 
 
 def chain_one_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
-    """Sum flat x over the ranks, in place, by `peers_one_shot`."""
+    """`peers_one_shot` of flat x, in place."""
     space.flat(x.numel(), x.dtype).copy_(x)
     peers_one_shot(x.numel(), x.dtype, x, "chain", space)
 
 
 def chain_two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
-    """Sum flat x over the ranks, in place, by `peers_two_shot`."""
+    """`peers_two_shot` of flat x, in place."""
     space.flat(x.numel(), x.dtype).copy_(x)
     peers_two_shot(x.numel(), x.dtype, x, "chain", space)
 
 
 def peers_one_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str, space: Workspace) -> None:
-    """Sum what every rank has put into its buffer into flat `out`, every rank all of it.
+    """Sum every rank's buffer into flat `out`; every rank computes all of it.
 
     The second barrier keeps a rank from overwriting its buffer while another one still reads it.
     """
@@ -666,9 +655,10 @@ def peers_one_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str
 
 
 def peers_two_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str, space: Workspace) -> None:
-    """As `peers_one_shot`, each rank its share, which the others then read.
+    """As `peers_one_shot`, but each rank reduces its share, which the others then read.
 
-    Two barriers do: the shares are read before the next call's first barrier, and the buffers before this one's second.
+    Two barriers are enough: the shares are read before the next call's first barrier, and the buffers before this one's
+    second.
     """
     share = _padded(-(-count // space.world), out.dtype, 1)
     first = min(space.rank * share, count)

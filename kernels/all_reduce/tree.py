@@ -1,12 +1,10 @@
-"""Row-parallel products whose bits do not follow the number of ranks: the class "ranks-tree".
+"""Row-parallel products whose bits do not depend on the number of ranks: the class "ranks-tree".
 
-y = x w^T, with K cut over the ranks of a group. K is cut into CHUNKS equal chunks, whoever holds them; a chunk's sum is
-accumulated in float32, and the chunks' sums are added in float32 along one binary tree over all of K, then a bias, then
-one rounding. With 1, 2, 4 or 8 ranks a rank holds a whole subtree, so the bits are those of one rank that holds it all.
-A chunk's sum is a chain on CUDA (`nondet.kernels.all_reduce.tree_cuda`); on a CPU it is the invariant float32
-product of the chunk (`nondet.kernels.matmul.cpu`), whose order belongs to the chunk's shape.
-
-On CUDA what computes it is proven at first use (`nondet.kernels.all_reduce.tree_cuda`); on a CPU it is the class.
+y = x w^T, with K cut over the ranks of a group. K is cut into CHUNKS equal chunks for every number of ranks; a chunk's
+sum is accumulated in float32, and the chunks' sums are added in float32 along one binary tree over all of K, then a
+bias, then one rounding. With 1, 2, 4 or 8 ranks a rank holds a whole subtree, so the bits are those of one rank that
+holds it all. A chunk's sum is a chain on CUDA, proven at first use (`nondet.kernels.all_reduce.tree_cuda`); on a CPU it
+is the invariant float32 product of the chunk (`nondet.kernels.matmul.cpu`), whose order belongs to the chunk's shape.
 
 The idea is that of TBIK (arXiv 2511.17826). It costs a float32 message, twice the bytes, and a product that can't be
 one chain. Forward only.
@@ -23,7 +21,7 @@ from nondet.kernels.all_reduce.orders import tree
 
 CHUNKS = 8
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_ONE_SHOT_BYTES = 2**20  # of float32 sums; above, each rank adds its share alone
+_ONE_SHOT_BYTES = 2**20  # of float32 sums; above, each rank adds only its share
 _PUSH_BYTES = 8 * 2**20  # of float32 sums of more than two ranks; `push` took longer at 16 MiB (docs/evidence/h200-x4)
 
 
@@ -47,7 +45,7 @@ def row_parallel(
         [..., N] in x's dtype, the same bits on all ranks and for every number of ranks.
 
     Raises:
-        NotImplementedError: the dtype; CHUNKS is no multiple of the ranks; the chunks don't divide K.
+        NotImplementedError: the dtype; CHUNKS is not a multiple of the ranks; the chunks don't divide K.
         ValueError: shapes that do not fit.
     """
     world = 1 if group is None else dist.get_world_size(group)
@@ -99,7 +97,7 @@ def local_sum(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Ten
 def tree_reduce(
     x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor, group: dist.ProcessGroup
 ) -> None:
-    """This rank's chunks and everybody else's, along the tree, into `out` [M, N] (float32 or x's dtype)."""
+    """All ranks' chunks, added along the tree, into `out` [M, N] (float32 or x's dtype)."""
     count, world = out.numel(), dist.get_world_size(group)
     if count == 0:
         return

@@ -20,22 +20,19 @@ from nondet.kernels.all_reduce.symmetric import reduce_peers
 from nondet.kernels.matmul.triton_kernels import rows_fit, tile_at, tma_takes
 from nondet.kernels.triton_common import multiprocessors, on_device
 
-# Products whose bits do not follow the number of ranks, on CUDA: K in chunks, each a chain, added along a tree.
-#
-# K is cut into equal chunks. Each chunk's sum is one chain from zero in float32 (as class "chain" has it, over the
-# chunk), and chunks are added in float32 along the binary tree of `nondet.kernels.all_reduce.orders`. A program
-# computes 1, 2, 4 or 8 neighbouring chunks, a whole subtree, so that cutting K over programs or over ranks changes no
-# bit.
+# K is cut into equal chunks. Each chunk's sum is one chain from zero in float32 (as in class "chain"), and chunks are
+# added in float32 along the binary tree of `nondet.kernels.all_reduce.orders`. A program computes 1, 2, 4 or 8
+# neighbouring chunks, a whole subtree, so the bits do not depend on how K is cut over programs or ranks.
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 class ChunkTile(NamedTuple):
-    """How a product is spread over programs; no field of it touches a bit.
+    """How a product is spread over programs; no field changes a bit.
 
     Attributes:
-        splits: Programs along K, each with a subtree of chunks; their sums meet in a second launch.
+        splits: Programs along K, each with a subtree of chunks; a second launch adds their sums.
         tma: Operands come by the tensor memory accelerator.
     """
 
@@ -68,7 +65,7 @@ def _chunk_products_kernel(
     TMA: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """CHUNKS chains, a loop over K each, so that matrix instructions stay in flight; sums wait in registers."""
+    """CHUNKS chains, a loop over K each, so that matrix instructions stay in flight; sums are held in registers."""
     row, col = tile_at(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
@@ -113,10 +110,10 @@ _SUMS_MOST = 512 * 2**20  # bytes of a product's splits
 
 
 def tile_for(m: int, n: int, chunks: int, device: torch.device) -> ChunkTile:
-    """A tile by the shape: wide ones where there are rows, splits of K where there are too few tiles for the GPU.
+    """A tile by the shape: wide ones for many rows, splits of K where there are too few tiles for the GPU.
 
-    From 65 rows on a chunk has a program of its own, as long as there is memory for all of them: sums that wait for
-    others take registers, and a walk over four chunks twice the time (docs/evidence/h100-x2/tiles.jsonl).
+    From 65 rows on a chunk has a program of its own, as long as memory suffices: waiting sums take registers, and a
+    loop over four chunks took twice the time (docs/evidence/h100-x2/tiles.jsonl).
     """
     if m > 64:
         splits, wide = chunks, triton.cdiv(m, 128) * triton.cdiv(n, 256) * chunks >= multiprocessors(device)
@@ -135,7 +132,6 @@ def tile_for(m: int, n: int, chunks: int, device: torch.device) -> ChunkTile:
 
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, chunks: int) -> ChunkTile:
-    """`tile_for` these operands, by the accelerator where it can read them and there are rows enough."""
     tile = tile_for(x.shape[0], weight.shape[0], chunks, x.device)
     even = tile.block_m > 64 and x.shape[1] // chunks % tile.block_k == 0
     return tile._replace(tma=even and rows_fit(weight) and tma_takes(x[None], weight.T[None]))
@@ -166,7 +162,6 @@ def chunk_products(
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, chunks: int, target: torch.Tensor, tile: ChunkTile) -> None:
-    """The products alone, into target [splits, M, N]."""
     (m, k), n = x.shape, weight.shape[0]
     size = k // chunks
     grid = (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), tile.splits)
@@ -199,19 +194,16 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, chunks: int, target: torch.Te
         )
 
 
-# Proof at first use of what class "ranks-tree" is computed by on CUDA: the chunks' sums here, and the tree over ranks.
-#
-# The chunks' sums: the anchor takes chunk by chunk by one small tile, and adds the sums in plain torch along the tree.
-# A member is the fused kernel with a tile (`row_chunks_cuda`), proven at the first call that would take it, for any
-# number of rows that has this tile: rows are independent in the kernel, and the proof has rows in full tiles and in a
-# cut one. Each rank proves for itself; one whose tile is excluded takes the anchor, and the product keeps the bits of
-# the class.
-#
-# The tree over ranks: the anchor gathers everybody's sums and adds them in plain torch; `push`, `peers_one_shot` and
-# `peers_two_shot` are proven and agreed on by all ranks (`nondet.kernels.all_reduce.chain`).
+# Proof at first use of class "ranks-tree" on CUDA.
+# The chunks' sums: the anchor takes chunk by chunk with one small tile, and adds the sums in plain torch along the
+# tree. A member is the fused kernel with a tile (`row_chunks_cuda`). Its proof holds for any number of rows with this
+# tile, because rows are independent in the kernel, and the proof has rows in full tiles and in a cut one. Each rank
+# proves for itself; one whose tile is excluded takes the anchor, and the product keeps the bits of the class.
+# The tree over ranks: the anchor gathers all ranks' sums and adds them in plain torch; all ranks prove and agree on
+# `push`, `peers_one_shot` and `peers_two_shot` (`nondet.kernels.all_reduce.chain`).
 
 ANCHOR_TILE = ChunkTile(16, 32, 64, 4, 3, 1)
-_SPLITS = (1, 2, 4)  # what a rank of several has of its own, for `push` to add first
+_SPLITS = (1, 2, 4)  # of one rank of several, for `push` to add first
 _KINDS = ("order", "order-wide", "wide", "bell")
 
 
@@ -228,7 +220,7 @@ def chunk_sum(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Ten
 
 
 def chunk_parts(x: torch.Tensor, weight: torch.Tensor, chunks: int) -> torch.Tensor:
-    """float32 [splits, M, N], whose sum along a tree is that of `chunk_sum`: for whoever adds further."""
+    """float32 [splits, M, N], whose sum along a tree is that of `chunk_sum`, for a caller that adds further."""
     tile = _tile(x, weight, chunks)
     parts = torch.empty(tile.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     if tile_stands(x, weight, chunks, torch.float32, tile):
@@ -239,7 +231,7 @@ def chunk_parts(x: torch.Tensor, weight: torch.Tensor, chunks: int) -> torch.Ten
 
 
 def chunk_by_chunk(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor) -> torch.Tensor:
-    """The anchor of `chunk_sum`: a launch a chunk, and the tree in plain torch."""
+    """The anchor of `chunk_sum`: a launch per chunk, and the tree in plain torch."""
     size = x.shape[1] // chunks
 
     def total(first: int, count: int) -> torch.Tensor:
@@ -254,7 +246,6 @@ def chunk_by_chunk(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torc
 
 @functools.cache
 def _names(tile: ChunkTile, dtype: torch.dtype, out: torch.dtype, k: int, n: int, chunks: int) -> tuple[str, str]:
-    """The member and the key of a certificate."""
     given, gives = (str(d).removeprefix("torch.") for d in (dtype, out))
     member = f"chunks/{tile.block_m}x{tile.block_n}x{tile.block_k}/{tile.warps}.{tile.stages}/{tile.splits}"
     return member + "/tma" * tile.tma, f"ranks-tree | {given}[*,{k}] {given}[{n},{k}] | {chunks} chunks | {gives}"
@@ -263,7 +254,7 @@ def _names(tile: ChunkTile, dtype: torch.dtype, out: torch.dtype, k: int, n: int
 def tile_stands(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.dtype, tile: ChunkTile) -> bool:
     """Whether the fused kernel has the anchor's bits with this tile; proven now where nothing is known.
 
-    While a CUDA graph is captured nothing can be proven: what is unknown then does not stand.
+    While a CUDA graph is captured nothing can be proven: False where nothing is known.
     """
     (_, k), n = x.shape, weight.shape[0]
     member, key = _names(tile, x.dtype, out, k, n, chunks)

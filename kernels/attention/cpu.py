@@ -1,5 +1,4 @@
-"""Batch-invariant attention on a CPU: prefill, chunks, decode, packed and padded give the same bits; and the class's
-members.
+"""Batch-invariant attention on a CPU: prefill, chunks, decode, packed and padded give the same bits.
 
 Numerics: operands are widened to float32 (exact), the query is scaled, and the keys are taken in blocks of 64 that are
 anchored at the request's first key. A library GEMM gives the scores of each block; a query's largest score over all of
@@ -7,14 +6,13 @@ its blocks, which no order can change, is subtracted; and the blocks' sums of ex
 block by block, in order, in float32; within a block exponentials are added by NumPy's pairwise sum. One division and
 one rounding to the dtype end it. The probabilities stay in float32, unlike in torch's own flash attention on a CPU.
 
-Invariance: what a query gives depends on itself and on the keys before it, however they came to be cached, and on the
-process (instruction set, thread count). Why: keys beyond the query, in its own block or in those after it, have
+Invariance: a query's result depends on itself, on the keys before it, however they came to be cached, and on the
+process (instruction set, thread count). Why: keys that it may not see (beyond it, or before its window) have
 probability 0 and add exact zeros; and the products run in batches of equal tiles, at tile heights and batch sizes
-certified to give the same bits (`nondet.kernels.attention.cpu`). Everything else is a maximum or elementwise;
-exponentials (and a soft cap's tanh) are NumPy's, whose vector loops mask their last elements where torch's go on one by
-one by another formula. `cpu_attention_proof` holds the whole to account at first use, with the sums over 64
-probabilities. A key or value that is infinite or NaN spoils its whole block, for queries before it too. Keys that a
-window hides do as those beyond the query.
+certified to give the same bits. Everything else is a maximum or elementwise; exponentials (and a soft cap's tanh) are
+NumPy's, whose vector loops mask their last elements, where torch computes them by another formula. `prove` tests the
+whole at first use, including the sums over 64 probabilities. An infinite or NaN key or value spoils its whole block,
+for queries before it too.
 """
 
 from __future__ import annotations
@@ -44,11 +42,10 @@ _Numbers = np.ndarray[Any, np.dtype[np.float32]]
 _Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
-# The two products of attention on a CPU, in batches of tiles, at sizes certified to give one and the same bits.
-#
-# scores: [n, R, D] times [n, 64, D] transposed -> [n, R, 64]. values: [n, R, 64] times [n, 64, D] -> [n, R, D]. Both
-# in float32, n tiles of R rows. The order along the summed axis is the library's; `nondet.kernels.matmul.cpu_tiles`
-# certifies that a row has the same bits at every place in its tile, in tiles of every height in `heights_of`, and in
+# The two products of attention on a CPU, in batches of tiles, at sizes certified to give the same bits.
+# scores: [n, R, D] times [n, 64, D] transposed -> [n, R, 64]. values: [n, R, 64] times [n, 64, D] -> [n, R, D]. Both in
+# float32, n tiles of R rows. The order along the summed axis is the library's; `nondet.kernels.matmul.cpu_tiles`
+# certifies that a row has the same bits at every position in its tile, in tiles of every height in `heights_of`, and in
 # batches of every size that is used. Where a library's batched product is not invariant, the batches shrink to single
 # tiles.
 
@@ -125,13 +122,12 @@ def _batches(product: Callable[..., None], height: int, depth: int, width: int) 
 
 
 def _right(product: Callable[..., None], batch: int, depth: int, width: int, seed: int) -> torch.Tensor:
-    """The right operand as the product takes it: keys [batch, 64, D] or values [batch, 64, D]."""
     x = order_revealing(batch * width, depth, torch.float32, seed, negate=False).view(batch, width, depth)
     return x if product is scores else x.mT.contiguous()
 
 
 def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
-    """Hold the whole to its promise, the exponential, a soft cap's tanh and the sums with it.
+    """Test the whole at its promise, including the exponential, a soft cap's tanh and the sums.
 
     Args:
         varlen: varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softcap=...), packed attention without checks.
@@ -139,7 +135,7 @@ def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
         capped: With a soft cap.
 
     Raises:
-        NotInvariantError: a query has other bits in a decode step, a chunk or a batch than in its prefill.
+        NotInvariantError: a query has different bits in a decode step, a chunk or a batch from its prefill.
     """
     rng = torch.Generator().manual_seed(23)
     length, heads = 3 * BLOCK - 7, 6
@@ -179,7 +175,7 @@ def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
 _CLASS = "cpu-blocks-one-maximum-pairwise-sums"  # in certificates: another order of reduction is another name
 MAX_HEAD_DIM = sys.maxsize  # any
 
-_FLOATS = 2**20  # of keys that are worked on at a time, so that they stay in a cache
+_FLOATS = 2**20  # of keys processed at a time, so that they stay in a cache
 _HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -203,11 +199,11 @@ def attention(
     Args:
         causal: See keys up to one's own position.
         scale: Of the scores; 1 / sqrt(D) if None.
-        window: A query sees that many keys, its own included; None: all before it.
+        window: How many keys a query sees, its own included; None: all before it.
         softcap: Scores s become softcap * tanh(s / softcap), as in Gemma 2; None: they stay.
 
     Raises:
-        UserError: shapes or dtypes that do not fit, more queries than keys, or a gradient asked for.
+        UserError: shapes or dtypes that do not fit, more queries than keys, or a gradient is needed.
         NotInvariantError: this machine has no certified way.
     """
     batch, heads, q_len, dim = q.shape
@@ -247,30 +243,12 @@ def attention_varlen(
 ) -> torch.Tensor:
     """Packed requests: q [Tq_total, Hq, D] over k, v [Tk_total, Hkv, D] -> [Tq_total, Hq, D] in q's dtype.
 
-    Each request has the bits that `attention` gives it alone.
-
-    Args:
-        cu_seqlens_q: int [requests + 1]: where each request's queries start; the last entry is where all end.
-        cu_seqlens_k: int [requests + 1]: the same for keys and values.
-        max_seqlen_q: Longest query; only GPU kernels need it.
-        max_seqlen_k: Most keys of a request; only GPU kernels need it.
-        scale: Of the scores; 1 / sqrt(D) if None.
-        causal: Aligned to the end of each request.
-        window: A query sees that many keys, its own included; None: all before it. Needs causal.
-        softcap: As in `attention`.
-        positions: Integers [Tq_total], each query's position in its request, where a sliding-window cache dropped the
-            first keys: those that are left end at the last query's position, and blocks stay anchored at position 0.
-            None: a request's first key stands at position 0.
-        split: Only GPU kernels have more than one way.
-        key_index: int64 [Tk_total]: k and v are a whole cache [tokens, Hkv, D], and these the places of the packed
-            keys in it. None: k and v are the packed keys.
+    Each request has the bits that `attention` gives it solo. Arguments as in
+    `nondet.kernels.attention.cuda.attention_varlen`, of which max_seqlen_q, max_seqlen_k and split are not used here;
+    errors as `attention`.
 
     Returns:
         Zeros for queries that belong to no request (those from cu_seqlens_q[-1] on).
-
-    Raises:
-        UserError: as `attention`.
-        NotInvariantError: this machine has no certified way.
     """
     del max_seqlen_q, max_seqlen_k, split
     _check(q, k, v, q.shape[1], k.shape[1], causal=causal, window=window, softcap=softcap)
@@ -346,8 +324,6 @@ def _check(
 
 
 class _Request(NamedTuple):
-    """Where a request's queries and keys lie, how many there are, and its first key's position."""
-
     q_start: int
     q_len: int
     k_start: int
@@ -356,8 +332,6 @@ class _Request(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """See `attention`."""
-
     causal: bool
     window: int | None
     softcap: float | None
@@ -374,10 +348,8 @@ def _attend(
 ) -> torch.Tensor:
     """q [Tq, Hq, D] over k, v [Tk, Hkv, D] -> [Tq, Hq, D] in q's dtype; zeros for queries of no request.
 
-    Requests with as many queries and blocks of keys as each other are computed at once.
-
-    Args:
-        places: Where the keys lie in k and v; None: as they are.
+    Requests with equal numbers of queries and of key blocks are computed at once. `places`: the keys' indices in k and
+    v.
     """
     alike: dict[tuple[int, int], list[_Request]] = {}
     for request in requests:
@@ -403,24 +375,23 @@ def _attend(
 
 
 def _height(rows: int, heights: tuple[int, ...]) -> int:
-    """Of the tiles that waste the fewest rows."""
     return min(heights, key=lambda height: -(-rows // height) * (height + 8))
 
 
 def _blocks(request: _Request, window: int | None) -> tuple[int, int]:
-    """The first block of keys that some query sees, and the last one + 1; a window goes with causal queries alone."""
+    """The first block of keys that some query sees, and the last one + 1; a window needs causal queries."""
     end = request.first + request.k_len
     seen = request.first if window is None else max(request.first, end - request.q_len - window + 1)
     return seen // BLOCK, -(-end // BLOCK)
 
 
 class _Layout(NamedTuple):
-    """Where the numbers of n requests of equal sizes lie. A head of keys has rows: its queries, token by token.
+    """The layout of n requests of equal sizes. A head of keys has rows: its queries, token by token.
 
     Attributes:
-        rows: How many a head of keys has, without those that fill the last tile up.
+        rows: Per head of keys, without those that fill the last tile up.
         queries: [n, Hkv, rows], of q [.., D].
-        keys: [n, blocks * 64], tokens of the packed keys; where there is none the first or last stands in, hidden.
+        keys: [n, blocks * 64], tokens of the packed keys; missing ones are the first or last token, hidden.
         key_at: [n, blocks * 64], positions.
         seen_to, seen_from: [n, rows], positions of the last and the first key that a row sees.
         tiles: Each one's first row, and the keys that some row of it sees.
@@ -435,7 +406,7 @@ class _Layout(NamedTuple):
     tiles: tuple[tuple[int, slice], ...]
 
 
-@functools.lru_cache(maxsize=8)  # all layers of a step ask for the same, those with a window for another
+@functools.lru_cache(maxsize=8)  # all layers of a step need the same; those with a window need another
 def _laid_out(
     requests: tuple[_Request, ...], heads: int, kv_heads: int, height: int, causal: bool, window: int | None
 ) -> _Layout:
@@ -467,7 +438,6 @@ def _attend_alike(
     places: _Index | None,
     out: torch.Tensor,
 ) -> None:
-    """Requests with the same numbers of queries and blocks, into their rows of `out`, tile by tile."""
     (kv_heads, dim), (rows, at, tokens, key_at, seen_to, seen_from, tiles) = k.shape[1:], layout
     tokens = tokens if places is None else places[tokens]
     of_heads = tokens[:, None] * kv_heads + np.arange(kv_heads)[:, None]
@@ -484,21 +454,21 @@ def _attend_alike(
 
 
 def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:
-    """Rows of x [.., D] in float32, a copy; NumPy takes them faster, by their bits, since it has no bfloat16."""
+    """A copy of rows of x [.., D] in float32. NumPy copies faster, but has no bfloat16, so it copies the bits."""
     x = (x.detach() if x.requires_grad else x).reshape(-1, x.shape[-1])
     bits = x.view(_BITS[x.itemsize])
-    taken = bits.new_empty((*rows.shape, x.shape[-1]))  # torch's memory is aligned, as the products want it
+    taken = bits.new_empty((*rows.shape, x.shape[-1]))  # torch's memory is aligned, which the products need
     bits.numpy().take(rows, 0, out=taken.numpy(), mode="clip")
     return taken.view(x.dtype).float()
 
 
-@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
+@np.errstate(all="ignore")  # torch does not report infinities or NaN either
 def _tile(
     q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, hidden: np.ndarray[Any, Any], softcap: float | None
 ) -> torch.Tensor:
-    """q [n, H, R, D], scaled, over keys and values [n, H, blocks * 64, D], less those hidden [n, R, blocks * 64].
+    """q [n, H, R, D], scaled, over keys and values [n, H, blocks * 64, D], except those hidden [n, R, blocks * 64].
 
-    What is elementwise goes through NumPy: its vector loops mask their last elements, and its sums are pairwise.
+    Elementwise steps use NumPy: its vector loops mask their last elements, and its sums are pairwise.
     """
     n, heads, height, dim = q.shape
     blocks = keys.shape[2] // BLOCK
@@ -520,7 +490,7 @@ def _tile(
     parts = q.new_empty((pairs, height, dim))
     by_values.apply((weights, values_.reshape(pairs, BLOCK, dim)), parts, values)
     mixed: _Numbers = parts.numpy().reshape(n, heads, blocks, height, dim)
-    out, sums = mixed[:, :, 0] + _ZERO, total[:, :, 0]  # a sum from zero on: -0.0 becomes 0.0
+    out, sums = mixed[:, :, 0] + _ZERO, total[:, :, 0]  # a sum that begins at zero: -0.0 becomes 0.0
     for block in range(1, blocks):
         out += mixed[:, :, block]
         sums += total[:, :, block]
@@ -551,16 +521,15 @@ def _prove_once(dim: int, capped: bool) -> None:
         raise failure
 
 
-# Anchors and members of attention that are no function of a kernel module as they stand.
-#
+# Anchors and members of attention that are adapters of kernel modules' functions.
 # Every function has the operator's signature (`nondet.kernels.reference`) and raises NotImplementedError where it does
-# not apply; `nondet.core.registry` names them. CUDA, but for `blocks_varlen`; forward only.
+# not apply; `nondet.core.registry` names them. CUDA, except `blocks_varlen`; forward only.
 
 
 def segments_anchor(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """The one plan that can serve every call: a program walks a query's segments in order."""
+    """The one plan that supports every call: a program processes a query's segments in order."""
     from nondet.kernels.attention.cuda import attention_by_one_plan
 
     return attention_by_one_plan(q, k, v, causal=causal, scale=scale)
@@ -569,7 +538,7 @@ def segments_anchor(
 def segments_hopper(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """The warp-specialized prefill kernel, also where it is the slower way."""
+    """The warp-specialized prefill kernel, also where it is slower."""
     from nondet.kernels.attention.hopper import prefill, supports
 
     reason = supports(q, k, v, causal, None, None)
@@ -581,15 +550,13 @@ def segments_hopper(
 def segments_split(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """A program for each segment, merged afterwards: split-KV, also where it is the slower way."""
+    """A program for each segment, merged afterwards: split-KV, also where it is slower."""
     from nondet.kernels.attention.cuda import attention
 
     return attention(q, k, v, causal=causal, scale=scale, split=True)
 
 
 class _Varlen:
-    """An `attention_varlen` as `attention`, and for requests of unequal lengths at once."""
-
     def __init__(self, target: str) -> None:
         self.target = target
 
@@ -606,7 +573,6 @@ class _Varlen:
         causal: bool = True,
         scale: float | None = None,
     ) -> list[torch.Tensor]:
-        """Each request's q [Hq, Tq, D] over k, v [Hkv, Tk, D] -> [Hq, Tq, D], all in one call."""
         lengths = [(q.shape[1], k.shape[1]) for q, k, _ in requests]
         packed = [torch.cat([one[i].transpose(0, 1) for one in requests]).contiguous() for i in range(3)]
         module, _, name = self.target.partition(":")

@@ -3,23 +3,23 @@
 The order of reduction, for one query of one head at position p (the number of keys before it):
 
   1. keys 0 ... p are cut into segments of SEGMENT keys, and each segment into tiles of `tile_keys` keys, both anchored
-     at key 0 and so independent of how many queries, requests, cached tokens or chunks there are;
+  at key 0 and so independent of how many queries, requests, cached tokens or chunks there are;
   2. within a segment, an online softmax over its tiles in order, in float32: scores by one dot over the head dim, the
-     maximum in units of scores, probabilities exp2(fma(score, c, -maximum * c)) with c = scale * log2(e), their sums in
-     eight partial sums by a tree of halves, then rounded to the input's dtype for one dot with the values;
+      maximum in units of scores, probabilities exp2(fma(score, c, -maximum * c)) with c = scale * log2(e), their sums
+      in eight partial sums by a tree of halves, then rounded to the input's dtype for one dot with the values;
   3. the segments' (m, l, acc) merged in order in float32, then acc / l, rounded once to the input's dtype.
 
-Only the position and the head enter. Whether one program walks all segments, each has its own (split-KV decode) or some
-share one, and how many rows a program holds decides speed alone. A fixed segment *size* rather than a number of splits
-is what He & Thinking Machines Lab (2025, doi 10.64434/tml.20250910) propose; the merge is that of flash decoding. FMA
-contraction is off (enable_fp_fusion=False): next to a merge it would depend on the kernel; every fused multiply-add is
-in the source. That narrow mma.sync and wide wgmma tiles accumulate alike is the hardware's property: so each way to
-launch is proven by bits at its first use on a machine (`cuda_proof`), against the one plan that can serve every call.
-What is not proven, or can't be while a CUDA graph is captured, gives way to that plan.
+Only the position and the head enter. How many segments a program processes (all, some, or one: split-KV decode) and how
+many rows it holds changes only speed. A fixed segment *size* instead of a number of splits is what He & Thinking
+Machines Lab (2025, doi 10.64434/tml.20250910) propose; the merge is that of flash decoding. FMA contraction is off
+(enable_fp_fusion=False), because next to a merge it would depend on the kernel; every fused multiply-add is in the
+source. That narrow mma.sync and wide wgmma tiles accumulate alike is a property of the hardware. So each way to launch
+is proven by bits at its first use on a machine, against the one plan that supports every call. That plan runs where a
+way is not proven, or can't be while a CUDA graph is captured.
 
 Long prefills of half precision on Hopper go to `hopper_attention`, a faster member of the same class.
 
-A value that is infinite or NaN at a key that a query may not see can still reach it (0 * inf), as in PyTorch's math.
+An infinite or NaN value at a key that a query may not see can still reach it (0 * inf), as in PyTorch's math.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Call(NamedTuple):
 
     Attributes:
         tq, tk: Sizes of every request, or packed, the largest; tk counts from position 0.
-        page: Of a paged cache, keys of which every whole run lies together: key i * page + j of a request j behind key
-            i * page. 0 where nobody says.
+        page: Of a paged cache, the number of keys that lie together: key i * page + j of a request is j after key i *
+            page. 0 where it is unknown.
     """
 
     q: torch.Tensor
@@ -84,7 +84,7 @@ class Call(NamedTuple):
 
 
 def form_of(call: Call) -> Form:
-    """What of the call the kernels are compiled for."""
+    """What the kernels are compiled for."""
     axis = 2 if call.cu_q is not None else 0
     operands = (call.q, call.k, call.v, call.out)
     return Form(
@@ -104,7 +104,7 @@ def form_of(call: Call) -> Form:
 
 
 def quickest(call: Call, split: bool | None = None) -> Way:
-    """The way that should take the least time, of all, or of those that split (True) or do not (False)."""
+    """The way that should take the least time: of all, or of those that split (True) or do not (False)."""
     heads, heads_kv, head_dim = call.q.shape[1], call.k.shape[1], call.q.shape[3]
     group = heads // heads_kv
     plan = plan_for(min(call.tq * group, 128), head_dim, call.q.dtype)
@@ -128,9 +128,9 @@ def quickest(call: Call, split: bool | None = None) -> Way:
 
 
 def _has_few_row_kernels(call: Call) -> bool:
-    """Is the call one without window and soft cap, on a GPU that has the kernels of `hopper_decode`?"""
+    """Whether the call has no window and no soft cap, on a GPU that has the kernels of `hopper_decode`."""
     if torch.compiler.is_compiling():
-        return False  # they can't be traced, nor need they: the one plan runs there
+        return False  # they can't be traced, and need not be: the one plan runs there
     return call.window is None and call.softcap is None and hopper.available(call.q.device) is None
 
 
@@ -138,8 +138,8 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
     """Compute call.out in this way.
 
     Args:
-        why: Said in the note, where another way would have been quicker.
-        what: By which its launches are remembered; of a packed call without positions all that its tensors don't say.
+        why: Added to the note, where another way would have been faster.
+        what: The key of its cached launches; for a packed call without positions, all that its tensors don't show.
     """
     q, k, v, out = call.q, call.k, call.v, call.out
     plan, span = way.plan, way.span
@@ -262,17 +262,15 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
 
 
 # The proof at first use that a way to launch attention has, on this machine, the bits of the one plan.
-#
-# Which kernel, which tile and how many segments a program walks follow from quantities of the batch. So each is held
-# to the plan that can serve every call (`cuda_plan.one_plan`), which computes each request alone, densely, in
-# contiguous memory: whole answers, and answers that begin at another query, so that every row has another place among
-# its neighbours. That takes milliseconds, once for each way and form on a machine; the certificate is kept.
-#
-# Inputs: "values" has equal scores and values whose exact sum is zero, so that a result is nothing but the rounding
-# errors of the order along the keys, segments and their merge included. "scores" has queries and keys whose exact
-# product is zero, at a scale that makes their rounding errors decide the probabilities. "bell" and "wide" are what is
-# ordinary; they move the maximum, and with it every rescaling. The sums of probabilities are additions written out in
-# the source; where results are rounded to half precision, another order of those would show in few elements.
+# The kernel, the tile and the number of segments per program depend on the batch. So each way is compared with the plan
+# that supports every call (`cuda_plan.one_plan`), which computes each request solo, densely, in contiguous memory:
+# whole results, and results that begin at another query, so that every row has another position among its neighbours.
+# That takes milliseconds, once per way and form on a machine; the certificate is kept.
+# Inputs: "values" has equal scores and values whose exact sum is zero, so that a result consists of the rounding errors
+# of the order along the keys, including segments and their merge. "scores" has queries and keys whose exact product is
+# zero, at a scale that makes their rounding errors decide the probabilities. "bell" and "wide" are ordinary; they move
+# the maximum, and with it every rescaling. The sums of probabilities are additions written out in the source; where
+# results are rounded to half precision, another order of those would show in few elements.
 
 _KINDS = ("values", "scores", "bell", "wide")
 _HEADS_KV = 2
@@ -286,7 +284,7 @@ _known: dict[tuple[Any, ...], bool] = {}
 
 
 class _Case(NamedTuple):
-    """Requests of q [1, Hq, nq, D] over k, v [1, Hkv, nk, D]; of each, queries from `skip` on (the last at least)."""
+    """Requests of q [1, Hq, nq, D] over k, v [1, Hkv, nk, D]; each with its queries from `skip` on."""
 
     requests: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     skip: int
@@ -297,7 +295,7 @@ class _Case(NamedTuple):
 
 
 def stands(call: Call, way: Way) -> bool:
-    """Is the way proven for calls of this form? If nobody knows, it is proven now, unless a CUDA graph is captured."""
+    """Whether the way is proven for calls of this form. Proven now if unknown, unless a CUDA graph is captured."""
     q, k, v, out = call.q, call.k, call.v, call.out
     at = (
         way,
@@ -319,7 +317,7 @@ def stands(call: Call, way: Way) -> bool:
 
 
 def excluded(call: Call, way: Way) -> bool:
-    """Has the way been seen to give other bits? It is proven now where nobody knows and it can be."""
+    """Whether the way gave different bits. Proven now if unknown and possible."""
     if stands(call, way):
         return False
     proof = certificates().proof(way.name, _key(form_of(call)))
@@ -339,16 +337,16 @@ def hopper_stands(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
 
 
 def forget() -> None:
-    """Look certificates up again: after they have changed within the process."""
+    """Read the certificates again: after they have changed within the process."""
     _known.clear()
     forget_calls()
 
 
 def prove_way(form: Form, way: Way, device: torch.device, *, dry: bool = False) -> bool | None:
-    """Hold the way to the one plan in this form, and record what is seen; see `nondet.core.proof.prove`.
+    """Compare the way with the one plan in this form, and record the result; see `nondet.core.proof.prove`.
 
     Args:
-        dry: Only launch what a proof launches, for its kernels, and look at no bit: None.
+        dry: Only launch what a proof launches, to compile its kernels, and compare nothing: None.
     """
     spans = 2 * way.span + 1 if way.span else 3
     queries = max(2, math.ceil(_BLOCKS * way.plan.block_m / form.group))
@@ -386,7 +384,7 @@ def _hopper_key(dtype: torch.dtype, head_dim: int, group: int, causal: bool) -> 
 
 
 def _settled(at: tuple[Any, ...], member: str, key: str, prove_now: Callable[[], bool | None]) -> bool:
-    """What is known of the member, proven now if it has to be and can be; only what is known is remembered."""
+    """The member's proof, made now if it is needed and possible; only a known result is cached."""
     holds = certificates().standing(member, key)
     if holds is None and not torch.cuda.is_current_stream_capturing():
         holds = prove_now()
@@ -436,7 +434,7 @@ def _cases(form: Form, queries: int, segments: int, device: torch.device) -> Ite
             requests.append(drawn)
             scale = scale or own
         if kind == "scores" and scale is None:
-            continue  # of so few terms that they add up exactly in any order
+            continue  # so few terms add up exactly in any order
         for skip in (0, 1, queries - 1) if kind == "values" else (0,):
             name = kind if not skip else f"{kind} from query {skip}"
             yield name, (_Case(requests, skip, scale, form.causal, window, softcap),)
@@ -445,7 +443,7 @@ def _cases(form: Form, queries: int, segments: int, device: torch.device) -> Ite
 def _drawn(
     kind: str, form: Form, nq: int, nk: int, window: int | None, seed: int, device: torch.device
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], float | None]:
-    """One request's q [1, Hq, nq, D], k, v [1, Hkv, nk, D], and the scale of its scores where that is not the usual."""
+    """One request's q [1, Hq, nq, D], k, v [1, Hkv, nk, D], and the scale of its scores where it is not the default."""
     heads, dim, dtype = _HEADS_KV * form.group, form.head_dim, form.dtype
     rng = inputs.generator(seed, device)
 
@@ -480,7 +478,7 @@ def _dense(case: _Case, form: Form) -> Call:
 
 
 def _packed(case: _Case, form: Form) -> Call:
-    """The requests one after the other, their first keys dropped and their tokens scattered, as the form has it."""
+    """The requests in sequence, their first keys dropped and their tokens scattered, as the form has it."""
     device = case.requests[0][0].device
     queries = [q[:, :, min(case.skip, q.shape[2] - 1) :] for q, _, _ in case.requests]
     kept = [k.shape[2] for _, k, _ in case.requests]
@@ -494,7 +492,7 @@ def _packed(case: _Case, form: Form) -> Call:
     if form.positions is not None:
         ends = [(q.shape[2], x[1].shape[2]) for q, x in zip(queries, case.requests, strict=True)]
         positions = torch.cat([torch.arange(nk - nq, nk, device=device) for nq, nk in ends]).to(form.positions)
-    if form.paged is not None:  # a cache with room for more, its pages anywhere, NaN where nobody wrote
+    if form.paged is not None:  # a cache with spare space, its pages anywhere, NaN where nothing was written
         page = max(form.page, 1)
         counts = [-(-n // page) for n in kept]
         pages = torch.randperm(sum(counts) + 13, generator=inputs.generator(5, device), device=device)
@@ -527,7 +525,7 @@ def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
 def _laid_out(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v and room for the result, in memory as the form says; the result begins as NaN."""
+    """q, k, v and an output buffer of NaN, in memory as the form describes."""
     aligned = (*form.aligned, True)
     results: list[torch.Tensor] = []
     for x, steps, at_16 in zip((q, k, v, torch.full_like(q, torch.nan)), form.steps, aligned, strict=True):
@@ -576,16 +574,16 @@ def compute(call: Call, way: Way, *, asked: bool = False, what: object = None) -
     """Compute call.out in this way where it is proven on this machine, else by the one plan.
 
     Args:
-        asked: In this way whatever is proven.
-        what: As `launch` has it, for what is proven.
+        asked: Use this way even where it is not proven.
+        what: As in `launch`, for what is proven.
 
     Returns:
-        Whether it was this way, proven.
+        Whether this way was used, proven.
 
     Raises:
-        NotImplementedError: the one plan itself was seen to give a row other bits at another place.
+        NotImplementedError: the one plan itself gave a row different bits at another position.
     """
-    if asked or INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
+    if asked or INTERPRETED:  # NumPy's products there: they say nothing about the hardware
         launch(call, way, what=what)
         return False
     one = one_plan(call.q.shape[3], call.q.dtype)
@@ -624,16 +622,16 @@ def attention(
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; Hq a multiple of Hkv (GQA), D to 256, any strides.
 
     float16, bfloat16 or float32, one dtype for all; accumulated in float32 in the module's order; forward only. Causal
-    is aligned to the end: query i stands at position Tk - Tq + i. A query that sees no key gives NaN. The bits of a
-    query depend on its position, its head and the keys it sees: not on B, Tq, Tk beyond its position, strides, `split`.
+    is aligned to the end: query i has position Tk - Tq + i. A query that sees no key gives NaN. The bits of a query
+    depend on its position, its head and the keys it sees: not on B, Tq, Tk beyond its position, strides, `split`.
 
     Args:
         scale: Of the scores, above 0; None for 1 / sqrt(D).
-        window: See the last `window` keys only, one's own included (sliding-window attention); needs causal.
+        window: See only the last `window` keys, one's own included (sliding-window attention); needs causal.
         softcap: Scores s become softcap * tanh(s / softcap), as in Gemma 2; part of the class where it is given.
-        split: True gives each segment a program of its own, False walks them in one, both in the Triton kernels and
-            whatever is proven; None chooses by speed among what is, and sends large half-precision prefills on Hopper
-            to `hopper_attention`.
+        split: True gives each segment a program of its own, False processes all in one, both in the Triton kernels and
+            proven or not; None chooses the fastest proven way, and sends large half-precision prefills on Hopper to
+            `hopper_attention`.
 
     Raises:
         NotImplementedError: a device or dtype without a kernel.
@@ -657,7 +655,7 @@ def attention(
         and hopper_stands(q, k, causal)
     ):
         return hopper_attention.prefill(q, k, v, causal=causal, scale=scale, what=what)
-    # Laid out as [B, T, H, D], the order in which models want it back.
+    # Laid out as [B, T, H, D], the order that models need.
     out = torch.empty(batch, tq, heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     if out.numel() == 0:
         return out
@@ -672,7 +670,7 @@ def attention(
 def attention_by_one_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """`attention` by the plan that the class's bits are those of, whatever the sizes; as slow as that may be."""
+    """`attention` by the plan that defines the class's bits, at any size; it may be slow."""
     _check(q, k, v, causal, None, None, scale)
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     if out.numel():
@@ -703,8 +701,8 @@ def attention_varlen(
 
     Request i owns queries cu_seqlens_q[i] ... cu_seqlens_q[i + 1] and the keys between the same entries of
     cu_seqlens_k, and sees no others; causal is aligned to the end of each. Its bits are those of `attention` on the
-    request alone. Requests of no queries are allowed, and so are tokens beyond the last entry: their output is left
-    unwritten. Nothing is read back by the host, so a launch can be captured in a CUDA graph and replayed with other
+    request solo. Requests without queries are allowed, and so are tokens beyond the last entry: their output is left
+    unwritten. The host reads nothing back, so you can capture a launch in a CUDA graph and replay it with other
     lengths, as long as max_seqlen_q and max_seqlen_k bound them.
 
     Args:
@@ -716,9 +714,9 @@ def attention_varlen(
         scale: As in `attention`, and so are causal, window, softcap and split.
         positions: Integers [Tq], each query's position in its request, where a sliding-window cache has dropped the
             first keys: the keys that are left end at the last query's position, and segments stay anchored at position
-            0. None: a request's first key stands at position 0.
-        key_index: Integers [keys of all requests], for a paged cache: k and v are the cache, [tokens, Hkv, D], and the
-            key that cu_seqlens_k counts as number i is its token key_index[i]. Nothing is gathered first.
+            0. None: a request's first key has position 0.
+        key_index: Integers [keys of all requests], for a paged cache: k and v are the cache, [tokens, Hkv, D], and key
+            i of cu_seqlens_k's count is its token key_index[i]. Nothing is gathered first.
 
     Raises:
         NotImplementedError: a device or dtype without a kernel.

@@ -1,6 +1,4 @@
-"""The Gluon kernels of attention on Hopper, prefill and decode, in a file of their own: a Triton may lack what they
-need.
-"""
+"""The Gluon kernels of attention on Hopper, in a file of their own because a Triton may lack what they need."""
 
 from __future__ import annotations
 
@@ -16,9 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Pieces of the Hopper prefill kernel: its arithmetic, one step of the class's order each, and its list of work.
-#
-# Shapes are those of one consumer: ROWS queries (64) by the keys of a tile, or by the head dim. Everything is float32.
+# The pieces of the prefill kernel, for one consumer: ROWS queries (64) by the keys of a tile, or by the head dim, in
+# float32.
 
 # Triton reads a kernel's annotations itself: only gl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -33,10 +30,10 @@ def reinterpret(smem, dtype, shape, layout, _semantic=None):
 
 @gluon.constexpr_function
 def total_layout(head_dim):
-    """Where [64, head_dim] float32 of a consumer's total lies: what one thread holds is together, 4 floats at a time.
+    """The layout of a consumer's total, [64, head_dim] float32: each thread's elements, 4 floats at a time.
 
-    The first bits of an address name 4 of the thread's own elements, then the thread, then the rest of its elements:
-    so 128-bit accesses without bank conflicts, and no thread reads what another wrote.
+    The first bits of an address name 4 of the thread's own elements, then the thread, then the rest of its elements: so
+    128-bit accesses have no bank conflicts, and no thread reads what another wrote.
     """
     own = [[0, 1], [8, 0]]
     thread = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
@@ -46,7 +43,7 @@ def total_layout(head_dim):
 
 @gluon.jit
 def pin(x):
-    """x, computed here and nowhere earlier: the compiler would hoist what follows and run out of registers."""
+    """x, computed here and not earlier: the compiler would hoist what follows and run out of registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
@@ -56,7 +53,7 @@ def fold_sum(x, COLS: gl.constexpr):
     n: gl.constexpr = x.shape[1]
     if n > COLS:
         return fold_sum(gl.sum(gl.reshape(x, [x.shape[0], 2, n // 2]), axis=1), COLS)
-    else:  # noqa: RET505 - what stands after a return is compiled all the same
+    else:  # noqa: RET505 - what follows a return is compiled all the same
         return x
 
 
@@ -66,13 +63,13 @@ def fold_max(x, COLS: gl.constexpr):
     n: gl.constexpr = x.shape[1]
     if n > COLS:
         return fold_max(gl.max(gl.reshape(x, [x.shape[0], 2, n // 2]), axis=1), COLS)
-    else:  # noqa: RET505 - what stands after a return is compiled all the same
+    else:  # noqa: RET505 - what follows a return is compiled all the same
         return x
 
 
 @gluon.jit
 def softmax_step(s, m, l8, qk_scale, ROW: gl.constexpr):
-    """A tile's scores -> p (float32, unrounded), the maximum and the 8 partial sums with it, and the rescaling."""
+    """A tile's scores -> p (float32, unrounded), the new maximum and 8 partial sums, and the rescaling."""
     m_new = gl.maximum(m, gl.convert_layout(gl.max(fold_max(s, 8), axis=1), ROW))
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
     neg = -(m_safe * qk_scale)
@@ -86,7 +83,7 @@ def softmax_step(s, m, l8, qk_scale, ROW: gl.constexpr):
 
 @gluon.jit
 def merge_stats(m_all, l_all, m, l8, qk_scale, ROW: gl.constexpr):
-    """A segment's maximum and sums into the total's -> those, and what total and segment are to be scaled by."""
+    """A segment's maximum and sums into the total's -> those, and the factors of total and segment."""
     l = gl.convert_layout(gl.sum(fold_sum(l8, 2), axis=1), ROW)  # noqa: E741 - the literature's name
     m_new = gl.maximum(m_all, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -100,7 +97,7 @@ def merge_acc(total, acc, before, now, first, ACC: gl.constexpr):
     """fma(total, before, acc * now) with the total in shared memory, which is 0 before the first segment."""
     before = before[:, None] + gl.full_like(acc, 0.0)
     scaled = acc * now[:, None]
-    if first:  # noqa: SIM108 - a branch is wanted: a ternary would compute both
+    if first:  # noqa: SIM108 - a branch, because a ternary would compute both
         merged = gl.fma(gl.full_like(acc, 0.0), before, scaled)
     else:
         merged = gl.fma(total.load(ACC), before, scaled)
@@ -123,7 +120,7 @@ def mask_scores(s, first_key, position, tk, CAUSAL: gl.constexpr, ROW: gl.conste
 def item_of(turn):
     """The work item of this program in its turn: programs take items forwards, then backwards, and so on.
 
-    Items are sorted by work, so whoever takes the largest of one turn takes the smallest of the next.
+    Items are sorted by work, so the program with the largest of one turn takes the smallest of the next.
     """
     programs = gl.num_programs(0)
     program = gl.program_id(0)
@@ -134,8 +131,8 @@ def item_of(turn):
 def work_of(item, blocks, heads_all, tq, tk, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Item -> batch * heads + head, its first query, how many tiles its rows see, and how many of them all rows see.
 
-    Blocks of queries count down, since causal the last sees the most keys; heads fastest, so that heads of one KV head
-    run side by side and share its tiles in L2.
+    Blocks of queries count down, because in causal attention the last sees the most keys; heads change fastest, so that
+    heads of one KV head run concurrently and share its tiles in L2.
     """
     block = blocks - 1 - item // heads_all
     first_query = block * BLOCK_M
@@ -155,19 +152,15 @@ def as_matrix(smem):
 
 
 # The Gluon kernel behind `hopper_attention`: the order of `triton_attention` on Hopper's own instructions.
-#
-# A program is three warp groups. One warp brings tiles of Q, K and V into shared memory (TMA) and two consumers of 4
-# warps compute 64 queries each: scores and values through wgmma, the softmax between them in registers. Programs stay
-# for many blocks of queries, so that one block's last steps hide the next one's first loads.
-#
-# A consumer keeps two products in flight. In the step of tile j it starts the scores of tile j, then the values of
-# tile j - 1, and turns the scores into probabilities while the values run. What must not run beside them comes in
-# between: rescaling the segment's accumulator, and once a segment adding it to the total, which lives in shared
-# memory, since registers hold one accumulator only.
-#
-# None of that enters the bits: every sum has the order that `triton_attention` states, by the same instructions or by
-# ones proved equal (wgmma of one tile shape against another's, on hard inputs in
-# tests/kernels/attention/test_hopper.py).
+# A program is three warp groups. One warp loads tiles of Q, K and V into shared memory (TMA) and two consumers of 4
+# warps compute 64 queries each: scores and values through wgmma, the softmax between them in registers. Programs
+# process many blocks of queries, so that one block's last steps hide the next one's first loads.
+# A consumer keeps two products in flight. In the step of tile j it starts the scores of tile j, then the values of tile
+# j - 1, and turns the scores into probabilities while the values run. Between them comes what must not overlap:
+# rescaling the segment's accumulator, and once per segment adding it to the total, which is in shared memory, because
+# registers hold only one accumulator.
+# The bits do not depend on this: every sum has the order that `triton_attention` states, by the same instructions or by
+# ones proved equal (wgmma of different tile shapes, on hard inputs in tests/kernels/attention/test_hopper.py).
 
 
 # Triton 3.7 renamed these.
@@ -180,7 +173,7 @@ def producer(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, tq, tk, heads_all, heads, blocks, items,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load Q once an item, then K and V tile by tile, as far ahead as there are stages."""
+    """Load Q once per item, then K and V tile by tile, as far ahead as there are stages."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     n = 0  # tiles so far, over all items: stage n % STAGES, and its barriers flip every STAGES tiles
     for turn in range((items + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -211,7 +204,7 @@ def consumer(
     HALF: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     SEGMENT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute one half of every item's queries; see the module for the order of steps."""
+    """Compute one half of every item's queries; the comment above `producer` has the order of steps."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     ROWS: gl.constexpr = BLOCK_M // 2
     PER: gl.constexpr = SEGMENT // BLOCK_N
@@ -239,7 +232,7 @@ def consumer(
             l_all = gl.full([ROWS], 0.0, gl.float32, ROW)
             before = gl.full([ROWS], 0.0, gl.float32, ACC_ROW)
             now = gl.full([ROWS], 0.0, gl.float32, ACC_ROW)
-            # Tile 0 alone.
+            # Only tile 0.
             mbarrier.wait(q_full, turn & 1)
             stage = n % STAGES
             mbarrier.wait(k_full.index(stage), (n // STAGES) & 1)
@@ -249,7 +242,7 @@ def consumer(
             if full == 0:
                 s = mask_scores(s, 0, position, tk, CAUSAL, ROW, COL)
             p32, m, l8, alpha = softmax_step(s, no_max, no_sum, qk_scale, ROW)
-            tma.store_wait(0)  # the item before has left shared memory, where the total goes next
+            tma.store_wait(0)  # the previous item has left shared memory, which the total uses next
             mbarrier.wait(v_full.index(stage), (n // STAGES) & 1)
             p = gl.convert_layout(p32.to(dtype), PROB, assert_trivial=True)
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, ACC)
@@ -277,7 +270,7 @@ def consumer(
                 p32, m, l8, alpha = softmax_step(
                     s, gl.where(first, float("-inf"), m_before), gl.where(first, 0.0, l8_before), qk_scale, ROW
                 )
-                mbarrier.wait(v_full.index(stage), phase)  # here, for a wait keeps the softmax above the next one
+                mbarrier.wait(v_full.index(stage), phase)  # here, because a wait keeps the softmax above the next one
                 acc, p = warpgroup_mma_wait(0, [acc_run, p])
                 mbarrier.arrive(v_empty.index(v_stage), count=1)
                 if first:
@@ -350,22 +343,20 @@ def prefill_kernel(
     )  # fmt: skip
 
 
-# Pieces of the decode kernels: arithmetic on TILES tiles at once, one step of the class's order each.
-#
-# Shapes are [rows, ...] with 16 rows, everything is float32; TILES is 2 or 4, and of 2 tiles the last two names of
-# four stand for the first two again.
+# The pieces of the decode kernels, on TILES (2 or 4) tiles of 16 rows at once, in float32. Of 2 tiles the last two of
+# four names repeat the first two.
 
 
 @builtin
 def launch_dependents(_semantic=None):
-    """The kernel that follows may start."""
+    """Let the next kernel start."""
     instruction = "griddepcontrol.launch_dependents; // $0"
     gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @builtin
 def wait_for_kernel_before(_semantic=None):
-    """Everything the kernel before has written is visible after this."""
+    """Wait until everything that the previous kernel has written is visible."""
     instruction = "griddepcontrol.wait; // $0"
     gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
@@ -386,7 +377,7 @@ def side_by_side(x0, x1, x2, x3, TILES: gl.constexpr):
 
 @gluon.jit
 def split_tiles(x, TILES: gl.constexpr):
-    """The inverse of `join_tiles`; of 2, the last two are the first two again."""
+    """The inverse of `join_tiles`; of 2 tiles, the last two results repeat the first two."""
     if TILES == 4:
         x01, x23 = gl.split(x)
         x0, x1 = gl.split(x01)
@@ -404,30 +395,30 @@ def fold_groups(x):
     n: gl.constexpr = x.shape[1]
     if n > 1:
         rest: gl.constexpr = x.shape[2:]
-        return fold_groups(gl.sum(gl.reshape(x, [x.shape[0], 2, n // 2] + rest), axis=1))  # noqa: RUF005 - the compiler knows no unpacking
+        return fold_groups(gl.sum(gl.reshape(x, [x.shape[0], 2, n // 2] + rest), axis=1))  # noqa: RUF005 - the compiler does not support unpacking
     else:  # noqa: RET505 - as above
-        return gl.reshape(x, [x.shape[0]] + x.shape[2:])  # noqa: RUF005 - the compiler knows no unpacking
+        return gl.reshape(x, [x.shape[0]] + x.shape[2:])  # noqa: RUF005 - the compiler does not support unpacking
 
 
 @gluon.jit
 def tree_sums(f0, f1, f2, f3, WARPS: gl.constexpr, TILES: gl.constexpr, TREE: gl.constexpr):
-    """Of TILES tiles whose columns are folded to 8 * WARPS: the eight sums a row of each, [ROWS, 8]."""
+    """Of TILES tiles whose columns are folded to 8 * WARPS: the eight sums per row of each, [ROWS, 8]."""
     joined = join_tiles(f0, f1, f2, f3, TILES)
-    tree = gl.convert_layout(gl.reshape(joined, [f0.shape[0], WARPS, 8] + joined.shape[2:]), TREE)  # noqa: RUF005 - the compiler knows no unpacking
+    tree = gl.convert_layout(gl.reshape(joined, [f0.shape[0], WARPS, 8] + joined.shape[2:]), TREE)  # noqa: RUF005 - the compiler does not support unpacking
     return split_tiles(gl.convert_layout(fold_groups(tree), gl.SliceLayout(1, TREE)), TILES)
 
 
 @gluon.jit
 def spread_scales(a0, a1, a2, a3, TILES: gl.constexpr, TREE: gl.constexpr):
-    """A factor a row of TILES tiles -> each as [ROWS, 8], laid out as the results of `tree_sums`."""
+    """A factor per row of TILES tiles -> each as [ROWS, 8], in the layout of `tree_sums`' results."""
     joined = gl.convert_layout(join_tiles(a0, a1, a2, a3, TILES), gl.SliceLayout(1, gl.SliceLayout(1, TREE)))
-    zero = gl.full([a0.shape[0], 8] + joined.shape[1:], 0.0, gl.float32, gl.SliceLayout(1, TREE))  # noqa: RUF005 - the compiler knows no unpacking
+    zero = gl.full([a0.shape[0], 8] + joined.shape[1:], 0.0, gl.float32, gl.SliceLayout(1, TREE))  # noqa: RUF005 - the compiler does not support unpacking
     return split_tiles(zero + gl.expand_dims(joined, 1), TILES)
 
 
 @gluon.jit
 def probabilities(s, m, qk_scale):
-    """exp2(fma(score, scale, -maximum * scale)) of a tile, the maximum being that up to this tile."""
+    """exp2(fma(score, scale, -maximum * scale)) of a tile, with the maximum up to this tile."""
     m_safe = gl.where(m == float("-inf"), 0.0, m)  # -inf - -inf is NaN
     shift = -(m_safe * qk_scale)
     return gl.exp2(gl.fma(s, gl.full_like(s, 0.0) + qk_scale, gl.full_like(s, 0.0) + gl.expand_dims(shift, 1)))
@@ -442,7 +433,7 @@ def rescaling(m_before, m, qk_scale):
 
 @gluon.jit
 def merge_segment(m_all, l_all, acc_all, m, l, acc, qk_scale, ROW: gl.constexpr):  # noqa: E741 - the literature's name
-    """`cuda_parts.merge`: (m, l, acc) of a segment into the segments' before it."""
+    """`cuda_parts.merge`: (m, l, acc) of a segment into that of the segments before it."""
     m_new = gl.maximum(m_all, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     before = gl.exp2((m_all - m_safe) * qk_scale)
@@ -455,9 +446,8 @@ def merge_segment(m_all, l_all, acc_all, m, l, acc, qk_scale, ROW: gl.constexpr)
 
 
 # The Gluon kernel that merges the segments of a row: the order of `cuda_kernels.merge_kernel`, bit for bit.
-#
-# The merge computes the factors of all segments at once, a segment a lane, for the running maximum is exact. What is
-# left of it as a chain is one fused multiply-add a segment, with all of its operands in registers before it starts.
+# It computes the factors of all segments at once, one segment per lane, because the running maximum is exact. The rest
+# is a chain of one fused multiply-add per segment, with all of its operands in registers before it starts.
 
 
 @gluon.jit
@@ -490,7 +480,7 @@ def chain(total, factor, added):
         first, second = gl.split(gl.permute(gl.reshape(added, [2, n // 2, columns]), [1, 2, 0]))
         first_factor, second_factor = gl.split(gl.permute(gl.reshape(factor, [2, n // 2, columns]), [1, 2, 0]))
         return chain(chain(total, first_factor, first), second_factor, second)
-    else:  # noqa: RET505 - what stands after a return is compiled all the same
+    else:  # noqa: RET505 - what follows a return is compiled all the same
         layout: gl.constexpr = total.type.layout
         factor = gl.convert_layout(gl.reshape(factor, [columns]), layout)
         return gl.fma(total, factor, gl.convert_layout(gl.reshape(added, [columns]), layout))
@@ -507,11 +497,11 @@ def merge_all_kernel(
 ):  # fmt: skip
     """32 columns of one row, by one warp: the segments that the row sees, merged in order, CHUNK of them at a time.
 
-    It reads up to CHUNK segments more than there are: part must have room for them behind its end.
+    It reads up to CHUNK segments beyond the last one: part must have room for them behind its end.
     """
     COLUMNS: gl.constexpr = 32
-    LANES: gl.constexpr = gl.BlockedLayout([CHUNK // 32 if CHUNK > 32 else 1], [32], [1], [0])  # a segment a lane
-    TILE: gl.constexpr = gl.BlockedLayout([CHUNK, 1], [1, 32], [1, 1], [1, 0])  # a column a lane, all segments
+    LANES: gl.constexpr = gl.BlockedLayout([CHUNK // 32 if CHUNK > 32 else 1], [32], [1], [0])  # one segment per lane
+    TILE: gl.constexpr = gl.BlockedLayout([CHUNK, 1], [1, 32], [1, 1], [1, 0])  # one column per lane, all segments
     SEG: gl.constexpr = gl.SliceLayout(1, TILE)
     COL: gl.constexpr = gl.SliceLayout(0, TILE)
     pid = gl.program_id(0)
@@ -548,7 +538,7 @@ def merge_all_kernel(
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
         before = gl.exp2((m_before - m_safe) * qk_scale)
         now = gl.exp2((m - m_safe) * qk_scale)
-        # A segment that adds nothing: x * 1 + -0 is x, whatever x is. Its sums may be NaN, so they are left out.
+        # A segment that adds nothing: x * 1 + -0 is x for every x. Its sums may be NaN, so they are left out.
         skip = ((m == float("-inf")) & (l == 0.0)) | (lane >= end)
         before = gl.where(skip, 1.0, before)
         added = gl.where(skip, -0.0, l * now)
@@ -564,14 +554,12 @@ def merge_all_kernel(
 
 
 # The Gluon kernels behind `hopper_decode`: the order of `cuda` for few rows, a group of tiles at a time.
-#
-# A decode step is short of time, not of arithmetic, so what waits is what counts. Within a segment only two things
-# form a chain over the tiles: the maximum, which has no rounding and so may be taken of all tiles at once, and the
-# accumulator. So a program computes the scores of TILES tiles (a segment, or half of one), exchanges their maxima
-# between its warps once, turns all scores into probabilities, and only then walks the products with the values, one
-# accumulator, in order. Tiles of K and V come through one ring of slots in the order in which they are used, brought
-# by a warp that does nothing else (TMA): few instructions are left to the warps that compute, and those are what a
-# step over few keys consists of.
+# A decode step is limited by latency. Within a segment only two things form a chain over the tiles: the maximum, which
+# is exact and so may be taken of all tiles at once, and the accumulator. So a program computes the scores of TILES
+# tiles (a segment, or half of one), exchanges their maxima between its warps once, turns all scores into probabilities,
+# and only then adds the products with the values to one accumulator, in order. A warp that does nothing else loads
+# tiles of K and V (TMA) through one ring of slots in the order of their use, so the computing warps execute few
+# instructions.
 
 
 # Triton 3.7 renamed these.
@@ -586,7 +574,7 @@ def decode_producer(
 ):  # fmt: skip
     """Load TILES tiles of K, then those of V, group after group, as far ahead as there are slots.
 
-    A tile of a paged cache comes page by page; behind the last page, from beyond the cache, which reads as zeros.
+    A tile of a paged cache comes page by page; behind the last page it is read from beyond the cache, as zeros.
     """
     if PAGE == 0:
         for group in range(groups):
@@ -630,7 +618,7 @@ def decode_consumer(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, SEGMENT: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Compute 16 rows; see the module for the order of steps."""
+    """Compute 16 rows; the comment above `decode_producer` has the order of steps."""
     tq, tk, q0, rows_per_start, heads_kv, segments, slots = sizes
     stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_ot = strides
     kv_head, first_row, first_tile, last_tile, full, groups = place
@@ -642,7 +630,7 @@ def decode_consumer(
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     COL: gl.constexpr = gl.SliceLayout(0, MMA)
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
-    # Sums: a row and a column of 8 to a thread, which holds what is left of that column's tree in all tiles of a group.
+    # Sums: a thread has a row and a column of 8, and holds the rest of that column's tree in all tiles of a group.
     FOLDED: gl.constexpr = 8 * WARPS  # columns of which one warp holds whole halves
     TREE: gl.constexpr = (
         gl.BlockedLayout([1, WARPS, 1, 2, 2], [4, 1, 8, 1, 1], [4, 1, 1, WARPS // 4, 1], [4, 3, 1, 2, 0])
@@ -728,7 +716,7 @@ def decode_consumer(
             p2 = probabilities(s2, m2, qk_scale)
             p3 = probabilities(s3, m3, qk_scale)
         p_smem.store(side_by_side(p0.to(dtype), p1.to(dtype), p2.to(dtype), p3.to(dtype), TILES))
-        # A tile that is not there adds nothing. All that is left to do beside the values is done before they are in.
+        # A missing tile adds nothing. All other work that the values do not need is done before they arrive.
         f2 = fold_sum(p2, FOLDED)
         f3 = fold_sum(p3, FOLDED)
         e0, e1, e2, e3 = tree_sums(fold_sum(p0, FOLDED), fold_sum(p1, FOLDED), f2, f3, WARPS, TILES, TREE)
@@ -744,7 +732,7 @@ def decode_consumer(
             mbarrier.wait(ready.index((item + TILES + j) % SLOTS), (item + TILES + j) // SLOTS & 1)
             v = as_matrix(ring.index((item + TILES + j) % SLOTS)).load(B)
             if PAGE > 0:  # noqa: SIM102 - known at compile time, the next at run time
-                if (tile + j + 1) * BLOCK_N > tk:  # a last page holds what others left there, NaN perhaps
+                if (tile + j + 1) * BLOCK_N > tk:  # a last page holds old numbers, NaN perhaps
                     left = tk - (tile + j) * BLOCK_N
                     v = gl.where(gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, B)) < left, 1), v, 0.0)
             added = mma_v2(p_smem.slice(j * BLOCK_N, BLOCK_N, dim=1).load(A), v, acc * gl.expand_dims(alpha, 1))
@@ -784,7 +772,8 @@ def decode_kernel(
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, SEGMENT: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """16 rows of a KV head of a request: over all segments or (SPLIT) over `span` segments, left apart for the merge.
+    """16 rows of a KV head of a request: over all segments or (SPLIT) over `span` segments, kept separate for the
+    merge.
 
     k_desc and v_desc are of boxes of BLOCK_N keys; or (PAGE) of as many as lie together, key i of all at index_ptr[i].
     """
@@ -825,7 +814,7 @@ def decode_kernel(
         wait_for_kernel_before()  # before anything is read, and before any return
     if SPLIT:  # noqa: SIM102 - known at compile time, the next at run time
         if lo >= hi:
-            return  # the merge knows; in one pass, a row that sees no key becomes NaN
+            return  # the merge handles these; in one pass, a row that sees no key becomes NaN
     sizes = (nq, nk, q0, rows_per_start, heads_kv, segments, slots)
     strides = (stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_ot)
     place = (kv_head, first_row, first_tile, last_tile, full, groups)

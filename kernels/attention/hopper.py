@@ -1,14 +1,13 @@
 """Attention on Hopper GPUs: prefill and decode in the order of the Triton kernels, bit for bit, by faster kernels.
 
-The order of reduction is the one that `triton_attention` states, so this is another member of its class, not another
-class: keys in segments of SEGMENT and tiles of BLOCK_N anchored at key 0, the same online softmax in float32, the same
-halving of row sums, segments merged in order. Who computes which rows, how tiles come in, which program takes which
-block and in what sequence is speed, and enters no sum; nor does a row's neighbour (64 rows to a product, but a row of a
-product has its own chain). Why it is faster: warps that load apart from warps that compute, two products in flight, and
-programs that stay (see `hopper_attention_kernels`). The schedule follows FlashAttention-3 (Shah et al. 2024,
-arXiv 2407.08608); the total that a segment is merged into, which that kernel lacks, is kept in shared memory.
+The order of reduction is the one that `triton_attention` states, so this is another member of its class: keys in
+segments of SEGMENT and tiles of BLOCK_N anchored at key 0, the same online softmax in float32, the same halving of row
+sums, segments merged in order. Which program computes which rows and when changes only speed; nor does a row's
+neighbour enter (64 rows to a product, but a row of a product has its own chain). It is faster because separate warps
+load, two products are in flight, and programs process many blocks. The schedule follows FlashAttention-3 (Shah et al.
+2024, arXiv 2407.08608); the total that a segment is merged into, which that kernel lacks, is kept in shared memory.
 
-tests/kernels/attention/test_hopper.py holds the bits against the Triton kernels and the errors against float64.
+tests/kernels/attention/test_hopper.py compares the bits with the Triton kernels and the errors with float64.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from nondet.kernels import triton_common as common
 from nondet.kernels.attention.triton_kernels import Way
 from nondet.kernels.triton_common import HALF, INTERPRETED, box_at, capability, launch, multiprocessors
 
-try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not take the other kernels with it
+try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not disable the other kernels
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -40,19 +39,19 @@ except (ImportError, AttributeError) as error:  # pragma: no cover - depends on 
 SEGMENT = 512  # keys; part of the class
 BLOCK_N = 128  # keys; part of the class
 _BLOCK_M = 128  # queries, 64 for each consumer
-_STAGES = {64: 4, 128: 2}  # by head dim: tiles of K and of V under way, as many as fit beside Q and the total
-_LAUNCH_REGISTERS = 168  # of each of 384 threads; consumers then take what the loading warp gives up
+_STAGES = {64: 4, 128: 2}  # by head dim: tiles of K and of V in flight, as many as fit next to Q and the total
+_LAUNCH_REGISTERS = 168  # of each of 384 threads; consumers then take what the loading warp releases
 _CONSUMER_REGISTERS = 240
 
 
 @lru_cache
 def _box_layout() -> Any:
-    """How a box of tokens lies in shared memory: swizzled by 128 bytes, which wgmma reads without bank conflicts."""
+    """Swizzled by 128 bytes, which wgmma reads without bank conflicts."""
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 def layout_fault(name: str, x: torch.Tensor) -> str | None:
-    """Why the copy engine cannot read x [B, H, T, D] as it lies: it wants rows of D together and 16-byte steps."""
+    """Why the copy engine can't read x [B, H, T, D] in place: it needs contiguous rows of D and 16-byte steps."""
     steps, size = x.stride(), x.element_size()
     if steps[3] != 1:
         return f"{name}'s last stride is {steps[3]}, not 1"
@@ -67,7 +66,6 @@ def layout_fault(name: str, x: torch.Tensor) -> str | None:
 def _call_fault(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
 ) -> str | None:
-    """What of a call the kernel cannot do on any GPU."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
     if q.shape[3] not in _STAGES:
@@ -92,7 +90,7 @@ def supports(
     if _NO_KERNEL is not None:
         return _NO_KERNEL
     if torch.compiler.is_compiling():
-        return "torch.compile cannot trace it"  # nor need it: the Triton kernels, which it can, give the same bits
+        return "torch.compile cannot trace it"  # the Triton kernels, which it can trace, give the same bits
     if q.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU of compute capability 9.0, got {q.device.type}"
     if capability(q.device) != (9, 0):
@@ -109,14 +107,14 @@ def descriptor(x: torch.Tensor, rows: int) -> Any:
 
 
 def pattern(x: torch.Tensor, rows: int) -> Any:
-    """Such boxes of any memory that starts at 16 bytes and has x's shape and strides."""
+    """The same boxes for any memory that is aligned to 16 bytes and has x's shape and strides."""
     key = (x.shape, x.stride(), x.dtype, rows)
     kept = _descriptors.get(key)
     if kept is None:
         if len(_descriptors) >= _DESCRIPTORS_KEPT:
             _descriptors.clear()
         kept = _descriptors[key] = _boxes(x, rows)
-        kept.base = None  # it is a pattern, and holds no memory
+        kept.base = None  # a pattern holds no memory
     return kept
 
 
@@ -127,7 +125,7 @@ _descriptors: dict[tuple[Any, ...], Any] = {}
 def _boxes(x: torch.Tensor, rows: int) -> Any:
     shape = list(x.shape)
     steps = x.stride()
-    # A stride over one element is never taken, but it is checked.
+    # The stride over a single element is not used, but it is checked.
     strides = [steps[i] if shape[i] > 1 else shape[3] for i in range(3)]
     return TensorDescriptor(x, shape, [*strides, 1], [1, 1, rows, shape[3]], _box_layout())
 
@@ -138,19 +136,19 @@ def prefill(
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D], a view of contiguous [B, Tq, Hq, D].
 
     float16 or bfloat16, D of 64 or 128, accumulated in float32 in the order of `triton_attention`; forward only. Causal
-    is aligned to the end: query i stands at position Tk - Tq + i, so chunks of a prefill work. The bits of a query
-    depend on its position, its head and the keys it sees. Can be captured in a CUDA graph.
+    is aligned to the end: query i has position Tk - Tq + i, so chunks of a prefill work. The bits of a query depend on
+    its position, its head and the keys it sees. Can be captured in a CUDA graph.
 
-    A value that is infinite or NaN at a key that a query may not see can still reach it (0 * inf) if the key is in a
-    tile that the query's block reads; what lies beyond the last key is read as zeros.
+    An infinite or NaN value at a key that a query may not see can still reach it (0 * inf) if the key is in a tile that
+    the query's block reads; what lies beyond the last key is read as zeros.
 
     Args:
         causal: A query sees the keys up to its own position; otherwise all.
         scale: Of the scores, above 0; None for 1 / sqrt(D).
-        what: By which the launch is remembered.
+        what: The key of the cached launch.
 
     Raises:
-        NotImplementedError: `supports` says no.
+        NotImplementedError: `supports` gives a reason.
         ValueError: a scale that is not above 0.
     """
     fault = supports(q, k, v, causal, None, None)
@@ -185,13 +183,11 @@ def prefill(
     return out
 
 
-# Decode attention on Hopper GPUs: the order of `cuda` for few rows, by the kernels of `hopper_decode_kernels`.
-#
-# Another member of the same class: the same tiles and segments anchored at key 0, the same online softmax, sums and
-# merge. What differs is what waits for what, so that a step over few keys is not a chain of tiles; see the kernels.
-# Each way to launch them is held to the one plan by `cuda_proof` before its results are used.
+# Decode for few rows, by the kernels of `hopper_decode_kernels`: another member of the same class, with the same tiles,
+# segments, online softmax, sums and merge as `cuda`. Only the dependencies differ, so that a step over few keys is not
+# a chain of tiles. `cuda_proof` compares each way to launch them with the one plan before its results are used.
 
-try:  # Gluon is experimental: a Triton that lacks what the kernels need must not take the other kernels with it
+try:  # Gluon is experimental: a Triton that lacks what the kernels need must not disable the other kernels
     from nondet.kernels.attention.gluon_kernels import decode_kernel, merge_all_kernel
 
     _NO_KERNEL_DECODE = None
@@ -301,7 +297,7 @@ def merge(
 
 
 def compile_merges(dtype: torch.dtype, head_dim: int, segments: int, device: torch.device) -> None:
-    """Compile the merges of packed causal requests of up to so many segments, by one of zeros for each kernel."""
+    """Compile the merges of packed causal requests of up to `segments` segments, by one launch on zeros per kernel."""
     out = torch.zeros(1, 2, head_dim, dtype=dtype, device=device)
     starts = torch.arange(2, dtype=torch.int32, device=device)
     for chunk in (n for n in _CHUNKS if n == _CHUNKS[0] or n < 2 * segments):

@@ -1,8 +1,8 @@
-"""What an attention mask means: which keys each row of a batch sees, as spans that packed attention can compute.
+"""Attention masks as spans: which keys each row of a batch sees, in a form that packed attention can compute.
 
-A left-padded batch hides the padding by a mask. Stock attention still walks over the hidden keys, so that the blocks in
-which it reduces begin at the padding and not at the request's first key. Here a mask is read once, on the host, as
-spans of queries and keys without the padding; a mask that is no set of such spans is not guessed at.
+A left-padded batch hides the padding by a mask. Stock attention still reads the hidden keys, so the blocks in which it
+reduces begin at the padding and not at the request's first key. Here the host reads a mask once, as spans of queries
+and keys without the padding; a mask that is not a set of such spans is refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 class Span(NamedTuple):
     """Queries [q_start, q_end) of one batch row over its keys [k_start, k_end).
 
-    Causal: the last query sees all of the keys, each one before it one less; of these, with a window, the last `window`
-    ones. Otherwise every query sees all of them.
+    Causal: the last query sees all of the keys, each one before it one fewer; with a window, only the last `window` of
+    these. Otherwise every query sees all of them.
     """
 
     row: int
@@ -55,23 +55,23 @@ class Packing:
     window: int | None = None
 
 
-# A model hands the same mask to all of its layers, so it is read once: mask -> ((version, B, Tq, anchored), packings).
+# A model passes the same mask to all of its layers, so it is read once: mask -> ((version, B, Tq, anchored), packings).
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def packing_of(mask: torch.Tensor, batch: int, q_len: int, *, anchored: bool = True) -> list[Packing] | None:
-    """The mask as packed requests; None if it is none of those that can be.
+    """The mask as packed requests; None if it is not a set of spans.
 
-    Waits for the device once for every new mask. An inference tensor does not say when it is written to, so it is read
-    every time.
+    Waits for the device once for every new mask. A write to an inference tensor can't be noticed, so one is read every
+    time.
 
     Args:
         mask: bool, True where a query sees a key, or floating, 0 there and the dtype's lowest number or -inf elsewhere;
-            [B or 1, 1, Tq or 1, Tk]. One query row stands for all `q_len` queries.
+            [B or 1, 1, Tq or 1, Tk]. One query row applies to all `q_len` queries.
         batch: B.
         q_len: Tq.
         anchored: The first key that a span sees is its request's first. Otherwise a window may have hidden keys before
-            it, and only the queries' positions tell: see `attend_packed`.
+            it, and only the queries' positions show it: see `attend_packed`.
     """
     if mask.is_inference():
         return _pack(mask, batch, q_len, anchored)
@@ -86,13 +86,13 @@ def packing_of(mask: torch.Tensor, batch: int, q_len: int, *, anchored: bool = T
 def spans_of(visible: np.ndarray, q_len: int, anchored: bool = True) -> list[Span] | None:
     """Spans of a bool [B, Tq or 1, Tk] on the host; None where keys are hidden in a pattern that has none.
 
-    Every query has to see keys without a hole, or none at all (padding). Queries that follow each other form one span
-    while their first key is the same and their last one moves on with them (causal), or stays (padding on the right).
-    The next span begins at the same first key, or after all keys of the one before: requests packed one after the
-    other. In a sliding window the first key moves on with the last one, as soon as the window is full. A span that
-    begins with a full window has lost its anchor, its request's first key: it is one only if not `anchored`.
-    A query that does not see the key at its own place, where there are as many keys as queries, is padding behind its
-    request: a span by itself, which nothing continues.
+    Every query has to see keys without a hole, or none at all (padding). Consecutive queries form one span while their
+    first key is the same and their last one increases with them (causal), or is constant (padding on the right). The
+    next span begins at the same first key, or after all keys of the one before: packed requests. In a sliding window
+    the first key increases with the last one, as soon as the window is full. A span that begins with a full window has
+    lost its anchor, its request's first key: it is one only if not `anchored`. With as many keys as queries, a query
+    that does not see the key at its own position is padding behind its request: a span of its own, which nothing
+    continues.
     """
     batch, rows, k_len = visible.shape
     count = visible.sum(-1)
@@ -126,11 +126,10 @@ def spans_of(visible: np.ndarray, q_len: int, anchored: bool = True) -> list[Spa
 
 
 def _extended(span: Span | None, query: int, start: int, end: int, anchored: bool) -> Span | None:
-    """The span with one query more, if that query continues it."""
     if span is None or query != span.q_end:
         return None
     if start != span.k_start:
-        # A full window that slides. Two queries at least must have begun at the anchor to say that it is one.
+        # A full window that slides. At least two queries must have begun at the anchor to show that it is one.
         window = span.k_end - span.k_start if span.window is None else span.window
         begun = span.q_end - span.q_start > 1 or not anchored
         slides = end == span.k_end + 1 and start == end - window and span.causal and begun
@@ -219,7 +218,7 @@ def attend_packed(
         packings: Of the mask.
         scale: Of the scores.
         positions: [B * Tq], each query's position in its request, for packings that are not `anchored`.
-        more: Further arguments of the kernel; a window given here stands above the mask's, which may not have filled.
+        more: Further arguments of the kernel; a window given here replaces the mask's, which may not have filled.
     """
     batch, heads, q_len, dim = q.shape
     q_tokens, k_tokens, v_tokens = (x.transpose(1, 2).reshape(-1, x.shape[1], dim) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Attention, declared: prefill, chunks of it and decode in one order."""
+"""Declaration of attention: prefill, chunks of it and decode in one order."""
 
 from __future__ import annotations
 
@@ -60,11 +60,10 @@ _DECODE: _Pairs = ((1, 1024), (1, 8192), (1, 32768), (8, 4096), (32, 2048), (64,
 _CPU_DECODE: _Pairs = ((1, 512), (4, 256))
 _PREFILL: tuple[int, ...] = (4096, 16384)
 _CPU_PREFILL: tuple[int, ...] = (256,)
-_GIVEN_BATCHES, _GIVEN_KEYS = (1, 8, 64), 2048  # where the user gave the other one
+_GIVEN_BATCHES, _GIVEN_KEYS = (1, 8, 64), 2048  # where the user gave only the other one
 
 
 def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
-    """Decode steps, and prefills of one request, of the heads of Qwen3-8B; on a CPU of few."""
     heads = {"Hq": 8, "Hkv": 2, "D": 64} if device == "cpu" else {"Hq": 32, "Hkv": 8, "D": 128}
     decode, prefill = (_CPU_DECODE, _CPU_PREFILL) if device == "cpu" else (_DECODE, _PREFILL)
     if sizes.m is not None or sizes.k is not None:
@@ -75,10 +74,7 @@ def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
 
 
 def _work(s: Shape) -> tuple[int, int]:
-    """Query i of Tq stands at position Tk - Tq + i and sees the keys up to its own position; two products of D.
-
-    A masked score is not counted: no key that a query may not see is work.
-    """
+    """Query i of Tq has position Tk - Tq + i; a masked score is not counted as work. Two products of D."""
     queries, keys = s["Tq"], s["Tk"]
     pairs = queries * (keys - queries) + queries * (queries + 1) // 2
     elements = 2 * s["B"] * s["Hq"] * queries * s["D"] + 2 * s["B"] * s["Hkv"] * keys * s["D"]

@@ -1,4 +1,4 @@
-"""The Triton kernels of attention, the pieces they are made of, and how they are launched: one class of bits."""
+"""The Triton kernels of attention, their common pieces, and how they are launched: one class of bits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ import triton.language as tl
 
 from nondet.kernels.triton_common import capability, multiprocessors
 
-# The pieces that every attention kernel is made of, so that they compute the same bits.
-#
+# The pieces that all attention kernels share, so that they compute the same bits.
 # Names as in the literature on online softmax: m is a row's running maximum score, l its sum of exponentials, acc its
-# weighted sum of values. Scores stay as the dot gives them (after the soft cap, if there is one); qk_scale turns a
+# weighted sum of values. Scores are as the dot gives them (after the soft cap, if there is one); qk_scale turns a
 # difference of scores into powers of two.
-#
-# A program owns BLOCK_M rows. A row is one query of one head; the GROUP query heads that share a KV head are packed
-# side by side (row r is query r // GROUP, head r % GROUP of the group), so that a decode step loads each key once for
+# A program owns BLOCK_M rows. A row is one query of one head; the GROUP query heads that share a KV head are
+# interleaved (row r is query r // GROUP, head r % GROUP of the group), so that a decode step loads each key once for
 # them. Requests are either the batch of a dense tensor or, with VARLEN, ranges of packed tokens; `bounds` hides which.
-#
-# Every fused multiply-add is written out as tl.fma, because FMA contraction is off; every sum is written out as a
-# tree, because the order of tl.sum follows the layout, and the layout follows BLOCK_M and the number of warps.
+# Every fused multiply-add is written out as tl.fma, because FMA contraction is off; every sum is written out as a tree,
+# because the order of tl.sum follows the layout, and the layout follows BLOCK_M and the number of warps.
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -100,7 +97,6 @@ def load_queries(
 
 @triton.jit
 def _fold(x, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """[ROWS, 2 * HALF] -> [ROWS, HALF]: column j and column j + HALF added."""
     left, right = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
     return left + right
 
@@ -109,8 +105,8 @@ def _fold(x, ROWS: tl.constexpr, HALF: tl.constexpr):
 def _eight_sums(p, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, COLUMNS] -> [ROWS, 8]: sum c is that of the columns j = c mod 8, a tree of halves.
 
-    Eight, because a thread of the matrix units holds columns 8 apart: the tree needs no other thread where one warp has
-    a whole row.
+    Eight, because a thread of the matrix units holds columns 8 apart: if one warp has a whole row, the tree stays
+    within a thread.
     """
     tl.static_assert((COLUMNS == 32) or (COLUMNS == 64) or (COLUMNS == 128))
     if COLUMNS == 128:
@@ -158,7 +154,7 @@ def add_tile(
     """One tile of keys n <= j < n + BLOCK_N added to the segment's (m [rows], l8 [rows, 8], acc [rows, BLOCK_D]).
 
     k_ptr and v_ptr point at position 0 (index_ptr, if any, at its entry). Keys before `first` (DROPPED) and from nk on
-    (MASKED) are not there: zeros stand in, of probability 0.
+    (MASKED) are replaced by zeros, of probability 0.
     """
     cols = n + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -205,7 +201,7 @@ def add_tile(
 
 @triton.jit
 def merge(m_all, l_all, acc_all, m, l, acc, qk_scale):  # noqa: E741 - the literature's name
-    """Add one segment to the segments before it. One in which a row saw no key leaves the row as it is, bit for bit."""
+    """Add one segment to those before it. A row that saw no key in it keeps its bits."""
     m_new = tl.maximum(m_all, m)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     before = tl.exp2((m_all - m_safe) * qk_scale)
@@ -217,14 +213,8 @@ def merge(m_all, l_all, acc_all, m, l, acc, qk_scale):  # noqa: E741 - the liter
     return m_new, l_all, acc_all
 
 
-# The Triton kernels behind `triton_attention`: one class of bits whether the segments run in one program or in many.
-#
-# What a row is, and what m, l and acc are, is said in `triton_attention_parts`.
-
-
 @triton.jit
 def _store_part(part_ptr, slots, slot, rows_in, m, l8, acc, HEAD_DIM, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A segment's (m, l, acc) of the rows: acc [slots, HEAD_DIM] first, then m [slots] and l [slots]."""
     offs_d = tl.arange(0, BLOCK_D)
     tl.store(part_ptr + slots.to(tl.int64) * HEAD_DIM + slot, m, mask=rows_in)
     tl.store(part_ptr + slots.to(tl.int64) * (HEAD_DIM + 1) + slot, sum_of_eight(l8, BLOCK_M), mask=rows_in)
@@ -283,10 +273,11 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A block of rows: over all segments, merged in order (SPAN 0), or over SPAN segments, left apart for merge_kernel.
+    """A block of rows: over all segments, merged in order (SPAN 0), or over SPAN segments, kept separate for
+    merge_kernel.
 
-    The tiles of all segments run in one loop, so that loads do not pause at a segment's border. Segments of which a
-    block sees no key are left unwritten: the merge does not read what a row can't see.
+    The tiles of all segments run in one loop, so that loads do not pause between segments. Segments of which a block
+    sees no key are left unwritten: the merge does not read what a row can't see.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -420,7 +411,7 @@ def merge_kernel(
     query = pid % max_rows // heads
     head = pid % max_rows % heads
     if PDL:
-        # Before any return: a kernel that follows may start once these programs are gone.
+        # Before any return: the next kernel may start once these programs have ended.
         tl.extra.cuda.gdc_wait()
     if query >= nq:
         return
@@ -439,7 +430,7 @@ def merge_kernel(
     base = ((q0 * rows_per_start + query) * heads + head) * segments + one
     end = tl.cdiv(seen, SEGMENT)
     for start in range(begin, end, UNROLL):
-        for i in tl.static_range(UNROLL):  # side by side, so that their loads are
+        for i in tl.static_range(UNROLL):  # unrolled, so that their loads overlap
             slot = base + (start + i)
             there = one + (start + i) < end
             m = tl.load(part_ptr + slots.to(tl.int64) * HEAD_DIM + slot, mask=there, other=float("-inf"))
@@ -454,7 +445,7 @@ SEGMENT = 512  # keys; part of the class
 
 FEW_ROWS = 16  # of a block of `hopper_decode`, the smallest there is
 
-_START_TILES, _MERGE_TILES = 1, 1  # what starting and merging cost, in the time of a tile of 128 keys
+_START_TILES, _MERGE_TILES = 1, 1  # the cost of a start and of a merge, in the time of a tile of 128 keys
 
 
 class Plan(NamedTuple):
@@ -473,14 +464,15 @@ class Plan(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a call is computed, out of all ways that have the class's bits where that is proven.
+    """How a call is computed. All proven ways have the class's bits.
 
     Attributes:
-        span: Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
+        span: Segments of one program: 0 for all of them, merged there; else this many, and a second launch merges.
         pdl: The second launch starts before the first has ended.
-        tiles: That `hopper_decode` takes at a time, the plan's stages being the slots of its ring; 0: `cuda_kernels`.
+        tiles: How many `hopper_decode` takes at a time, the plan's stages being the slots of its ring; 0:
+            `cuda_kernels`.
         lanes: The second launch is that of `hopper_decode`, whose lanes compute the factors of all segments.
-        early: The first launch starts before what runs before it has ended, and waits there; `hopper_decode` alone.
+        early: The first launch starts before the kernel before it has ended, and waits; only `hopper_decode`.
     """
 
     plan: Plan
@@ -502,14 +494,14 @@ class Way(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What of a call, besides its way, the kernels are compiled for. Lengths, batch and scale are not among it.
+    """What the kernels are compiled for besides the way. It leaves out lengths, batch and scale.
 
     Attributes:
         group: Query heads that share a KV head.
         packed: Requests are ranges of tokens.
         positions: The dtype of positions, where a cache has dropped keys.
         paged: The dtype of a paged cache's index.
-        page: Keys of it that are known to lie together, or 0.
+        page: How many of its keys are known to lie together, or 0.
         steps: For q, k, v and the result: which of the steps to the next request (packed: token), head and token are
             multiples of 16 elements.
         aligned: Which of q, k and v start at a multiple of 16 bytes.
@@ -547,15 +539,16 @@ class Form(NamedTuple):
 
 
 def one_plan(head_dim: int, dtype: torch.dtype) -> Way:
-    """The way that can serve every call, and whose bits are the class: the smallest block, one program a query's keys.
+    """The way that supports every call and defines the class's bits: the smallest block, one program for a query's
+    keys.
 
-    What is not proven gives way to it, so that no quantity of the batch can choose bits.
+    It replaces what is not proven, so that no quantity of the batch can choose bits.
     """
     return Way(plan_for(1, head_dim, dtype), 0, False)
 
 
 def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of a tile, part of the class: the maximum is looked at, and the sums are rescaled, once a tile."""
+    """Keys of a tile, part of the class: the maximum is updated, and the sums are rescaled, once per tile."""
     if dtype == torch.float32:
         return 32
     return 128 if head_dim <= 128 else 64
@@ -563,7 +556,7 @@ def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
 
 @functools.cache
 def plan_for(rows: int, head_dim: int, dtype: torch.dtype) -> Plan:
-    """For `rows` packed query rows of a KV head, 128 for any number above it: the smallest block that holds them."""
+    """For `rows` packed query rows of a KV head, 128 for any larger number: the smallest block that holds them."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_n = tile_keys(head_dim, dtype)
     if dtype == torch.float32:
@@ -581,10 +574,10 @@ def plan_for(rows: int, head_dim: int, dtype: torch.dtype) -> Plan:
 
 @functools.cache
 def span_for(programs: int, segments: int, tiles: int, device: torch.device) -> int:
-    """Segments of one program: 0 for all of them, merged there; else that many, and a second launch merges.
+    """Segments of one program: 0 for all of them, merged there; else this many, and a second launch merges.
 
-    Equal bits either way, so this may depend on anything. A multiprocessor runs about one program at full speed; time
-    is counted in tiles of keys: what a program walks, a start for each wave of programs, and the second launch.
+    The bits are equal, so this may depend on anything. A multiprocessor runs about one program at full speed; time is
+    counted in tiles of keys: those of a program, a start for each wave of programs, and the second launch.
 
     Args:
         tiles: Of a segment.
@@ -608,8 +601,8 @@ _ALONE, _PAIR = Plan(FEW_ROWS, 128, 128, 4, 6, False), Plan(FEW_ROWS, 128, 128, 
 def few_rows(programs: int, segments: int, head_dim: int, device: torch.device) -> Way:
     """For blocks of FEW_ROWS rows on Hopper, by the kernels of `hopper_decode`.
 
-    Where multiprocessors have a program each, it takes a segment at a time and all of the memory; where there are more
-    programs, two share a multiprocessor, and one loads while the other computes.
+    If multiprocessors have one program each, it takes a segment at a time and all of the memory; with more programs,
+    two share a multiprocessor, and one loads while the other computes.
     """
     span = span_for(programs, segments, SEGMENT // 128, device)
     alone = programs * (-(-segments // span) if span else 1) <= multiprocessors(device)
@@ -619,5 +612,5 @@ def few_rows(programs: int, segments: int, head_dim: int, device: torch.device) 
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Can a kernel start before the one it waits for has ended (Hopper's programmatic dependent launch)?"""
+    """Whether a kernel can start before the one it waits for has ended (Hopper's programmatic dependent launch)."""
     return device.type == "cuda" and capability(device)[0] >= 9

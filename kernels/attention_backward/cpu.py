@@ -1,14 +1,14 @@
 """The gradient of attention on a CPU, request by request: no bit of one depends on another.
 
-Order: of each request the queries in blocks of 128 with the keys that they see where it is causal (else all), filled
-up with zeros to a multiple of 64, both anchored at its first. A block's scores, their gradients and what they give to
-queries, keys and values are products in class "cpu-tiles" (`nondet.kernels.matmul.cpu`) in float32, batched over KV
-heads; the query heads of a group lie one after the other in the summed axis. A row's exponentials, and what they take
-off its scores' gradients, are added by NumPy's pairwise sum over its keys. What the blocks give to keys and values is
-added block by block, in order. One rounding to the dtype ends it.
+Order: each request's queries are taken in blocks of 128 with the keys that they see if it is causal (else all), filled
+up with zeros to a multiple of 64, both anchored at its first. A block's scores, their gradients and its contributions
+to the gradients of queries, keys and values are products in class "cpu-tiles" (`nondet.kernels.matmul.cpu`) in float32,
+batched over KV heads; the query heads of a group are concatenated in the summed axis. A row's exponentials, and the sum
+subtracted from its scores' gradients, are added by NumPy's pairwise sum over its keys. The blocks' contributions to
+keys and values are added block by block, in order. One rounding to the dtype ends it.
 
 Invariance: everything is computed from the request's own rows, at sizes that follow from its own lengths; products by
-certified tiles, exponentials by vectors alone (`nondet.kernels.pointwise.cpu`), the rest elementwise and correctly
+certified tiles, exponentials only by vectors (`nondet.kernels.pointwise.cpu`), the rest elementwise and correctly
 rounded. Nothing is added by several threads.
 """
 
@@ -45,21 +45,21 @@ def attention_backward(
     """Gradients of packed attention over q, k and v, in their shapes and dtype.
 
     Args:
-        q, out, gradient: [Tq, Hq, D], requests one after the other; what the forward gave, and its gradient;
-            `out` is not looked at, since a row's exponentials are at hand.
+        q, out, gradient: [Tq, Hq, D], requests in sequence; the forward's result and its gradient; `out` is not used,
+            because the exponentials are computed again.
         k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
-        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], where each begins. A request's last query stands at its last
-            key where it is causal.
+        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], where each begins. If causal, a request's last query has the
+            position of its last key.
         scale: Of the scores.
         window: Keys that a query sees at most, its own included.
         softcap: Scores s become softcap * tanh(s / softcap) before the softmax.
-        max_seqlen_q, max_seqlen_k: Not looked at; the signature is that of the CUDA kernel.
+        max_seqlen_q, max_seqlen_k: Not used; the signature is that of the CUDA kernel.
     """
     parts = [torch.zeros_like(x) for x in (q, k, v)]
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     with torch.no_grad():
         for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
-            if q0 == q1 or k0 == k1 or not gradient[q0:q1].any():  # padding, of which no loss asks
+            if q0 == q1 or k0 == k1 or not gradient[q0:q1].any():  # padding, which no loss depends on
                 continue
             mine = q[q0:q1], gradient[q0:q1], k[k0:k1], v[k0:k1]
             found = _request(*mine, scale, causal, window, softcap)
@@ -78,7 +78,6 @@ def _request(
     window: int | None,
     softcap: float | None,
 ) -> Gradients:
-    """Of one request: q, gradient [T, Hq, D] and k, v [S, Hkv, D], in float32."""
     heads, queries, group, dim = k.shape[1], q.shape[0], q.shape[1] // k.shape[1], q.shape[2]
     all_keys, all_values = (_by_head(x, heads, 1) for x in (k, v))  # [Hkv, S', D]
     of_keys, of_values = torch.zeros_like(all_keys), torch.zeros_like(all_values)
@@ -120,7 +119,6 @@ def _request(
 
 
 def _by_head(x: torch.Tensor, heads: int, group: int) -> torch.Tensor:
-    """x [T, heads * group, D] -> float32 (float64 stays) [heads, group * T', D]: each head's T, zeros up to T'."""
     tokens, _, dim = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     padded = torch.zeros((heads, group, tokens + -tokens % _KEYS, dim), dtype=dtype)
@@ -129,5 +127,4 @@ def _by_head(x: torch.Tensor, heads: int, group: int) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of [H, R, W] -> [H, R, 1]."""
     return row_sums(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)

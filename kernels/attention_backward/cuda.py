@@ -1,13 +1,13 @@
 """The gradient of attention in Triton: no atomics, each request by itself, in an order that its own lengths decide.
 
 Order, of one request: queries and keys in tiles anchored at its first. `_queries_kernel` owns a tile of queries of one
-head: it walks the keys' tiles in order once for the maximum and the sum of exponentials, both kept, and once more
-for the queries' gradient. `_keys_kernel` owns a tile of keys of one KV head: it walks the query heads of the group in
-order, and of each the queries' tiles in order. Both add in float32 in registers; products of half precision take their
-probabilities and score gradients rounded to the input's dtype, as FlashAttention does; one rounding ends it.
+head: it loops over the keys' tiles in order once for the maximum and the sum of exponentials, both kept, and once more
+for the queries' gradient. `_keys_kernel` owns a tile of keys of one KV head: it loops over the query heads of the group
+in order, and for each over the queries' tiles in order. Both add in float32 in registers; products of half precision
+take their probabilities and score gradients rounded to the input's dtype, as FlashAttention does; one rounding ends it.
 
-Invariance: nothing but the request's own tokens enters, and each element of a gradient is written by one program. So a
-run repeats, and other requests decide nothing. FMA contraction is off.
+Invariance: only the request's own tokens enter, and each element of a gradient is written by one program. FMA
+contraction is off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @triton.jit
 def _rows_of(pointer, first, tile, count, head, stride_t, stride_h, DIM, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[TILE, BLOCK_D] of a request's tokens, zeros beyond the last one and beyond the head dim."""
     token = tile * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK_D)
     place = (first + token).to(tl.int64)[:, None] * stride_t + head * stride_h + column[None, :]
@@ -56,9 +55,8 @@ def _scores(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(scores in units of log2, hidden ones -inf; the soft cap's slope) of a tile [queries, keys].
-
-    `scale` has log2(e) in it, so that one product rounds.
+    """(scores in units of log2, hidden ones -inf; the soft cap's slope) of a tile [queries, keys]; `scale` has log2(e)
+    in it.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     slope = tl.full(s.shape, 1.0, tl.float32)
@@ -144,7 +142,7 @@ def _queries_kernel(
         safe = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
         top = new
-    # a row that sees nothing (one beyond the last query) has no probability at all
+    # a row that sees nothing (beyond the last query) has probability 0 everywhere
     top = tl.where(total > 0.0, top, float("inf"))
     share = 1.0 / tl.where(total > 0.0, total, 1.0)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -265,7 +263,7 @@ def attention_backward(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Gradients:
-    """As `nondet.kernels.attention_backward.cpu.attention_backward`; the longest requests are given, not looked up.
+    """As `nondet.kernels.attention_backward.cpu.attention_backward`; the longest requests must be given.
 
     Raises:
         NotImplementedError: a device, dtype or head dim without a kernel.

@@ -1,12 +1,11 @@
-"""Calls on CUDA like one before: what they need and nothing more.
+"""Fast replays of CUDA calls: a short way for each operator.
 
-A first call of an operator goes through its replacement, which looks at everything. What it found out holds for every
-call of the same dtypes, shapes, strides, alignment and settings, and those are the key of the launch that its kernel
-remembers; the numbers in a tensor and its place in memory are not. The bits are those of the replacement: the same
-launch.
+The first call of an operator goes through its replacement, which checks everything. What it found holds for every call
+of the same dtypes, shapes, strides, alignment and settings, which are the key of the cached launch; the numbers in a
+tensor and its address are not. The bits are those of the replacement, because it is the same launch.
 
-A short way takes the operator's own arguments and gives its result; None where it has none, and the replacement runs.
-It is asked for plain tensors without gradients, while its family is on (see
+A short way takes the operator's own arguments and gives its result; None where nothing is cached, and the replacement
+runs. It is called with plain tensors without gradients, while its family is on (see
 `nondet.kernels.dispatch.functions.replacing`), and with `inside.active`: its own torch calls go to the originals.
 """
 
@@ -41,13 +40,11 @@ def _addmm_on_cuda(
 
 
 def _all_launched(what: object, *tensors: torch.Tensor | None) -> Any:
-    """The results of a call like one that is remembered, a list; None where there was none."""
     common = sys.modules.get("nondet.kernels.triton_common")  # as above
     return None if common is None else common.again(what, *tensors)
 
 
 def _launched(what: object, *tensors: torch.Tensor | None) -> Any:
-    """The first of them."""
     made = _all_launched(what, *tensors)
     return None if made is None else made[0]
 
@@ -105,10 +102,9 @@ def _attention_on_cuda(
     if (is_causal and shape[2] != keys[2]) or (shape[1] != keys[1] and not enable_gqa):
         return None
     out: torch.Tensor | None = _launched(("attention", is_causal or shape[2] == 1, scale, None, None), q, k, v)
-    return None if out is None else out.transpose(1, 2)  # laid out as models want it back
+    return None if out is None else out.transpose(1, 2)  # laid out as models need it
 
 
-# aten operator -> its short way
 SHORT_WAYS: dict[str, Callable[..., Any]] = {
     "linear": partial(_on_cuda, True),
     "mm": partial(_on_cuda, False),

@@ -1,11 +1,11 @@
-"""`batch_invariant()`: batch-invariant kernels under an unmodified PyTorch model, on CPU and CUDA, for a while.
+"""`batch_invariant()`: batch-invariant kernels under an unmodified PyTorch model, on CPU and CUDA.
 
-Registered with torch.library under the aten operators themselves, so they reach every thread (an engine's own as well),
-composed operators (linear, matmul, F.softmax), out= forms, no_grad, inference_mode and autograd, CUDA graphs, and what
-torch.compile makes of a model (`nondet.kernels.dispatch.functions`). What a kernel can't take goes to the original, and
-is counted: `Invariance.coverage()` tells what was replaced, what was left and why, and what remains at risk.
+They are registered with torch.library for the aten operators themselves, so they reach every thread (including an
+engine's own), composed operators (linear, matmul, F.softmax), out= forms, no_grad, inference_mode and autograd, CUDA
+graphs, and compiled models (`nondet.kernels.dispatch.functions`). What a kernel can't take goes to the original, and is
+counted: `Invariance.coverage()` shows what was replaced, what was not and why, and what remains at risk.
 
-Which invariance holds is for the kernels to say: `nondet.kernels.matmul`, `attention`, `rows`, `experts`, ...
+Each kernel module states its own invariance: `nondet.kernels.matmul`, `attention`, `rows`, `experts`, ...
 """
 
 from __future__ import annotations
@@ -45,76 +45,72 @@ from nondet.kernels.dispatch.operators import (
 )
 from nondet.kernels.dispatch.state import Active, Coverage, Kernels, kernels_for, replace_now
 
-# Putting functions under torch's operators, and taking them away, while other threads compute.
-#
-# torch's dispatcher keeps a table of kernels for each operator and does not lock it for callers. So nothing is
-# registered or taken away while a block is entered, whatever else changes: the functions look up what is on. They are
-# put there by the outermost block and taken away at its end. What was taken away is kept alive for a while, since a
-# thread may be inside of it.
-#
-# That leaves one narrow place, which is torch's own: its table is written without a lock, a few nanoseconds an
-# operator, when the first block is entered, and when the last one is left while others compute. Hold a block around
-# threads that enter and leave others.
+# torch's dispatcher keeps a table of kernels for each operator and does not lock it for callers. So functions are
+# registered by the outermost block and removed at its end, not in between: they look up which families are on. Removed
+# functions are kept alive for a while, because a thread may be inside one.
+# One race is left, and it is torch's own: its table is written without a lock, a few nanoseconds per operator, when the
+# first block is entered, and when the last one is left while others compute. Hold a block around threads that enter and
+# leave others.
 
 _parsed = functools.cache(torch._C._dispatch_key_parse)  # a few keys, at 1,000 operators
 _has = torch._C._dispatch_has_kernel_for_dispatch_key
-_KEPT = 12_000  # of what was taken away, a few hundred bytes each; some 1,300 at once
+_KEPT = 12_000  # removed functions, a few hundred bytes each; some 1,300 at once
 
 
 class Registration:
-    """Functions under torch's operators, there or not.
+    """Functions registered for torch's operators, now or later.
 
     Args:
         make: Gives the functions, (operator with namespace and overload, dispatch key) -> function. It is called with
-            nothing registered, at first and after operators have come or gone.
+            nothing registered, at first and after operators have been added or removed.
     """
 
     def __init__(self, make: Callable[[], Mapping[tuple[str, str], Callable[..., Any]]]) -> None:
         self._make = make
         self._functions: Mapping[tuple[str, str], Callable[..., Any]] = {}
-        self._operators: tuple[object, ...] = ()  # those that there were when the functions were made
-        self._libraries: dict[str, Any] = {}  # namespace -> torch's library, used again since each leaks a name
+        self._operators: tuple[object, ...] = ()  # the operators when the functions were made
+        self._libraries: dict[str, Any] = {}  # namespace -> torch's library, reused because each leaks a name
         self._kept: deque[Any] = deque(maxlen=_KEPT)
 
     def prepare(self) -> None:
         """Make the functions. Not while a block is entered."""
-        self.take_away()  # an interrupt may have kept the last block from it
-        # a name is kept and told by its place: an operator that went and was defined anew is another
+        self.take_away()  # an interrupt may have prevented the last block from it
+        # compared by identity: an operator that was removed and defined again is another
         names = {id(name): name for name in torch.library._defs}
         operators = len(torch._C._dispatch_get_all_op_names()), names, len(torch.library._impls)
         if operators != self._operators:
             self._functions, self._operators = self._make(), operators
 
     def put(self) -> None:
-        """Have the functions be called."""
+        """Register the functions."""
         self.prepare()
         with warnings.catch_warnings():
-            # torch says, once, that an operator is overridden: that is what this is for
+            # torch warns, once, that an operator is overridden, which is intended here
             warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
             for (qualified, key), function in self._functions.items():
                 namespace, _, name = qualified.partition("::")
                 if namespace not in self._libraries:
                     self._libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "", __file__, 0)
-                # not by `torch.library`: its checks, and a key that torch reads anew, are half of an enter
+                # not by `torch.library`: its checks, and parsing the key each time, take half of the time to enter
                 self._libraries[namespace].impl(name, _parsed(key), function, True)
                 self._kept.append(_original(qualified, key))
 
     def take_away(self) -> None:
-        """Have torch's own kernels be called again; also where only some functions were put."""
+        """Restore torch's own kernels, also where only some functions were registered."""
         for library in self._libraries.values():
             library.reset()
 
 
 _Functions = dict[tuple[str, str], Callable[..., Any]]
 
-# Dispatch keys of a device's tensors, plain and not. oneDNN's own tensors exist on a CPU alone.
+# Dispatch keys of a device's tensors, plain and not. oneDNN's own tensors exist only on a CPU.
 _FORMS = {
     "CPU": ("CPU", "QuantizedCPU", "MkldnnCPU", "SparseCPU", "SparseCsrCPU", "NestedTensorCPU"),
     "CUDA": ("CUDA", "QuantizedCUDA", "SparseCUDA", "SparseCsrCUDA", "NestedTensorCUDA"),
 }
 
-# Namespaces that are not watched: ours; collectives, of which those that reduce have functions of their own, and the
-# rest copies; compositions in Python of aten's operators; and what computes nothing.
+# Namespaces that are not watched: ours; collectives (those that reduce have functions of their own, and the rest copy);
+# Python compositions of aten's operators; and those that compute nothing.
 _NOT_WATCHED = frozenset(
     {
         *("nondet", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"),
@@ -124,7 +120,7 @@ _NOT_WATCHED = frozenset(
 
 
 def devices() -> tuple[str, ...]:
-    """The dispatch keys of the devices at hand."""
+    """The dispatch keys of the available devices."""
     return ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",)
 
 
@@ -179,7 +175,7 @@ def _replaced_and_certified() -> _Functions:
 
 
 def _kernels_there() -> Iterator[tuple[str, str]]:
-    """Operators that compute by themselves at a device's key. Those composed of others are seen as the others."""
+    """Operators with a kernel of their own at a device's key. Composed ones are seen as their parts."""
     for qualified in torch._C._dispatch_get_all_op_names():
         for device in devices():
             for key in _FORMS[device]:
@@ -190,7 +186,7 @@ def _kernels_there() -> Iterator[tuple[str, str]]:
 
 
 def _computes(qualified: str) -> bool:
-    """Registered as composed of others, for every device, and yet computing past the dispatcher, or not torch's."""
+    """Whether an operator registered as composed computes past the dispatcher, or is not torch's."""
     namespace, _, name = qualified.partition("::")
     if namespace == "aten":
         return name in COMPUTES
@@ -205,12 +201,11 @@ def _kernels(device: str) -> Callable[[], Kernels]:
 
 
 def _where(name: str, device: str) -> tuple[str, ...]:
-    """Dispatch keys to register under: a composed operator with a kernel for the device alone loses its gradient."""
+    """Dispatch keys to register for: a composed operator with a kernel only for the device loses its gradient."""
     return (device, f"Autograd{device}") if name in COMPOSED else (device,)
 
 
 def _original(qualified: str, key: str) -> Any:
-    """The kernel there, kept for good; None where nothing can be called."""
     try:
         # as torch.library.get_kernel, which does not know every key by its name ("MkldnnCPU")
         return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualified, _parsed(key))
@@ -218,7 +213,7 @@ def _original(qualified: str, key: str) -> Any:
         return None
 
 
-# Of the memory that is free when packing begins, the share that copies may take: the step needs some, too.
+# The share of free memory that copies may take: the step needs some, too.
 _SHARE = 0.5
 
 
@@ -239,11 +234,9 @@ def _linear_weights(model: Any) -> Iterator[tuple[torch.Tensor, bool]]:
             yield module.weight, module.bias is not None
 
 
-# A model's first use ahead of time: what its layers would compile and prove when they first meet a number of tokens.
-#
-# The layers are called as a forward pass calls them, under whatever is on, so that plans, certificates and compiled
-# kernels are there afterwards: before a clock runs, before requests come, before a CUDA graph is captured, where
-# nothing can be proven. Attention and whatever is no linear layer and no norm is prepared by a forward pass alone.
+# Layers are called as a forward pass calls them, under the families that are on, so that plans, certificates and
+# compiled kernels exist before a clock runs, before requests come, and before a CUDA graph is captured, where nothing
+# can be proven. Only a forward pass prepares attention and what is neither a linear layer nor a norm.
 
 Progress = Callable[[int, int, FirstUses], None]
 
@@ -272,8 +265,8 @@ def prepare(
             if progress is not None:
                 progress(done, len(calls), uses)
             weight: torch.Tensor = module.weight
-            dtype = weight.dtype if weight.element_size() > 1 else wide  # FP8 layers take what the others give
-            with suppress(Exception):  # one that can't be called says so in the run, where it is recorded
+            dtype = weight.dtype if weight.element_size() > 1 else wide  # FP8 layers take the other layers' dtype
+            with suppress(Exception):  # a failure is reported in the run, where it is recorded
                 module(torch.zeros(1, size, width, dtype=dtype, device=weight.device))
         if progress is not None:
             progress(len(calls), len(calls), uses)
@@ -281,7 +274,7 @@ def prepare(
 
 
 def _kinds(model: Any) -> Iterator[tuple[Any, int, bool]]:
-    """(module, width of its input, whether it is the output projection), one of each kind that kernels tell apart."""
+    """(module, width of its input, whether it is the output projection), one of each kind that kernels distinguish."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     seen = set()
     for module in model.modules():
@@ -301,7 +294,7 @@ def _kinds(model: Any) -> Iterator[tuple[Any, int, bool]]:
 
 
 class Invariance:
-    """One `with batch_invariant(...)`. May be entered again after it was left, not while it is entered."""
+    """One `with batch_invariant(...)`. You can enter it again after it was left, not while it is entered."""
 
     def __init__(self, families: frozenset[str], training: bool = False) -> None:
         self.families, self.training = families, training
@@ -317,7 +310,7 @@ class Invariance:
     ) -> FirstUses:
         """Compile and prove now what the model's linear layers and norms will need at these numbers of tokens.
 
-        See `nondet.kernels.dispatch.block.prepare`. For before a clock runs, or before a CUDA graph is captured.
+        See `nondet.kernels.dispatch.block.prepare`. Use it before you time a run or capture a CUDA graph.
 
         Raises:
             UserError: outside of the block, where the kernels are stock.
@@ -327,14 +320,15 @@ class Invariance:
         return prepare(model, tokens, requests, progress)
 
     def pack(self, model: Any, most: int | None = None) -> int:
-        """Keep copies of a model's linear weights in the layout that the CPU's library computes in; a matter of speed.
+        """Keep copies of a model's linear weights in the layout that the CPU's library computes in; this only changes
+        speed.
 
-        The bits are those that the weights give without. The copies take as much memory as the weights, and stand
-        until the block is left. THE WEIGHTS MUST NOT CHANGE MEANWHILE: a change that torch counts is seen, and the copy
-        is not used any more, but one that goes around (`weight.data.copy_(...)`) is not.
+        The copies take as much memory as the weights, and exist until the block is left. THE WEIGHTS MUST NOT CHANGE
+        MEANWHILE: a change that torch counts is noticed, and the copy is not used any more, but one that bypasses the
+        count (`weight.data.copy_(...)`) is not.
 
         Args:
-            model: What lies on a GPU, and weights that no copy helps, are left as they are.
+            model: Weights on a GPU, and weights that no copy helps, are left as they are.
             most: Bytes of copies; None: half of the machine's free memory.
 
         Returns:
@@ -351,7 +345,7 @@ class Invariance:
                 "Leave pack() out, or training=True where nothing is trained.",
             )
         self.packs = True
-        # copies and proofs are no model's calls
+        # copies and proofs are not calls of the model
         kept: int = state.guarded(self._packed.enter_context)(packing(model, most))
         if not kept:
             warnings.warn(
@@ -382,7 +376,7 @@ class Invariance:
             except BaseException:  # Python calls no __exit__ then
                 self._leave()
                 raise
-            for what, times in _compiled.items():  # graphs that an outer block had compiled are run by this one, too
+            for what, times in _compiled.items():  # this block, too, runs graphs that an outer block had compiled
                 self._coverage.at_risk[what] += times
         return self
 
@@ -405,22 +399,22 @@ class Invariance:
 
 
 def batch_invariant(families: Iterable[str] | None = None, *, training: bool = False) -> Invariance:
-    """Put batch-invariant kernels under everything that runs inside the `with` block, in all threads.
+    """Use batch-invariant kernels for everything that runs inside the `with` block, in all threads.
 
-    Blocks nest: what is on is what any of them asks for. Leaving one, by an exception too, restores what was before it.
-    Threads may compute while another enters and leaves nested blocks; a call goes by what was on when it began. Enter
-    the outermost one before they do, if you can: a call of theirs that it finds under way, and that takes longer than
-    10 ms more, may end in the block's kernels though it began in torch's (rms_norm is several operators). Don't leave
-    the outermost one while another thread still computes under it: that thread's next calls are stock. A CUDA
-    graph captured inside keeps the kernels that it was captured with. What torch.compile made before the outermost
-    block, or in it, is compiled anew inside, and after it; nested blocks share their graphs, which look up what is on.
-    To enter the outermost block takes tens of milliseconds: hold one around the life of a server or a trainer.
+    Blocks nest: a family is on if any of them requests it. Leaving one, also by an exception, restores the state before
+    it. Threads may compute while another enters and leaves nested blocks; a call uses what was on when it began. If you
+    can, enter the outermost one before they compute: a call that is running then, and takes more than 10 ms longer, may
+    end in the block's kernels though it began in torch's (rms_norm is several operators). Don't leave the outermost one
+    while another thread still computes under it, because that thread's next calls are stock. A CUDA graph captured
+    inside keeps the kernels that it was captured with. What torch.compile made before or in the outermost block is
+    compiled again inside, and after it; nested blocks share their graphs, which look up what is on. Entering the
+    outermost block takes tens of milliseconds: hold one around the life of a server or a trainer.
 
     Args:
-        families: Names from `FAMILIES`; None for all of them. A subset leaves the rest stock, which tells which family
+        families: Names from `FAMILIES`; None for all of them. A subset leaves the rest stock, which shows which family
             a divergence comes from.
-        training: Where a gradient is asked for, attention and norms keep the bits that they have without one, and get
-            a gradient of ours (`nondet.kernels.dispatch.differentiable`); else they are left to torch, and counted.
+        training: Where a gradient is needed, attention and norms keep the bits that they have without one, and get a
+            gradient of ours (`nondet.kernels.dispatch.differentiable`); else they are left to torch, and counted.
 
     Raises:
         UnknownNameError: no such family.
@@ -436,12 +430,12 @@ _STAND_INS = (
     (hf_attention.install, hf_attention.uninstall),
     (partial(hf.install, (hf_attention.EAGER, *hf.REPLACEMENTS)), hf.uninstall),
 )
-_lock = threading.RLock()  # of entering and leaving alone: calls take none
+_lock = threading.RLock()  # only for entering and leaving: calls don't take it
 _entered: list[Invariance] = []
 _compiled: Counter[str] = Counter()  # what inductor generated since the outermost block was entered
-_modules: dict[str, Any] = {}  # what was imported when the stand-ins were last looked after
-# Seconds between putting functions under torch and having them compute, where other threads run: what they are in the
-# midst of (rms_norm's mean is done, its root is not) ends in torch's kernels, as it began.
+_modules: dict[str, Any] = {}  # the modules when the stand-ins were last updated
+# Seconds between registering functions and activating them, if other threads run: an operator in progress (rms_norm's
+# mean is done, its root is not) ends in torch's kernels, as it began.
 _GRACE = 0.01
 _registration = Registration(decided)
 
@@ -453,7 +447,7 @@ def _publish() -> None:
 
 
 def make_ready() -> None:
-    """Make now what the first block of a process makes as it is entered, seconds on a GPU; torch stays as it is."""
+    """Do now what the first block of a process does as it is entered, seconds on a GPU; torch stays as it is."""
     with _lock:
         if not _entered:
             _registration.prepare()
@@ -472,7 +466,6 @@ def _enter_first() -> None:
 
 
 def _stand_in() -> None:
-    """Stand-ins for transformers, also in what was imported since."""
     global _modules
     if _modules != sys.modules:  # not by their number: one may have gone as another came
         seen = dict(sys.modules)
@@ -482,9 +475,9 @@ def _stand_in() -> None:
 
 
 def _imported() -> None:
-    """A model may be imported inside of the block. Not waited for: who holds the lock may wait for this very import."""
+    """A model may be imported inside of the block. Does not wait: the holder of the lock may wait for this import."""
     global _modules
-    _modules = {}  # whoever enters next looks again
+    _modules = {}  # the next block to be entered checks again
     if _lock.acquire(blocking=False):
         try:
             if _entered:
@@ -497,7 +490,7 @@ _imports = hf.Imports(_imported)
 
 
 def _leave_last() -> None:
-    """Undo everything, the latest first; what one step raises keeps none of the others from being done."""
+    """Undo everything, the latest first; an error in one step does not prevent the others."""
     global _modules
     _modules = {}
     with ExitStack() as steps:

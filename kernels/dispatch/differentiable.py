@@ -1,8 +1,8 @@
 """What a trainer needs: attention and norms with the bits of a forward without gradients, and a gradient.
 
-torch composes both of other operators where a gradient is asked for, and so gives them other bits than a sampler had.
-Under `batch_invariant(training=True)` the very kernel of the sampler runs instead, by the same choice, and a backward
-of ours without atomics (`nondet.kernels.attention_backward`).
+torch composes both of other operators where a gradient is needed, and so gives them different bits from a sampler's.
+Under `batch_invariant(training=True)` the sampler's own kernel runs instead, by the same choice, and a backward of ours
+without atomics (`nondet.kernels.attention_backward`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _always(*args: Any) -> bool:
 
 
 def _bias_apart(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether torch adds the bias after the product's rounding: where it can't see x as a matrix. Else parts do."""
+    """Whether torch adds the bias after the product's rounding: where it can't see x as a matrix."""
     return bias is not None and x.dim() != 2 and not (x.dim() > 2 and x.is_contiguous())
 
 
@@ -36,7 +36,7 @@ COMPOSED_WITH_GRADIENT: dict[str, Callable[..., bool]] = {
 
 
 def asked_for(*tensors: Any) -> bool:
-    """Whether a gradient of one of them is."""
+    """Whether a gradient of one of them is needed."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
 
 
@@ -47,13 +47,12 @@ class Differentiable:
         self._kernels = kernels
 
     def __getattr__(self, name: str) -> Any:
-        """All others, as they are."""
         return getattr(self._kernels, name)
 
     def attention_varlen(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **more: Any
     ) -> torch.Tensor:
-        """As the kernel's of packed requests, from a cache that has dropped no key."""
+        """The kernel for packed requests, from a cache that has dropped no key."""
         if "key_index" in more:
             raise Leave("keys in a paged cache, which has no gradient")
         out: torch.Tensor = _Attention.apply(q, k, v, _scale(q, scale), more)
@@ -62,23 +61,23 @@ class Differentiable:
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **more: Any
     ) -> torch.Tensor:
-        """As the kernel's of a batch [B, H, T, D]."""
+        """The kernel for a batch [B, H, T, D]."""
         out: torch.Tensor = _Attention.apply(q, k, v, _scale(q, scale), more)
         return out
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """As the kernel's, the bias added before the one rounding."""
+        """The kernel, with the bias added before the one rounding."""
         out: torch.Tensor = _Linear.apply(x, weight, bias)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """As the kernel's, over the last axis."""
+        """The kernel, over the last axis."""
         out: torch.Tensor = _RMSNorm.apply(x, weight, eps)
         return out
 
 
 def with_gradient(kernels: Kernels, *tensors: Any) -> Kernels | Differentiable | None:
-    """The kernels for a call on the tensors; None where a gradient is asked for and nobody trains."""
+    """The kernels for a call on the tensors; None where a gradient is needed outside a block for training."""
     if not asked_for(*tensors):
         return kernels
     return Differentiable(kernels) if current().training else None
@@ -89,7 +88,7 @@ def _scale(q: torch.Tensor, scale: float | None) -> float:
 
 
 class _NoSecond(torch.autograd.Function):
-    """A gradient as it is. A derivative of it, asked for on the way back, is refused."""
+    """The gradient, unchanged. A derivative of it in the backward pass is refused."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
@@ -106,12 +105,12 @@ class _NoSecond(torch.autograd.Function):
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """backward(ctx, gradient, *saved tensors) as a Function's, without a second derivative.
 
-    torch's `once_differentiable` refuses that to `Tensor.backward` alone: where torch.autograd.grad is told its inputs,
-    nothing leads from them to its error, and what went through the Function would be missing without a word.
+    torch's `once_differentiable` refuses that only in `Tensor.backward`: torch.autograd.grad with given inputs never
+    reaches its error, and the Function's contribution would be missing without a warning.
     """
 
     def run(ctx: Any, gradient: torch.Tensor) -> Any:
-        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        saved = ctx.saved_tensors  # once: a checkpoint gives them only once
         with torch.no_grad():
             found = backward(ctx, gradient, *saved)
         if torch.is_grad_enabled():  # create_graph=True
@@ -122,8 +121,6 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Packed, q [Tq, Hq, D] with cu_seqlens in `more`, or of a batch, q [B, Hq, Tq, D]."""
-
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, more: dict[str, Any]) -> Any:
         kernels = kernels_for(q.device.type)
@@ -138,7 +135,7 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> Any:
-        more = {name: value for name, value in ctx.more.items() if name != "positions"}  # where keys lie is enough
+        more = {name: value for name, value in ctx.more.items() if name != "positions"}  # the keys' indices suffice
         whole = q.dim() == 4
         if whole:
             batch, queries = q.shape[0], q.shape[2]
@@ -156,8 +153,6 @@ class _Attention(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w x r, r = 1 / sqrt(mean(x^2) + eps): of x by two means over its own row, of w by sums over the rows."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         ctx.save_for_backward(x, weight)
@@ -175,8 +170,6 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., K], weight [N, K], bias [N]; the gradient is made of the products and the sum that torch makes it of."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
         ctx.save_for_backward(x, weight)
@@ -190,9 +183,9 @@ class _Linear(torch.autograd.Function):
         return torch.mm(rows, weight).view(x.shape), of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
-# Gradients as operators, for `nondet certify` and `nondet bench`: what autograd calls under the block, without it.
-# Order: of a row the forward's sums, and all else element by element; of attention `attention_backward`'s. Invariance:
-# nothing is computed from another row, or another request.
+# Gradients as operators, for `nondet certify` and `nondet bench`: what autograd calls under the block. Order: a row's
+# sums as in the forward, the rest elementwise; attention as `attention_backward`. Invariance: nothing is computed from
+# another row or another request.
 
 
 def softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -212,7 +205,7 @@ def log_softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tenso
 
 
 def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """torch's silu_backward of x [M, W], on a CPU by the body of its vector loop alone."""
+    """torch's silu_backward of x [M, W], on a CPU only by the body of its vector loop."""
     from nondet.kernels.dispatch.gradients import silu_backward
 
     note("silu_backward[vectors]")
@@ -220,7 +213,7 @@ def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """By two means over its own row of x [M, H]; the weight's is computed as well, and not given: it is the batch's."""
+    """By two means over its own row of x [M, H]; the weight's is not returned, because it depends on the batch."""
     kernels = Differentiable(kernels_for(x.device.type))
     return autograd(lambda t, w: kernels.rms_norm(t, w, eps), gradient, x, weight)[0]
 

@@ -1,4 +1,4 @@
-"""The functions that stand under aten's operators, under torch.compile too. Made once in a process, never changed.
+"""The functions registered for aten's operators, also under torch.compile. Made once in a process, never changed.
 
 Each takes the dispatcher's key set and the operator's own arguments, and ends in a replacement or in the original.
 """
@@ -36,13 +36,12 @@ from nondet.kernels.dispatch.state import (
     padded_in_front,
 )
 
-# Stock operators over one axis that have no kernel of ours: proven at first use, for each shape met, or at risk.
-#
-# The claim is the one that matters to a request: each row has, in this batch, the bits that it has alone. It is proven
-# by computing the operator on generated rows of the very shape, dtype and layout, then on single rows of them, and
-# comparing the bits. A library chooses its kernel by just these, so the claim is about that choice and holds until
-# another driver or torch is installed, which is what a certificate's machine key says. It is no proof for inputs that
-# a kernel would treat in another way; the inputs have wide exponents, cancel, and (for sort) are full of ties.
+# Stock operators over one axis without a kernel of ours are proven at first use, for each shape, or at risk.
+# The claim: each row has, in this batch, the bits that it has solo. The proof computes the operator on generated rows
+# of the same shape, dtype and layout, then on single rows of them, and compares the bits. A library chooses its kernel
+# by exactly these, so the claim is about that choice and holds until the driver or torch changes (a certificate's
+# machine key). It does not cover inputs that a kernel would treat differently; the inputs have wide exponents, cancel,
+# and (for sort) are full of ties.
 
 _MEMBER = "aten"
 _ROWS_COMPARED = 48
@@ -52,7 +51,7 @@ _RUNNING = frozenset({"cumprod", "cumsum", "_logcumsumexp"})
 def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str]:
     """Whether stock `name` gives each row its own bits at the shape of args[0]; and why not, or on what ground.
 
-    While a CUDA graph is captured nothing can be computed on the side: what is not known by then is at risk.
+    While a CUDA graph is captured nothing can be proven: what is unknown then is at risk.
     """
     x: torch.Tensor = args[0]
     form = _form_of(name, x, args, kwargs)
@@ -77,7 +76,7 @@ def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
 
 
 class _Form(NamedTuple):
-    """What is known of a call without its numbers: the key of its certificate, or the answer and its reason."""
+    """The key of a call's certificate, or the answer and its reason; from all but the numbers."""
 
     axis: int = 0
     key: str = ""
@@ -90,7 +89,7 @@ _forms: dict[tuple[object, ...], _Form] = {}
 
 
 def _form_of(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
-    """The form, remembered by the raw layout, arguments and settings: a key in words takes far longer to write."""
+    """The form, cached by the raw layout, arguments and settings, because a key in words takes far longer to build."""
     device = "cuda" if x.is_cuda else "cpu"
     where = x.data_ptr() & (255 if x.is_cuda else 63)
     raw = (
@@ -129,7 +128,6 @@ def _form(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _axis(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The one axis that the operator runs over, or None."""
     place = {"linalg_vector_norm": 2, "sort.stable": 1}.get(name, 1)
     dim = args[place] if len(args) > place else kwargs.get("dim", -1 if name.startswith("sort") else None)
     if isinstance(dim, (list, tuple)) and len(dim) == 1:
@@ -138,7 +136,7 @@ def _axis(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _parted(name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The first generated row whose bits in the batch are not those that it has alone; None where all agree."""
+    """The first generated row whose bits in the batch differ from its solo bits; None where all agree."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
@@ -181,18 +179,18 @@ def _tuple(out: Any) -> tuple[torch.Tensor, ...]:
     return (out,) if isinstance(out, torch.Tensor) else tuple(out)
 
 
-# A number may reach an operator where its schema has a tensor (`x % 2.0`): torch wraps it, and unwraps it for functions
-# of Python. The original kernel takes tensors alone, so a number becomes one again, of no axis. Where x has axes it
-# takes no part in the choice of the result's dtype, as torch's own; elsewhere it gets the dtype that torch chooses.
+# A number may be passed where an operator's schema has a tensor (`x % 2.0`): torch wraps it, and unwraps it for Python
+# functions. The original kernel takes only tensors, so a number is wrapped again, without axes. Where x has axes the
+# number does not influence the result's dtype, as in torch; elsewhere it gets the dtype that torch chooses.
 
 _WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def accepting_numbers(qualified: str, original: Any) -> Callable[..., Any]:
-    """original.call_boxed for "aten::remainder.Tensor", or any operator, also with numbers in the place of tensors."""
+    """original.call_boxed for "aten::remainder.Tensor", or any operator, also with numbers instead of tensors."""
     call: Callable[..., Any] = original.call_boxed
     places = _tensor_places(qualified)
-    if len(places) < 2:  # of one tensor there is no number: nothing would say on which device
+    if len(places) < 2:  # with one tensor no number is possible: its device would be unknown
         return call
 
     def stock(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,34 +224,30 @@ def _with_tensors(args: tuple[Any, ...], places: frozenset[int]) -> tuple[Any, .
 
 
 # `batch_invariant()` under torch.compile.
-#
 # The backends "eager", "aot_eager" and "cudagraphs" keep aten's operators, so the replacements are reached as without
-# compilation. scaled_dot_product_attention and rms_norm are taken apart while a graph is traced, before anything runs;
-# so the trace is given an operator of ours in their place, which calls the whole one when the graph runs.
-#
-# Inductor writes kernels of its own: it turns small products into sums, fuses reductions with what surrounds them, and
-# chooses their order of additions by the sizes that it compiles for. So for graphs compiled inside a context every
-# product and every reduction that has a replacement becomes a call of ours, which reaches the replacement when it
-# runs. What inductor still generates is pointwise. It is counted as at risk, once a graph: it is compiled anew for
-# each specialized shape, and neither what is fused and contracted there nor (on a CPU) the formula of a loop's last
-# elements is promised to be the same.
-#
-# Graphs are compiled anew when the outermost context is entered and when it is left: one from outside would bypass it.
-# A nested one with other families changes nothing in a graph: ours are in it whatever is on, and look that up when it
-# runs.
+# compilation. scaled_dot_product_attention and rms_norm are decomposed while a graph is traced, before anything runs;
+# so the trace gets an operator of ours instead, which calls the whole one when the graph runs.
+# Inductor generates its own kernels: it turns small products into sums, fuses reductions with what surrounds them, and
+# chooses their order of additions by the sizes that it compiles for. So in graphs compiled inside a block every product
+# and every reduction that has a replacement becomes a call of ours, which reaches the replacement when it runs. The
+# rest that inductor generates is pointwise. It is counted as at risk, once per graph, because each specialized shape is
+# compiled again, and neither fusion and contraction nor (on a CPU) the formula of a loop's last elements is guaranteed
+# to be the same.
+# Graphs are compiled again when the outermost block is entered and when it is left: one from outside would bypass it. A
+# nested block with other families changes no graph: ours look up what is on when they run.
 
 _Note = Callable[[str], None]
 
-# Replaced on a CPU only; inductor's own code for them is counted with all that is pointwise.
+# Replaced only on a CPU; inductor's own code for them is counted with all that is pointwise.
 _POINTWISE = frozenset(OPERATORS["pointwise"])
 _WHOLE = ("scaled_dot_product_attention", "rms_norm")
 _PRIMS_THAT_REDUCE = frozenset({"fft_c2c", "fft_c2r", "fft_r2c", "prod", "sum", "svd", "var"})
 _saved_compile: list[Any] = []  # [the compiler's entry as it was], while installed
-_notes: list[_Note] = []  # who is told, likewise
+_notes: list[_Note] = []  # who is notified, while installed
 
 
 def install_compile(note: _Note) -> None:
-    """Have inductor compile for us, and have everything compiled anew."""
+    """Make inductor compile our operators, and compile everything again."""
     wrapper = torch._TorchCompileInductorWrapper
     _saved_compile.append(wrapper.__call__)
     _notes.append(note)
@@ -282,7 +276,7 @@ def uninstall_compile() -> None:
 
 
 def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A composed operator on tensors that stand for others: fake ones of a compiler, or a subclass."""
+    """A composed operator on a compiler's fake tensors, or on a tensor subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -299,19 +293,17 @@ def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs:
 def _forget_graphs() -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-        for op in map(_overload, _WHOLE):  # a trace remembers whether an operator is taken apart, and nobody tells it
+        for op in map(_overload, _WHOLE):  # a trace caches whether an operator is decomposed, and is not notified
             op._dispatch_cache.clear()
 
 
 def _overload(name: str) -> Any:
-    """torch.ops.aten.mean.dim for "mean.dim"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 @functools.cache
 def _ours() -> dict[Any, str]:
-    """aten operators that must not be taken apart: operator -> name."""
     names = [n for family in OPERATORS.values() for n in family if n not in _POINTWISE and n not in COMPOSED]
     return {_overload(n): n for n in (*names, *CERTIFIABLE) if not n.endswith("_")}
 
@@ -337,27 +329,24 @@ _operators_library: list[torch.library.Library] = []
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The aten operator, replaced or not, its results contiguous: their strides are promised when the graph is made."""
+    """The aten operator, replaced or not, with contiguous results: the graph was made for these strides."""
     out = op(*args, **kwargs)
     if isinstance(out, torch.Tensor):
         return out.contiguous()
-    return tuple(None if x is None else x.contiguous() for x in out)  # a gradient that nobody wants is none
+    return tuple(None if x is None else x.contiguous() for x in out)  # an unneeded gradient is None
 
 
 def _of_a_decoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether attention's result has the queries' shape, by shapes that need no broadcasting."""
     if not q.dim() == k.dim() == v.dim() == 4:
         return False
     return q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] <= q.shape[1] and v.shape[3] == q.shape[3]
 
 
 def _like_first(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention's result has the queries' shape, see `_of_a_decoder`; a norm's its input's."""
     return q.new_empty(q.shape)
 
 
 def _pass(note: _Note, theirs: Any) -> Any:
-    """A pass over inductor's graphs: what has a replacement becomes an operator of ours, and what is left is noted."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -373,13 +362,13 @@ def _pass(note: _Note, theirs: Any) -> Any:
             note("torch.compile: pointwise code generated by inductor")
 
         def uuid(self) -> Any:
-            return None  # inductor then caches nothing on disk: a graph from there would not be looked at
+            return None  # inductor then caches nothing on disk: a graph from there would skip this pass
 
     return Pass()
 
 
 def _risky(graph: torch.fx.Graph) -> set[str]:
-    """Operators of the graph that are none of ours, not pointwise (they are counted together) and not exact."""
+    """Operators of the graph that are not ours, not pointwise (they are counted together) and not exact."""
     called = (node.target for node in graph.nodes if node.op == "call_function")
     operators = {op for op in called if isinstance(op, torch._ops.OpOverload)}
     return {
@@ -391,7 +380,6 @@ def _risky(graph: torch.fx.Graph) -> set[str]:
 
 
 def _name(op: torch._ops.OpOverload) -> str:
-    """ "mean.dim" for torch.ops.aten.mean.dim."""
     packet = op._schema.name.partition("::")[2]
     return packet if op._overloadname == "default" else f"{packet}.{op._overloadname}"
 
@@ -407,8 +395,8 @@ def _keys(*names: str) -> int:
     return found & ~torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
 
 
-# An operator that torch composes of others is met before torch brings its tensors into plain memory: one may say that
-# its numbers are to be read negated, and one may have no memory of its own. Of all others torch sees to that.
+# A composed operator is called before torch materializes its tensors: one may be marked as negated, and one may have no
+# memory of its own. For all other operators torch does that.
 _NEGATED = _keys("Negative")
 _NOT_DENSE = _keys("ZeroTensor", "SparseCPU", "SparseCsrCPU", "NestedTensorCPU", "QuantizedCPU", "MkldnnCPU")
 _UNUSUAL = _NEGATED | _NOT_DENSE
@@ -426,8 +414,7 @@ def replacing(
     """Compute by `replacement` while `family` is on; else, or where it declines, run the original and count it.
 
     Args:
-        again: A shorter way to what `replacement` gives, for plain tensors and without gradients; gives None where it
-            has none.
+        again: A shorter way to `replacement`'s result, for plain tensors and without gradients; None where it has none.
     """
     composed = name in COMPOSED
     exempt = EXEMPT.get(name)
@@ -467,12 +454,12 @@ def replacing(
             try:
                 if reason:
                     out = replacement(Differentiable(kernels()), *args, **kwargs)
-                elif torch.is_grad_enabled() and not composed:  # of that none is asked
+                elif torch.is_grad_enabled() and not composed:  # no gradient is needed of a composed one
                     with torch.no_grad():  # a gradient, if any, is recorded by the caller, for the operator as a whole
                         out = replacement(kernels(), *args, **kwargs)
                 else:
                     out = replacement(kernels(), *args, **kwargs)
-            except (Leave, NotImplementedError) as error:  # the latter is a launcher's word for what it lacks
+            except (Leave, NotImplementedError) as error:  # launchers raise the latter for what they lack
                 how, reason = "left", str(error)
             except UserError:
                 raise
@@ -495,7 +482,7 @@ def replacing(
 
 
 def _in_memory(name: str, run: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` of a composed operator, for dense tensors whose numbers are what stands in memory."""
+    """`run` of a composed operator, on dense tensors whose memory holds their numbers."""
 
     def whole(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         unusual = keyset.raw_repr() & _UNUSUAL
@@ -512,7 +499,7 @@ def _in_memory(name: str, run: Callable[..., Any], stock: Callable[..., Any]) ->
 
 
 def _resolved(value: Any) -> Any:
-    """A tensor whose numbers are to be read negated, with the numbers themselves; anything else as it is."""
+    """A negated tensor, materialized; anything else unchanged."""
     return value.resolve_neg() if isinstance(value, torch.Tensor) else value
 
 
@@ -521,7 +508,7 @@ def _line(error: Exception) -> str:
 
 
 def _warn_of(qualified: str, error: Exception) -> None:
-    """Once for each operator and error: stock took what our kernel failed at, so it is a fault of ours, or memory."""
+    """Once per operator and error: stock accepted what our kernel failed at, so it is our fault, or memory."""
     said = (qualified, type(error).__name__)
     if said not in _warned:
         _warned.add(said)
@@ -537,9 +524,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _kinds(args: tuple[Any, ...]) -> tuple[bool, bool]:
-    """Whether a tensor is empty: nothing to add up, torch's own shapes, constants and errors. And whether one stands
-    for others: a compiler's tracing, or a quantized weight.
-    """
+    """(a tensor is empty, so torch's own shapes, constants and errors apply; one is a tracer's or quantized)"""
     empty = stands_for_others = False
     for x in args:  # one loop, since this runs at every call
         if isinstance(x, torch.Tensor):
@@ -549,7 +534,6 @@ def _kinds(args: tuple[Any, ...]) -> tuple[bool, bool]:
 
 
 def _plainly(args: tuple[Any, ...]) -> bool:
-    """Is nothing asked for but numbers: no gradient, no tensor that stands for others?"""
     if forward_ad._current_level >= 0:
         return False
     recorded = torch.is_grad_enabled()
@@ -561,17 +545,17 @@ def _plainly(args: tuple[Any, ...]) -> bool:
 
 
 def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:
-    """Is the gradient that is asked for a backward one, under a block for training, and one that ours have?"""
+    """Whether the gradient is a backward one, under a block for training, and one that our kernels have."""
     if has_gradient is None or not now.training or forward_ad._current_level >= 0:
         return False
     return asked_for(*args) and has_gradient(*args)
 
 
 def _differentiated(args: tuple[Any, ...]) -> str:
-    """Why an operator made of others has to stay apart: the whole has no gradient, forward or backward.
+    """Why a composed operator stays decomposed: the whole has no gradient, forward or backward.
 
-    Attention then is torch's, and a norm is made of its replaced parts, which round in between: both may have other
-    bits than without a gradient. So a trainer does not compute what a sampler did.
+    Attention is then torch's, and a norm is made of its replaced parts, which round in between: both may have different
+    bits from those without a gradient. So a trainer does not compute what a sampler did.
     """
     if forward_ad._current_level >= 0:
         which = "a forward gradient"
@@ -604,7 +588,7 @@ def watching(qualified: str, original: Any, matters: Callable[..., bool | str] |
 
 
 def certifying(name: str, original: Any) -> Callable[..., Any]:
-    """Run the original, and say whether it is proven to give each row its own bits."""
+    """Run the original, and count whether it is proven to give each row its own bits."""
     stock = original.call_boxed
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -623,8 +607,8 @@ def certifying(name: str, original: Any) -> Callable[..., Any]:
     return run
 
 
-# What is registered runs as it is, and so does what it calls: in the midst of a frame that torch.compile leaves to
-# Python (a graph break within `try` or `with`) its tracer looks at each function that is called, these among them.
+# torch.compile must not trace these functions: in a frame that it leaves to Python (a graph break within `try` or
+# `with`) its tracer would look at each function that is called.
 _eval_frame = torch._C._dynamo.eval_frame
 _AS_IT_IS = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 for _maker in (replacing, _in_memory, accepting_numbers, watching, certifying):

@@ -1,9 +1,8 @@
 """How the arguments of torch's backward operators map onto batch-invariant kernels, those of the forward.
 
-torch's own formulas compute a gradient from a few operators that no forward has. What they give to a row (the gradient
-of a softmax, a norm, a pointwise operator) is computed from that row alone, by the forward's sums; what they add up
-over the batch, as a gradient by meaning does, is added in an order that the call decides, without atomics: in the order
-of the tokens. So a step that is run again has the same bits.
+torch's own formulas compute a gradient from a few operators that no forward has. A row's gradient (of a softmax, a
+norm, a pointwise operator) is computed only from that row, by the forward's sums; sums over the batch are added in the
+order of the tokens, without atomics. So a step that is run again has the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from nondet.kernels.dispatch.state import Kernels, Leave, require
 
 
 def _elementwise(name: str) -> Callable[..., torch.Tensor]:
-    """Of a gradient and what the forward had or gave, element by element, by torch's vector body alone."""
     operator = getattr(torch.ops.aten, name).default
 
     def replace(kernels: Kernels, gradient: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -128,7 +126,7 @@ def rms_norm_backward(
 def embedding_backward(
     kernels: Kernels, gradient: torch.Tensor, indices: torch.Tensor, rows: int, padding: int, by_frequency: bool
 ) -> torch.Tensor:
-    """[rows, H] of the gradient [..., H]: a row's terms one after the other, in the order of the tokens, in float32."""
+    """[rows, H] of the gradient [..., H]: a row's terms are added in the order of the tokens, in float32."""
     require(gradient)
     if by_frequency:
         raise Leave("scaled by frequency")
@@ -148,7 +146,7 @@ def index_put(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> torch.Tensor:
-    """values added to the target where indices point, in place: what meets at one place in the order of the indices."""
+    """values added to the target where indices point, in place; equal indices in the order of the indices."""
     require(target, values)
     given = [i for i, index in enumerate(indices) if index is not None]
     if not given or given != list(range(given[0], given[-1] + 1)):
@@ -182,7 +180,7 @@ def nll_loss(
     reduction: int,
     ignored: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, sum of weights) of x [N, C]: what targets pick, weighted, and added up as one row of N."""
+    """(loss, sum of weights) of x [N, C]: the targets' elements, weighted, and added up as one row of N."""
     require(x)
     if x.dim() != 2 or target.shape != x.shape[:1]:
         raise Leave("not a matrix of classes")

@@ -1,16 +1,16 @@
-"""The logprob of a token: one formula, for the sampler's draw and for a trainer, which thus come to the same bits.
+"""The logprob of a token, by one formula for the sampler's draw and for a trainer, so that both get the same bits.
 
 With l the row's logits, L the largest and T the temperature:
 
     logprob(i) = l_i / T - (L / T + ln S),  S = sum of exp((l - L) / T), in float64, rounded once to float32
 
 Order: none that could matter. Each weight exp((l - L) / T) is cut to a whole multiple of 2^-44, and sums of integers
-are exact, so S does not depend on the order of its terms, their number of threads, or anything beside the row. A row's
-logarithm and difference are its own. So a row has the same bits in any batch, chunk or layout; a CPU and a GPU may
-differ in the last bit of an exponential, so the two sides are to be computed on one kind of device.
+are exact, so S does not depend on the order of its terms, the number of threads, or other rows. So a row has the same
+bits in any batch, chunk or layout; a CPU and a GPU may differ in the last bit of an exponential, so you must compute
+both sides on one kind of device.
 
-With top-k and top-p the sum goes over the tokens that the draw keeps: the `top_k` largest, ties by the smaller id, and
-of them the fewest of the largest whose exact sum reaches `top_p` of theirs. Any other token has the logprob -inf.
+With top-k and top-p the sum is over the tokens that the draw keeps: the `top_k` largest, ties by the smaller id, and of
+them the fewest of the largest whose exact sum reaches `top_p` of theirs. Any other token has the logprob -inf.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nondet.kernels.dispatch.state import guarded
 from nondet.kernels.pointwise.cpu import vectors_only
 
 SCALE = 2.0**44
-_TOKEN = 0xFFFFFFFF  # the lower half of a key, which is of the token id
+_TOKEN = 0xFFFFFFFF  # the lower half of a key: the token id
 _CHUNK = 2**24  # numbers in float64 that are held at a time
 
 
@@ -41,15 +41,15 @@ def token_logprobs(
     dtype; the softmax is over the tokens that are kept. Row by row, like the value. No second derivative.
 
     Args:
-        logits: [..., V], floating. What is no float64 is taken in float32.
+        logits: [..., V], floating. Other dtypes than float64 are converted to float32.
         ids: [...], integers from 0 to V - 1, as many as rows.
-        temperature: T. What the engine records is at 1 over the whole vocabulary, whatever it draws at.
+        temperature: T. The engine records logprobs at 1 over the whole vocabulary, whatever it draws at.
         top_k: Tokens that are kept; 0 for all.
         top_p: Share of the mass that is kept; 1 for all. Kept tokens are found row by row on the host.
 
     Returns:
-        [...], float32 (float64 of float64 logits). NaN where a row's largest logit is no finite number; -inf of a token
-        that is not kept.
+        [...], float32 (float64 of float64 logits). NaN where a row's largest logit is not finite; -inf of a token that
+        is not kept.
 
     Raises:
         UserError: shapes that do not fit, ids out of range, or settings that no draw has.
@@ -140,7 +140,7 @@ def _backward(
         if kept:
             shares = shares * kept[0][part]
         scale = above[part] / temperature
-        if kept:  # a token that was not kept has no gradient, whatever is above it
+        if kept:  # a token that was not kept has no gradient
             scale = scale.where(kept[0][part].gather(1, places[part]), 0.0)
         scale = scale.to(shares.dtype)
         own = (1.0 - shares.gather(1, places[part])) * scale
@@ -153,13 +153,13 @@ def log_masses(rows: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """L / T + ln of the sum of exp((l - L) / T) of each row of [R, V] -> [R] float64; NaN where L is not finite."""
     top = rows.max(dim=-1).values.double()
     tops = top.tolist()
-    if rows.device.type == "cpu":  # row by row: a vectorized exp may treat the last elements of a tensor in another way
+    if rows.device.type == "cpu":  # row by row: a vectorized exp may treat the last elements of a tensor differently
         values = rows.detach().numpy()
         sums = [int(weights(row.astype(np.float64), t, temperature).sum()) for row, t in zip(values, tops, strict=True)]
     else:
         found = torch.sub(rows, top[:, None])  # in float64, as the second one is
         found = found if temperature == 1.0 else found.div_(temperature)
-        # what is no number, or infinite, has a largest logit that is not finite; the rest is cut on the way to integers
+        # NaN or infinite logits make the largest logit not finite; the rest is cut in the conversion to integers
         sums = found.exp_().mul_(SCALE).to(torch.int64).sum(dim=-1).tolist()
     masses = [_log_mass(t, s, temperature) for t, s in zip(tops, sums, strict=True)]
     return torch.tensor(masses, dtype=torch.float64).to(rows.device)
@@ -170,14 +170,14 @@ def _log_mass(top: float, total: int, temperature: float) -> float:
 
 
 def weights(logits: npt.NDArray[np.float64], top: Any, temperature: float) -> npt.NDArray[np.int64]:
-    """exp((l - top) / T) in whole multiples of 2^-44; 0 for what is no number."""
+    """exp((l - top) / T) in whole multiples of 2^-44; 0 for NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         found = np.floor(np.exp((logits - top) / temperature) * SCALE)
     return np.where(np.isfinite(found), found, 0.0).astype(np.int64)
 
 
 def nucleus_size(sums: npt.NDArray[np.int64], top_p: float) -> int:
-    """How many of the largest, whose weights' running sums these are, reach top_p of the whole."""
+    """How many of the largest reach top_p of the whole; `sums` are their weights' running sums."""
     need = math.ceil(top_p * int(sums[-1]))
     return min(int(np.searchsorted(sums, need, side="left")) + 1, len(sums))
 
@@ -196,7 +196,6 @@ def largest(rows: torch.Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.
 
 
 def _kept_masses(rows: torch.Tensor, temperature: float, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log masses [R] of the tokens that the draw keeps, which those are [R, V])."""
     ids = largest(rows.float(), min(top_k, rows.shape[1]))[0]
     logits = rows.gather(1, torch.from_numpy(ids).to(rows.device)).double().cpu().numpy()
     mask = np.zeros(tuple(rows.shape), dtype=bool)

@@ -1,11 +1,8 @@
-"""Which aten operators `batch_invariant()` replaces, family by family, and the list of those that it allows as they
-are.
+"""Which aten operators `batch_invariant()` replaces, family by family, and which it leaves because they are exact.
 
 A replacement takes the device's `Kernels` and the operator's own arguments. It computes, or raises `Leave` with the
-reason why it does not: then the original kernel runs, and the coverage says so. Every replacement also serves its
+reason why it does not: then the original kernel runs, and the coverage reports it. Every replacement also serves its
 operator's out= and in-place forms, which code generators call.
-
-What needs no table, since its bits can't depend on the batch, is the list of `nondet.kernels.dispatch.operators`.
 """
 
 from __future__ import annotations
@@ -20,17 +17,13 @@ from nondet.core.operator import AtenOperator
 from nondet.core.registry import declared, load_object
 from nondet.kernels.dispatch.state import WHOLE, Kernels, Leave, over_batch
 
-# The allow list: aten operators whose bits cannot depend on the batch, with the reason for each. All others can.
-#
-# An operator that is not here, not replaced and not certifiable is at risk, and counted: also one that a later torch
-# brings, or another library. What is here runs untouched and costs nothing; so an entry has to be right on every
-# machine, or its device has to be named. tests/kernels/dispatch/test_sweep.py holds the list against torch's operator
-# database.
-#
+# The allow list: aten operators whose bits cannot depend on the batch, with the reason for each.
+# Operators that are not here, not replaced and not certifiable are at risk, and counted, including those of a later
+# torch or another library. Listed operators run unchanged, so an entry has to be right on every machine, or name its
+# device. tests/kernels/dispatch/test_sweep.py compares the list with torch's operator database.
 # Names are without overload and without the in-place underscore, unless an overload is meant.
-#
-# add, sub, mul, div and abs are here, and exact for real numbers alone: nobody watches them on a CPU for complex ones,
-# or for `alpha` (docs/limits.md), since the watcher would cost as much as the operation at every call.
+# add, sub, mul, div and abs are exact only for real numbers, but are not watched on a CPU for complex ones, or for
+# `alpha` (docs/limits.md), because the watcher would cost as much as the operation at every call.
 
 Matters = Callable[..., bool | str]
 
@@ -102,39 +95,39 @@ EXACT: dict[str, frozenset[str]] = {
 
 _NOT_ROUNDED_ONCE = _names("round.decimals round.decimals_out round_.decimals")
 
-# Every element by the same instructions, whichever thread has it: torch's tag says `pointwise`, or it is one of these.
+# Every element is computed by the same instructions in any thread: torch tags it `pointwise`, or it is one of these.
 EXACT_ON_CUDA = _names(
     "glu hardsigmoid hardswish log_sigmoid_forward mish polar rsub softplus softshrink elu gelu silu _conj_physical"
 )
 
 
-# One number after the other: the k-th element has the k-th number, whatever comes after it.
+# In sequence: the k-th element has the k-th number, whatever comes after it.
 EXACT_ON_CPU = _names("random randperm uniform")
 
 
 def _complex(x: torch.Tensor, **kwargs: Any) -> bool:
-    """Complex quotients take one formula in vectors and another in the scalar rest."""
+    """Complex quotients use one formula in vectors and another in the scalar rest."""
     return x.dtype.is_complex
 
 
 def _accumulates(x: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any, **more: Any) -> bool:
-    """Numbers that meet at one place are added, in an order that is not promised."""
+    """Numbers with equal indices are added in an unspecified order."""
     return accumulate
 
 
 def _only_moves(x: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any, **more: Any) -> bool:
-    """Nothing is added, or at most once to each place: the gradient of what a mask of truths picks."""
+    """Nothing is added, or at most once per index: the gradient of a boolean mask."""
     given = [index for index in indices if index is not None]
     return not accumulate or (len(given) == 1 and given[0].dtype in (torch.bool, torch.uint8))
 
 
 def _weighted(x: Any, weights: Any = None, *rest: Any, **more: Any) -> bool:
-    """Without weights it counts."""
+    """Without weights it only counts."""
     return weights is not None
 
 
 def _extreme(x: Any, dim: Any = None, *rest: Any, **more: Any) -> str:
-    """Exact, yet of all the numbers of an axis: one scale for a whole batch hands a request the others' extremes."""
+    """Exact, but over all numbers of an axis: one scale for a whole batch depends on other requests' extremes."""
     said = over_batch(x, dim)
     if said or dim is None or x.dim() < 3 or x.shape[0] != 1 or x.numel() == x.shape[-1]:
         return said
@@ -147,7 +140,7 @@ def _every_form(names: dict[str, Matters], forms: str) -> dict[str, Matters]:
     return {form.format(name): matters for name, matters in names.items() for form in forms.split()}
 
 
-# Exact unless the arguments say otherwise: device -> operator -> matters(*args, **kwargs), which may say why.
+# Exact unless the arguments prevent it: device -> operator -> matters(*args, **kwargs), which may give the reason.
 _ANYWHERE: dict[str, Matters] = {
     **_every_form({"amax": _extreme, "amin": _extreme, "aminmax": _extreme}, "{} {}.out"),
     **_every_form({"max": _extreme, "min": _extreme}, "{} {}.unary_out {}.dim"),
@@ -201,7 +194,6 @@ _ATEN: dict[str, AtenOperator] = {aten.name: aten for operator in declared().val
 
 FAMILIES: dict[str, str] = {o.family.name: o.family.text for o in declared().values() if o.family is not None}
 
-# family -> operator -> replacement
 OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     family: {
         aten.name: load_object(aten.replacement)
@@ -212,7 +204,7 @@ OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     for family in FAMILIES
 }
 
-# Operators that torch composes of others: a replacement of the whole has no gradient, so it is for inference alone.
+# Operators that torch composes of others: a replacement of the whole has no gradient, so it is only for inference.
 COMPOSED = frozenset(name for name, aten in _ATEN.items() if aten.composed)
 
 
@@ -260,8 +252,8 @@ def _in_place(replacement: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return replace
 
 
-# Operators over one axis without a kernel here. Each (shape, dtype) is proven at its first use: whether stock gives
-# every row the bits that the row has alone. Where it does it is left, as certified; where it does not it is at risk.
+# Operators over one axis without a kernel here. At its first use each (shape, dtype) is proven: does stock give every
+# row its solo bits? If so it is left, as certified; if not it is at risk.
 CERTIFIABLE: tuple[str, ...] = (
     "cumprod",
     "cumsum",
@@ -287,9 +279,9 @@ def _planned(equation: str, operands: Any, *, path: Any = None) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _weight_is_open(equation: str) -> bool:
-    """Is it matrices with vectors, of which torch takes one or the other for the last operand, as their sizes are?
+    """Whether it is matrices with vectors, of which torch picks the last operand by their sizes.
 
-    "btk,bk->bt" of one batch is another product than of two; "k,tk->t" and "hk,bhk->bh" take all rows for the weight.
+    "btk,bk->bt" of one batch is another product than of two; "k,tk->t" and "hk,bhk->bh" use all rows as the weight.
     Only "tk,k->t" always ends in rows with one vector.
     """
     inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
@@ -301,17 +293,16 @@ def _weight_is_open(equation: str) -> bool:
     return bool(own_right) or len(left) > 2 or "." in left
 
 
-# Composed of products that are replaced, in a way that the sizes decide, the number of rows among them: at risk.
+# Composed of replaced products in a way that depends on the sizes, including the number of rows: at risk.
 ORDERED_BY_SIZES: dict[str, Callable[..., bool]] = {
     "einsum": _planned,
     "linalg_multi_dot": _chain,
     "linalg_multi_dot.out": _chain,
 }
 
-# Operators that torch registers for every device at once, as if composed of others, but that compute past the
-# dispatcher: nothing else would be seen of them. What else has no kernel of its own for a device is made of operators
-# that have one, and is seen as those. (All that has one, and is in none of these tables and not in
-# `nondet.kernels.dispatch.operators`, is at risk.)
+# Operators that torch registers for every device, as if composed of others, but that compute past the dispatcher:
+# nothing else would notice them. Other operators without a kernel for a device are seen as the operators that they are
+# made of.
 COMPUTES: tuple[str, ...] = (
     "_convolution",
     "_foreach_mm",

@@ -1,18 +1,18 @@
-"""A model whose answers do not follow the number of ranks: `rank_free`, around a transformers model.
+"""`rank_free`: a transformers model whose results do not depend on the number of ranks.
 
 Under tensor parallelism a layer that is cut along its rows (o_proj, down_proj) adds up partial sums over the ranks, so
-another number of ranks is another order. Inside `rank_free` those layers run as `row_parallel`, which has one order
-for 1, 2, 4 and 8 ranks. Everything else of a decoder is whole on some rank: columns, heads, norms, the vocabulary's
-columns; of those the kernels of `batch_invariant()` do not depend on how many a rank holds. So both are needed:
+another number of ranks is another order. Inside `rank_free` those layers run as `row_parallel`, which has one order for
+1, 2, 4 and 8 ranks. Everything else of a decoder is whole on some rank (columns, heads, norms, the vocabulary's
+columns), and the kernels of `batch_invariant()` do not depend on how many of them a rank holds. So you need both:
 
     with nondet.batch_invariant(), nondet.rank_free(model): ...
 
-On a CPU a library shares a product's columns out by their number, and each may have an order of its own, so there a
-layer that is cut along its columns (q_proj, gate_proj, lm_head) runs as 8 products of equal width, whoever holds them;
-one whose width 8 does not divide stays whole, and may follow the ranks. An embedding that is cut along the vocabulary
-is a sum of one number and zeros: exact, but for the sign of a zero.
+On a CPU a library distributes a product's columns by their number, and each may have an order of its own. So a layer
+that is cut along its columns (q_proj, gate_proj, lm_head) runs there as 8 products of equal width; one whose width 8
+does not divide stays whole, and may depend on the ranks. An embedding that is cut along the vocabulary is a sum of one
+number and zeros: exact, except for the sign of a zero.
 
-One rank needs it as much as four: what is compared is the order, and a plain product has another.
+One rank needs it too, because a plain product has another order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def row_parallel_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 
 def _plan(model: torch.nn.Module) -> dict[str, str]:
-    """Pattern of names -> way of cutting: of the decoder, and of what stands around it."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     own: Any = getattr(model, "_tp_plan", None)
@@ -69,7 +68,7 @@ def _layers(model: torch.nn.Module, way: str) -> dict[str, torch.nn.Linear]:
 def rank_free(model: torch.nn.Module) -> Iterator[list[str]]:
     """Run the model's row-parallel layers in class "ranks-tree" inside the `with` block, on one rank or on several.
 
-    On a CPU column-parallel ones, too, in a fixed number of parts.
+    On a CPU column-parallel ones run in a fixed number of parts, too.
 
     The ranks are those that the layers' weights are spread over (DTensor), as `from_pretrained` under a tensor-parallel
     plan leaves them; a plain weight is one rank's. Forward only: with gradients on, a layer refuses.
@@ -99,7 +98,7 @@ def rank_free(model: torch.nn.Module) -> Iterator[list[str]]:
 
 def _forward(layer: torch.nn.Linear) -> Any:
     product = guarded(row_parallel)
-    kept: Any = None  # the weight that the next two are of: looking them up takes longer than a small product
+    kept: Any = None  # the weight of the next two, because looking them up takes longer than a small product
     weight: Any = None
     group: Any = None
 
@@ -130,8 +129,6 @@ def _in_columns(layer: torch.nn.Linear) -> Any:
 
 
 class _Columns(TorchFunctionMode):
-    """Inside, a linear layer's product is computed as `count` products of equal width."""
-
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
@@ -148,7 +145,6 @@ class _Columns(TorchFunctionMode):
 
 
 def _local(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """This rank's part of a tensor, and the group that it is spread over; None for a plain tensor."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return x, None

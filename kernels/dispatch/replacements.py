@@ -1,6 +1,4 @@
-"""How the arguments of aten's operators map onto batch-invariant kernels: products, rows, experts, pointwise,
-collectives.
-"""
+"""How the arguments of aten's operators map onto batch-invariant kernels."""
 
 from __future__ import annotations
 
@@ -31,11 +29,9 @@ from nondet.kernels.dispatch.state import (
 )
 from nondet.kernels.experts import topk as ordered_topk
 
-# How the arguments of aten's products and of attention map onto batch-invariant kernels.
-#
-# Each replacement takes the device's `Kernels` and the operator's own arguments. What torch adds in the same rounding
-# (`beta * input`, anything but a bias of one value a column) is added here after the product's rounding, elementwise:
-# a result may differ from stock by one rounding, and does not depend on the batch.
+# Products and attention. What torch adds in the same rounding (`beta * input`, anything but a bias of one value per
+# column) is added here after the product's rounding, elementwise: a result may differ from stock by one rounding, and
+# does not depend on the batch.
 
 _MISFIT = "shapes that do not fit"
 
@@ -103,7 +99,7 @@ def dot(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def linear(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K], weight [N, K], bias [N]: the whole of it at once, sooner than what torch makes of it."""
+    """x [..., K], weight [N, K], bias [N]: all of it at once, faster than torch's composition."""
     if bias is None:
         require(x, weight)
     else:
@@ -155,7 +151,7 @@ def scaled_mm_v2(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,  # as above
 ) -> torch.Tensor:
-    """What `torch.nn.functional.scaled_mm` calls: as `scaled_mm`, scales by tensor, row, or 1x128 of a in blocks."""
+    """`torch.nn.functional.scaled_mm`: as `scaled_mm`, scales by tensor, row, or 1x128 of a in blocks."""
     recipes = [*recipe_a, *recipe_b]
     if any([*swizzle_a, *swizzle_b]) or contraction_dim:
         raise Leave("scales swizzled, or contracted otherwise")
@@ -214,7 +210,7 @@ def scaled_grouped_mm_v2(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,  # as above
 ) -> torch.Tensor:
-    """What `torch.nn.functional.scaled_grouped_mm` calls: as `scaled_grouped_mm`, a scale for each row."""
+    """`torch.nn.functional.scaled_grouped_mm`: as `scaled_grouped_mm`, a scale for each row."""
     if [*recipe_x, *recipe_weight] != [_BY_ROW] * 2 or any([*swizzle_x, *swizzle_weight]) or contraction_dim:
         raise Leave("scales not of rows, swizzled, or contracted otherwise")
     return scaled_grouped_mm(kernels, x, weight, scale_x[0], scale_weight[0], offs, bias, None, out_dtype)
@@ -232,7 +228,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As torch defines it: `is_causal` is aligned to the first key, and a mask says everything else."""
+    """As torch defines it: `is_causal` is aligned to the first key, and a mask gives everything else."""
     require(q, k, v)
     if dropout_p:
         raise Leave("dropout")
@@ -246,7 +242,7 @@ def attention(
     if k_len == 0:
         raise Leave("no keys")
     if attn_mask is not None:
-        broadcast = is_causal or attn_mask.shape[-1] != k_len  # one column that stands for all keys
+        broadcast = is_causal or attn_mask.shape[-1] != k_len  # one column for all keys
         packings = None if broadcast else packing_of(attn_mask, q.shape[0], q_len)
         if packings is None:
             raise Leave("a mask of holes, a window or a bias")
@@ -261,7 +257,7 @@ def attention(
 def _plus(bias: torch.Tensor, product: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
     if alpha != 1:
         product = product * alpha
-    if beta == 0:  # torch's promise: NaN in the input is not looked at
+    if beta == 0:  # torch guarantees that NaN in the input is ignored
         return product
     out = product + (bias if beta == 1 else bias * beta)
     if out.shape != product.shape:
@@ -270,28 +266,22 @@ def _plus(bias: torch.Tensor, product: torch.Tensor, beta: float, alpha: float) 
 
 
 def _fit(a: torch.Tensor, b: torch.Tensor, axes: int) -> None:
-    """Leave what torch has an error for."""
     if a.dim() != axes or b.dim() != axes or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
         raise Leave(_MISFIT)
 
 
-# Which aten operators `batch_invariant()` replaces for mixtures of experts.
-#
-# transformers computes experts in one of three ways, and generation changes from one to another between prefill and
-# decoding. What each is made of, besides the softmax, products and sums that other families replace:
-#
+# Mixtures of experts. transformers computes experts in one of three ways, and generation changes from one to another
+# between prefill and decoding. Besides the softmax, products and sums of other families they consist of:
 # - "grouped_mm": tokens sorted by expert, aten::_grouped_mm, or products into slices of one tensor (mm with out=), and
-# a   sum over each token's experts in the order of their rank.
-# - "batched_mm": a weight gathered for each token and expert, and one batched product with vectors. transformers'
-#   own is told apart from other batched products (`nondet.kernels.dispatch.transformers`), and computes a vector
-#   as a row of the grouped product would be, so that the two ways agree bit for bit. (Not where torch.compile traced
-# it.)
-# - "eager": expert by expert, added onto the tokens by index_add_, in the order of the experts' numbers: an order that
-#   the token's own choice of experts decides. Rounded after each addition, so its bits are not those of the other two.
-#
-# All of them choose experts by topk, whose ties torch leaves open.
+# a sum over each token's experts in the order of their rank.
+# - "batched_mm": a weight gathered for each token and expert, and one batched product with vectors. transformers' own
+# is distinguished from other batched products (`nondet.kernels.dispatch.transformers`), and computes a vector as a row
+# of the grouped product would be, so that the two ways agree bit for bit (except where torch.compile traced it).
+# - "eager": expert by expert, added onto the tokens by index_add_, in the order of the experts' numbers, which the
+# token's own choice decides. Rounded after each addition, so its bits differ from those of the other two.
+# All of them choose experts by topk, for which torch leaves ties open.
 
-SHORT = 64  # additions that one program makes one after the other
+SHORT = 64  # additions that one program makes in sequence
 
 
 def _device_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -378,7 +368,7 @@ def index_add_(
     width = rows.shape[1:].numel()
     flat = rows.reshape(rows.shape[0], width)
     _device_index_add(flat, index.reshape(-1), added.reshape(index.numel(), width), alpha)
-    if flat.data_ptr() != target.data_ptr():  # no view of it could be had
+    if flat.data_ptr() != target.data_ptr():  # it has no such view
         rows.copy_(flat.view(rows.shape))
     return target
 
@@ -399,7 +389,7 @@ def index_add(
 def scatter_add(
     kernels: Kernels, target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
 ) -> torch.Tensor:
-    """source added to the target along an axis at index: each element's sum in the order of its places along the axis.
+    """source added to the target along an axis at index: each element's sum in the order of the axis.
 
     Every element of the target is a row of the one-dimensional operator that the registry has.
     """
@@ -430,7 +420,7 @@ def scatter_add(
 def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
     """The sum over one short axis that is not the last, without moving it; None where there is no kernel for that.
 
-    Which axis is summed, and its length, decide: not how many rows there are beside it.
+    Only the axis and its length decide, not the number of rows.
     """
     if len(axes) != 1 or axes[0] == x.dim() - 1 or not x.is_cuda or x.shape[axes[0]] > SHORT:
         return None
@@ -445,7 +435,6 @@ def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
 def _rows(
     x: torch.Tensor, dim: Sequence[int] | int | None, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, list[int]]:
-    """x in the dtype, and the axes to reduce, ascending."""
     if dtype is not None:
         x = x.to(dtype)
     require(x)
@@ -459,7 +448,6 @@ def _rows(
 
 
 def _last(x: torch.Tensor, axes: list[int]) -> torch.Tensor:
-    """x with the reduced axes moved to the end and made one."""
     kept = [d for d in range(x.dim()) if d not in axes]
     if axes != list(range(len(kept), x.dim())):
         x = x.permute(*kept, *axes)
@@ -480,7 +468,9 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
         x, axes = _rows(x, dim, dtype)
         _note_over_batch(name, x, axes)
         by_place = len(axes) == 1 and axes[0] < x.dim() - 1 and not (middle and x.is_cuda and x.shape[axes[0]] <= SHORT)
-        if by_place and padded_in_front(x, axes[0]):  # one by one from the first place, zeros in front are nothing
+        if by_place and padded_in_front(
+            x, axes[0]
+        ):  # one by one from the first position, so zeros in front change nothing
             _note(name, x, MOVED)
         out = sum_middle(x, axes) if middle else None
         if out is None and not x.is_cuda and len(axes) == 1 and axes[0] < x.dim() - 1:
@@ -490,7 +480,7 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
             out = out if middle else out / x.shape[axes[0]]
             out = out.to(x.dtype)
         if out is None and middle and x.is_cuda and x.dim() == 2 and axes == [0] and x.numel():
-            from nondet.kernels.gradients import cuda  # the very order, columns beside each other
+            from nondet.kernels.gradients import cuda  # the same order, columns next to each other
 
             out = cuda.sum_over_rows(x.contiguous(), x.dtype)
         if out is None:
@@ -501,7 +491,7 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
 
 
 def logsumexp(kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
-    """By the device's own, which the registry calls invariant; a row of nothing but -inf gives -inf, as torch's."""
+    """By the device's own, which the registry declares invariant; a row of only -inf gives -inf, as torch's."""
     x, axes = _rows(x, dim, None)
     _note_over_batch("logsumexp", x, axes)
     if x.is_cuda:
@@ -516,7 +506,7 @@ def _note(name: str, x: torch.Tensor, why: str) -> None:
 
 
 def _note_over_batch(name: str, x: torch.Tensor, axes: Sequence[int]) -> None:
-    """Count a reduction that requests may enter together; the kernel's own invariance is of no help to them."""
+    """Count a reduction over the batch's own axis, whose bits no kernel can make independent of other requests."""
     if why := over_batch(x, axes):
         _note(name, x, why)
 
@@ -524,11 +514,11 @@ def _note_over_batch(name: str, x: torch.Tensor, axes: Sequence[int]) -> None:
 def note_hidden(name: str, x: torch.Tensor) -> None:
     """Count a softmax over attention scores some of which are hidden: padding moves the sums' order along the row.
 
-    Attention that is written out in a model (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) hides scores by
-    a great negative number and takes the softmax over all keys, those of the padding too. Each row is computed by
-    itself, and yet its bits depend on where its keys lie, and on how many are hidden. Hidden is what lies so far below
-    another score that its exponential is 0: models subtract as little as 1e4. On a GPU nobody looks, which would wait
-    for it: there every softmax of three axes or more is counted.
+    Models that write out attention (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) hide scores by a large
+    negative number and take the softmax over all keys, including the padding. Each row is computed by itself, but its
+    bits depend on where its keys are and on how many are hidden. A score counts as hidden if it is so far below another
+    that its exponential is 0: models subtract as little as 1e4. On a GPU this is not read, because that would wait for
+    the device: every softmax of three axes or more is counted.
     """
     if x.dim() < 2:
         return
@@ -536,15 +526,15 @@ def note_hidden(name: str, x: torch.Tensor) -> None:
         _note(name, x, "over scores of which some are hidden")
 
 
-_SPREAD = 80.0  # exp(-80) is a normal float32, of which no bit is lost
+_SPREAD = 80.0  # exp(-80) is a normal float32, so no bit is lost
 _HIDDEN = -1e30
 _SMALL = 2**15
 
 
 def _within(x: torch.Tensor) -> bool:
-    """Are all numbers so close together that none vanishes? Of a matrix (logits): is none cut off by a mask?
+    """Whether all numbers are so close together that none vanishes; for a matrix (logits), whether no mask cut one off.
 
-    NaN and infinities are not within anything.
+    False with NaN or infinities.
     """
     if not x.numel():
         return True
@@ -553,9 +543,9 @@ def _within(x: torch.Tensor) -> bool:
         lowest = float(np.minimum.reduce(x.detach().numpy(), axis=None) if plain else x.amin())
         return lowest > (-3e4 if x.dtype == torch.float16 else _HIDDEN)
     if x.numel() <= _SMALL and x.dtype == torch.float32 and x.is_contiguous():
-        numbers = x.detach().numpy()  # the same answer, NaN included, in fewer steps
+        numbers = x.detach().numpy()  # the same result, NaN included, in fewer steps
         highest, lowest = np.maximum.reduce(numbers, axis=None), np.minimum.reduce(numbers, axis=None)
-        return bool(np.float32(float(highest) - float(lowest)) <= _SPREAD)  # Python's numbers warn of no infinity
+        return bool(np.float32(float(highest) - float(lowest)) <= _SPREAD)  # Python's numbers don't warn of infinities
     low, high = torch.aminmax(x)
     return bool(high.float() - low.float() <= _SPREAD)
 
@@ -602,7 +592,7 @@ def layer_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two means in float32, then elementwise; also gives mean and 1 / deviation, as torch's own does."""
+    """Two means in float32, then elementwise; also returns mean and 1 / deviation, as torch's own does."""
     require(x)
     if len(normalized_shape) != 1:
         raise Leave("over more than one axis")
@@ -646,9 +636,8 @@ mean, sum = reducing("mean"), reducing("sum")
 softmax, log_softmax = normalizing("softmax"), normalizing("log_softmax")
 
 
-# Pointwise operators on a CPU, each by one formula: what a vector loop and its scalar rest may compute differently.
-#
-# Which of them do differs from one instruction set, dtype and build of torch to the next, so none is trusted.
+# Pointwise operators on a CPU, each by one formula, because a vector loop and its scalar rest may use different ones.
+# Which operators do depends on instruction set, dtype and build of torch, so none is trusted.
 
 _FLOATING_ONLY = frozenset(
     {"silu", "gelu", "mish", "softplus", "elu", "hardswish", "hardsigmoid", "softshrink", "pow.Tensor_Scalar"}
@@ -656,7 +645,7 @@ _FLOATING_ONLY = frozenset(
 
 
 def _elementwise(name: str) -> Callable[..., torch.Tensor]:
-    """The operator by its vector body alone; integers as numbers of the default dtype, where torch takes them."""
+    """The operator, only by its vector body; integers in the default dtype, where torch accepts them."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -673,7 +662,7 @@ def _elementwise(name: str) -> Callable[..., torch.Tensor]:
 
 
 def rsqrt(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
-    """Two operations that IEEE 754 rounds correctly, so that no formula is left to choose; in float32, rounded last."""
+    """Two correctly rounded operations of IEEE 754, so that only one result is possible; in float32, rounded last."""
     from nondet.kernels.rows.cpu import square_roots
 
     require(x)
@@ -687,7 +676,7 @@ atan, asinh, acosh, atanh, erf = map(_elementwise, ("atan", "asinh", "acosh", "a
 erfc, erfinv, lgamma, digamma, i0 = map(_elementwise, ("erfc", "erfinv", "lgamma", "digamma", "i0"))
 sinc, logit = map(_elementwise, ("sinc", "logit"))
 silu, sigmoid, gelu, mish, softplus = map(_elementwise, ("silu", "sigmoid", "gelu", "mish", "softplus"))
-sqrt = _elementwise("sqrt")  # MKL's, where torch was built with it: not the correctly rounded one
+sqrt = _elementwise("sqrt")  # MKL's, where torch was built with it, is not correctly rounded
 elu, hardswish, hardsigmoid, softshrink = map(_elementwise, ("elu", "hardswish", "hardsigmoid", "softshrink"))
 pow_scalar = _elementwise("pow.Tensor_Scalar")
 
@@ -698,28 +687,24 @@ def pow_scalar_(kernels: Kernels, x: torch.Tensor, exponent: Any) -> torch.Tenso
 
 
 # torch.distributed's reductions under `batch_invariant()`: the family "all-reduce".
-#
-# Registered under c10d's own operators, which every form ends in: `torch.distributed.all_reduce`, the functional
-# collectives (_c10d_functional, so DTensor too, and what torch.compile makes of them), and a ProcessGroup's own
-# method. So a model under tensor parallelism is reached unmodified, for whatever process group it uses. Sums of
-# floating point are replaced, all-reduces by `nondet.kernels.all_reduce.chain` and reduce-scatters by
-# `nondet.kernels.all_reduce.chain`; maxima, minima and integers are exact in any order, and run as they are; gathers
-# copy; other reductions are counted as left or at risk. All ranks enter and leave their blocks at the same calls.
-#
-# They are registered at the key BackendSelect, above the device's own, and hand over by a redispatch, which lets go of
-# the interpreter's lock; the other way to reach a kernel, `call_boxed`, holds it. A library's own threads hold a
-# queue's lock while they free the tensors of what has ended, for which they need the interpreter's: whoever enqueues
-# with the interpreter's lock held waits for them for ever, now and then (seen with gloo).
+# They are registered for c10d's own operators, which every form ends in: `torch.distributed.all_reduce`, the functional
+# collectives (_c10d_functional, so DTensor and torch.compile too), and a ProcessGroup's own method. So a model under
+# tensor parallelism is reached unmodified, for any process group. Sums of floating point are replaced
+# (`nondet.kernels.all_reduce.chain`); maxima, minima and integers are exact in any order, and run unchanged; gathers
+# copy; other reductions are counted as left or at risk. All ranks must enter and leave their blocks at the same calls.
+# They are registered at the key BackendSelect, above the device's own, and continue by a redispatch, which releases the
+# interpreter's lock; `call_boxed` holds it. A library's threads hold a queue's lock while they free finished tensors,
+# for which they need the interpreter's lock: enqueuing with that lock held can therefore deadlock (seen with gloo).
 
 
 class _Form(NamedTuple):
     """One of c10d's operators whose sums are replaced.
 
     Attributes:
-        name: What it is called in the coverage.
-        group: Place of the process group among its arguments; the reduction is the next one.
+        name: Its name in the coverage.
+        group: Index of the process group among its arguments; the reduction is the next one.
         pairs: From its arguments the (result, message) pairs: one tensor twice for an all-reduce, which is in place.
-        answers: Whether it gives its tensors back beside the work.
+        answers: Whether it returns its tensors in addition to the work.
     """
 
     name: str
@@ -759,7 +744,7 @@ def functions(devices: tuple[str, ...]) -> dict[tuple[str, str], Callable[..., A
 
 
 def _stock(name: str) -> Callable[..., Any]:
-    """The device's own kernel, called with the interpreter's lock let go."""
+    """The device's own kernel, called without the interpreter's lock."""
     operator = getattr(torch.ops.c10d, name).default
     here = getattr(torch._C.DispatchKey, _KEY)
 
@@ -807,7 +792,6 @@ def _watching(name: str, stock: Callable[..., Any], devices: frozenset[str]) -> 
 
 
 def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
-    """Whether the tensors of a call, also within lists, lie on a device that is looked after."""
     for x in args:
         if isinstance(x, torch.Tensor):
             return x.device.type in devices
@@ -817,7 +801,6 @@ def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
 
 
 def _name_of(operation: Any) -> str:
-    """The reduction's name, "SUM", of c10d's boxed ReduceOp; "" for anything else."""
     if not isinstance(operation, torch.ScriptObject) or not hasattr(operation, "op"):
         return ""
     return _names().get(int(operation.op()), "")
@@ -832,7 +815,7 @@ def _names() -> dict[int, str]:
 
 
 def _reduced(form: _Form, args: tuple[Any, ...], reduction: str) -> str:
-    """Sum over the group, or the reason why it has to stay as it is: looked for before anything is written."""
+    """Sum over the group, or the reason why it stays stock, which is determined before anything is written."""
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -859,7 +842,6 @@ def _reduced(form: _Form, args: tuple[Any, ...], reduction: str) -> str:
 
 
 def _misfit(world: int, pair: tuple[torch.Tensor, Any]) -> str:
-    """Why a pair can't be summed by ours; "" where it can."""
     from nondet.kernels.all_reduce.chain import DTYPES
 
     out, x = pair
@@ -876,13 +858,13 @@ def _misfit(world: int, pair: tuple[torch.Tensor, Any]) -> str:
 
 
 def _finished(x: torch.Tensor, waited: bool) -> Any:
-    """A boxed Work of something that the current stream has been given already: whoever waits comes after it.
+    """A boxed Work of something that is already on the current stream, so a later wait on that stream comes after it.
 
-    Of a future, which is C++ through and through: a Work written in Python loses its Python half as soon as it is
-    boxed, and what is left of it waits for ever.
+    It is made of a future, which is pure C++: a Work written in Python loses its Python half when it is boxed, and the
+    rest waits for ever.
 
     Args:
-        waited: The caller waits at once, on the stream that computed; then there is nothing to come after.
+        waited: The caller waits at once, on the stream that computed; then there is nothing to wait for.
     """
     c10d: Any = torch._C._distributed_c10d  # its stubs lack what makes a work of a future
     if waited or (x.is_cuda and torch.cuda.is_current_stream_capturing()):

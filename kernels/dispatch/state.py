@@ -1,8 +1,7 @@
-"""What is on right now: one immutable snapshot that functions read per call, counts of what happened, and the kernels
-of a device.
+"""The state of `batch_invariant()`: one immutable snapshot, counts of what happened, and the kernels of a device.
 
-A call reads `now` once and goes by what it read, so a block that another thread enters or leaves meanwhile neither
-tears a decision apart nor takes anything away that the call still uses.
+A call reads `now` once and uses that snapshot, so a block that another thread enters or leaves meanwhile can't make it
+inconsistent.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ import torch
 
 from nondet.core.registry import declared, load_object
 
-# What happened under `batch_invariant()`, operator by operator: plain counts, in four groups.
-#
-# And the two ways in which a call depends on the batch whatever kernel computes it: it goes over the batch's own axis,
-# or along places that other requests' lengths move.
+# A call depends on the batch, whatever kernel computes it, if it reduces over the batch's own axis, or along positions
+# that other requests' lengths move. `over_batch` and `padded_in_front` find these.
 
-# attribute of `Coverage` -> what it is called for people, in run files too
+# attribute of `Coverage` -> its name in reports and run files
 KINDS: dict[str, str] = {
     "replaced": "replaced",
     "certified": "certified stock",
@@ -31,15 +28,15 @@ KINDS: dict[str, str] = {
     "at_risk": "at risk",
 }
 
-# Operators that may add up over the batch in a backward pass, and what is said of such a sum. Other gradients are a
-# row's or a request's own, as the forward is.
+# Operators that may add up over the batch in a backward pass, and the words for such a sum. Other gradients belong to
+# one row or request, as the forward does.
 _SUMMING = {
     "mm", "mm.out", "addmm", "bmm", "_grouped_mm", "sum.dim_IntList", "sum.IntList_out", "index_add_",
     "_index_put_impl_", "rms_norm_backward", "native_layer_norm_backward", "embedding_dense_backward",
 }  # fmt: skip
 _SUMMED = "; what gradients sum over the batch repeats, and follows micro-batches"
 
-_lock = threading.Lock()  # of all counts: `counter[what] += 1` is three steps, between which threads change
+_lock = threading.Lock()  # of all counts: `counter[what] += 1` is three steps, between which threads may change
 
 
 @dataclass
@@ -47,14 +44,14 @@ class Coverage:
     """Calls while a context was entered, by operator.
 
     Attributes:
-        replaced: Computed by an invariant kernel. Which member of its class ran, `nondet.core.launch` says: it may
-            be a library's own kernel, where this machine's certificates say that its bits are those of the class.
-        certified: Stock, because stock was proven on this machine to give each row the bits that the row has alone, at
-            this very shape and dtype (`nondet.kernels.dispatch.functions`).
+        replaced: Computed by an invariant kernel. `nondet.core.launch` shows which member of its class ran: it may be a
+            library's own kernel, where this machine's certificates prove that it has the bits of the class.
+        certified: Stock, because stock was proven on this machine to give each row its solo bits, at this shape and
+            dtype (`nondet.kernels.dispatch.functions`).
         left: Of a family that is on, but left to the stock kernel: "mm float64", with the reason where there is one.
             Its bits may depend on the batch.
         at_risk: Stock, because no invariant kernel exists or the operator's family is off. Or by any kernel, where the
-            call itself depends on the batch, as the reason beside it says.
+            call itself depends on the batch, for the reason given.
         summed: Of `replaced`, calls in a backward pass that may be a sum over the batch, as a weight's gradient is.
     """
 
@@ -65,7 +62,7 @@ class Coverage:
     summed: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, what: str, times: int = 1) -> None:
-        """Count one call, or several; from any thread, and none is lost."""
+        """Count one call, or several; safe from any thread."""
         counter: Counter[str] = getattr(self, kind)
         with _lock:
             counter[what] += times
@@ -73,7 +70,7 @@ class Coverage:
                 self.summed[what] += times
 
     def lines(self) -> list[str]:
-        """One line for each operator, the commonest first."""
+        """One line for each operator, the most frequent first."""
         with _lock:
             return [
                 f"{label}: {name} ({n} calls{_SUMMED * (kind == 'replaced' and name in self.summed)})"
@@ -94,10 +91,9 @@ MOVED = "over places that padding in front moves"
 
 
 def over_batch(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> str:
-    """Words for a reduction of x over axes `dim` (none: all) by which requests may decide each other's; "" for none.
+    """Words for a reduction of x over axes `dim` (none: all) that may mix requests; "" for none.
 
-    Of a row alone, of one axis (nobody can tell whose), of parameters, and in a backward pass, whose sums over the
-    batch are what a gradient is, nothing is said.
+    "" also for a single row or axis, for parameters, and in a backward pass, where a gradient is a sum over the batch.
     """
     if x.dim() < 2 or isinstance(x, torch.nn.Parameter) or torch._C._current_graph_task_id() != -1:
         return ""
@@ -108,11 +104,11 @@ def over_batch(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> str:
 
 
 def padded_in_front(x: torch.Tensor, axis: int) -> bool:
-    """Do some entries of x's first axis, and not all, begin along `axis` with what padding leaves?
+    """Whether some entries of x's first axis, but not all, begin along `axis` with padding.
 
-    That is zeros, or a number again and again: chunked scans of state-space layers hide a short request's first places
-    so. The sum then begins elsewhere in its order than alone. Zeros in between are no padding but a choice, of experts.
-    On a GPU nobody looks, which would wait for it: there the answer is yes.
+    Padding is zeros, or one repeated number: chunked scans of state-space layers hide a short request's first positions
+    so. The sum then begins elsewhere in its order than solo. Zeros in between are a choice of experts, not padding. On
+    a GPU True without reading, which would wait for the device.
     """
     if x.dim() < 3 or axis == 0 or x.shape[0] < 2 or x.shape[axis] < 3 or not x.numel():
         return False
@@ -129,7 +125,7 @@ def padded_in_front(x: torch.Tensor, axis: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """What the entered blocks ask for together."""
+    """What the entered blocks request together."""
 
     families: frozenset[str] = frozenset()
     coverages: tuple[Coverage, ...] = ()
@@ -137,17 +133,14 @@ class Active:
 
 
 class _Inside(threading.local):
-    """Whether this thread is inside one of our kernels: its own torch calls go straight to the originals.
-
-    And, inside an operator that torch composes of others, what was on when that one began: its parts go by that.
-    """
+    """Whether this thread is inside one of our kernels; and the snapshot that a composed operator's parts use."""
 
     active = False
     began: Active | None = None
 
 
 class _WeightsFirst(threading.local):
-    """Whether in this thread a batched product with vectors has a weight for each of them, as transformers' experts."""
+    """Whether a batched product with vectors in this thread has a weight for each vector, as transformers' experts."""
 
     active = False
 
@@ -158,12 +151,12 @@ _now = Active()
 
 
 def current() -> Active:
-    """The snapshot. Read it once a call."""
+    """The snapshot. Read it once per call."""
     return inside.began or _now
 
 
 def in_parts(active: Active, composed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An operator that torch composes of others, each of which goes by what was on for the whole."""
+    """An operator that torch composes of others, whose parts all use the snapshot of the whole."""
     before, inside.began = inside.began, active
     try:
         return composed(*args, **kwargs)
@@ -172,7 +165,7 @@ def in_parts(active: Active, composed: Callable[..., Any], *args: Any, **kwargs:
 
 
 def replace_now(active: Active) -> None:
-    """The one place that changes what is on."""
+    """The only function that changes what is on."""
     global _now
     _now = active
 
@@ -184,7 +177,7 @@ def count(kind: str, what: str, times: int = 1) -> None:
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its own torch calls going straight to the originals."""
+    """`function` whose own torch calls go to the originals."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before, inside.active = inside.active, True
@@ -218,15 +211,15 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Leave(Exception):  # noqa: N818 - a decision, not an error
-    """This call is left to the original kernel; the message is the reason, "" where the dtype says it all."""
+    """This call is left to the original kernel; the message is the reason, "" where the dtype is the reason."""
 
 
 class Kernels:
     """The batch-invariant kernels of one device type, by the names that declarations give them.
 
-    `kernels.softmax` is the very function that the registry has for softmax's invariant implementation on the device,
-    with the operator's signature (`nondet.kernels.reference`); `kernels.mm` is an entry of matmul's declaration. Each
-    is imported at its first use.
+    `kernels.softmax` is the function that the registry has for softmax's invariant implementation on the device, with
+    the operator's signature (`nondet.kernels.reference`); `kernels.mm` is an entry of matmul's declaration. Each is
+    imported at its first use.
     """
 
     def __init__(self, device: str) -> None:
@@ -239,7 +232,7 @@ class Kernels:
             self._targets |= {name: targets.get(device) for name, targets in entries.items()}
 
     def __getattr__(self, name: str) -> Any:
-        """Called for names that are not set yet.
+        """Import a kernel at its first use.
 
         Raises:
             AttributeError: no declaration has that name.
@@ -261,7 +254,7 @@ def kernels_for(device: str) -> Kernels:
 
 
 def require(*tensors: torch.Tensor) -> None:
-    """One floating dtype that the kernels have, or `Leave`."""
+    """Raise `Leave` unless the tensors have one floating dtype that the kernels support."""
     dtype = tensors[0].dtype
     if dtype not in DTYPES:
         raise Leave

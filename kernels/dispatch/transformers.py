@@ -28,15 +28,13 @@ from nondet.kernels.dispatch.state import (
     weights_first,
 )
 
-# Putting stand-ins into transformers, and taking them out again: one table of what is replaced, one walk for all of it.
-
 
 class Replacement(NamedTuple):
-    """What stands in for an attribute of modules of transformers, or of classes in them, while a block is entered.
+    """What replaces an attribute of modules of transformers, or of classes in them, while a block is entered.
 
     Attributes:
         attribute: A function of the module, or a method of the class.
-        make: make(owner, original) -> what is to stand there; None leaves the original.
+        make: make(owner, original) -> the stand-in; None keeps the original.
         classes: How the names of the classes end; "" for the module itself.
         modules: A pattern of the modules' names.
     """
@@ -47,11 +45,11 @@ class Replacement(NamedTuple):
     modules: str = r"transformers\.models\..*\.modeling_"
 
 
-_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # (owner, attribute) -> (what was there, what stands there)
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # (owner, attribute) -> (the original, the stand-in)
 
 
 def install(replacements: Iterable[Replacement]) -> None:
-    """Stand in wherever it is known what stands there, in what is imported by now; what stands in already stays."""
+    """Install stand-ins for known originals in what is imported by now; installed ones stay."""
     imported = tuple(name for name in list(sys.modules) if name.startswith("transformers."))
     for replacement in replacements:
         for name in _matching(replacement.modules, imported):
@@ -62,7 +60,6 @@ def install(replacements: Iterable[Replacement]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _matching(pattern: str, names: tuple[str, ...]) -> list[str]:
-    """Of names, those that match: every block asks for all that is imported."""
     return [name for name in names if re.match(pattern, name)]
 
 
@@ -83,7 +80,7 @@ def _stand_in(owner: Any, replacement: Replacement) -> None:
 
 
 def uninstall() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    """Restore the originals, if anything was installed. A thread inside a stand-in finishes in it."""
     for (owner, attribute), (original, _) in _replaced.items():
         setattr(owner, attribute, original)
     _replaced.clear()
@@ -96,7 +93,7 @@ class Imports(importlib.abc.MetaPathFinder):
         self._then, self._under_way = then, threading.local()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> Any:
-        """What Python's own finder says, for modules in transformers' files."""
+        """Python's own spec, for modules in transformers' files."""
         if not name.startswith("transformers."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -117,31 +114,29 @@ class Imports(importlib.abc.MetaPathFinder):
 
 
 def installed(owner: Any, attribute: str) -> tuple[Any, Any]:
-    """(what was there, our stand-in), whoever stands there by now; (None, None) where nothing was put."""
+    """(the original, our stand-in), whatever is there now; (None, None) where nothing was installed."""
     return _replaced.get((owner, attribute), (None, None))
 
 
 def note_traced(what: str) -> None:
-    """Count as at risk, once for each trace; a compiler takes what this returns as a constant, and looks no further."""
+    """Count as at risk, once per trace, because a compiler takes the result as a constant."""
     count("at_risk", what)
 
 
 note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
 
 
-# Whether a function is the one that its source shows: nobody's wrapper around it, and nobody's in its place.
-#
-# `inspect.getsource` follows `__wrapped__`, so the text of a wrapper made with functools.wraps is that of what it
-# wraps. A stand-in that trusted it would skip what the wrapper does. Decorators of transformers' own are what stock
-# calls too.
+# `inspect.getsource` follows `__wrapped__`, so a wrapper made with functools.wraps shows the text of what it wraps, and
+# a stand-in that trusted it would skip what the wrapper does. So a function must be the one that its source shows.
+# Decorators of transformers' own are allowed, because stock calls them too.
 
 
 def own_source(function: Any) -> str:
     """The dedented source of a function.
 
     Raises:
-        OSError: there is none, or somebody's wrapper stands around it.
-        TypeError: it is no function.
+        OSError: there is none, or a foreign wrapper surrounds it.
+        TypeError: it is not a function.
     """
     layer = function
     while (inner := getattr(layer, "__wrapped__", None)) is not None:
@@ -176,15 +171,12 @@ def _body(text: str) -> str:
 
 
 # transformers' experts in decoding: which operand of a batched product is the weight.
-#
-# With "batched_mm" each token's expert weight [N, K] is gathered and multiplied with the token as a vector:
-# bmm(weights [S, N, K], tokens [S, K, 1]). To a product the last operand is the weight, whose shape may decide an
-# order; here that would be the token. So while transformers' `_batched_linear` runs, a batched product with vectors is
-# told so, and takes each vector as one row of the product with its weight, which is what the grouped product of
-# prefill does.
-#
-# Where there is no such function (another transformers), and while torch.compile traces, the product is that of any
-# `bmm`: no less invariant, but in float32 on a CPU not in the bits of the grouped product.
+# With "batched_mm" each token's expert weight [N, K] is gathered and multiplied with the token as a vector: bmm(weights
+# [S, N, K], tokens [S, K, 1]). A product takes the last operand as the weight, whose shape may decide an order; here
+# that would be the token. So while transformers' `_batched_linear` runs, a batched product with vectors takes each
+# vector as one row of the product with its weight, as the grouped product of prefill does.
+# Without such a function (another transformers), and while torch.compile traces, the product is that of any `bmm`: as
+# invariant, but in float32 on a CPU not in the bits of the grouped product.
 
 _EXPERTS_TRACED = "transformers experts, compiled: batched products not in the grouped product's bits"
 
@@ -204,19 +196,18 @@ def _telling(original: Any) -> Any:
     return batched_linear
 
 
-# Rotary embeddings whose frequencies follow the longest request of a step: at risk under `batch_invariant()`.
-#
-# With the rope types "dynamic" and "longrope" (Phi-3's long contexts) transformers takes the largest position of the
-# whole batch, and computes or chooses the frequencies of everybody by it. Beyond the model's original length a
-# request's bits therefore follow its company, and its own chunks, through an operator that rounds nothing: no kernel
-# can cure it. Up to that length everybody has the original ones, and nothing is counted.
+# Rotary embeddings whose frequencies depend on the longest request of a step are at risk under `batch_invariant()`.
+# With the rope types "dynamic" and "longrope" (Phi-3's long contexts) transformers chooses all requests' frequencies by
+# the largest position of the whole batch. Beyond the model's original length a request's bits therefore depend on
+# concurrent requests and on its own chunks. No kernel can prevent that, because the choice rounds nothing. Up to that
+# length all requests have the original ones, and nothing is counted.
 
 
 def _counted(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kind = getattr(self, "rope_type", None)
-        if kind not in ("default", "linear", "llama3", "yarn", None):  # the usual ones, without a further look
+        if kind not in ("default", "linear", "llama3", "yarn", None):  # the usual ones need no further check
             given = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
             layer_type = given.get("layer_type")
             if isinstance(kind, dict):  # by the layers' type
@@ -237,23 +228,22 @@ def _note(module: Any, kind: str, layer_type: str | None, positions: torch.Tenso
 
 
 def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | None) -> bool:
-    """Has the step a position beyond the original length? Yes where that can't be read."""
+    """True also where that can't be read."""
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     parameters = parameters.get(layer_type, parameters)
     limit = parameters.get("original_max_position_embeddings") or getattr(module, "original_max_seq_len", None)
     capturing = positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing()
     if limit is None or positions is None or capturing or positions.is_meta:
         return True
-    return int(positions.max()) + 1 >= limit  # at the limit itself "dynamic" keeps what an earlier step has left
+    return int(positions.max()) + 1 >= limit  # at the limit itself "dynamic" keeps the frequencies of an earlier step
 
 
 # transformers' RMSNorm modules under `batch_invariant()`: one kernel for the whole module.
-#
-# A module is recognized by the text of its `forward`, not by its name: models bring classes of their own, most of them
-# copies of three forms. While a context is entered those classes' `forward` leads to CUDA's kernel, which computes the
-# same with the same roundings. Every other module, a CPU and every call with a gradient runs as it did, on the
-# operators that are replaced one by one. So it is a matter of speed, not of coverage; and both ways are meant to have
-# the same bits (tests/kernels/rows/test_cuda.py holds them to it), so that a trainer's forward agrees with a sampler's.
+# A module is recognized by the text of its `forward`, not by its name, because models bring classes of their own,
+# mostly copies of three forms. While a block is entered those classes' `forward` uses CUDA's kernel, which computes the
+# same with the same roundings. Every other module, a CPU and every call with a gradient uses the operators that are
+# replaced one by one. So this changes only speed; both ways must have the same bits (tests/kernels/rows/test_cuda.py),
+# so that a trainer's forward agrees with a sampler's.
 
 
 class Form(NamedTuple):
@@ -288,7 +278,7 @@ _FORMS = {
 
 
 def form_of(module: type) -> Form | None:
-    """The form of that class's forward; None for another text, or none to be had."""
+    """The form of that class's forward; None for an unknown or missing text."""
     return _form(module.__dict__.get("forward"), module.__dict__.get("_norm"))
 
 
@@ -299,7 +289,6 @@ def _form(forward: Any, inner: Any) -> Form | None:
 
 
 def _text_of(method: Any) -> str:
-    """The body of a method of one argument, the argument called x; "" for another."""
     names, text = _source(method)
     if len(names) != 2:
         return ""
@@ -311,7 +300,7 @@ def _text_of(method: Any) -> str:
 
 
 def fused(original: Any, form: Form) -> Any:
-    """A forward that takes CUDA's kernel, and `original` where that does not apply."""
+    """A forward that uses CUDA's kernel, and `original` where that does not apply."""
     eps, round_first, plus_one = form
 
     @functools.wraps(original)
@@ -333,15 +322,12 @@ def fused(original: Any, form: Form) -> Any:
 
 @functools.cache
 def _on_cuda(folder: str, name: str) -> Any:
-    """A function of that folder's kernels for CUDA, which need Triton."""
     return guarded(getattr(importlib.import_module(f"nondet.kernels.{folder}.cuda"), name))
 
 
-# transformers' rotary embedding under `batch_invariant()`: one launch instead of twelve on CUDA, the same bits.
-#
-# Recognized by the text of a model's `apply_rotary_pos_emb` and `rotate_half`, as
-# `nondet.kernels.dispatch.transformers` recognizes modules. Any other text, device or dtype, and any call with a
-# gradient, runs as it did.
+# transformers' rotary embedding: one launch instead of twelve on CUDA, the same bits. It is recognized by the text of a
+# model's `apply_rotary_pos_emb` and `rotate_half`. Any other text, device or dtype, and any call with a gradient, runs
+# the original.
 
 _NAME_ROTARY = "apply_rotary_pos_emb"
 _TEXT_ROTARY = _body("""
@@ -386,15 +372,14 @@ def rotating(original: Any) -> Any:
 
 
 def _where_known(cls: type, original: Any) -> Any:
-    """`Replacement.make` for norms of a known form."""
     form = form_of(cls)
     return None if form is None else fused(original, form)
 
 
 def _grouped(original: Any) -> Any:
-    """Whether sdpa gets keys without a copy for each query head: always where somebody trains.
+    """Whether sdpa gets keys without a copy for each query head: always in a block for training.
 
-    With a mask transformers repeats them. What a group gives to a key would then be rounded head by head and added up
+    With a mask transformers repeats them. A group's contributions to a key would then be rounded per head and added up
     outside of attention, so that a gradient's bits would depend on whether a batch is padded.
     """
 
@@ -408,10 +393,9 @@ def _grouped(original: Any) -> Any:
 
 
 # transformers' FP8 layers, whose kernels come from its hub, DeepGEMM or FBGEMM and may be launched past the dispatcher,
-# unseen.
-#
-# Computed by the family "fp8", activations by 1x128, by row or by the layer's own static scale, then one product:
-# weights in blocks of 128x128 or with one scale, experts (a product for each that was chosen), FBGEMM's scales of rows.
+# unnoticed. The family "fp8" computes them: activations by 1x128, by row or by the layer's own static scale, then one
+# product: weights in blocks of 128x128 or with one scale, experts (a product for each chosen one), FBGEMM's scales of
+# rows.
 
 
 def _fp8(original: Any) -> Any:
@@ -419,7 +403,7 @@ def _fp8(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = getattr(self, "weight", None)
         if weight is not None and weight.element_size() > 1:
-            return original(self, *args, **kwargs)  # a plain product, which is seen itself
+            return original(self, *args, **kwargs)  # a plain product, which is replaced itself
         what = f"transformers {type(self).__name__}"
         if torch.compiler.is_compiling():
             note_traced(what)
@@ -440,7 +424,6 @@ def _fp8(original: Any) -> Any:
 
 
 def _fp8_groups(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """x [.., G, K]: each group by its own part of the weight [G N, K] -> [.., G, N]."""
     groups = layer.n_groups
     if layer.block_size is None or layer.activation_scale is not None or len(layer.weight_scale_inv) % groups:
         raise Leave("groups without whole blocks, or with a static scale")
@@ -450,9 +433,9 @@ def _fp8_groups(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _fp8_experts(layer: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x [T, H] by the experts index [T, k]: products of each row alone, added in float32 in its order.
+    """x [T, H] by the experts index [T, k]: one product per row, added in float32 in the row's own order.
 
-    Which experts were chosen is read on the host, which no CUDA graph can.
+    The host reads which experts were chosen, which a CUDA graph can't capture.
     """
     if layer.activation_scheme == "static" or layer.block_size is None or layer._is_expert_parallel:
         raise Leave("a static scale, one scale a weight, or experts on several ranks")
@@ -488,7 +471,6 @@ def _fbgemm_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
 def _fp8_product(
     layer: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [.., K] times a weight [N, K], quantized as the layer says."""
     from nondet.kernels.scaled.functions import BLOCK, FLOAT8, quantize_block, quantize_by, quantize_row
 
     block, static = layer.block_size, getattr(layer, "activation_scale", None)

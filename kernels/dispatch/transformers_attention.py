@@ -19,39 +19,33 @@ from nondet.kernels.dispatch.state import DTYPES, count, current, guarded, kerne
 from nondet.kernels.dispatch.transformers import Replacement, installed, note_traced
 
 # Batch-invariant attention under transformers' continuous batching.
-#
 # A step of continuous batching packs the queries of many requests into one row, reads their keys from a paged cache,
-# and tells them apart by a mask. Stock attention then reduces over the keys of everybody, the hidden ones too, so a
-# request's bits depend on who else is there. The stand-in here takes the same call, updates the cache itself, splits
-# the pack into requests by their cumulative lengths, and computes each over its own keys (`attention_varlen`): in
-# blocks anchored at its first key, whether those were cached, shared with another request, or computed in this step.
-#
-# A layer with a sliding window keeps the last keys only, paged or not; there the positions of the queries say where
-# the request began, so that the anchor stays its first key.
-#
-# None of the functions stood in for computes a soft cap (Gemma 2's): before 5.23 they leave it out in silence, and so
-# do the stand-ins, or the same model would be another one under them. Eager attention that is not paged has it, see
-# `eager`.
-#
-# It stands in under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because
-# the engine refuses names it does not know. A call without a paged cache goes on to the original, whose
-# scaled_dot_product_attention is replaced below it. Written against transformers 5.17 and 5.23, whose caches differ.
+# and separates them by a mask. Stock attention then reduces over the keys of all requests, including hidden ones, so a
+# request's bits depend on the others. The stand-in takes the same call, updates the cache itself, splits the pack into
+# requests by their cumulative lengths, and computes each over its own keys (`attention_varlen`): in blocks anchored at
+# its first key, whether those were cached, shared with another request, or computed in this step.
+# A layer with a sliding window keeps only the last keys; there the positions of the queries show where the request
+# began, so that the anchor stays its first key.
+# None of the replaced functions computes a soft cap (Gemma 2's): before 5.23 they silently ignore it, and so do the
+# stand-ins, because the model would differ otherwise. Eager attention that is not paged has it, see `eager`.
+# It is installed under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because
+# the engine refuses unknown names. A call without a paged cache goes on to the original, whose
+# scaled_dot_product_attention is replaced. Written for transformers 5.17 and 5.23, whose caches differ.
 
 _PAGED = ("sdpa", "paged|sdpa", "paged|eager")
 _UNSUPPORTED = ("position_bias", "s_aux")
 
 _MARK = "_nondet_stands_in"
 _Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-_installed: dict[str, _Attention] = {}  # name -> what was there before
+_installed: dict[str, _Attention] = {}  # name -> the original
 
 
 def install() -> None:
     """Put the stand-ins into transformers' table of attention functions, if transformers is imported.
 
-    Where it is imported later, scaled_dot_product_attention reads the requests off the pack's mask instead, which is
-    slower and has the same bits. What stands in already stays: whether a stand-in computes, it looks up in each call.
-    Functions that have no stand-in are counted as at risk in any case; those that have one end in aten operators, which
-    are counted themselves.
+    If it is imported later, scaled_dot_product_attention reads the requests from the pack's mask, which is slower and
+    has the same bits. Installed stand-ins stay: each call looks up whether they compute. Functions without a stand-in
+    are counted as at risk; the others end in aten operators, which are counted themselves.
     """
     if "transformers.modeling_utils" not in sys.modules:
         return
@@ -69,7 +63,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what was there; nothing if nothing was installed. A thread inside a stand-in ends in it undisturbed."""
+    """Restore the originals, if anything was installed. A thread inside a stand-in finishes in it."""
     if not _installed:
         return
     from transformers.modeling_utils import AttentionInterface
@@ -90,7 +84,7 @@ def _counted(name: str, original: _Attention) -> _Attention:
 
 def _stand_in(name: str, original: _Attention) -> _Attention:
     paged, in_window = guarded(_paged), guarded(windowed)
-    # transformers' sdpa refuses one since 5.23; what ignores it is stood in for by what ignores it
+    # transformers' sdpa refuses a soft cap since 5.23; where the original ignores it, so does the stand-in
     refuses_soft_cap = "softcap" in getattr(getattr(original, "__code__", None), "co_consts", ())
 
     @functools.wraps(original)
@@ -112,7 +106,7 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
         if cache is None:
             window = bound.get("sliding_window")
             if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
-                # First keys may be gone or hidden: what is left does not tell where a request began.
+                # First keys may be gone or hidden: the rest does not show where a request began.
                 out = in_window(query, key, value, attention_mask, window, bound)
                 if out is not None:
                     count("replaced", f"transformers attention {name!r}, windowed")
@@ -137,9 +131,9 @@ def windowed(
 ) -> torch.Tensor | None:
     """query [B, Hq, Tq, D] over the last keys and values [B, Hkv, Tk, D] of requests -> [B, Tq, Hq, D].
 
-    Anchored at each request's first key, which `position_ids` tells, also where it is hidden or the cache dropped it.
-    None where there are no positions, where the mask is no set of such windows, and while torch.compile traces, which
-    can't look at a mask.
+    Anchored at each request's first key by `position_ids`, even if it is hidden or the cache dropped it. None where
+    there are no positions, where the mask is not a set of such windows, and while torch.compile traces, which can't
+    read a mask.
     """
     if torch.compiler.is_compiling():
         return None
@@ -147,7 +141,7 @@ def windowed(
     kernels = with_gradient(kernels_for(query.device.type), query, key, value)
     if kernels is None:
         return None
-    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention would, which is not called
+    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention, which is not called, would do
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     if positions is None or positions.dim() != 2 or kwargs.get("dropout") or query.dtype not in DTYPES:
         return None
@@ -165,7 +159,7 @@ def windowed(
         packings = packing_of(mask, batch, q_len, anchored=False)
     if packings is None:
         return None
-    for packing in packings:  # what the mask shows has to be what the layer's window leaves
+    for packing in packings:  # the mask has to show the layer's window
         fits = packing.max_k <= window if packing.window is None else packing.window == window
         if not packing.causal or not fits:
             return None
@@ -185,13 +179,13 @@ def _paged(
     cache: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests one after the other -> [1, T, Hq, D]."""
-    # the call's own word first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests in sequence -> [1, T, Hq, D]."""
+    # the call's argument first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
     positions = None
     window = _kept_window(cache, module.layer_idx, window)
     if window:
-        # The cache keeps a request's last keys; only the queries' positions tell where its first one was.
+        # The cache keeps a request's last keys; only the queries' positions show where its first one was.
         positions = kwargs.get("position_ids")
         if positions is None:
             raise UserError(
@@ -237,9 +231,9 @@ def _paged(
 
 
 def _kept_window(cache: Any, layer: int, window: int | None) -> int | None:
-    """The window of a layer's keys in the cache, which says so differently since 5.23, and before by 1 for all.
+    """The window of a layer's keys in the cache; before 5.23 the cache gives 1 for none.
 
-    A layer that names none (Phi-3.5-MoE's) has it in its mask alone, which the engine makes by the cache.
+    A layer without one (Phi-3.5-MoE's) has it only in its mask, which the engine makes by the cache.
     """
     kept = getattr(cache, "sliding_windows", None)
     if kept is not None:
@@ -257,7 +251,7 @@ def _kept_window(cache: Any, layer: int, window: int | None) -> int | None:
 def update_cache(
     cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any], layer_type: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the new keys and read all of them: [Tk_total, Hkv, D], whichever way this version of transformers does it.
+    """Write the new keys and read all of them: [Tk_total, Hkv, D], in this version of transformers.
 
     Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
     """
@@ -280,13 +274,13 @@ def update_cache(
 def write_in_place(
     cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Write the new keys of a layer without a window, and say where all of them lie: nothing is gathered.
+    """Write the new keys of a layer without a window, and return where all of them are: nothing is gathered.
 
     Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
 
     Returns:
-        The whole cache's keys and values [tokens, Hkv, D], and the place of each key that a request of the step sees.
-        None where the step reads no cache, and where this version of transformers keeps it otherwise; then nothing was
+        The whole cache's keys and values [tokens, Hkv, D], and the slot of each key that a request of the step sees.
+        None where the step reads no cache or this version of transformers stores it differently; then nothing was
         written.
     """
     kept: tuple[torch.Tensor, torch.Tensor] | None
@@ -316,7 +310,7 @@ def _parameters(update: Callable[..., Any]) -> frozenset[str]:
 
 
 def longest(which: str, kwargs: dict[str, Any]) -> int:
-    """Longest query or most keys in the step, from the engine: no look at the device. Called differently since 5.23."""
+    """Longest query or most keys in the step, from the engine, without reading the device. Renamed in 5.23."""
     found = kwargs.get(f"max_length_{which}", kwargs.get(f"max_seqlen_{which}"))
     if not isinstance(found, int):
         raise UserError(
@@ -326,17 +320,15 @@ def longest(which: str, kwargs: dict[str, Any]) -> int:
     return found
 
 
-# transformers' eager attention under `batch_invariant()`: computed by the invariant kernels, or said to be at risk.
-#
-# `eager_attention_forward` computes a softmax over all keys of the padded batch, hidden ones too. Every operator in it
-# is replaced, and each row of each is invariant; but where a request's keys lie among the padding, and how many there
-# are, decides in which order they are added. So its bits depend on the company after all. Models take it when they are
-# asked for attn_implementation="eager", and Gemma 2 by itself, for its soft cap. It is no entry of transformers' table
-# of attention functions: each model's module has its own copy, and most are one of two, Llama's and Gemma 2's.
-#
-# The stand-in reads the requests off the mask as for scaled_dot_product_attention (`attention_masks`), so a request's
+# transformers' eager attention under `batch_invariant()`: computed by the invariant kernels, or counted as at risk.
+# `eager_attention_forward` computes a softmax over all keys of the padded batch, including hidden ones. Every operator
+# in it is replaced, and each row is invariant; but the positions of a request's keys among the padding, and its amount,
+# decide the order of additions. So its bits depend on concurrent requests. Models use it with
+# attn_implementation="eager", and Gemma 2 by itself, for its soft cap. It is not in transformers' table of attention
+# functions: each model's module has its own copy, and most are one of two, Llama's and Gemma 2's.
+# The stand-in reads the requests from the mask as for scaled_dot_product_attention (`attention_masks`), so a request's
 # bits are those of "sdpa". Copies with other code (attention sinks, biases), masks with other patterns, gradients,
-# dropout, a caller who asks for the attention weights and torch.compile get the original, counted as at risk.
+# dropout, a caller that needs the attention weights and torch.compile get the original, counted as at risk.
 
 _NAME = "eager_attention_forward"
 _RISK = "transformers eager attention: sums over padded keys"
@@ -366,7 +358,6 @@ def _stand_in_eager(original: Any) -> Any:
 
 @functools.cache
 def _is_known(function: Any) -> bool:
-    """Does it compute softmax(softcap(q k * scaling) + mask) v, going by its code?"""
     code = getattr(function, "__code__", None)
     return code is not None and _what_it_does(code) in _known_codes()
 
@@ -379,7 +370,7 @@ def _known_codes() -> frozenset[object]:
 
 
 def _what_it_does(code: CodeType) -> object:
-    """Equal for functions of one code: its docstring and annotations are no part of that."""
+    """Equal for functions with the same code, apart from docstring and annotations."""
     constants = tuple(repr(x) for x in code.co_consts if x is not None and not isinstance(x, str))
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
@@ -415,7 +406,7 @@ def _compute(
     if window and k_len >= window and not (attention_mask is None and q_len > 1):
         bound = {**kwargs, "scaling": scale, "softcap": softcap}
         found: torch.Tensor | None = windowed(query, key, value, attention_mask, window, bound)
-        if found is not None or q_len == 1:  # one row does not tell hidden keys of a window from padding
+        if found is not None or q_len == 1:  # one row does not distinguish a window's hidden keys from padding
             return found
     if attention_mask is None:  # every query sees every key
         return kernels.attention(query, key, value, causal=q_len == 1, scale=scale, softcap=softcap).transpose(1, 2)

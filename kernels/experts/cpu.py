@@ -1,9 +1,8 @@
-"""The products of a mixture-of-experts layer on a CPU, sums at indices in their order on any device, and the class's
-members.
+"""The products of a mixture-of-experts layer on a CPU, and index_add and scatter_add in order on any device.
 
 Products go expert by expert through `nondet.kernels.matmul.cpu`, whose row counts are certified: a row has the bits of
 the plain product of that row with its expert's weight. Weights that don't start on a 64-byte boundary are copied, so
-that all experts of one layer share one order along K, wherever each lies in memory.
+that all experts of one layer share one order along K at any address.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
     Raises:
         ValueError: shapes that do not fit, or offsets that do not ascend within R.
-        UserError: a gradient is asked for, or a dtype that is not floating.
+        UserError: a gradient is needed, or a dtype that is not floating.
         NotInvariantError: this machine has no certified way.
     """
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
@@ -47,19 +46,14 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
-    """weight [K, N] itself, or a copy of the same strides on a boundary."""
     return weight if weight.data_ptr() % _ALIGNMENT == 0 else weight.clone()
 
 
 def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
     """target [R, C], in place, with alpha times source [n, C] added to its rows index [n].
 
-    A row's additions follow the order of `index`, onto the row's own number, in float32; rounded once. So a row depends
-    on what is added to it, in that order, and on nothing else. All rows' first additions are made at once, then all
-    second ones: as many rounds as one row has additions.
-
-    Raises:
-        IndexError: an index outside of target.
+    A row's additions follow the order of `index`, onto the row's own number, in float32; rounded once. All rows' first
+    additions are made at once, then all second ones. IndexError: an index outside of target.
     """
     if index.numel() == 0:
         return target
@@ -78,26 +72,25 @@ def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, 
     return target
 
 
-# index_add and scatter_add in an order that the index alone decides, on any device.
-#
-# Stock torch adds with atomics on a GPU, in whatever order threads arrive. Here the contributions to a row are sorted
-# by their place in `index` (a stable sort). `index_add` into a matrix of half or float32 adds them one after the other
-# onto the row, by the very function that `batch_invariant()` runs. Every other call adds in pairs: first with second,
-# third with fourth, and so on, then pairs of those sums, and the total to the row last. The order depends on the
-# contributions to that row, and on nothing else: not on the run, not on other rows.
+# index_add and scatter_add in an order that only the index decides, on any device.
+# Stock torch adds with atomics on a GPU, in the order in which threads arrive. Here the contributions to a row are
+# sorted by their position in `index` (a stable sort). `index_add` into a matrix of half or float32 adds them in
+# sequence onto the row, by the function that `batch_invariant()` runs. Every other call adds in pairs: first with
+# second, third with fourth, and so on, then pairs of those sums, and the total to the row last. The order depends only
+# on the contributions to that row, not on the run or on other rows.
 
 
 def index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """target [R, C] with source [n, C] added to its rows index [n]; a new tensor.
 
-    Accumulated in float32 (float64 and integers in their own dtype), rounded once to target's dtype. Deterministic from
-    run to run; a row depends on its own contributions and their order in `index`.
+    Accumulated in float32 (float64 and integers in their own dtype), rounded once to target's dtype. A row depends on
+    its own contributions and their order in `index`; every run has the same bits.
 
     Raises:
         IndexError: an index outside of target.
     """
     if target.dtype in (torch.float32, torch.float16, torch.bfloat16) and target.dim() == 2:
-        # what `batch_invariant()` runs: a row's additions one after the other, in the order of the index
+        # what `batch_invariant()` runs: a row's additions in sequence, in the order of the index
         out = target.clone(memory_format=torch.contiguous_format)
         if target.is_cuda:
             from nondet.kernels.experts import cuda
@@ -111,19 +104,13 @@ def index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -
 
 
 def scatter_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """target [R] with source [n] added at index [n]; a new tensor. As `index_add`.
-
-    Raises:
-        IndexError: an index outside of target.
-    """
+    """target [R] with source [n] added at index [n]; a new tensor. Order and errors as `index_add`."""
     note("ordered_scatter[scatter_add]")
     return _add(target, index, source)
 
 
 def _add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Sums in pairs, level by level, in place of where each stood: nothing is made smaller, so a device is waited for
-    once (how many levels there are, and whether the index fits) and not at every level.
-    """
+    """Sums in pairs, level by level and in place, so the host waits for the device only once and not at every level."""
     if index.numel() == 0:
         return target.clone()
     accumulator = target.dtype
@@ -132,7 +119,7 @@ def _add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> tor
     row, order = torch.sort(index, stable=True)
     place = torch.arange(row.numel(), device=row.device)
     first = torch.cat([row.new_ones(1, dtype=torch.bool), row[1:] != row[:-1]])
-    rank = place - torch.cummax(torch.where(first, place, 0), 0).values  # place among the sums of its row
+    rank = place - torch.cummax(torch.where(first, place, 0), 0).values  # index among the sums of its row
     least, largest, most = torch.stack([row[0], row[-1], rank.max()]).tolist()
     if least < 0 or largest >= target.shape[0]:
         raise IndexError(f"index runs from {least} to {largest}, target has {target.shape[0]} rows")
@@ -144,23 +131,21 @@ def _add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> tor
         paired = paired.view(-1, *(1,) * (sums.dim() - 1))
         sums = torch.cat([torch.where(paired, sums[:-step] + sums[step:], sums[:-step]), sums[-step:]])
         step *= 2
-    # each row's sum stands at its first place; every other place goes to a row that is cut off
+    # each row's sum is at its first index; every other index goes to a row that is cut off
     out = torch.cat([target.to(accumulator), target.new_zeros(1, *target.shape[1:], dtype=accumulator)])
     where = torch.where(first, row.long(), target.shape[0])
     out = out.index_copy(0, where, out.index_select(0, row) + sums)
     return out[:-1].to(target.dtype, copy=True)
 
 
-# Anchors and members of the grouped product that are no function of a kernel module as they stand.
-#
-# Every function has the operator's signature (`nondet.kernels.reference`) and raises NotImplementedError where it does
-# not apply; `nondet.core.registry` names them. CUDA, but for the last; forward only.
+# Anchors and members of the grouped product, with the operator's signature (`nondet.kernels.reference`). They raise
+# NotImplementedError where they do not apply; `nondet.core.registry` names them. CUDA, except the last; forward only.
 
 Call = Callable[..., torch.Tensor]
 
 
 def grouped_anchor(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows by the anchor of class chain, one plain product after the other."""
+    """Each expert's rows by the anchor of class chain, one plain product after another."""
     from nondet.kernels.matmul.cuda import chain_anchor_matmul
 
     out = x.new_zeros((x.shape[0], weight.shape[2]))
@@ -192,7 +177,7 @@ def _grouped_tma(tile: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torc
 
 
 def each_row_by_cpu_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Each row alone times its expert's weight, which lies on a 64-byte boundary, as the class asks."""
+    """Each row by itself times its expert's weight, on a 64-byte boundary, as the class requires."""
     from nondet.kernels.matmul.cpu import matmul
 
     aligned = [w if w.data_ptr() % 64 == 0 else w.clone() for w in weight]

@@ -1,19 +1,20 @@
-"""The products of a mixture of experts on CUDA, their proof, the choice of experts, and the sum of what they give.
+"""The products of a mixture of experts on CUDA, their proof, the choice of experts, and the sum of their results.
 
 The order of reduction is that of class "chain" (`nondet.kernels.matmul.triton_kernels`): every element is one chain
 over K, from 0 to K - 1, in one accumulator, rounded once. So a row has the bits of the plain product of that row with
-its expert's weight, whatever other rows come along, however they are spread over the experts, and wherever the row lies
-in the sorted batch and in its tile. The tile is chosen by the number of rows for each expert, and only by speed.
+its expert's weight, whatever the other rows are, however they are spread over the experts, and at any position in the
+sorted batch and in its tile. The tile is chosen by the number of rows per expert, and changes only speed.
 
-Which tile belongs to which expert is worked out on the device, by each program for itself, from the offsets: nothing is
-read back to the host, so that a launch can be captured in a CUDA graph and replayed with other offsets.
+Each program finds its tile's expert from the offsets on the device: nothing is read back to the host, so you can
+capture a launch in a CUDA graph and replay it with other offsets.
 
 Two kernels, one order: with TMA (tensor descriptors) for float16 and bfloat16 whose rows are aligned, on GPUs that have
-it; with pointers for everything else. Both walk K in steps of the tile's one block_k, and both read zeros beyond K.
+it; with pointers for everything else. Both process K in steps of the tile's block_k, and both read zeros beyond K.
 
-That tiles and kernels agree is the hardware's property. So each is proven by bits at its first use on a machine,
-against the anchor of class chain (`nondet.kernels.experts.cuda`), and the proof is kept
-(`nondet.core.certificates`); one that fails is not used.
+That tiles and kernels agree is a property of the hardware. So each is proven by bits at its first use on a machine,
+against the anchor of class chain, and the proof is kept (`nondet.core.certificates`); one that fails is not used.
+
+Functions raise NotImplementedError for a device or dtype without a kernel, and ValueError for shapes that do not fit.
 """
 
 from __future__ import annotations
@@ -36,11 +37,9 @@ from nondet.kernels.matmul.triton_kernels import Tile, anchor, chain, matmul_cha
 from nondet.kernels.rows.cuda_softmax import softmax
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
 
-# What stands around the experts' products on CUDA: the choice of experts, and the sum of what they give.
-#
-# Orders: `topk` gives the largest first, and of equal numbers the one with the lower index first, so that ties between
-# experts (bfloat16 router logits have many) are decided by the row alone; torch.topk says nothing about ties, and
-# chooses its algorithm by the number of rows. `sum_middle` and `index_add_` add one number after the other, in
+# The choice of experts, and the sum of their results. `topk` gives the largest first, and of equal numbers the one with
+# the lower index, so that only the row decides ties between experts (bfloat16 router logits have many); torch.topk
+# leaves ties open, and chooses its algorithm by the number of rows. `sum_middle` and `index_add_` add in sequence, in
 # float32, in the order of the axis or of the index, and round once; no atomics. Nothing is read back to the host.
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
@@ -60,11 +59,11 @@ def _topk_kernel(
     cols = tl.arange(0, BLOCK)
     inside = (rows[:, None] < M) & (cols[None, :] < WIDTH)
     x = tl.load(x_ptr + rows[:, None] * stride_row + cols[None, :] * stride_col, mask=inside, other=0.0)
-    x = x.to(tl.float32) + 0.0  # -0.0 equals 0.0, and becomes it
+    x = x.to(tl.float32) + 0.0  # -0.0 becomes 0.0
     bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x != x, 0x7FFFFFFF, bits)  # NaN is the greatest, as for torch
+    bits = tl.where(x != x, 0x7FFFFFFF, bits)  # NaN is the greatest, as in torch
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    # One integer for number and place: the greatest of them is the greatest number at its lowest index.
+    # One integer for number and index: the greatest of them is the greatest number at its lowest index.
     keys = tl.where(inside, ordered * 4294967296 + (BLOCK - 1 - cols[None, :]), -9223372036854775807)
     for rank in range(K):
         best = tl.max(keys, axis=1)
@@ -117,11 +116,7 @@ def _sum_middle_kernel(x_ptr, out_ptr, R, C, stride_a, stride_r, stride_c, BLOCK
 def sum_middle(x: torch.Tensor) -> torch.Tensor:
     """Over the middle axis of x [A, R, C] -> [A, C]: a token's experts, weighted, in the order of their rank.
 
-    Accumulated in float32, from the first to the last of R, rounded once. A row depends on its own numbers alone.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: not three axes.
+    Accumulated in float32, from the first to the last of R, rounded once. A row depends only on its own numbers.
     """
     if x.ndim != 3:
         raise ValueError(f"sum_middle takes [A, R, C], got {tuple(x.shape)}")
@@ -156,7 +151,7 @@ def _index_add_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """row_ptr [n] ascends; the program of a row's first entry adds all of them, one after the other."""
+    """row_ptr [n] ascends; the program of a row's first entry adds all of them, in sequence."""
     place = tl.program_id(0)
     row = tl.load(row_ptr + place)
     tl.device_assert((row >= 0) & (row < R), "index_add_: an index outside of the target")
@@ -180,11 +175,7 @@ def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, 
     """target [R, C], in place, with alpha times source [n, C] added to its rows index [n]; any strides.
 
     A row's additions follow the order of `index`, onto the row's own number, in float32; rounded once. So a row depends
-    on what is added to it, in that order, and on nothing else. A row named very often makes one program add for long.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
+    only on what is added to it, in that order. One program adds all contributions of a row.
     """
     if target.ndim != 2 or index.ndim != 1 or source.shape != (index.shape[0], target.shape[1]):
         raise ValueError(
@@ -219,19 +210,13 @@ def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, 
     return target
 
 
-# Which tile and kernel of grouped products may run: those proven by bits on this machine, at their first use.
-#
-# The anchor is that of class chain (`nondet.kernels.matmul.triton_kernels`); proofs are kept
-# (`nondet.core.certificates`).
-
-
 def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[Tile, bool]:
     """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers, if that is.
 
     Raises:
         NotImplementedError: neither is proven here, or nothing can be while a CUDA graph is captured.
     """
-    if INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
+    if INTERPRETED:  # NumPy's products there: they say nothing about the hardware
         return tile, tma
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     for one, copied in ((tile, tma), (anchor(x.dtype), False)):
@@ -247,7 +232,7 @@ def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tupl
 
 
 def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
-    """(member, key) of the certificate: one expert's product at any number of rows; the kernels are told no more."""
+    """(member, key) of the certificate: one expert's product at any number of rows."""
     step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
     rows, columns = weight.stride(1), weight.stride(2)
     return _written(x.dtype, x.shape[1], weight.shape[2], step, rows, columns, _alignment(x, weight), tile, tma)
@@ -263,15 +248,15 @@ def _written(
 
 
 def _alignment(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """16 where both operands start at such a multiple of bytes, which Triton compiles for; else 1."""
+    """16 where both operands start at a multiple of 16 bytes, which Triton compiles for; else 1."""
     return 1 if (x.data_ptr() | weight.data_ptr()) % 16 else 16
 
 
 def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool | None:
     """Compare a member with the anchor of class chain on hard inputs of x's and weight's K, N, strides and alignment.
 
-    Three groups whose rows begin and end within tiles, of all rows of one product after the other. What is seen is
-    recorded, as `nondet.core.proof.prove` says.
+    Three groups whose rows begin and end within tiles hold all rows of one product in sequence. The result is recorded,
+    see `nondet.core.proof.prove`.
     """
     rows, (depth, columns) = 140, weight.shape[1:]
     offsets = torch.tensor([rows, 2 * rows, 3 * rows], dtype=torch.int32, device=x.device)
@@ -294,7 +279,6 @@ def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool 
 
 
 def _laid(x: torch.Tensor, strides: tuple[int, ...], aligned: bool) -> torch.Tensor:
-    """x at other strides; not `aligned`, one element after a multiple of 16 bytes."""
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
     offset = 0 if aligned else 1
     return x.new_empty(span + offset).as_strided(x.shape, strides, offset).copy_(x)
@@ -313,7 +297,7 @@ _HALF_TILES = (
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Every tile that may be launched for the dtype: the members of the class."""
+    """All tiles that may be launched for the dtype: the members of the class."""
     return _HALF_TILES if dtype in HALF else chain_tiles.tiles(dtype)
 
 
@@ -339,13 +323,13 @@ def tile_for(rows: int, groups: int, n: int, dtype: torch.dtype) -> Tile:
 def _place(offsets_ptr, R, N, GROUPS, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr):
     """This program's expert, its tile's first row and column, and where the expert's rows end.
 
-    Tiles are dealt out expert by expert. The rows after the last offset count as one more expert, GROUPS, whose result
-    is zero; BLOCK_G, a power of two above GROUPS, stands for no tile at all, and then there are no rows either.
+    Tiles are assigned expert by expert. The rows after the last offset count as one more expert, GROUPS, whose result
+    is zero; BLOCK_G, a power of two above GROUPS, means no tile, and then there are no rows either.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     groups = tl.arange(0, BLOCK_G)
-    # Offsets beyond R, or that go down, would be an error of the caller's: nothing outside of the tensors is touched.
+    # Offsets beyond R, or that descend, are the caller's error: nothing outside of the tensors is touched.
     ends = tl.minimum(tl.load(offsets_ptr + groups, mask=groups < GROUPS, other=R), R)
     starts = tl.load(offsets_ptr + groups - 1, mask=(groups > 0) & (groups <= GROUPS), other=0)
     starts = tl.where(groups <= GROUPS, tl.maximum(starts, 0), R)
@@ -429,9 +413,8 @@ def _grouped_tma_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """x_desc [R, K] in blocks [BLOCK_M, BLOCK_K]; weight_desc [GROUPS * N, K], a row for each column of the result.
-
-    A block may reach into the next expert's rows, of x and of the weights: those sums are computed and not stored.
+    """x_desc [R, K], weight_desc [GROUPS * N, K]. A block may reach into the next expert's rows: those sums are not
+    stored.
     """
     group, row, col, end = _place(offsets_ptr, R, N, GROUPS, BLOCK_M, BLOCK_N, BLOCK_G)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -472,7 +455,7 @@ def grouped_chain(
     """`grouped_matmul` without its checks.
 
     Args:
-        tile: One of `tiles(dtype)`, to ask for; None chooses by rows, weights and columns, among those proven here.
+        tile: One of `tiles(dtype)`; None chooses by rows, weights and columns, among those proven here.
         tma: Which of the two kernels; None chooses by layout.
     """
     (rows, depth), (groups, _, columns) = x.shape, weight.shape
@@ -488,7 +471,7 @@ def grouped_chain(
     tma = takes_tma(x, weight) if tma is None else tma
     if tile is None:
         tile, tma = proven(x, weight, tile_for(rows, groups, columns, x.dtype), tma)
-    # As many tiles of rows as there can be: every group may leave one unfilled, and so may the rows after the last.
+    # An upper bound of the tiles of rows: every group may leave one unfilled, and so may the rows after the last.
     most = (rows + (tile.block_m - 1) * min(groups + 1, rows)) // tile.block_m
     grid = (most * triton.cdiv(columns, tile.block_n),)
     common: dict[str, Any] = {
@@ -530,12 +513,12 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
     float16, bfloat16 and float32 (accumulated in float32, in IEEE arithmetic) or float64 (in float64). The order is a
     chain over K in one accumulator, rounded once: the bits of a row are those of
-    `nondet.kernels.matmul.triton_kernels.matmul(row, weight[g])`, so they depend on the row and its weight alone. Rows
-    after the last offset belong to no weight and give zeros. Offsets are read on the device only: they have to ascend,
-    and what goes beyond R is cut. Forward only.
+    `nondet.kernels.matmul.triton_kernels.matmul(row, weight[g])`, so they depend only on the row and its weight. Rows
+    after the last offset belong to no weight and give zeros. Offsets are read only on the device: they have to ascend,
+    and what is beyond R is cut. Forward only.
 
     Raises:
-        NotImplementedError: a device or dtype without a kernel, or none that is proven here (see `cuda_proof`).
+        NotImplementedError: a device or dtype without a kernel, or none that is proven here (see `proven`).
         ValueError: shapes that do not fit.
     """
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
@@ -558,7 +541,7 @@ def route(logits: torch.Tensor, k: int, *, renormalize: bool) -> tuple[torch.Ten
     In float32: `softmax` in class lanes, then `topk`, of equal numbers the lower index.
 
     Args:
-        renormalize: Divide a token's weights by their sum, which is taken in their order.
+        renormalize: Divide a token's weights by their sum, added in their order.
     """
     weights, chosen = topk(softmax(logits.float()), k)
     return weights / sum_middle(weights.unsqueeze(-1)) if renormalize else weights, chosen
@@ -567,13 +550,13 @@ def route(logits: torch.Tensor, k: int, *, renormalize: bool) -> tuple[torch.Ten
 def weighted_experts(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """The weighted sum of what a token's experts give it, with SiLU gates: x [M, H] -> [M, H], in x's dtype.
+    """The weighted sum of a token's experts' results, with SiLU gates: x [M, H] -> [M, H], in x's dtype.
 
     Class "grouped" twice; then a token's weighted numbers are added up in float32, in the order of `chosen`, and
-    rounded once. Sorting and counting on the way is of integers, and nothing is read back to the host.
+    rounded once. Only integers are sorted and counted, and nothing is read back to the host.
 
     Args:
-        w13: [E, 2 I, H], an expert's gates over what they let through.
+        w13: [E, 2 I, H], an expert's gates above the projections that they gate.
         w2: [E, H, I].
         weights: float32 [M, k].
         chosen: Experts, integers [M, k].

@@ -1,6 +1,4 @@
-"""Mixtures of experts, declared: products of rows with their experts' weights, the choice of experts, additions at
-indices.
-"""
+"""Declarations for mixtures of experts: grouped products, the choice of experts, additions at indices."""
 
 from __future__ import annotations
 
@@ -39,14 +37,13 @@ GROUPED = OrderClass(
 
 
 def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
-    """M rows, each of one of E experts, in equal shares as far as M goes."""
     experts, k, n, rows = (8, 256, 512, (8, 64)) if device == "cpu" else (64, 2048, 1536, (8, 64, 512, 4096, 16384))
     weight = {"K": sizes.k or k, "N": sizes.n or n, "E": experts}
     return [BenchCell("grouped", {"M": m, **weight}) for m in sizes.m or rows]
 
 
 def _work(s: Shape) -> tuple[int, int]:
-    """Every expert's weight is read once if it has a row: M rows spread evenly reach min(E, M) of them."""
+    """An expert's weight is read once if it has a row: M rows spread evenly reach min(E, M) of them."""
     used = min(s["E"], s["M"])
     return s["M"] * s["K"] + used * s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
 
@@ -75,7 +72,7 @@ GROUPED_MATMUL = Operator(
     ),
     operands=(
         Operand(("M", "K")),
-        Operand(("E", "N", "K"), transposed=True),  # as models hold it: each expert's like a linear layer's
+        Operand(("E", "N", "K"), transposed=True),  # as models store it: each expert's like a linear layer's
         Operand(("E",), made_by=f"{_FOLDER}.topk:even_shares"),
     ),
     bench=Bench(cells=_cells, work=_work, group=("E", "K", "N"), options=frozenset({"n"}), aliases=("grouped",)),
@@ -113,11 +110,11 @@ INDEX_ADD = Operator(
     name="index_add",
     reference="nondet.kernels.reference:index_add",
     implementations=_implementations("index_add"),
-    family=EXPERTS,  # expert by expert, tokens are added onto the sequence by it
+    family=EXPERTS,  # experts are added onto the sequence with it
     aten=(
         AtenOperator(name="index_add_", replacement="nondet.kernels.dispatch.replacements:index_add_"),
         AtenOperator(name="index_add", replacement="nondet.kernels.dispatch.replacements:index_add"),
-        # a gradient's: of an embedding, and of what was gathered
+        # of an embedding's gradient, and of a gather's
         AtenOperator(
             name="embedding_dense_backward", replacement="nondet.kernels.dispatch.gradients:embedding_backward"
         ),

@@ -1,8 +1,8 @@
 """The choice of experts: the k largest of each row with ties decided, and where each expert's rows end.
 
-torch.topk says nothing about equal numbers, and takes another algorithm for other numbers of rows. Of distinct integers
-every algorithm finds the same ones, so that the row alone decides. On a CPU, where it costs nothing to look, rows
-without ties go the quicker way: there torch.topk has no choice either.
+torch.topk leaves ties open, and uses another algorithm for other numbers of rows. With distinct integers every
+algorithm finds the same ones, so only the row decides. On a CPU, where a check is free, rows without ties take the
+faster way: there torch.topk has no choice either.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nondet.core.launch import note
 
 
 def even_shares(shape: Mapping[str, int], device: str) -> torch.Tensor:
-    """int32 [E]: M rows over E experts, in shares as equal as they go."""
+    """int32 [E]: M rows over E experts, in shares as equal as possible."""
     owners = torch.arange(shape["M"], device=device) % shape["E"]
     return torch.bincount(owners, minlength=shape["E"]).cumsum(0).to(torch.int32)
 
@@ -27,7 +27,7 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of each row of x [..., W]: values [..., k] in x's dtype and indices [..., k] int64, largest first.
 
     Exact. Equal numbers come in ascending order of their indices, -0.0 equals 0.0, and NaN counts as the greatest.
-    float64 has no room for the place beside the number in an integer: it goes through a stable sort.
+    float64 uses a stable sort, because number and index do not fit into one integer.
     """
     if x.device.type == "cpu":
         values, indices = torch.topk(x, min(k + 1, x.shape[-1]), dim=-1)

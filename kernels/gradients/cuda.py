@@ -1,9 +1,9 @@
 """Gradients of softmaxes and RMSNorm on CUDA in one pass or two, with the bits of the formulas in torch's operators.
 
 Order: sums are those of class "lanes" (`nondet.kernels.rows.cuda_softmax`), over a row by its width, and of a norm's
-weight over the rows by their number; all else is elementwise, one rounding an operation, nothing contracted. So these
-are the bits of `nondet.kernels.dispatch.gradients` as it is written for any device, and a row's are its own: neither
-the number of rows nor who adds them enters. (exp of log_softmax's results is CUDA's, as torch's; subnormals are 0.)
+weight over the rows by their number; the rest is elementwise, one rounding per operation, nothing contracted. So these
+are the bits of `nondet.kernels.dispatch.gradients`, and a row's bits are its own: neither the number of rows nor the
+launch enters. (exp of log_softmax's results is CUDA's, as torch's; subnormals are 0.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXACT = {"enable_fp_fusion": False}
 
 @triton.jit
 def _row_sum(x, ROWS: tl.constexpr, SPAN: tl.constexpr, HALVES: tl.constexpr, LEVELS: tl.constexpr):
-    """`add_tree`; of one row as a scalar, which any layout takes: else each thread is made to hold the whole row."""
+    """`add_tree`; one row is a scalar, which has any layout: else each thread would hold the whole row."""
     total = add_tree(x, ROWS, SPAN, HALVES, LEVELS)
     return tl.full((1, 1), tl.sum(total), tl.float32) if ROWS == 1 else total
 
@@ -77,7 +77,7 @@ def _columns_kernel(
     x_ptr, g_ptr, scale_ptr, out_ptr, M, WIDTH, NORMED: tl.constexpr,
     SPAN: tl.constexpr, LANES: tl.constexpr, HALVES: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows that the tree over M brings together: 2^LEVELS lanes of a chunk, next to each other, and all added to them.
+    """Rows that the tree over M adds first: 2^LEVELS neighbouring lanes of a chunk, and all that is added to them.
 
     The chunk of x [M, WIDTH], or of g (x scale), is SPAN rows, and its halves are added until LANES are left. Rows are
     held in the order in which every level adds halves, so that a thread's own are added first: neighbours last bit
@@ -110,7 +110,7 @@ def softmax_gradient(gradient: torch.Tensor, output: torch.Tensor, dtype: torch.
     m, width = g.numel() // g.shape[-1], g.shape[-1]
     how = plan(width, g.element_size())
     parts = torch.empty((m, how.chunks), dtype=torch.float32, device=g.device) if how.chunks > 1 else out
-    together, warps = how.rows_and_warps(m)  # of several chunks one row
+    together, warps = how.rows_and_warps(m)  # one row if it has several chunks
     note(f"{'log_' * log}softmax_gradient[{how.chunks}x{how.span}]")
     grid, numbers = (-(-m // together) * how.chunks,), (m, width, how.chunks)
     with on_device(g):
@@ -132,7 +132,7 @@ def rms_norm_gradient(
         return None
     out, scale = torch.empty_like(x), torch.empty(m, dtype=torch.float32, device=x.device)
     together, warps = how.rows_and_warps(m)
-    warps *= 2 if how.span > 8192 else 1  # two rows and a weight are held, a softmax's is one
+    warps *= 2 if how.span > 8192 else 1  # two rows and a weight are held, for a softmax only one row
     note(f"rms_norm_gradient[{how.span}]")
     with on_device(x):
         tensors, constants = (gradient, x, weight, out, scale), {"EPS": eps, "ROWS": together, **how.tree()}
@@ -143,7 +143,7 @@ def rms_norm_gradient(
 def sum_over_rows(
     x: torch.Tensor, dtype: torch.dtype, gradient: torch.Tensor | None = None, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [M, W] -> [W], M and W > 0: the bits of class "lanes" over M numbers, without a column being read by itself.
+    """x [M, W] -> [W], M and W > 0: the bits of class "lanes" over M numbers, in one pass over whole rows.
 
     With a gradient [M, W] and scales [M] float32, of gradient (x scale) in float32. All is contiguous.
     """

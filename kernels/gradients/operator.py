@@ -1,6 +1,6 @@
-"""Gradients of single operators, declared: what a trainer's backward gives to a row, or to a request of attention.
+"""Declarations of gradients of single operators, for a row or a request of attention.
 
-`nondet probe backward` asks the same under autograd, and beside it the sums over the batch, which no row has.
+`nondet probe backward` tests the same under autograd, and in addition the sums over the batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def _gradient(name: str, operands: tuple[Operand, ...], bench: Bench, form: RowF
 
 
 def _of_rows(name: str, kinds: tuple[str, ...], shapes: tuple[tuple[int, int], ...], weight: bool = False) -> Operator:
-    """x and its gradient [M, W] are read, a gradient is written; and a weight [W] is read."""
     section = f"{name} gradient"
 
     def work(s: Shape) -> tuple[int, int]:
@@ -67,7 +66,6 @@ def _of_rows(name: str, kinds: tuple[str, ...], shapes: tuple[tuple[int, int], .
 
 
 def _requests(sizes: BenchSizes, device: str) -> list[BenchCell]:
-    """Prompts of a training batch."""
     pairs: tuple[tuple[int, int], ...] = _REQUESTS[device]
     if sizes.m is not None or sizes.k is not None:
         pairs = tuple((m, sizes.k or pairs[0][1]) for m in sizes.m or (1, 4))
@@ -75,7 +73,6 @@ def _requests(sizes: BenchSizes, device: str) -> list[BenchCell]:
 
 
 def _of_attention(s: Shape) -> tuple[int, int]:
-    """q, k, v and the gradient are read, three gradients written; two products of D forward, four backward."""
     tokens, pairs = s["M"] * s["T"] * s["D"], s["T"] * (s["T"] + 1) // 2
     return tokens * (3 * s["Hq"] + 4 * s["Hkv"]), 12 * s["M"] * s["Hq"] * s["D"] * pairs
 

@@ -1,15 +1,15 @@
-"""Batch-invariant matrix products on a CPU: the library's own GEMM and oneDNN's inner product, at certified row
-counts.
+"""Batch-invariant matrix products on a CPU: the library's own GEMM and oneDNN's inner product, at certified row counts.
 
-Numerics: whatever order along K the library (oneDNN for bfloat16 and float16, and for layers' weights in float32; MKL
+Numerics: the order along K that the library (oneDNN for bfloat16 and float16, and for layers' weights in float32; MKL
 for other float32 operands; or what torch was built with) takes for a base tile of rows, accumulated in float32 and
-rounded once to the dtype. How that order is held fixed: see `nondet.kernels.matmul.cpu_tiles`.
+rounded once to the dtype. `nondet.kernels.matmul.cpu_tiles` keeps that order fixed.
 
 Invariance: a row of the result depends on that row of `a`, on `b`, and on the process (instruction set, thread count,
-layout and alignment of `b`), not on how many rows ride along nor on its place among them. Not reproducible across
+layout and alignment of `b`), not on the number of rows nor on its position among them. Not reproducible across
 machines: another CPU has another order.
 
-Forward only: gradients are refused here, while under `nondet.batch_invariant()` autograd works as usual.
+Forward only: a gradient or a dtype that is not floating raises UserError, while under `nondet.batch_invariant()`
+autograd works as usual. NotInvariantError: this machine has no certified way.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ from nondet.kernels.matmul.cpu_tiles import (
     sizes_for,
 )
 
-# oneDNN's inner product on a CPU, and weights kept in the layout that it computes in.
-#
-# In float32 it is what `nondet.kernels.matmul.cpu` takes for a layer's weight: rows of one class from two on, where
-# MKL's GEMM wants sixteen. Given torch's own layout, oneDNN copies the weight into its own at every call.
-# `packed_weights` keeps those copies, which takes as much memory again, and calls with them at row counts certified to
-# give the very bits that the plain weight gives. So who packs and who does not have the same bits; only the time
-# differs.
+# oneDNN's inner product, and weights kept in the layout that it computes in.
+# `nondet.kernels.matmul.cpu` uses it for a layer's weight in float32, because its rows are one class from two on, where
+# MKL's GEMM needs sixteen. It copies a weight from torch's layout into its own at every call. `packed_weights` keeps
+# those copies, which doubles the memory, and uses row counts certified to give exactly the plain weight's bits. So
+# packing changes only the time.
 
-_LEAST = 2**14  # multiply-adds of a row: scores of attention written out in a model stay with the GEMM
+_LEAST = 2**14  # multiply-adds of a row: scores of a model that writes out attention stay with the GEMM
 _SEEDS_ONEDNN = (11, 12)
 _ALIGNMENT = 64
-# What a copy is laid out for, in rows. In bfloat16 1 gives the longest accumulation along K of all hints that were
-# tried, and that of the plain product at every number of rows that it has a class for.
+# The number of rows that a copy is laid out for. In bfloat16 1 gives the longest accumulation along K of all hints that
+# were tried, and the plain product's at every number of rows that it has a class for.
 _HINTS: dict[torch.dtype, int | None] = {torch.bfloat16: 1, torch.float32: None}
 
 
 def computes() -> bool:
-    """Whether torch has oneDNN, and leave to use it."""
+    """Whether torch has oneDNN, enabled."""
     return bool(torch._C._get_mkldnn_enabled() and torch.backends.mkldnn.is_available())
 
 
@@ -65,24 +63,24 @@ def suits(b: torch.Tensor) -> bool:
 
 
 class _Packed(NamedTuple):
-    """A copy of a weight, and when it may stand for it: the weight's version and shape are those that it had."""
+    """A copy of a weight, valid while the weight's version and shape are these."""
 
     weight: torch.Tensor
     version: int
     shape: torch.Size
     copy: torch.Tensor
     environment: tuple[object, ...]
-    tiles: Tiles  # without a bias; with one, the same row counts were proven, too, or `bias` is False
+    tiles: Tiles  # without a bias; with one the same row counts were proven, too, or `bias` is False
     bias: bool
 
 
-# By the weight's address, of every block that is entered; blocks may be left in any order, and the last is used.
+# By the weight's address, of every entered block; blocks may be left in any order, and the last is used.
 _packed: dict[int, list[_Packed]] = {}
 _lock = threading.Lock()
 
 
 def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """x [..., K], weight [N, K], bias [N] -> [..., N] by the kept copy; None where there is none that may be used."""
+    """x [..., K], weight [N, K], bias [N] -> [..., N] by the kept copy; None where no valid one exists."""
     stack = _packed.get(weight.data_ptr())
     if not stack:
         return None
@@ -126,7 +124,7 @@ def packable(weight: torch.Tensor) -> bool:
 
 @functools.cache
 def _reorders(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has the dtype's layout on this CPU: bfloat16's needs AVX-512, and is not to be proven in vain."""
+    """Whether oneDNN has the dtype's layout on this CPU: bfloat16's needs AVX-512."""
     try:
         _copy_of(torch.zeros(64, 64, dtype=dtype, device="cpu"))
     except (RuntimeError, NotImplementedError):
@@ -138,12 +136,12 @@ def _reorders(dtype: torch.dtype) -> bool:
 def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> Iterator[int]:
     """Keep copies of these weights in oneDNN's layout until the block ends; they must not change meanwhile.
 
-    A change that torch counts (in place, by an optimizer) is seen, and that copy is not used any more. One that goes
-    around its count is not: `weight.data.copy_(...)`, `weight.data += delta` as some merge LoRA adapters, a write
-    through `weight.numpy()`. Whoever enters this vouches that there is none.
+    A change that torch counts (in place, by an optimizer) is noticed, and that copy is not used any more. You must
+    prevent others: `weight.data.copy_(...)`, `weight.data += delta` as in some merges of LoRA adapters, a write through
+    `weight.numpy()`.
 
     Args:
-        weights: Of linear layers, [N, K], each with whether a bias goes with it.
+        weights: Of linear layers, [N, K], each with whether it has a bias.
         most: Bytes of copies; what is beyond them stays plain.
 
     Yields:
@@ -197,16 +195,14 @@ def _copy_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
-    """The row counts at which the copy gives the plain product's bits."""
     plain, dtype = tiles_of(weight.t(), with_bias), weight.dtype
     what = f"cpu_matmul {str(dtype).removeprefix('torch.')} packed"
-    offset = weight.data_ptr() % _ALIGNMENT  # by it the plain product is proven as well
+    offset = weight.data_ptr() % _ALIGNMENT  # the plain product is proven at this offset, too
     key = ("packed", dtype, weight.shape, offset, with_bias, plain.what, plain.base, *environment_key())
     return proven(what, key, lambda: _prove_onednn(what, weight, with_bias, plain.base))
 
 
 def _beside(weight: torch.Tensor) -> torch.Tensor:
-    """Room for a tensor like the weight, as far from a border of 64 bytes."""
     size = weight.element_size()
     room = torch.empty(weight.numel() + _ALIGNMENT // size, dtype=weight.dtype)
     first = (weight.data_ptr() - room.data_ptr()) % _ALIGNMENT // size
@@ -233,7 +229,7 @@ def _prove_onednn(what: str, weight: torch.Tensor, with_bias: bool, base: int) -
 
 # Where a row gives few numbers, two orders of additions may agree in all of them by chance: then more rows are drawn.
 _SEEDS, _SEEDS_IF_NARROW, _NARROW = (11, 12), tuple(range(11, 23)), 32
-# Columns are the library's to share out, and each has an order of its own along K; so a wide operand is certified on
+# The library distributes columns, and each may have an order of its own along K; so a wide operand is certified on
 # numbers that repeat after this many columns.
 _FRESH_COLUMNS = 512
 _LANES = 16
@@ -242,11 +238,7 @@ _LANES = 16
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype.
 
-    With a bias, the library adds it before the one rounding or after it, the same way for every number of rows.
-
-    Raises:
-        UserError: a gradient is asked for, or a dtype that is not floating.
-        NotInvariantError: this machine has no certified way.
+    The library adds the bias before the one rounding or after it, the same way for every number of rows.
     """
     _refuse(x, weight, bias)
     packed = packed_product(x, weight, bias)
@@ -259,12 +251,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] times b [K, N] -> [M, N]; or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides.
-
-    Raises:
-        UserError: a gradient is asked for, or a dtype that is not floating.
-        NotInvariantError: this machine has no certified way.
-    """
+    """a [M, K] times b [K, N] -> [M, N]; or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides."""
     _refuse(a, b, None)
     return mm(a, b) if a.dim() == 2 else bmm(a, b)
 
@@ -281,14 +268,14 @@ def _refuse(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None
 def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a [M, K] times b [K, N], plus bias [N] -> [M, N]; `matmul` without its checks.
 
-    A transposed weight (strides (1, K)) is handed to the library as it is: another layout is another certificate.
+    A transposed weight (strides (1, K)) is passed to the library unchanged: another layout is another certificate.
     """
     rows, depth = a.shape
     columns = b.shape[1]
     if rows == 0 or columns == 0 or depth == 0:
         empty = a.new_zeros((rows, columns))
         return empty if bias is None else empty + bias
-    if depth == 1:  # one term: nothing to order, and attention's rotary embedding asks for it with ever new widths
+    if depth == 1:  # one term: nothing to order, and rotary embeddings need it with many widths
         product = a * b
         return product if bias is None else product + bias
     if not a.is_contiguous():
@@ -313,15 +300,14 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
 
 
 def _vector(b: torch.Tensor) -> torch.Tensor:
-    """b [K, 1], dense and aligned: a vector is often one of a batch, and where it lies must not choose its order."""
+    """b [K, 1], dense and aligned: a vector is often one of a batch, and its address must not choose its order."""
     flat = b[:, 0].contiguous()
     return (flat if flat.data_ptr() % 64 == 0 else flat.clone()).unsqueeze(1)
 
 
 def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`mm` with zeros appended to K, which add nothing, and to N, which is cut off again.
-
-    For narrow operands: MKL's float32 product with 2 to 10 columns gives a row other bits at another place in any tile.
+    """`mm` with K and N padded by zeros: MKL's float32 product with 2 to 10 columns gives other bits at other
+    positions.
     """
     (depth, columns), rows = b.shape, a.shape[0]
     wide, deep = -(-columns // _LANES) * _LANES, -(-depth // _LANES) * _LANES
@@ -337,7 +323,7 @@ def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> t
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [B, M, K] times b [B, K, N] -> [B, M, N], one `mm` a slice: one call over the batch is not invariant."""
+    """a [B, M, K] times b [B, K, N] -> [B, M, N], one `mm` per slice: one call over the batch is not invariant."""
     batch, rows, depth = a.shape
     columns = b.shape[2]
     if depth == 1:
@@ -353,8 +339,8 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def vectors_by_weights(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """weight [B, N, K] times x [B, K] -> [B, N]: slice by slice, the bits that `mm(x[i:i+1], weight[i].T)` gives x[i].
 
-    For who knows which operand is the weight, as a mixture of experts does: its number of rows N may decide the order
-    along K, as in any product with it, and how many vectors there are may not. `bmm` takes the last operand for the
+    For callers that know which operand is the weight, as in a mixture of experts: its number of rows N may decide the
+    order along K, as in any product with it, but the number of vectors may not. `bmm` takes the last operand as the
     weight.
     """
     out = x.new_empty(weight.shape[:2])
@@ -364,18 +350,14 @@ def vectors_by_weights(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _slices(b: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The matrices of b [B, K, N]; copied where they lie at several alignments: each has an order of its own."""
+    """The matrices of b [B, K, N]; copied where their alignments differ, because each has an order of its own."""
     aligned = (b.data_ptr() | b.stride(0) * b.element_size()) % 64 == 0
     for matrix in b:
         yield matrix if aligned else matrix.clone()
 
 
 def tiles_of(b: torch.Tensor, with_bias: bool = False) -> Tiles:
-    """The certified row counts for products with operands of b's shape, strides, dtype and alignment.
-
-    Raises:
-        NotInvariantError: none was found.
-    """
+    """The certified row counts for products with operands of b's shape, strides, dtype and alignment."""
     return _way_of(b, with_bias)[0]
 
 
@@ -383,7 +365,6 @@ _Call = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tenso
 
 
 def _way_of(b: torch.Tensor, with_bias: bool) -> tuple[Tiles, _Call]:
-    """What computes products with b, and its row counts: oneDNN's inner product where that suits, or a GEMM."""
     offset = b.data_ptr() % 64
     key = (b.dtype, b.shape, b.stride(), offset, with_bias, *environment_key())
     if suits(b):
@@ -433,7 +414,6 @@ def _inner_product(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, 
 
 
 def _like(b: torch.Tensor, offset: int, seed: int) -> torch.Tensor:
-    """Other numbers in b's shape, strides and alignment."""
     depth, columns = b.shape
     span = 1 + sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True))
     storage = b.new_zeros(span + 64 // b.element_size())

@@ -1,14 +1,14 @@
-"""Batch invariance on a CPU: call the library at row counts that were seen to give the same bits, and at no others.
+"""Batch invariance on a CPU: call the library only at row counts that were seen to give the same bits.
 
 A CPU library picks its inner kernel by the shape of the call, the layout, the alignment, the instruction set and the
 thread count, never by the values. So a call of a fixed shape always adds in the same order, and the question is only
-which row counts share one order. That is not assumed but certified, on the machine at hand, at a shape's first use:
+which row counts share one order. That is certified on the machine, at a shape's first use:
 
-1. A base tile is found whose rows do not care about their place in the tile or about their neighbours (position-
-   invariance). The inputs are `order_revealing`: their exact result is zero, so that what comes out is nothing but the
-   rounding errors of the order of additions, in the leading bits, even where the result is rounded to bfloat16.
-2. Every other row count tried is compared with the base tile on the same rows, every row at its place. Those with equal
-   bits in all of them form one numerics class; the others are never called.
+1. A base tile is found whose rows do not depend on their position in the tile or on their neighbours
+(position-invariance). The inputs are `order_revealing`: their exact result is zero, so the result consists of the
+rounding errors of the order of additions, in the leading bits, even where it is rounded to bfloat16.
+2. Every other row count tried is compared with the base tile on the same rows, every row at its position. Those with
+equal bits in all of them form one numerics class; the others are never called.
 
 A batch is then cut into calls of certified sizes, the last padded with zero rows where need be. Inputs and outputs of
 each call start on 64-byte boundaries, as they did when it was certified (MKL's own condition for repeatable results).
@@ -38,7 +38,7 @@ class Plan:
     Attributes:
         sizes: Of the calls, in order.
         label: A name for `launch.note`.
-        whole: One call takes all rows, and no more.
+        whole: One call takes exactly all rows.
     """
 
     sizes: tuple[int, ...]
@@ -54,8 +54,8 @@ class Tiles:
         what: The operator, for notes and errors.
         base: The tile that was checked for position-invariance.
         sizes: Certified row counts, ascending; `base` among them.
-        rejected: Row counts that gave other bits.
-        seconds: What one call of each size took when it was certified; it steers speed only.
+        rejected: Row counts that gave different bits.
+        seconds: Of one call of each size when it was certified; used only for speed.
     """
 
     what: str
@@ -81,7 +81,6 @@ class Tiles:
         return whole + self._cut_rest(rest)[1] if rest else whole
 
     def _cut_rest(self, rows: int) -> tuple[float, tuple[int, ...]]:
-        """Cheapest of one padded call and the largest exact call with what it leaves."""
         if rows in self.seconds:
             return self.seconds[rows], (rows,)
         options: list[tuple[float, tuple[int, ...]]] = []
@@ -148,7 +147,6 @@ def padded(x: torch.Tensor, start: int, size: int) -> torch.Tensor:
 
 
 def _runs(sizes: Iterable[int]) -> list[str]:
-    """[256, 256, 16] as ["2x256", "16"]: a short name for a long batch."""
     out: list[tuple[int, int]] = []
     for size in sizes:
         if out and out[-1][1] == size:
@@ -171,7 +169,7 @@ def listed(tiles: Tiles) -> tuple[str, dict[str, list[int]]]:
 
 
 def restored(what: str, proof: Certificate | None) -> Tiles | None:
-    """The tiles that a certificate lists; None where there is none, or none that could be tiles."""
+    """The tiles that a certificate lists; None without one, or if its numbers can't be tiles."""
     if proof is None or not proof.holds:
         return None
     numbers = proof.numbers
@@ -184,8 +182,8 @@ def restored(what: str, proof: Certificate | None) -> Tiles | None:
 
 _BASES = (16, 64, 48, 24, 12)
 
-# Row counts tried: the more multiply-adds one row takes, the fewer of them, to keep a certificate under a few tenths of
-# a second. Batches between them are cut or padded, which costs a little speed and no bits.
+# Row counts tried: fewer for rows with more multiply-adds, to keep a certificate under a few tenths of a second.
+# Batches between them are cut or padded, which costs a little speed and no bits.
 _DENSE = (*range(1, 33), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16), 512)
 _MEDIUM = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16), 192, 256)
 _LADDER = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256)
@@ -198,7 +196,7 @@ class NotInvariantError(UserError, RuntimeError):
 
 
 def sizes_for(work: float) -> tuple[int, ...]:
-    """Row counts worth certifying where one row costs `work` multiply-adds: the dearer a row, the fewer."""
+    """Row counts worth certifying where one row costs `work` multiply-adds: the more expensive a row, the fewer."""
     for limit, sizes in _AFFORDABLE:
         if work <= limit:
             return sizes
@@ -251,7 +249,6 @@ def _agrees(
     out_of: Callable[[int], torch.Tensor],
     size: int,
 ) -> float | None:
-    """Seconds of one call of `size` rows, or None where it gives other bits than the base tiles did."""
     spent = []
     for (call, inputs), expected in zip(cases, right, strict=True):
         tiles = [x[:size] if x.shape[0] >= size else padded(x, 0, size) for x in inputs]
@@ -299,20 +296,19 @@ def _expected(
         parts.append(run([padded(x[:stop], start, base) for x in inputs])[: stop - start])
     first = [padded(x[:base], 0, base) for x in inputs]
     right = run(first)
-    if not bool(torch.isfinite(right).all()):  # nothing could be told from it
+    if not bool(torch.isfinite(right).all()):  # it would show nothing
         return None
-    for shift in range(1, base):  # every row at every place, with other neighbours around it
+    for shift in range(1, base):  # every row at every position, with other neighbours
         if not _same_bits(run([x.roll(shift, 0) for x in first]).roll(-shift, 0), right):
             return None
     for x in first:
-        x[1:] = 0  # what padding does
+        x[1:] = 0  # as padding does
     if not _same_bits(run(first)[:1], right[:1]):
         return None
     return torch.cat(parts)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits; NaN equals NaN of the same bits, and -0.0 differs from 0.0."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
@@ -321,7 +317,7 @@ _use_kept = True
 _lock = threading.RLock()
 
 
-# looked up once: every product of a step asks
+# looked up once, because every product of a step needs them
 _threads, _onednn = torch.get_num_threads, torch._C._get_mkldnn_enabled
 _precision = torch._C._get_float32_matmul_precision
 
@@ -332,7 +328,7 @@ def environment_key() -> tuple[object, ...]:
 
 
 def proven(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles:
-    """The tiles of `what` under `key`, proven at the first use on this machine; a failure is remembered by the process.
+    """The tiles of `what` under `key`, proven at the first use on this machine; the process caches a failure.
 
     The certificate is kept, so that the next process, and a dispatcher after `nondet certify`, proves nothing.
 
@@ -370,7 +366,7 @@ def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles])
 
 
 def forget() -> None:
-    """Prove everything anew at its next use, whatever certificates say."""
+    """Prove everything again at its next use, whatever certificates exist."""
     global _use_kept
     with _lock:
         _known.clear()

@@ -1,6 +1,6 @@
-"""Matrix products by cuBLASLt without split-K, a member of class "chain" where proven; and the functions it needs.
+"""Matrix products by cuBLASLt without split-K, a member of class "chain" where proven.
 
-The names and numbers here and in `nondet.kernels.matmul.cublaslt` are those of cublasLt.h (CUDA 12 and 13).
+Names and numbers are those of cublasLt.h (CUDA 12 and 13).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BlasError(RuntimeError):
 
 
 class Heuristic(ctypes.Structure):
-    """One answer of the library's heuristic; the opaque algorithm is its first field."""
+    """One result of the library's heuristic; the opaque algorithm is its first field."""
 
     _fields_ = (
         ("algo", ctypes.c_uint64 * 8),
@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Is the library there at all."""
+    """Whether the library is loaded."""
     return library() is not None
 
 
@@ -96,25 +96,21 @@ def handle_of(index: int) -> ctypes.c_void_p:
     return handle
 
 
-# Matrix products by cuBLASLt without split-K: a member of the class "chain" wherever its bits are proven to be.
-#
 # PyTorch can forbid split-K too, with `torch.backends.cuda.preferred_blas_library("cublaslt")` and
 # `allow_bf16_reduced_precision_reduction = (False, False)` (aten/src/ATen/cuda/CUDABlas.cpp sets the library's
-# reduction scheme mask to NONE then), but those are switches of the whole process, there is none for float32, and the
-# library's first choice has to be taken. So this module calls the library that PyTorch has loaded itself: the mask is
-# part of each call, nothing global changes, and of the algorithms that the library's heuristic offers, any can be
-# asked for by rank.
-#
-# What is asked for: reduction scheme NONE and a split-K number of 1 (the library says both for each algorithm, and one
-# that says anything else is dropped), accumulation in float32, alpha 1, beta 0, a bias added by the epilogue before
-# the one rounding. In which order a kernel adds inside K the library does not say: on an H200 its half-precision
-# kernels have the bits of the Triton chain; a GEMV kernel (number 13, offered at one row where there is room for
-# partial sums) has not, and float32 kernels have mostly. `nondet.kernels.matmul.cuda` proves it by bits, for each
-# shape and algorithm, before it uses one.
+# reduction scheme mask to NONE then), but those switches apply to the whole process, there is none for float32, and the
+# library's first choice has to be taken. So this module calls PyTorch's library directly: the mask is part of each
+# call, nothing global changes, and any algorithm that the heuristic offers can be chosen by rank.
+# Requested are reduction scheme NONE and a split-K number of 1 (the library reports both for each algorithm, and others
+# are dropped), accumulation in float32, alpha 1, beta 0, a bias added by the epilogue before the one rounding. The
+# library does not document the order inside K: on an H200 its half-precision kernels have the bits of the Triton chain;
+# a GEMV kernel (number 13, offered at one row if partial sums fit) does not, and float32 kernels mostly do not.
+# `nondet.kernels.matmul.cuda` proves it by bits, for each shape and algorithm, before it uses one.
 
 ALIGNMENT_BYTES = 16  # of every operand, at least
-# Room for a kernel's counter and not for partial sums. With PyTorch's 32 MiB the heuristic prefers split-K algorithms,
-# the mask throws them out, and what is left may be 10 times slower: 274 us instead of 28 (K 12288, N 4096, M to 64).
+# Enough for a kernel's counter and not for partial sums. With PyTorch's 32 MiB the heuristic prefers split-K
+# algorithms, the mask removes them, and the rest may be 10 times slower: 274 us instead of 28 (K 12288, N 4096, M to
+# 64).
 MAX_WORKSPACE_BYTES = 256
 
 _DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
@@ -152,7 +148,7 @@ class Problem(NamedTuple):
     tf32: bool
 
     def layout(self) -> str:
-        """As "tn": how each operand lies, n for contiguous rows; with its distances where they are not the tightest."""
+        """As "tn": each operand's layout, n for contiguous rows; with its distances where they are not the tightest."""
         text = ("n" if self.a_rows else "t") + ("n" if self.b_rows else "t")
         tight_a, tight_b = self.k if self.a_rows else self.m, self.n if self.b_rows else self.k
         steps = ("", "") if self.batch == 1 else (f",{self.a_step}", f",{self.b_step}")
@@ -164,7 +160,7 @@ class Problem(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """One of the library's algorithms for a problem, opaque but for what it tells about itself."""
+    """One of the library's algorithms for a problem, opaque except for its reported settings."""
 
     rank: int
     state: bytes
@@ -174,12 +170,11 @@ class Algorithm(NamedTuple):
     stages: int
 
     def __str__(self) -> str:
-        """Names the algorithm with all its settings, so that equal names mean the same kernel and grid."""
+        """All its settings, so that equal names mean the same kernel and grid."""
         return f"{self.number}.{self.tile}.{self.stages}.{zlib.crc32(self.state):08x}"
 
 
 def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[bool, int] | None:
-    """(rows are contiguous, distance between them) of a matrix, or None where neither rows nor columns are."""
     (rows, cols), (down, across) = size, stride
     if (across == 1 or cols == 1) and (down >= cols or rows == 1):
         return True, max(down, cols) if rows > 1 else cols
@@ -201,13 +196,11 @@ def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32
 
 
 class _Descriptors:
-    """What the library wants to know about a problem."""
-
     def __init__(self, problem: Problem) -> None:
         self.desc = ctypes.c_void_p()
         compute = _COMPUTE_32F_FAST_TF32 if problem.tf32 else _COMPUTE_32F
         do("cublasLtMatmulDescCreate", ctypes.byref(self.desc), compute, _DATA_TYPES[torch.float32])
-        # The library thinks in columns, so it is asked for the transposed product: out^T = b^T a^T.
+        # The library uses column order, so it gets the transposed product: out^T = b^T a^T.
         self.set(_DESC_TRANSA, ctypes.c_int32(int(not problem.b_rows)))
         self.set(_DESC_TRANSB, ctypes.c_int32(int(not problem.a_rows)))
         if problem.bias:
@@ -231,7 +224,7 @@ def _matrix(problem: Problem, rows: int, cols: int, ld: int, step: int) -> ctype
     return layout
 
 
-# Never destroyed: a few hundred bytes each, and a Product that is still in use holds on to them.
+# Never destroyed: a few hundred bytes each, and a Product in use still refers to them.
 _descriptors = functools.cache(_Descriptors)
 
 
@@ -262,9 +255,10 @@ def _preference(alignment_bytes: int) -> ctypes.c_void_p:
 
 
 def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: int = ALIGNMENT_BYTES) -> list[Algorithm]:
-    """Up to `count` algorithms without split-K for the problem on CUDA device `index`, the library's favourite first.
+    """Up to `count` algorithms without split-K for the problem on CUDA device `index`, in the library's order of
+    preference.
 
-    Empty where the library has none. They are for operands of that alignment or a better one. Runs on the host alone,
+    Empty where the library has none. They are for operands of that alignment or a better one. Runs only on the host,
     also while a CUDA graph is being captured.
     """
     of = _descriptors(problem)
@@ -323,11 +317,7 @@ class Product:
         self._fixed = (handle_of(index), of.desc, one, of.b, of.a, zero, of.out, algo)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Write a x b (+ bias) to `out`: the tensors of the problem, aligned, on the problem's device, the current one.
-
-        Raises:
-            BlasError: the library refused.
-        """
+        """Write a x b (+ bias) to `out`: tensors of the problem, aligned, on its device, which must be the current."""
         if bias is None:
             self._launch(a, b, out)
             return
@@ -337,7 +327,7 @@ class Product:
 
     def _launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         handle, desc, one, b_desc, a_desc, zero, out_desc, algo = self._fixed
-        # From the caching allocator: so it belongs to the stream, and to the graph that captures this
+        # From the caching allocator, so it belongs to the stream, and to a graph that captures this
         room = empty_strided((self._room,), (1,), torch.uint8) if self._room else None
         room_at = None if room is None else room.data_ptr()
         a_at, b_at, at = a.data_ptr(), b.data_ptr(), out.data_ptr()

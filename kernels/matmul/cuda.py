@@ -1,19 +1,18 @@
-"""Batch-invariant matrix products on CUDA: the members of class "chain", which is the fastest where, and their proof.
+"""Batch-invariant matrix products on CUDA: the members of class "chain", which is fastest where, and their proof.
 
 The class fixes the order (K from 0 on in one accumulator, the bias there, one rounding; see
-`nondet.kernels.matmul.triton_kernels`), so the implementation may be chosen by M freely: cuBLASLt without split-K,
-Triton tiles, Triton with TMA. `nondet.kernels.matmul.cuda` says which is fast. Whether it may be used is another
-question, and the answer a certificate: a member that is not the class's anchor runs only where its bits are proven
-equal to the anchor's, on this machine. Where that is unknown, the first use proves it
-(`nondet.kernels.matmul.cuda`); while a CUDA graph is captured nothing can be proven, and the next certified
-member runs. No timing happens here, and none could change a bit.
+`nondet.kernels.matmul.triton_kernels`), so M may choose the implementation: cuBLASLt without split-K, Triton tiles,
+Triton with TMA. A member other than the class's anchor runs only where a certificate proves that its bits equal the
+anchor's on this machine. If that is unknown, the first use proves it; while a CUDA graph is captured nothing can be
+proven, and the next certified member runs. No timing happens here, and none could change a bit.
 
-float32 products follow torch's own switch: IEEE, unless `torch.backends.cuda.matmul.fp32_precision` is "tf32" (also
-set by `allow_tf32 = True` and by `set_float32_matmul_precision("high")`): then they are of the class "chain-tf32",
-which has Triton members only. cuBLASLt rounds to TF32 in another way: none of its algorithms had the bits at any of 44
+float32 products follow torch's own switch: IEEE, unless `torch.backends.cuda.matmul.fp32_precision` is "tf32" (also set
+by `allow_tf32 = True` and by `set_float32_matmul_precision("high")`): then they are of the class "chain-tf32", which
+has only Triton members. cuBLASLt rounds to TF32 in another way: none of its algorithms had the bits at any of 44
 problems tried on an H200.
 
-Under torch.compile the products are the operators nondet::linear and nondet::matmul. Forward only.
+Under torch.compile the products are the operators nondet::linear and nondet::matmul. Forward only. NotImplementedError:
+a device or dtype without a kernel; ValueError: shapes that do not fit.
 """
 
 from __future__ import annotations
@@ -52,13 +51,10 @@ from nondet.kernels.matmul.triton_kernels import (
 )
 from nondet.kernels.triton_common import INTERPRETED, Room, empty_strided, on_device, room_of
 
-# Which member of class "chain" is the fastest at a shape: tables made by measuring, and a rule for all other shapes.
-#
-# A table decides speed and nothing else: whatever it names has to have the class's bits, proven, before it is used
-# (`nondet.kernels.matmul.cuda`). Tables are JSON, one row a measured product: kernels/matmul/tables/ holds those that
-# come along, and `nondet tune` writes one for the machine at hand into the user's cache folder, whose rows come first.
-#
-# How a choice is called, `KINDS` says.
+# Tables of measured times choose the fastest member of class "chain"; a rule chooses for all other shapes.
+# A table changes only speed: the member that it names must be proven to have the class's bits before it is used. Tables
+# are JSON, one row per measured product: kernels/matmul/tables/ holds those that are included, and `nondet tune` writes
+# one for this machine into the user's cache folder, whose rows come first. `KINDS` has the names of choices.
 
 FORM = 1
 _FOLDER = Path(__file__).parent / "tables"
@@ -100,7 +96,7 @@ def slug(gpu: str) -> str:
 
 
 def user_folder() -> Path | None:
-    """Where `nondet tune` keeps tables: beside the certificates; None if there is no home."""
+    """Where `nondet tune` keeps tables: next to the certificates; None if there is no home."""
     folder = cache_folder()
     return None if folder is None else folder.parent / "matmul-tables"
 
@@ -116,14 +112,14 @@ def write(path: Path, table: Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)  # at once: other processes read the table while it is written
+    os.replace(scratch, path)  # atomically: other processes read the table meanwhile
 
 
 def read(path: Path) -> Table:
     """Read a table.
 
     Raises:
-        ValueError: it is not one, of another form, or names what no member is called.
+        ValueError: it is not one, of another form, or names no known member.
     """
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or data.get("form") != FORM or data.get("columns") != list(Row._fields):
@@ -136,12 +132,12 @@ def read(path: Path) -> Table:
 
 
 def rule(m: int, n: int, k: int, dtype: torch.dtype) -> list[str]:
-    """Choices for a shape that no table knows, best first; the last is Triton's, for any layout.
+    """Choices for a shape without a table, best first; the last is Triton's, for any layout.
 
-    From the figures of an H200. At half precision the library's favourite without split-K is the fastest nearly
-    everywhere, or within a few percent of it; at one row of a narrow product its second choice is. Few columns over a
-    long K leave it waiting for the chain, which the Hopper member shortens. float32 (IEEE) up to 16 rows goes by
-    Triton: the library's kernels there mostly add in an order of their own.
+    From the figures of an H200. At half precision the library's first choice without split-K is the fastest nearly
+    everywhere, or within a few percent of it; at one row of a narrow product its second choice is. With few columns
+    over a long K it waits for the chain, which the Hopper member shortens. float32 (IEEE) up to 16 rows uses Triton:
+    the library's kernels there mostly add in an order of their own.
     """
     tile = tile_for(m, n, dtype)
     if dtype in (torch.float16, torch.bfloat16):
@@ -166,7 +162,7 @@ _WITHOUT_LIBRARY = (
 def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) -> list[str]:
     """Choices for a product on the GPU of that name, best first: the table's for the next measured m, then the rule's.
 
-    Where m itself was not measured, a rank of the library's algorithms means nothing, and its favourite is taken.
+    Where m itself was not measured, ranks of the library's algorithms do not apply, and its first choice is taken.
     """
     general = rule(m, n, k, dtype)
     by_shape, ranked_by = _tables(gpu)
@@ -183,7 +179,6 @@ def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) ->
 
 @functools.cache
 def _tables(gpu: str) -> tuple[dict[tuple[str, int, int], list[Row]], int]:
-    """Rows by (dtype, k, n), each list by m, and the version of cuBLASLt that ranks are of."""
     found: dict[tuple[str, int, int], list[Row]] = {}
     ranked_by = 0
     for folder in (user_folder(), _FOLDER):
@@ -207,22 +202,21 @@ def _tables(gpu: str) -> tuple[dict[tuple[str, int, int], list[Row]], int]:
 
 
 def forget_tables() -> None:
-    """Read the tables again at the next question."""
+    """Read the tables again at the next use."""
     _tables.cache_clear()
 
 
 # The members of class "chain" by name, and the proof that one of them has the class's bits.
-#
-# A member's bits may depend on everything that it is told about a product: shape, strides, alignment, bias, algorithm
-# or tile. So each is proven at the very problem that it is to serve, on hard inputs of that shape and layout, under
-# the key that `nondet.core.proof.operands_key` makes of the operands. `nondet certify` asks under the same keys: what
-# it has proven is not proven again.
+# A member's bits may depend on everything that it gets about a product: shape, strides, alignment, bias, algorithm or
+# tile. So each is proven at the exact problem that it will compute, on hard inputs of that shape and layout, under the
+# key that `nondet.core.proof.operands_key` makes of the operands. `nondet certify` uses the same keys, so its proofs
+# are not repeated.
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
 
 class Member(NamedTuple):
-    """An implementation bound to one problem: where its standing is written down, and how it is launched.
+    """An implementation bound to one problem: the key of its certificate, and how it is launched.
 
     Attributes:
         name: "cublaslt 21.18.5.0a1b2c3d", "triton 16x32x128w4s5", "tma 128x128x64w4s4".
@@ -237,7 +231,7 @@ class Member(NamedTuple):
 
 
 def alignment_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> int:
-    """What a member is bound for: 256 where every operand starts at such a multiple, else 16, else 1 (bytes)."""
+    """The alignment to bind a member for: 256 where every operand starts at such a multiple, else 16, else 1 byte."""
     low = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
     return 256 if not low & 255 else 16 if not low & 15 else 1
 
@@ -254,8 +248,8 @@ def member(
     """The member called `choice` (see `KINDS`) for a [B, M, K] x b [B, K, N] + bias [N]; None: not for it.
 
     Args:
-        alignment: Of all operands that it will be launched with, in bytes: 16, or 256, which gives cuBLASLt more to
-            choose from.
+        alignment: Of all operands that it will be launched with, in bytes: 16, or 256, which gives cuBLASLt more
+            choices.
 
     Raises:
         ValueError: no such name.
@@ -314,7 +308,7 @@ class Kind(NamedTuple):
         pattern: Of NAME.
         bind: bind(NAME, key, a, b, bias, tf32, alignment) -> the member; None where it is not for these operands.
         dtypes: That it takes.
-        certified: certified(dtype) -> each NAME that `nondet certify` asks, beside a library's favourite.
+        certified: certified(dtype) -> each NAME that `nondet certify` tests, in addition to a library's first choice.
     """
 
     pattern: str
@@ -348,7 +342,7 @@ def is_choice(name: Any) -> bool:
 def run_member(
     choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
 ) -> torch.Tensor:
-    """a [B, M, K] x b [B, K, N] (+ bias [N]) by the member called `choice`, whatever its standing: to certify it.
+    """a [B, M, K] x b [B, K, N] (+ bias [N]) by the member called `choice`, proven or not: to certify it.
 
     Raises:
         NotImplementedError: the member does not take this problem.
@@ -365,7 +359,7 @@ def run_member(
 def claim_of(
     choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
 ) -> tuple[str, str] | None:
-    """(member, key) that the dispatcher would look `choice` up by for these operands; None: it is not for them."""
+    """(member, key) of the certificate that the dispatcher needs for `choice` and these operands, or None."""
     bound = _bound(choice, a, b, bias, tf32)
     return None if bound is None else (bound.name, bound.key)
 
@@ -386,10 +380,10 @@ def prove(
     tf32: bool = False,
     alignment: int = 16,
 ) -> list[bool | None]:
-    """For each member: has it the anchor's bits on hard inputs of the shapes and strides of a, b and bias?
+    """Whether each member has the anchor's bits on hard inputs of the shapes and strides of a, b and bias.
 
-    As `nondet.core.proof.prove` says and records it. Inputs start at multiples of `alignment` bytes and, below 256, at
-    none of a larger power of two.
+    See `nondet.core.proof.prove`. Inputs start at multiples of `alignment` bytes and, below 256, at none of a larger
+    power of two.
     """
     if not members:
         return []
@@ -422,7 +416,7 @@ def stands(
     alignment: int = 16,
     may_prove: bool = True,
 ) -> bool | None:
-    """Is the member, bound to a, b and bias, proven? If nobody knows and it may be, prove it now."""
+    """Whether the member, bound to a, b and bias, is proven; proven now if that is unknown and allowed."""
     if bound.is_anchor:
         return True
     known = certificates().standing(bound.name, bound.key)
@@ -431,7 +425,7 @@ def stands(
     return prove([bound], a, b, bias, tf32=tf32, alignment=alignment)[0]
 
 
-# The first two have an exact result of zero: what is left is the rounding errors of the order, and nothing else.
+# The first two have an exact result of zero, so only the rounding errors of the order are left.
 _PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
 _PIECE = 2**22
 
@@ -461,7 +455,7 @@ def _hard(x: torch.Tensor, kind: str, *, negate: bool, alignment: int = 256) -> 
     else:
         rng = inputs.generator(int(negate), x.device)
         drawn = [inputs.make(one, (rows, width), x.dtype, x.device, rng) for one in kind.split(", ")]
-        piece = torch.stack(drawn, 1).flatten(0, 1)  # the kinds take turns, from row to row
+        piece = torch.stack(drawn, 1).flatten(0, 1)  # the kinds alternate from row to row
     for product in out if out.dim() == 3 else out[None]:
         for start in range(0, product.shape[0], piece.shape[0]):
             part = product[start : start + piece.shape[0]]
@@ -499,11 +493,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     float16, bfloat16 and float32 (accumulated in float32) or float64 (in float64); both operands of one dtype. Class
     "chain" (float32 may be "chain-tf32", see the module): a chain over K in one accumulator, rounded once, so the
-    result is batch- and position-invariant, whichever member computes it. Forward only.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
+    result is batch- and position-invariant, whichever member computes it.
     """
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = torch.ops.nondet.matmul(a, b)
@@ -515,10 +505,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N].
 
     Dtypes, order and invariance as `matmul`; the bias is added in the accumulator, before the one rounding.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
     """
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = torch.ops.nondet.linear(x, weight, bias)
@@ -527,7 +513,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def forget() -> None:
-    """Choose anew: after certificates or tables have changed within the process."""
+    """Choose again, after certificates or tables have changed within the process."""
     _plans.clear()
     forget_tables()
 
@@ -535,10 +521,10 @@ def forget() -> None:
 def bound_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
-    """`linear`, bound to operands of these shapes, strides, alignments and device, which it does not look at again.
+    """`linear`, bound to operands of these shapes, strides, alignments and device, which it does not check again.
 
-    A caller that knows its operands by a key of its own saves the making of ours. None: there is no lasting plan (no
-    such call was made, a proof is still owing, or rows are no view of x), so `linear` has to be asked.
+    A caller with a key of its own saves the cost of ours. None: there is no lasting plan (no such call was made, a
+    proof is pending, or rows are not a view of x), so `linear` has to be called.
     """
     plan = _plans.get(_key(True, alignment_of(x, weight, bias), x, weight, bias))
     return None if plan is None else partial(_launched, plan)
@@ -556,7 +542,7 @@ def _key(
 
 
 def again(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """`linear`, or else `matmul`, of a call like one before; None where there was none."""
+    """`linear`, or else `matmul`, by the plan of an earlier call of the same form; None where there is none."""
     plan = _plans.get(_key(is_linear, alignment_of(a, b, bias), a, b, bias))
     return None if plan is None else _launched(plan, a, b, bias)
 
@@ -567,7 +553,7 @@ def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor |
     plan = _plans.get(key)
     if plan is None:
         a3, b3, bias = linear_operands(a, b, bias) if is_linear else (*matmul_operands(a, b), None)
-        if a3.data_ptr() != a.data_ptr():  # rows that are no view of x: their copy has a plan of its own
+        if a3.data_ptr() != a.data_ptr():  # rows that are not a view of x: their copy has a plan of its own
             return _run(True, a3[0], b, bias).view(*a.shape[:-1], b.shape[0])
         shape = (*a.shape[:-1], b3.shape[2])
         with on_device(a):
@@ -596,14 +582,14 @@ def _tf32() -> bool:
 
 
 def class_of(dtype: torch.dtype) -> str:
-    """The class that a product of this dtype has now: "chain", or "chain-tf32" where torch is asked for TF32."""
+    """The class of a product of this dtype now: "chain", or "chain-tf32" where torch allows TF32."""
     return "chain-tf32" if dtype == torch.float32 and _tf32() else "chain"
 
 
 def _choose(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], alignment: int
 ) -> tuple[_Plan, bool]:
-    """The plan for a [B, M, K] x b [B, K, N], and whether it may be kept (a proof may still be owing)."""
+    """The plan for a [B, M, K] x b [B, K, N], and whether it may be kept (a proof may be pending)."""
     index, room = a.device.index if a.is_cuda else -1, room_of(shape, a.dtype)
     (batch, m, k), n = a.shape, b.shape[2]
     if 0 in (batch, m, n):
@@ -614,7 +600,7 @@ def _choose(
     capturing = torch.cuda.is_current_stream_capturing()
     lasting = True
     names: list[str] = []
-    if distinct(a) and distinct(b):  # no inputs of a proof fit where elements share a place in memory
+    if distinct(a) and distinct(b):  # a proof's inputs can't fit where elements overlap in memory
         names = choices(batch, m, n, k, a.dtype, torch.cuda.get_device_name(index))
     for choice in (*names, anchor(a.dtype).name):
         if tf32 and choice.startswith("cublaslt:"):
@@ -630,7 +616,7 @@ def _choose(
 
 
 def _any_layout(a: torch.Tensor, b: torch.Tensor) -> Launch:
-    """The anchor, launched in Triton's own way, which looks at every argument again: operands of any alignment."""
+    """The anchor, launched by Triton, which checks every argument again: operands of any alignment."""
     a_size, a_stride, b_size, b_stride = a.shape, a.stride(), b.shape, b.stride()
     tf32 = class_of(a.dtype) == "chain-tf32"
     tile = None if INTERPRETED else anchor(a.dtype)
@@ -662,11 +648,9 @@ def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
-# Anchors and members of the products that are no function of a kernel module as they stand.
-#
-# A tile asked for, the library called alone, the user's own call with TF32 allowed. Every function has the signature
-# of its operator (`nondet.kernels.reference`) and raises NotImplementedError where it does not apply;
-# `nondet.core.registry` names them. CUDA; forward only.
+# Anchors and members of the products: a fixed tile, only the library, the user's own call with TF32 allowed. Every
+# function has the signature of its operator (`nondet.kernels.reference`) and raises NotImplementedError where it does
+# not apply; `nondet.core.registry` names them. CUDA; forward only.
 
 Call = Callable[..., torch.Tensor]
 
@@ -681,14 +665,13 @@ def _as_matmul(product: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a [B, M, K] times b [B, K, N], plus bias [N], by the tile whose bits are the class by definition."""
     return matmul_chain(a, b, bias, tile=anchor(a.dtype), tf32=tf32)
 
 
 class _Chosen:
-    """The dispatcher's member of a name, whatever is proven of it, with the signature of linear or of matmul.
+    """The dispatcher's member of a name, proven or not, with the signature of linear or of matmul.
 
-    `claim` names the certificate that the dispatcher looks for before it uses the member on such operands.
+    `claim` names the certificate that the dispatcher needs before it uses the member on such operands.
     """
 
     def __init__(self, choice: str, wrap: Callable[..., Any], tf32: bool = False) -> None:
@@ -699,7 +682,6 @@ class _Chosen:
         return result
 
     def claim(self, *operands: torch.Tensor | None) -> tuple[str, str] | None:
-        """(member, key) of the certificate; None where the member is not for these operands."""
         claims: list[tuple[str, str] | None] = []
 
         def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -735,7 +717,7 @@ triton_tiles_matmul_tf32 = partial(_family, "", _as_matmul, True)
 
 
 def _with_tf32(product: str, *operands: torch.Tensor | None) -> torch.Tensor:
-    """What a user gets who allowed TF32, which is a setting of the process: put back when done."""
+    """A user's call with TF32 allowed, which is a setting of the process: restored afterwards."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -1,6 +1,4 @@
-"""The Gluon kernel of class "chain" on Hopper for few rows, and its loop over K as PTX; a Triton may lack what it
-needs.
-"""
+"""The Gluon kernel of class "chain" on Hopper for few rows, and its loop over K as PTX; some Tritons can't run it."""
 
 from __future__ import annotations
 
@@ -12,16 +10,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# The loop of `nondet.kernels.matmul.gluon_kernels` over the steps of a chain, as PTX, with nothing between stages.
-#
-# A step of a chain, one wgmma of 16 k, starts when the one before it ends. The matrix unit holds few of them in its
-# queue, so whatever a warp does between two stages (ask a barrier, give a place back, make descriptors) leaves the
-# unit idle: as Gluon orders it, about 45 ns a stage on an H200, where a step takes 10.5. Here all of it stands in the
-# middle of a stage, behind the first half of its products and before the second.
-#
-# wgmma multiplies 64 rows. Where fewer rows of a piece are brought in, the others are whatever lies behind them in
-# shared memory: rows do not mix, and the results of those are not written. Operands in registers (wgmma takes `a` from
-# there as well) were tried: the step takes as long, and loading them leaves the unit idle at each stage.
+# The loop over the steps of a chain, as PTX, without gaps between stages.
+# A step of a chain, one wgmma of 16 k, starts when the one before it ends. The matrix unit queues only a few of them,
+# so what a warp does between two stages (test a barrier, release a slot, make descriptors) leaves the unit idle: as
+# Gluon orders it, about 45 ns per stage on an H200, where a step takes 10.5. Here all of that is in the middle of a
+# stage, between the two halves of its products.
+# wgmma multiplies 64 rows. Where fewer rows of a piece are loaded, the others are whatever follows them in shared
+# memory: rows do not mix, and those results are not written. Operands in registers (wgmma accepts `a` there) were
+# tried: the step takes as long, and loading them leaves the unit idle at each stage.
 
 _ROW_BYTES = 128  # of a piece: 64 k in half precision
 _STEPS = 4  # of 16 k in a piece
@@ -37,8 +33,8 @@ def loop(rows: int, columns: int, pieces: int, stages: int, full: int, empty: in
         rows: Of a piece of a. Stages of pieces [rows, 64] begin at byte 0 of the shared memory.
         columns: Of a piece of b, no more than `rows`; stages of pieces [columns, 64] follow those of a.
         pieces: In a stage.
-        full: Byte of the first of the barriers that say that a stage is there, one of 8 bytes a stage.
-        empty: Of those that each warp arrives at once it has done with a stage.
+        full: Byte of the first of the barriers that signal a loaded stage, 8 bytes per stage.
+        empty: Of those that each warp arrives at once it has finished a stage.
         dtype: As PTX has it: "bf16" or "f16".
     """
     sums = columns // 2
@@ -47,7 +43,6 @@ def loop(rows: int, columns: int, pieces: int, stages: int, full: int, empty: in
     acc = ",".join(f"acc{i}" for i in range(sums))
 
     def products(first: int, end: int) -> list[str]:
-        """Queue steps of the stage that `left` and `right` describe, as one group."""
         lines = ["wgmma.fence.sync.aligned;"]
         for step in range(first, end):
             piece, part = divmod(step, _STEPS)
@@ -57,7 +52,6 @@ def loop(rows: int, columns: int, pieces: int, stages: int, full: int, empty: in
         return [*lines, "wgmma.commit_group.sync.aligned;"]
 
     def described(name: str, piece_bytes: int, start: int) -> list[str]:
-        """The descriptor of an operand of `stage`."""
         return [
             f"mad.lo.u32 at, stage, {pieces * piece_bytes}, base; add.u32 at, at, {start}; shr.u32 at, at, 4;",
             f"and.b32 at, at, 0x3fff; cvt.u64.u32 {name}, at; or.b64 {name}, {name}, {_SWIZZLED_128};",
@@ -78,7 +72,7 @@ def loop(rows: int, columns: int, pieces: int, stages: int, full: int, empty: in
         "again: mbarrier.try_wait.parity.shared::cta.b64 is, [bar], phase; @!is bra again;",
         "come:",
         *products(0, half),
-        # While these run: the stage before is done, so give its place back; and see whether the next one is there.
+        # While these run: the previous stage is done, so release its slot; and test whether the next one is loaded.
         "wgmma.wait_group.sync.aligned 1; setp.ne.u32 is, i, 0; and.pred is, is, first;",
         "@is mbarrier.arrive.shared::cta.b64 _, [done];",
         f"shl.b32 at, stage, 3; add.u32 at, at, base; add.u32 done, at, {empty};",
@@ -97,8 +91,8 @@ def loop(rows: int, columns: int, pieces: int, stages: int, full: int, empty: in
 
 
 def likely_barriers(held: int, stages: int) -> tuple[int, int]:
-    """(full, empty) behind `held` bytes of operands, where Triton 3.6 puts them; `barriers_of` says where they are."""
-    passed = 112  # what the loading warp is told; the larger of this and a stage's barriers comes first
+    """(full, empty) behind `held` bytes of operands, where Triton 3.6 puts them; `barriers_of` finds the real ones."""
+    passed = 112  # bytes for the loading warp; the larger of this and a stage's barriers comes first
     full = held + (passed if 8 * stages < passed else 0)
     return full, (full + 8 * stages + 15) // 16 * 16
 
@@ -107,7 +101,7 @@ def barriers_of(ptx: str, warps: int) -> tuple[int, int]:
     """Where a compiled kernel has its first full and its first empty barrier, which `warps` arrive at.
 
     Raises:
-        RuntimeError: they are not where they can be told from the text.
+        RuntimeError: the text does not show them.
     """
     inits = _INIT.findall(ptx)[:2]
     if [count for _, count in inits] != ["1", str(warps)]:
@@ -120,22 +114,17 @@ def barriers_of(ptx: str, warps: int) -> tuple[int, int]:
 
 
 # The Gluon kernel behind `nondet.kernels.matmul.hopper`: few rows, a long K, wgmma fed by a warp of its own.
-#
-# One element's chain over K is serial: nothing can start a step before the one before it has ended. So at few rows and
-# columns the time of a product is K / 16 times what a step of the matrix unit takes, plus whatever stands between
-# steps. Here nothing stands between them. One warp keeps shared memory full (TMA); four warps queue the wgmma of one
-# stage while those of the stage before still run, and wait for no result before the end of K:
-# `nondet.kernels.matmul.gluon_kernels`, which also says how less than wgmma's 64 rows are brought in.
-#
-# Where the next kernel on the stream is started early (EARLY), it sets up its barriers on free multiprocessors
-# meanwhile: 0.8 us less from one such product to the next, on an H200. Behind or before other kernels there is less to
-# gain.
+# One element's chain over K is serial: no step can start before the one before it has ended. So at few rows and columns
+# a product takes K / 16 steps of the matrix unit, plus the gaps between them. Here there are no gaps: one warp keeps
+# shared memory full (TMA), and four warps queue the wgmma of one stage while those of the stage before still run, and
+# wait for no result before the end of K.
+# If the next kernel on the stream is started early (EARLY), it sets up its barriers on free multiprocessors meanwhile:
+# 0.8 us less from one such product to the next, on an H200, and less next to other kernels.
 
 # Triton reads a kernel's annotations itself: only gl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 
-# Triton 3.7 renamed it.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
@@ -144,11 +133,7 @@ def _load(
     a_desc, b_desc, a_smem, b_smem, full, empty, row, col, steps, PIECES: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Bring in rows of a and columns of b, in pieces of 64 k, as far ahead as there are stages.
-
-    EARLY: the kernel may have been started before the one ahead of it ended (PDL). Nothing of memory is read before
-    that has, and nothing written: what is written follows from what is read here.
-    """
+    """EARLY: the kernel may start before the previous one has ended (PDL), and accesses no memory before that."""
     if EARLY:
         gdc_wait()
     BYTES: gl.constexpr = (a_desc.block_type.nbytes + b_desc.block_type.nbytes) * PIECES
@@ -168,7 +153,7 @@ def _multiply(
     a_smem, b_smem, full, empty, bias_ptr, out_ptr, row, col, M, N, steps, HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, EARLY: gl.constexpr, LOOP: gl.constexpr, OPERANDS: gl.constexpr,
 ):  # fmt: skip
-    """One chain over K in one accumulator; the bias there; one rounding. LOOP finds shared memory by itself."""
+    """One chain over K in one accumulator; the bias there; one rounding. LOOP addresses shared memory itself."""
     if EARLY:
         gdc_launch_dependents()
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])

@@ -1,13 +1,12 @@
-"""Class "chain" on Hopper for few rows: the member whose chain over K is never kept waiting.
+"""Class "chain" on Hopper for few rows: the member whose chain over K never waits.
 
 The order of reduction is that of `nondet.kernels.matmul.triton_kernels`: one chain over K in one float32 accumulator,
-the bias added there, one rounding. Only who brings the operands in, and when, differs; see
-`nondet.kernels.matmul.gluon_kernels`. A tile is called as all are, 32x16x256w4s8: 32 rows brought in at a time, 16
-columns, 256 k to a stage, 8 stages.
+the bias added there, one rounding. Only how operands are loaded differs; see `nondet.kernels.matmul.gluon_kernels`.
+Tiles are named as all are, 32x16x256w4s8: 32 rows loaded at a time, 16 columns, 256 k to a stage, 8 stages.
 
 On an H200, K = 14336 and N = 1024: 11.7 us at 16 rows, where cuBLASLt without split-K takes 21.7 and cuBLAS, which
-splits K, 12.0; 16.6 and 14.4 at 128 rows. There each multiprocessor has to take in 64 rows of K, and took in no more
-than about 135 GB/s whatever the tile: what is left is the price of not splitting K.
+splits K, 12.0; 16.6 and 14.4 at 128 rows. There each multiprocessor has to load 64 rows of K, at no more than about 135
+GB/s with any tile: the rest is the price of not splitting K.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import triton
 from nondet.kernels.matmul.triton_kernels import Tile, rows_fit, tma_takes
 from nondet.kernels.triton_common import INTERPRETED, box_at, capability
 
-try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not take the other kernels with it
+try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not disable the other kernels
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -37,7 +36,7 @@ _PIECE = 64  # k: 128 bytes, as far as a swizzled row of shared memory reaches
 _SHARED_BYTES = 227 * 1024
 _WARPS = 4  # that multiply
 
-# From the least that a program brings in: fewer bytes a step, as long as there is a place on the GPU for every program
+# From the smallest load per program: fewer bytes per step, as long as the GPU can run every program at once
 HOPPER_TILES = (
     Tile(8, 8, 256, 4, 14),
     Tile(16, 8, 256, 4, 14),
@@ -47,7 +46,7 @@ HOPPER_TILES = (
     Tile(64, 32, 128, 4, 9),
 )
 _PTX_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-_PLACES = 128  # programs at once, one to an SM
+_PLACES = 128  # programs at once, one per SM
 _MOST_COLUMNS, _LEAST_K = 2048, 2048
 _LONG_K = 12288  # from here on the tile of 64 rows is worth it
 _EARLY_MOST_K = 4096  # programs of 32 columns that start early over a longer K cost 5% instead
@@ -55,22 +54,18 @@ _EARLY_MOST_K = 4096  # programs of 32 columns that start early over a longer K 
 
 @lru_cache
 def _box_layout() -> Any:
-    """How a box lies in shared memory: swizzled by 128 bytes, which wgmma reads without bank conflicts."""
+    """Swizzled by 128 bytes, which wgmma reads without bank conflicts."""
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def _held_bytes(tile: Tile) -> int:
-    """Shared memory that the operands of all stages take."""
     return tile.stages * (tile.block_m + tile.block_n) * tile.block_k * 2
 
 
 def _tile_fits(tile: Tile) -> bool:
-    """A tile that the kernel has: its warps, whole pieces, a part of wgmma's 64 rows, room in shared memory.
-
-    With no more columns than rows: Triton puts what is larger first, and `hopper_asm.loop` looks for `a` there.
-    """
+    """No more columns than rows, because Triton puts the larger operand first, and `loop` expects `a` there."""
     shapes = tile.block_m in (8, 16, 32, 64) and tile.block_n in (8, 16, 32, 64) and tile.block_k % _PIECE == 0
-    room = _held_bytes(tile) + 16 * tile.stages + 256 <= _SHARED_BYTES  # barriers, and what the loading warp is told
+    room = _held_bytes(tile) + 16 * tile.stages + 256 <= _SHARED_BYTES  # barriers, and the loading warp's arguments
     return shapes and tile.block_n <= tile.block_m and tile.warps == _WARPS and room
 
 
@@ -78,8 +73,7 @@ def hopper_tile(m: int, n: int, k: int) -> Tile | None:
     """The tile for [m, k] x [k, n] where this member was the fastest on an H200, or None: few columns over a long K.
 
     There cuBLASLt's programs are few, and each waits for its chain. From 4096 columns on they fill the GPU; at 256 rows
-    of 1024 columns what a program has to bring in takes longer than the chain, which cuBLASLt's waits still exceed
-    where K is long.
+    of 1024 columns a program's loads take longer than the chain, which cuBLASLt's waits still exceed where K is long.
     """
     if n > _MOST_COLUMNS or k < _LEAST_K:
         return None
@@ -88,7 +82,7 @@ def hopper_tile(m: int, n: int, k: int) -> Tile | None:
 
 
 def hopper_takes(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> bool:
-    """Can the kernel multiply a [1, M, K] and b [1, K, N]: as `tma_takes`, b by columns, on compute capability 9.0."""
+    """Whether the kernel can multiply a [1, M, K] and b [1, K, N]: as `tma_takes`, b by columns, on Hopper."""
     if _NO_KERNEL or INTERPRETED or not a.is_cuda or torch.version.hip is not None:
         return False
     return _tile_fits(tile) and capability(a.device) == (9, 0) and tma_takes(a, b) and rows_fit(b[0].T)
@@ -97,7 +91,7 @@ def hopper_takes(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> bool:
 def bind_hopper(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
-    """A launcher for products of these very shapes, strides and dtypes that `hopper_takes`; see the module.
+    """A launcher for products of exactly these shapes, strides and dtypes that `hopper_takes`; see the module.
 
     It writes a [1, M, K] x b [1, K, N] (+ bias [N]) to out [1, M, N]; accumulation is in float32.
     """
@@ -110,7 +104,7 @@ def bind_hopper(
         TensorDescriptor(b, [n, k], b_strides, [tile.block_n, _PIECE], _box_layout()),
     ]
     for box in boxes:
-        box.base = None  # a plan lives long, and must not keep anybody's operands
+        box.base = None  # a plan lives long, and must not keep operands alive
     pieces = tile.block_k // _PIECE
     early = tile.block_n < 32 or k <= _EARLY_MOST_K
     options = {"num_warps": tile.warps, "launch_pdl": early}
@@ -125,7 +119,7 @@ def bind_hopper(
     def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         nonlocal kernel, settled
         operands = (box_at(boxes[0], a), box_at(boxes[1], b), bias, out, m, n, k)
-        if kernel is not None:  # as `bind_chain`: Triton's own way to find the kernel again takes longer than the rest
+        if kernel is not None:  # as `bind_chain`: Triton's own lookup takes longer than the rest
             kernel[grid](*operands, *settled)
             return
         likely = likely_barriers(_held_bytes(tile), tile.stages)
@@ -142,10 +136,7 @@ def _settled(
     grid: tuple[int, ...],
     options: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """The constants of a kernel whose barriers lie where they say, found by compiling it, at `barriers` first.
-
-    A loop that waited elsewhere would wait for ever, so nothing is launched before this is known.
-    """
+    """The kernel's constants, found by compiling it: a loop with the wrong `barriers` would wait for ever."""
     for _ in range(3):
         chosen = constants(*barriers)
         built = rows_kernel.warmup(*operands, *chosen, grid=grid, **options)

@@ -1,4 +1,4 @@
-"""Products, declared: linear (a weight [N, K], as layers hold it), matmul (a times b), and K cut into parts."""
+"""Declarations of products: linear (a weight [N, K], as layers store it), matmul (a times b), and K cut into parts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _claims(operator: str) -> tuple[Claim, ...]:
             "hopper/*": f"{members}:hopper_tiles_{operator}",
         },
     )
-    # cuBLASLt's TF32 kernels never had the chain's bits on an H200, so they claim nothing and the dispatcher asks none
+    # cuBLASLt's TF32 kernels never had the chain's bits on an H200, so they claim nothing and the dispatcher skips them
     tf32 = Claim(
         order=CHAIN_TF32,
         anchor=f"{members}:chain_anchor_{operator}_tf32",
@@ -99,7 +99,7 @@ _CPU_WEIGHTS, _CPU_ROWS = ((1024, 1024), (2048, 512)), (1, 16, 128)
 
 
 def product_bench(section: str, weights: tuple[tuple[int, int], ...], rows: tuple[int, ...]) -> Bench:
-    """The weights and rows of a GPU; a CPU has its own. One size alone stands for K and N."""
+    """The weights and rows of a GPU; a CPU has its own. A single size applies to K and N."""
 
     def cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
         on_cpu = device == "cpu"
@@ -202,7 +202,7 @@ MATMUL = Operator(
             name="invariant",
             invariant=True,
             targets={"cuda": f"{_FOLDER}.cuda:matmul", "cpu": f"{_FOLDER}.cpu:matmul"},
-            entries={  # two and three dimensions apart, and with a bias
+            entries={  # separate entries for two and three dimensions, and with a bias
                 "mm": {"cuda": f"{_FOLDER}.cuda:mm", "cpu": f"{_FOLDER}.cpu:mm"},
                 "bmm": {"cuda": f"{_FOLDER}.cuda:bmm", "cpu": f"{_FOLDER}.cpu:bmm"},
             },
@@ -218,18 +218,16 @@ MATMUL = Operator(
 )
 
 
-# split_k: K cut into parts, which shows a cause and is nobody's stock.
-#
-# On a CPU its "atomics" are a shuffle from a generator: what is shown there is that an order matters, not that a CPU
-# would choose it.
+# split_k: K cut into parts, which demonstrates a cause and is not a stock implementation. On a CPU its "atomics" are a
+# shuffle from a generator: it shows that the order matters, not that a CPU would choose it.
 
 SPLIT_K = Operator(
     name="split_k",
-    # by a name of its own: the probe says how K is cut, so the product's arguments are not the operator's
+    # by a name of its own: the probe chooses how K is cut, so the arguments differ from the operator's
     reference=f"{_FOLDER}.split_k_cpu:reference",
     implementations=(
         Implementation(
-            name="stock",  # so called beside the cure; `Implementation.stock` would say that users get it
+            name="stock",  # its name next to the fix; `Implementation.stock` would mean that users get it
             targets={"cuda": f"{_FOLDER}.split_k_cuda:split_k", "cpu": f"{_FOLDER}.split_k_cpu:split_k"},
         ),
         Implementation(

@@ -2,7 +2,7 @@
 
 A CPU library seldom splits K, so the split is made here, with float32 products of slices of K: `split_k` cuts K into a
 *number* of parts, and its bits depend on that number; `fixed_chunk` cuts it into parts of a fixed *size*, and its bits
-do not depend on who computes them.
+do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
     the parts are added one by one in float32, one rounding at the end.
 
     Args:
-        splits: How many parts; parts that would be empty are left out.
-        ordered: Add the parts in index order. Else in an order drawn afresh for each call from the system's entropy: it
-            stands for atomic additions on a GPU, where the order is that in which programs finish. No CPU library does
-            so: a divergence between runs with ordered=False is this stand-in's, and shows what a lost order does.
+        splits: How many parts; empty parts are left out.
+        ordered: Add the parts in index order. Else in a random order for each call, from the system's entropy, which
+            simulates atomic additions on a GPU, where programs finish in any order. No CPU library does so: differences
+            between runs with ordered=False come from this simulation.
     """
     _check("split_k", a, b, splits=splits)
     if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:
@@ -46,13 +46,8 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
 def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 512) -> torch.Tensor:
     """a [M, K] times b [K, N] -> [M, N], with K cut into chunks of fixed size, shared among `workers`. Any strides.
 
-    float16, bfloat16 or float32. Operands are widened to float32; each chunk is a batch-invariant product
-    (`nondet.kernels.matmul.cpu`), the chunks are added in chunk order in float32, one rounding at the end. That order
-    holds `chunk` and K and nothing else, so neither M nor the number of workers changes a bit.
-
-    Args:
-        workers: Threads that share the chunks; 1 computes them here.
-        chunk: Elements of K in a chunk; the last may be shorter.
+    As `nondet.kernels.matmul.split_k_cuda.fixed_chunk`; operands are widened to float32, and each chunk is a
+    batch-invariant product (`nondet.kernels.matmul.cpu`). `workers` are threads; 1 computes the chunks here.
     """
     _check("fixed_chunk", a, b, workers=workers, chunk=chunk)
     if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:
@@ -79,7 +74,6 @@ def _check(operator: str, a: torch.Tensor, b: torch.Tensor, **sizes: int) -> Non
 
 
 def _slices(a: torch.Tensor, b: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Slices of K in float32, contiguous, so that every one has a layout of its own and no neighbours."""
     return [
         (a[:, i : i + size].float().contiguous(), b[i : i + size].float().contiguous())
         for i in range(0, a.shape[1], size)

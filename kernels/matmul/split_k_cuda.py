@@ -1,10 +1,9 @@
 """One product with K cut up: the split-K that makes stock libraries batch-dependent, and the cut that does not.
 
 A library splits K to keep a large GPU busy when M and N give too few tiles, and chooses the *number* of splits by the
-shape; so M decides the order of reduction. `split_k` is that, with the number in the caller's hands, reduced in order
-or by atomic additions in whatever order the programs finish. `fixed_chunk` fixes the chunk's *size* instead: then the
-order is the same however many workers share the chunks (He & Thinking Machines Lab 2025, doi 10.64434/tml.20250910, on
-a fixed split size).
+shape; so M decides the order of reduction. `split_k` does that with the caller's number, and adds the parts in order or
+by atomics in the order in which programs finish. `fixed_chunk` fixes the chunk's *size* instead: then the order is the
+same for any number of workers (He & Thinking Machines Lab 2025, doi 10.64434/tml.20250910).
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _chunks_kernel(
         elif MODE == "atomic":
             tl.atomic_add(out, acc, mask=inside, sem="relaxed")
         else:
-            # An addition of its own: a running total fed back through the MMA accumulator would be truncated there.
+            # An addition of its own: a running total passed through the MMA accumulator would be truncated there.
             total += acc
     if MODE == "serial":
         tl.store(out, total, mask=inside)
@@ -89,7 +88,6 @@ def _chunks_kernel(
 
 @triton.jit(do_not_specialize=["elements", "chunks"])
 def _ordered_sum_kernel(partial_ptr, out_ptr, elements, chunks, BLOCK: tl.constexpr):
-    """out [elements] = partial[0] + partial[1] + ... in that order, in float32, rounded once."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < elements
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -149,11 +147,11 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
 
     float16, bfloat16 or float32; each part is a chain in float32, the parts are added in float32, one rounding at the
     end. The bits depend on `splits`: splits=1 is the serial chain of `triton_matmul.matmul`, and a library that picks
-    the number by M is not batch-invariant. With ordered=False the parts are added by atomics in the order in which
-    programs finish, so even the same call may give other bits.
+    the number by M is not batch-invariant. With ordered=False atomics add the parts in the order in which programs
+    finish, so even the same call may give different bits.
 
     Args:
-        splits: How many parts; parts that would be empty are left out.
+        splits: How many parts; empty parts are left out.
         ordered: Add the parts in index order, else by atomic additions.
     """
     _check("split_k", a, b, splits=splits)
@@ -179,9 +177,8 @@ def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 
     """a [M, K] times b [K, N] -> [M, N], with K cut into chunks of fixed size, shared among `workers`. Any strides.
 
     float16, bfloat16 or float32. Each chunk is a chain in float32 from zero; the chunks are added in chunk order in
-    float32; one rounding at the end. That order holds `chunk` and K and nothing else: one worker adds the chunks in
-    registers as it goes, several leave them in memory for an ordered sum, and the bits are the same, so the number of
-    workers may follow M.
+    float32; one rounding at the end. That order depends only on `chunk` and K: one worker adds the chunks in registers,
+    several leave them in memory for an ordered sum, and the bits are the same, so M may choose the number of workers.
 
     Args:
         workers: Programs that share the chunks of one tile.

@@ -1,4 +1,7 @@
-"""Matrix products of class "chain" by Triton: the tiles, the anchor that defines the bits, and operands by TMA."""
+"""Matrix products of class "chain" by Triton: the tiles, the anchor that defines the bits, and operands by TMA.
+
+Functions raise NotImplementedError for a device or dtype without a kernel, and ValueError for shapes that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capabil
 
 
 class Tile(NamedTuple):
-    """What a launch may choose, and the bits stay."""
+    """What a launch may choose without changing a bit."""
 
     block_m: int
     block_n: int
@@ -34,10 +37,10 @@ class Tile(NamedTuple):
 
 
 def tile_named(name: str) -> Tile:
-    """The tile that `Tile.name` calls so.
+    """The tile with that `Tile.name`.
 
     Raises:
-        ValueError: no name of a tile.
+        ValueError: not a name of a tile.
     """
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)", name)
     if match is None:
@@ -61,21 +64,21 @@ _DOUBLE_TILES = (Tile(16, 32, 32, 4, 2),)
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Tiles that serve any shape of the dtype, a few of the class's many members: for measuring and proving."""
+    """Tiles for any shape of the dtype, a few of the class's many members: for measuring and proving."""
     if dtype == torch.float64:
         return _DOUBLE_TILES
     return _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
 
 
 def anchor(dtype: torch.dtype) -> Tile:
-    """The tile whose bits are the class by definition: what every other member is proven against."""
+    """The tile whose bits define the class: every other member is compared with it."""
     if dtype == torch.float64:
         return _DOUBLE_TILES[0]
     return _FLOAT_TILES[1] if dtype == torch.float32 else _HALF_TILES[5]
 
 
 def tile_for(m: int, n: int, dtype: torch.dtype) -> Tile:
-    """A sane tile for an [m, K] x [K, n] product: few wasted rows, and programs enough to fill a large GPU."""
+    """A reasonable tile for an [m, K] x [K, n] product: few wasted rows, and enough programs to fill a large GPU."""
     if dtype == torch.float64:
         return _DOUBLE_TILES[0]
     if dtype == torch.float32:
@@ -93,18 +96,14 @@ def tile_for(m: int, n: int, dtype: torch.dtype) -> Tile:
     return _HALF_TILES[5]
 
 
-# Matrix products of one numerics class, "chain", on CUDA: batch-invariant for every tile.
-#
-# The order of reduction is the class: every element of the result is one chain over K, walked from 0 to K - 1 in one
-# accumulator, rounded once at the end. It depends neither on M, nor on the row's place, nor on the tile, so the tile
-# may be chosen by the shape, and only by speed. That narrow mma.sync tiles and wide wgmma tiles give equal bits is a
-# property of the hardware, not of the source. Measured on an H200 (sm_90) with Triton 3.6, bfloat16 and float16
-# accumulate alike in both instructions and for BLOCK_K from 16 to 256; another chip may cut K inside an instruction
-# differently, so `nondet.kernels.matmul.cuda` proves each tile against `anchor` on the machine at hand before it uses
-# it.
-#
-# float32 goes through fused multiply-adds, one k after the other (input_precision="ieee"), and float64 through the
-# float64 matrix instructions. float32 operands rounded to TF32 (`tf32=True`) are a class of their own, "chain-tf32".
+# Class "chain": every element of the result is one chain over K, from 0 to K - 1 in one accumulator, rounded once at
+# the end. It depends neither on M, nor on the row's position, nor on the tile, so the shape may choose the tile, which
+# changes only speed. That narrow mma.sync tiles and wide wgmma tiles give equal bits is a property of the hardware.
+# Measured on an H200 (sm_90) with Triton 3.6, bfloat16 and float16 accumulate alike in both instructions and for
+# BLOCK_K from 16 to 256; another chip may cut K inside an instruction differently, so `nondet.kernels.matmul.cuda`
+# proves each tile against `anchor` on the machine before it uses it.
+# float32 uses fused multiply-adds, one k after another (input_precision="ieee"), and float64 the float64 matrix
+# instructions. float32 operands rounded to TF32 (`tf32=True`) are a class of their own, "chain-tf32".
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -235,10 +234,10 @@ def _matmul_chain_kernel(
 def bind_chain(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile, *, tf32: bool = False
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
-    """A launcher for products of these very shapes, strides, dtypes and (16-byte) alignment; see `matmul_chain`.
+    """A launcher for products of exactly these shapes, strides, dtypes and (16-byte) alignment; see `matmul_chain`.
 
-    The first call compiles the kernel as Triton would, later ones hand it its arguments and nothing else: Triton's own
-    way to find the kernel again takes several times as long as the rest of a launch.
+    The first call compiles the kernel as Triton would, later ones only pass its arguments, because Triton's own lookup
+    takes several times as long as the rest of a launch.
     """
     (batch, m, k), n = a.shape, b.shape[2]
     grid = (batch * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), 1, 1)
@@ -257,7 +256,7 @@ def bind_chain(
             return
         kernel = _matmul_chain_kernel[grid](
             a, b, bias, out, *sizes, *constants, num_warps=tile.warps, num_stages=tile.stages
-        )  # the interpreter gives None, and so takes this way each time
+        )  # the interpreter gives None, and so comes here each time
 
     return launch
 
@@ -277,9 +276,9 @@ def matmul_chain(
     columns the result is empty; with K = 0 it is the bias, or zeros.
 
     Args:
-        tile: A member of the class to ask for; None takes `tile_for`. The bits are the same.
+        tile: A member of the class; None takes `tile_for`. The bits are the same.
         tf32: Round float32 operands to TF32: the class "chain-tf32".
-        out: Where to put the result, contiguous [B, M, N]; None makes it.
+        out: The result's tensor, contiguous [B, M, N]; None makes it.
     """
     (batch, m, _), n = a.shape, b.shape[2]
     if out is None:
@@ -322,12 +321,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [M, K] times b [K, N] -> [M, N], or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides.
 
     float16, bfloat16 and float32 (accumulated in float32) or float64 (in float64); both operands of one dtype. The
-    order is a chain over K in one accumulator, rounded once, so the result is batch- and position-invariant (see the
-    module). Forward only.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
+    order is a chain over K in one accumulator, rounded once, so the result is batch- and position-invariant. Forward
+    only.
     """
     out = matmul_chain(*matmul_operands(a, b))
     return out[0] if a.ndim == 2 else out
@@ -337,21 +332,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N].
 
     Dtypes, order and invariance as `matmul`; the bias is added in the accumulator, before the one rounding.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit.
     """
     return matmul_chain(*linear_operands(x, weight, bias))[0].view(*x.shape[:-1], weight.shape[0])
 
 
-# Class "chain" with operands brought in by the tensor memory accelerator: the Triton member for many rows on Hopper.
-#
-# The order of reduction is that of `nondet.kernels.matmul.triton_kernels`: one chain over K in one float32
-# accumulator, the bias added there, one rounding. Only the way into shared memory differs: one thread asks for a whole
-# tile instead of every thread for its part. On an H200 this is 1.25 to 1.5 times as fast as the other kernel from 512
-# rows on (128x128x64 tiles, 4 warps) and has 0.6 to 1.0 of cuBLASLt's speed there; it is what carries large products
-# where cuBLASLt is excluded, and the fastest of all at a few small ones (1024 x 1024, 32 to 256 rows).
+# Class "chain" with operands loaded by the tensor memory accelerator: the Triton member for many rows on Hopper.
+# One thread requests a whole tile instead of every thread its part; the order of reduction is the same. On an H200 this
+# is 1.25 to 1.5 times as fast as the other kernel from 512 rows on (128x128x64 tiles, 4 warps) and has 0.6 to 1.0 of
+# cuBLASLt's speed; it computes large products where cuBLASLt is excluded, and is the fastest of all at a few small ones
+# (1024 x 1024, 32 to 256 rows).
 
 
 TMA_TILES = (Tile(64, 32, 128, 4, 5), Tile(64, 64, 128, 4, 4), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 4))
@@ -389,12 +378,12 @@ def _matmul_chain_tma_kernel(
 
 
 def rows_fit(x: torch.Tensor) -> bool:
-    """Rows that the accelerator can read: contiguous, 16-byte-aligned, and so far apart."""
+    """Whether the accelerator can read the rows: contiguous, 16-byte-aligned, at 16-byte distances."""
     return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and (x.stride(0) * x.element_size()) % 16 == 0
 
 
 def tma_takes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Can the kernel multiply a [1, M, K] and b [1, K, N]: half precision, both with fit rows (b's may be columns)."""
+    """Whether the kernel can multiply a [1, M, K] and b [1, K, N]: half precision, readable rows or columns of b."""
     if a.shape[0] != 1 or a.dtype not in HALF or 0 in (*a.shape, *b.shape):
         return False
     if not INTERPRETED and capability(a.device) < (9, 0):
@@ -407,7 +396,7 @@ def tma_takes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def bind_tma(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
-    """A launcher for products of these very shapes, strides and dtypes that `tma_takes`; see the module.
+    """A launcher for products of exactly these shapes, strides and dtypes that `tma_takes`; see the module.
 
     It writes a [1, M, K] x b [1, K, N] (+ bias [N]) to out [1, M, N]; accumulation is in float32.
     """

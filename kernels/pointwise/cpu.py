@@ -1,10 +1,10 @@
-"""Elementwise operators on a CPU, kept out of the scalar rest of torch's vector loops.
+"""Elementwise operators on a CPU without the scalar rest of torch's vector loops.
 
-A vector loop over n elements computes the last few of them, and the last few of every thread's share, one by one, by
-another formula: torch's float32 silu and sigmoid, and its bfloat16 gelu, give other bits there. So an element's bits
-depend on how many elements there are. Here the operator only ever sees multiples of 64 contiguous elements in one
-thread's share, where all of them go through vector registers: as it is where that holds already, else in pieces, the
-last one padded. Batch-invariant and position-invariant; the bits are those of stock torch's vector body.
+A vector loop over n elements computes the last few of them, and of every thread's share, one by one, by another
+formula: torch's float32 silu and sigmoid, and its bfloat16 gelu, give different bits there. So an element's bits depend
+on the number of elements. Here the operator gets only multiples of 64 contiguous elements in one thread's share, where
+all of them go through vector registers: unchanged where that holds already, else in pieces, the last one padded.
+Batch-invariant and position-invariant; the bits are those of stock torch's vector body.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 
 _LANES = 64  # at least four registers of 16 float32, the most that torch's loops take at once
-_GRAIN = 32768  # elements from which torch shares a loop among its threads (at::internal::GRAIN_SIZE)
+_GRAIN = 32768  # from here on torch distributes a loop among its threads (at::internal::GRAIN_SIZE)
 _PIECE = 16384
 
 
 def in_vectors(elements: int) -> bool:
-    """Whether a loop over that many contiguous elements leaves none to scalar code, in any thread's share."""
+    """Whether a loop over this many contiguous elements leaves none to scalar code, in any thread's share."""
     if elements % _LANES:
         return False
     threads = torch.get_num_threads()
@@ -30,11 +30,11 @@ def in_vectors(elements: int) -> bool:
 
 
 def vectors_only(call: Callable[..., torch.Tensor], x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """call(x, *others) for an elementwise `call` that keeps the shape, computed by its vector body alone.
+    """call(x, *others) for an elementwise `call` that keeps the shape, computed only by its vector body.
 
     Args:
         call: The operator with all its other arguments bound.
-        x: Any shape and strides. The result has those that torch's own would have: x's, where x lies densely in memory
+        x: Any shape and strides. The result has those that torch's own would have: x's, where x is dense in memory
             (channels_last, transposed), else contiguous ones in x's order of axes.
         others: Of x's shape, any strides.
     """
@@ -45,14 +45,12 @@ def vectors_only(call: Callable[..., torch.Tensor], x: torch.Tensor, *others: to
 
 
 def _dense(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x's elements in memory's order of `like`, which lies densely: [n]."""
     if x.stride() != like.stride() and not (x.is_contiguous() and like.is_contiguous()):
         x = torch.empty_like(like).copy_(x)
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
 
 
 def _flat(call: Callable[..., torch.Tensor], *flat: torch.Tensor) -> torch.Tensor:
-    """call(*flat) for flat [n], contiguous, in multiples of 64 elements."""
     count = flat[0].numel()
     if in_vectors(count):
         return call(*flat)
@@ -72,7 +70,7 @@ def _padded(call: Callable[..., torch.Tensor], *pieces: torch.Tensor) -> torch.T
         return call(*pieces)
     whole = []
     for piece in pieces:
-        # ones: no operator here makes an exception of them
+        # ones: no operator here treats them specially
         padded = piece.new_ones(count + -count % _LANES)
         padded[:count] = piece
         whole.append(padded)

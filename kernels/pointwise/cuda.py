@@ -1,11 +1,11 @@
-"""Elementwise operators on CUDA in one launch, with the bits of the operators that each stands for: transformers'
-rotary embedding, and SiLU times a gate.
+"""Elementwise operators on CUDA in one launch, with stock's bits: transformers' rotary embedding, and SiLU times a
+gate.
 
 `apply_rotary_pos_emb` runs as some twelve launches (halves, negation, concatenation, two products and a sum, for
-queries and for keys). Nothing is reduced, so stock is batch-invariant as it is; the launches are what costs. Each
-product is rounded to the dtype, and so is their sum, as the operators round; multiplications are not contracted into
-additions (enable_fp_fusion=False). So the result has stock's bits, in any batch. SiLU likewise: its exponential is
-CUDA's own, its quotient rounded as IEEE 754 rounds, its result to the dtype before it is multiplied.
+queries and for keys). Nothing is reduced, so stock is already batch-invariant, but the launches are slow. Each product
+is rounded to the dtype, and so is their sum, as the operators round; multiplications are not contracted into additions
+(enable_fp_fusion=False). So the result has stock's bits, in any batch. SiLU likewise: its exponential is CUDA's own,
+its quotient rounded as in IEEE 754, its result rounded to the dtype before it is multiplied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @triton.jit
 def _rotate(x_ptr, out_ptr, cos_ptr, sin_ptr, stride_h, out_stride_h, HEADS, BLOCK_H: tl.constexpr, HALF: tl.constexpr):
-    """All heads of one token: x1 * cos1 - x2 * sin1 and x2 * cos2 + x1 * sin2, each step rounded to the dtype."""
     heads, cols = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, HALF)[None, :]
     inside = heads < HEADS
     at = x_ptr + heads * stride_h + cols
@@ -101,13 +100,14 @@ def _rotary_kernel(
     )
 
 
-_bound: dict[tuple[Any, ...], Any] = {}  # what decides the compiled kernel -> it
+_bound: dict[tuple[Any, ...], Any] = {}  # what decides the compiled kernel -> that kernel
 
 
 def rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """q [B, Hq, T, D], k [B, Hk, T, D], cos and sin [B or 1, T, D], one dtype; None where this kernel does not do it.
+    """q [B, Hq, T, D], k [B, Hk, T, D], cos and sin [B or 1, T, D], one dtype; None where the kernel does not support
+    it.
 
     The results have the strides that elementwise operators would give them.
     """
@@ -132,7 +132,7 @@ def rotary(
         return None
     if not batch * tokens:
         return q_out, k_out
-    many = batch > 1  # the one entry's stride grows with T and says nothing: left out, one compiled kernel serves all T
+    many = batch > 1  # the one entry's stride grows with T and is not used: without it one compiled kernel serves all T
     strides = (
         *_strides(q, many),
         *_strides(k, many),
@@ -186,7 +186,7 @@ def _silu_mul_kernel(x_ptr, out_ptr, WIDTH, BLOCK: tl.constexpr):
 def silu_mul(x: torch.Tensor) -> torch.Tensor | None:
     """silu(x[..., :H]) * x[..., H:] of contiguous x [..., 2 H], float16 or bfloat16 -> [..., H]; None of any other.
 
-    Nothing is reduced: each element follows from two, in any batch.
+    Nothing is reduced: each element depends on two, in any batch.
     """
     if x.dtype not in _DTYPES[:2] or x.ndim < 1 or x.shape[-1] % 2 or not x.is_contiguous():
         return None

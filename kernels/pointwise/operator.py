@@ -1,7 +1,6 @@
-"""Operators on single elements whose last elements may take another formula on a CPU, declared.
+"""Declarations of elementwise operators that IEEE 754 does not round correctly.
 
-All that IEEE 754 does not round correctly: which of them do take another one differs from one instruction set, dtype
-and build of torch to the next.
+A CPU may use another formula for their last elements: which operators, depends on instruction set, dtype and build.
 """
 
 from __future__ import annotations

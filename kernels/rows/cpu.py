@@ -1,15 +1,15 @@
 """Batch-invariant reductions and norms over the last axis on a CPU: libraries', at row counts certified to agree.
 
-Numerics: rows are widened to float32 (float64 stays), reduced by NumPy's add.reduce (pairwise, by the width alone) or
-torch's softmax or log_softmax, whose order along the row depends on width, instruction set and number of threads; one
-rounding to the dtype ends it.
+Numerics: rows are widened to float32 (float64 stays), reduced by NumPy's add.reduce (pairwise, depending only on the
+width) or torch's softmax or log_softmax, whose order along the row depends on width, instruction set and number of
+threads; one rounding to the dtype ends it.
 
-Invariance: NumPy and torch reduce each row of a contiguous matrix by itself, except where torch shares out a single
-long row among its threads. So most row counts agree, and `nondet.kernels.matmul.cpu_tiles` finds out which; the others
-are padded or cut. All else that is computed here (products, square roots, quotients) is correctly rounded by IEEE 754,
-and so does not depend on whether an element falls into a vector register or into the scalar rest, unlike `torch.rsqrt`
-in bfloat16. Square roots are NumPy's, the processor's own: torch's are MKL's where it was built with MKL, and those are
-off by one unit in the last place for one float32 in 200.
+Invariance: NumPy and torch reduce each row of a contiguous matrix by itself, except where torch distributes a single
+long row among its threads. So most row counts agree, and `nondet.kernels.matmul.cpu_tiles` finds them; the others are
+padded or cut. All other steps (products, square roots, quotients) are correctly rounded by IEEE 754, and so do not
+depend on whether an element is in a vector register or in the scalar rest, unlike `torch.rsqrt` in bfloat16. Square
+roots are NumPy's, the processor's own: torch's are MKL's where it was built with MKL, and those are off by one unit in
+the last place for one float32 in 200.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from nondet.errors import UserError
 from nondet.kernels import originals
 from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, prove, proven, sizes_for
 
-# A sum is one number a row: in a short row two orders of additions may well agree in it, so many rows are drawn.
+# A sum is one number per row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
 _CHUNK = 32  # of `sum_over_rows`
 _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
 _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
 
 
-@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
+@np.errstate(all="ignore")  # torch does not report infinities or NaN either
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
     rows = _wide(x)
@@ -48,7 +48,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x [..., H] less its mean) / sqrt(their mean square + eps) * weight [H] + bias [H] in x's dtype, rounded once.
+    """(x [..., H] minus its mean) / sqrt(their mean square + eps) * weight [H] + bias [H] in x's dtype, rounded once.
 
     Also the means and the factors [..., 1], in the parameters' dtype or else x's, as torch's backward takes them.
     """
@@ -68,7 +68,6 @@ def layer_norm(
 
 
 def _roots(squares: torch.Tensor, eps: float) -> np.ndarray[Any, Any]:
-    """squares [M, H] -> sqrt(their sum / H + eps) [M, 1], each step rounded."""
     scale = row_sums(squares)[:, None].numpy()
     scale /= squares.shape[1]
     scale += eps
@@ -83,10 +82,11 @@ def _numbers(x: torch.Tensor, like: torch.Tensor) -> np.ndarray[Any, Any]:
 def rms_norm_residual(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`rms_norm` of x + residual, x + residual), both [..., H] in x's dtype; the sum is rounded before it is normed.
+    """(`rms_norm` of x + residual, x + residual), both [..., H] in x's dtype; the sum is rounded before it is
+    normalized.
 
     Raises:
-        UserError: shapes or dtypes of x and residual differ, as no residual's do.
+        UserError: shapes or dtypes of x and residual differ.
     """
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise UserError(
@@ -111,7 +111,7 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V] -> [...], in x's dtype: max - log_softmax at the maximum; -inf for only -inf.
 
     At the maximum log_softmax is -log(sum of exp(x - max)), so it is one addition away and as invariant.
-    (torch.logsumexp takes the exponentials of all rows at once, in vectors and a rest, and so by their number.)
+    (torch.logsumexp takes the exponentials of all rows at once, in vectors and a rest, so their number matters.)
     """
     if not x.shape[-1]:
         return x.new_full(x.shape[:-1], -torch.inf)
@@ -124,7 +124,7 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
 def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """Losses of logits x [..., V] for targets [...] -> [...] in x's dtype: -`log_softmax` at the target, bit for bit.
 
-    0 where the target is `ignore_index`, NaN where it is no column otherwise.
+    0 where the target is `ignore_index`, NaN where it is not a column otherwise.
     """
     ignored, missing = target == ignore_index, (target < 0) | (target >= x.shape[-1])
     at = target.long().masked_fill(missing, 0)[..., None]
@@ -145,9 +145,9 @@ def row_sums(rows: torch.Tensor) -> torch.Tensor:
 def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
     """The sum over an axis that is not the last: x [..., T, ..., H] -> [..., ..., H] in float32 (float64 stays).
 
-    By elementwise additions alone: in chunks of 32 along the axis, anchored at its first place, by halves within a
-    chunk, chunk by chunk. So it depends neither on the other axes nor on zeros that are appended: a masked sum has the
-    same bits whatever the padding behind it. (Zeros in front move the chunks.)
+    Only by elementwise additions: in chunks of 32 along the axis, anchored at its first position, by halves within a
+    chunk, chunk by chunk. So it depends neither on the other axes nor on appended zeros: a masked sum has the same bits
+    for any padding behind it. (Zeros in front move the chunks.)
     """
     rows = x.movedim(axis, 0).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     total: torch.Tensor | None = None
@@ -169,7 +169,7 @@ def mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def square_roots(x: torch.Tensor) -> torch.Tensor:
-    """Of float32 or float64 numbers, any shape, in torch's strides, correctly rounded; NaN of what is below zero."""
+    """Of float32 or float64 numbers, any shape, in torch's strides, correctly rounded; NaN of negative numbers."""
     out = torch.empty_like(x)
     with np.errstate(invalid="ignore"):
         np.sqrt(x.detach().numpy(), out=out.numpy())
@@ -177,7 +177,6 @@ def square_roots(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x as a contiguous [rows, width] in float32, or in float64 if it is that."""
     if not x.dtype.is_floating_point:
         raise UserError(f"cpu_rows has no {x.dtype}", "Use a floating dtype; integer sums do not depend on the order.")
     if torch.is_grad_enabled() and x.requires_grad:
@@ -186,9 +185,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).to(accumulator).contiguous()
 
 
-@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
+@np.errstate(all="ignore")  # torch does not report infinities or NaN either
 def _add_up(rows: torch.Tensor, out: torch.Tensor) -> None:
-    """NumPy's pairwise sum, which takes rows one by one: no thread count, no dispatcher and no vector rest in it."""
+    """NumPy's pairwise sum, row by row: it depends on no thread count, dispatcher or vector rest."""
     np.add.reduce(rows.detach().numpy(), axis=-1, out=out.numpy())
 
 
@@ -201,7 +200,6 @@ def _log_softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _reduced(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar: bool) -> torch.Tensor:
-    """Apply `call` to rows [M, K] at certified row counts: [M] if scalar, else [M, K]."""
     count, width = rows.shape
     out = rows.new_empty((count,) if scalar else (count, width))
     if count == 0 or width == 0:
@@ -218,7 +216,7 @@ def _proven(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar:
         long = width > _LONG
         sizes = _FEW if long else sizes_for(width * _WORK_PER_TERM)
         seeds = _SEEDS if scalar and not long else _SEEDS_IF_LONG
-        binades = None if scalar else 6  # in a softmax, wide exponents leave one term of weight
+        binades = None if scalar else 6  # in a softmax, wide exponents leave only one significant term
 
         def case(seed: int) -> tuple[Callable[..., None], tuple[torch.Tensor]]:
             return call, (order_revealing(max(sizes), width, rows.dtype, seed, negate=scalar, binades=binades),)
@@ -228,5 +226,5 @@ def _proven(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar:
 
         return prove(f"cpu_rows {name}", [case(s) for s in seeds], out_of, sizes)
 
-    settings = ("numpy",) if name == "sum" else environment_key()  # NumPy's sums do not follow torch's settings
+    settings = ("numpy",) if name == "sum" else environment_key()  # NumPy's sums do not depend on torch's settings
     return proven(f"cpu_rows {name}", ("rows", name, width, rows.dtype, *settings), make)

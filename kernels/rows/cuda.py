@@ -1,11 +1,9 @@
-"""Operators over the last axis on CUDA, invariant by a written-out order: sum, mean and RMSNorm, transformers' modules
-too.
+"""Operators over the last axis on CUDA, invariant by an explicit order: sum, mean and norms, transformers' modules too.
 
-The order of every sum is that of `nondet.kernels.rows.cuda_softmax`, the class "lanes", which follows from the width
-alone. A row of at most 16384 elements is read once and held in registers; a wider one is cut into chunks for as many
-programs, whose results a second launch adds up.
-
-Results are rounded once, to the input's dtype. Forward only.
+The order of every sum is that of `nondet.kernels.rows.cuda_softmax`, the class "lanes", which depends only on the
+width. A row of at most 16384 elements is read once and held in registers; a wider one is cut into chunks, one per
+program, and a second launch adds up their results. Results are rounded once, to the input's dtype. Forward only.
+NotImplementedError: a device or dtype without a kernel; ValueError: tensors whose shapes, dtypes or devices do not fit.
 """
 
 from __future__ import annotations
@@ -32,17 +30,14 @@ from nondet.kernels.rows.cuda_softmax import logsumexp as logsumexp
 from nondet.kernels.rows.cuda_softmax import softmax as softmax
 from nondet.kernels.triton_common import Step, accumulator, again, launch, on_device, remember, require
 
-# RMSNorm on CUDA, also with the residual's addition before it: one pass over memory, invariant over rows.
-#
-# The mean of squares is added up in the order of `nondet.kernels.rows.cuda_softmax`, which follows from the width
-# alone; everything else is elementwise. A row of at most 16384 elements is read once and held in registers; the
-# squares of a wider one are added up in chunks first, by as many programs. Forward only.
+# RMSNorm, also with the residual's addition before it, in one pass over memory. A mean of squares is added up in the
+# class's order; everything else is elementwise.
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
-_MANY = 1024  # rows from which bandwidth counts for more than latency
+_MANY = 1024  # rows from which bandwidth matters more than latency
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -70,9 +65,9 @@ def _rms_norm_kernel(
 ):
     first = tl.program_id(0) * ROWS
     cols = tl.arange(0, SPAN)[None, :]
-    if EARLY:  # before the row is waited for: sooner done, but in registers that could hold other programs
+    if EARLY:  # before the wait for the row: faster, but in registers that could hold other programs
         weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0)
-    if HEADS:  # so many rows `stride_row` apart in each of what lies a residual's row apart, which there is none of
+    if HEADS:  # this many rows `stride_row` apart in each block of a residual's row distance; there is no residual
         rows = tl.minimum(first.to(tl.int64) + tl.arange(0, ROWS), M - 1)
         at = rows // HEADS * stride_residual_row + rows % HEADS * stride_row
         x = tl.load(x_ptr + at[:, None] + cols * stride_col, mask=cols < WIDTH, other=0.0)
@@ -82,7 +77,7 @@ def _rms_norm_kernel(
         residual = load_tile(
             residual_ptr, first, 0, WIDTH, stride_residual_row, stride_residual_col, M, ROWS, SPAN, 0.0
         )
-        # rounded as torch's addition rounds, and normalized as rounded
+        # rounded as torch's addition rounds, then normalized
         x = (x.to(ACC) + residual.to(ACC)).to(x.dtype)
         store_tile(added_ptr, x, first, 0, WIDTH, WIDTH, M, ROWS, SPAN)
     wide = x.to(ACC)
@@ -120,7 +115,6 @@ def _scale_kernel(
 
 
 def _checked(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight, contiguous."""
     if x.ndim < 1 or weight.shape != x.shape[-1:] or weight.device != x.device:
         raise ValueError(f"{name} takes [..., H] and [H] on one device, got {tuple(x.shape)} and {tuple(weight.shape)}")
     require(name, DTYPES, x)
@@ -129,14 +123,13 @@ def _checked(name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _lies_by_heads(x: torch.Tensor) -> bool:
-    """Whether x is [T, heads, H] its T apart from each other, as a slice of q, k and v in one: no copy then."""
+    """Whether x is [T, heads, H] with T strided, as a slice of q, k and v in one: it needs no copy."""
     return x.ndim == 3 and x.stride(0) != x.shape[1] * x.stride(1) and 1 not in x.shape[:2] and x.stride(2) == 1
 
 
 def _norm(
     name: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normalized tensor, and what was normalized: x itself, or x + residual."""
     given, weight = weight, _checked(name, x, weight)
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     if not out.numel():
@@ -202,16 +195,9 @@ def _norm(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x [..., H] * rsqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype.
 
-    All of it in float32, rounded once at the end. transformers' own RMSNorm modules round twice: they cast
-    x * rsqrt(...) to the input's dtype before multiplying by the weight. So in half precision results differ from
-    theirs by up to about one ULP; neither depends on the batch.
-
-    Args:
-        weight: [H], of any floating dtype on x's device.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: a weight of another shape or device.
+    All of it in float32, rounded once at the end. transformers' own RMSNorm modules round twice: they cast x *
+    rsqrt(...) to the input's dtype before multiplying by the weight. So in half precision results differ from theirs by
+    up to about one ULP; neither depends on the batch. The weight has any floating dtype.
     """
     made = again(("rms_norm", eps), x, weight)
     return _norm("rms_norm", x, None, weight, eps)[0] if made is None else made[0]
@@ -222,16 +208,9 @@ def rms_norm_residual(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pair that a decoder layer needs: (rms_norm(x + residual, weight, eps), x + residual), both [..., H].
 
-    Bit for bit the two operators one after the other: the sum is rounded to x's dtype, as torch rounds it, and what is
-    normalized is the rounded sum. One pass: two reads and two writes an element.
-
-    Args:
-        residual: As x, in shape, dtype and device; strides are its own.
-        weight: [H], of any floating dtype on x's device.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes, dtypes or devices that do not fit.
+    Bit for bit the two operators in sequence: the sum is rounded to x's dtype, as torch rounds it, and then normalized.
+    One pass: two reads and two writes per element. The residual has x's shape and dtype and any strides, the weight [H]
+    any floating dtype.
     """
     if residual.shape != x.shape:
         raise ValueError(f"rms_norm_residual takes two of one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
@@ -239,11 +218,10 @@ def rms_norm_residual(
     return _norm("rms_norm_residual", x, residual, weight, eps)
 
 
-# LayerNorm on CUDA in one launch: two means in class "lanes" and correctly rounded steps between them, all in float32.
-#
-# The bits are those of the same steps one by one (`nondet.kernels.dispatch.replacements.layer_norm`): each mean is
-# divided as `_sum_kernel` divides, and the root and its reciprocal are rounded as torch rounds them on CUDA, subnormal
-# numbers included, which Triton's own operators would flush.
+# LayerNorm in one launch, with the bits of the same steps one by one
+# (`nondet.kernels.dispatch.replacements.layer_norm`): each mean is divided as `_sum_kernel` divides, and the root and
+# its reciprocal are rounded as torch rounds them on CUDA, including subnormal numbers, which Triton's own operators
+# would flush.
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -287,13 +265,7 @@ def layer_norm(
     """x [..., H] -> [..., H] in x's dtype, and mean and 1 / deviation [..., 1] in float32; None for rows of chunks.
 
     (x - mean) * (1 / sqrt(mean((x - mean)^2) + eps)) * weight + bias, each step in float32 and rounded once at the end.
-
-    Args:
-        weight: [H], of any floating dtype on x's device, or None; and so is bias.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: a weight or a bias of another shape or device.
+    Weight and bias are [H], of any floating dtype, or None.
     """
     name, given = "layer_norm", (x, weight, bias)
     made = again((name, eps), *given)
@@ -327,20 +299,14 @@ def layer_norm(
     return out, mean, scale
 
 
-# transformers' RMSNorm modules on CUDA in one launch, rounded where the modules round.
-#
-# A module runs as six or seven operators, each one launch and one pass over memory: x to float32, squares, mean, +
-# eps, rsqrt, product, rounding, weight. The kernel here does the same arithmetic in one pass:
-#
-#   scale = rsqrt(sum(x^2) / H + eps)             float32; the sum in class "lanes" of
-# `nondet.kernels.rows.cuda_softmax`   ROUND_FIRST:      round(weight * round(x * scale))        Llama, Qwen3, Mistral:
-# rounded twice   otherwise:        round(x * scale * weight)               OLMo
+# transformers' RMSNorm modules in one launch. A module runs as six or seven operators: x to float32, squares, mean, +
+# eps, rsqrt, product, rounding, weight. The kernel computes and rounds the same in one pass over memory:
+#   scale = rsqrt(sum(x^2) / H + eps)         float32; the sum in class "lanes"
+#   ROUND_FIRST:      round(weight * round(x * scale))        Llama, Qwen3, Mistral: rounded twice
+#   otherwise:        round(x * scale * weight)               OLMo
 #   and with PLUS_ONE round(x * scale * (1 + weight))         Gemma
-#
-# `nondet.kernels.rows.cuda.rms_norm` is the same sum, always rounded once.
-#
-# Invariance: a row's bits are decided by the row, the width and the dtype alone, since the order of the one sum
-# follows the width (see the class) and all else is elementwise, without contraction (enable_fp_fusion=False).
+# Invariance: a row's bits depend only on the row, the width and the dtype, because the order of the one sum follows the
+# width and the rest is elementwise, without contraction (enable_fp_fusion=False).
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -377,7 +343,7 @@ def _module_norm_kernel(
 def module_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, round_first: bool, plus_one: bool
 ) -> torch.Tensor | None:
-    """x [..., H], weight [H], one dtype -> [..., H] in it; None where this kernel does not do it.
+    """x [..., H], weight [H], one dtype -> [..., H] in it; None where the kernel does not support it.
 
     Args:
         round_first: Round x * scale to the dtype before the weight is applied.
@@ -493,20 +459,12 @@ def _reduce(name: str, x: torch.Tensor, *, mean: bool) -> torch.Tensor:
 
 
 def sum(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., K] -> [...]; any width, any strides. Order and invariance as the module says.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-    """
+    """Over the last axis of x [..., K] -> [...]; any width, any strides. Order and invariance as in the module."""
     return _reduce("sum", x, mean=False)
 
 
 def mean(x: torch.Tensor) -> torch.Tensor:
-    """`sum`, divided by K before the one rounding: x [..., K] -> [...].
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-    """
+    """`sum`, divided by K before the one rounding: x [..., K] -> [...]."""
     return _reduce("mean", x, mean=True)
 
 
@@ -516,7 +474,7 @@ _ONE_CHUNK, _CHUNK, _LEAST_LANES, _MOST_LANES = 16384, 4096, 256, 2048
 def lanes_sum(x: torch.Tensor) -> torch.Tensor:
     """x [..., W] -> [...]: the order of class lanes in PyTorch's elementwise additions, which have no order to choose.
 
-    Written from the class's words (`nondet.core.registry`) alone. float32, float64 for float64; any device.
+    Written only from the class's words (`nondet.core.registry`). float32, float64 for float64; any device.
     """
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     width = x.shape[-1]

@@ -1,22 +1,21 @@
 """softmax, log_softmax, logsumexp and cross-entropy on CUDA, invariant over rows; and the order of class "lanes".
 
-A row is cut into the chunks of `nondet.kernels.rows.cuda_softmax` (one, up to a width of 16384). With T the trees of
-that module, the class "lanes", m_c the exact maximum of chunk c and M that of the row:
+A row is cut into chunks (one, up to a width of 16384). With T the trees of class "lanes" (below), m_c the exact maximum
+of chunk c and M that of the row:
 
     s_c = T over the chunk of exp(x - m_c)        S = T over chunks of s_c * exp(m_c - M)
 
     softmax = exp(x - M) * (1 / S)       log_softmax = (x - M) - log(S)
     logsumexp = log(S) + M               loss at target t = -((x[t] - M) - log(S))
 
-where an infinite maximum is replaced by 0 as a subtrahend in s_c, S and logsumexp, so that a row of nothing but -inf
-has S = 0. This follows from the width alone. exp is the hardware's (ex2.approx for float32, about 2 ULP of its
-argument; subnormal results are 0), the same for every element.
+where 0 replaces an infinite maximum as a subtrahend in s_c, S and logsumexp, so that a row of only -inf has S = 0. All
+of this depends only on the width. exp is the hardware's (ex2.approx for float32, about 2 ULP of its argument; subnormal
+results are 0), the same for every element.
 
-Which launch computes a row is a matter of speed, not of bits: a row of one chunk is read once and held in registers. So
-is a wider one, of many in half precision on Hopper, by warps that exchange the pairs (m_c, s_c) of their chunks
-(`nondet.kernels.rows.cuda_softmax`). Another wide row is read twice, the second time from the cache. If all rows
-fit there, one launch makes the pairs, another merges each row's pairs and writes the result. Otherwise one launch does
-both, with the second reading of a row some megabytes behind the first.
+The launch changes only speed: a row of one chunk is read once and held in registers. So are many wider rows in half
+precision on Hopper, by warps that exchange the pairs (m_c, s_c) of their chunks. Other wide rows are read twice, the
+second time from the cache. If all rows fit there, one launch makes the pairs, another merges each row's pairs and
+writes the result. Otherwise one launch does both, with the second reading of a row some megabytes behind the first.
 """
 
 from __future__ import annotations
@@ -43,31 +42,23 @@ from nondet.kernels.triton_common import (
     require,
 )
 
-# What operators over the last axis share on CUDA: the class "lanes", an order of additions, and plans of launches.
-#
-# The order is in the source, not in the compiler's layout. The width alone decides on three powers of two:
-#
+# The class "lanes": an order of additions that is in the source, not in the compiler's layout. The width alone decides
+# on three powers of two:
 #   CHUNK   a row is cut into chunks of CHUNK elements, from element 0; a row of at most 16384 is one chunk
 #   SPAN    the chunk's length, filled up with zeros to a power of two
 #   LANES   a quarter of SPAN, but at least 256 and at most 2048; SPAN if that is less
-#
 # and a row is added up as follows.
-#
 #   1. In a chunk: element j is added to element j + n/2, for n = SPAN, SPAN/2, ... until LANES are left; then element
-#      2j to element 2j + 1, again and again, until one is left.
+# 2j to element 2j + 1, again and again, until one is left.
 #   2. Over chunks: the chunks' results, filled up to a power of two, 2j to 2j + 1 until one is left.
-#
-# Every step adds exactly two numbers, and floating addition commutes. So neither the number of rows, nor the row's
-# place, alignment or strides, nor the number of warps or of rows in a program can change a bit, nor whether the chunks
-# of a row run in one program or in many: these decide who adds, never what is added to what. (`tl.sum` over a whole
-# block would leave the order to the layout, which follows the alignment of the pointer.) Maxima are exact in any
-# order. Multiplications are not contracted into additions (enable_fp_fusion=False), which leaves the rounding to the
-# source too.
-#
-# Step 1 is written for the hardware: a thread holds eight neighbours of every LANES, adds its own first, then with the
-# threads of its warp, then over warps. Being a tree, it also errs less than a chain does.
-#
-# Sums are kept in float32, in float64 for float64.
+# Every step adds exactly two numbers, and floating addition commutes. So no bit depends on the number of rows, the
+# row's position, alignment or strides, the number of warps or of rows in a program, nor on whether the chunks of a row
+# run in one program or in many. (`tl.sum` over a whole block would leave the order to the layout, which follows the
+# alignment of the pointer.) Maxima are exact in any order. Multiplications are not contracted into additions
+# (enable_fp_fusion=False), so the rounding is in the source too.
+# Step 1 suits the hardware: a thread holds eight neighbours of every LANES, adds its own first, then with the threads
+# of its warp, then over warps. A tree is also more accurate than a chain. Sums are kept in float32, in float64 for
+# float64.
 
 # Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -84,7 +75,7 @@ _FILLED = 1024  # programs that fill a GPU several times over; beyond this, prog
 
 @triton.jit
 def add_tree(x, ROWS: tl.constexpr, SPAN: tl.constexpr, HALVES: tl.constexpr, LEVELS: tl.constexpr):
-    """x [ROWS, SPAN] -> [ROWS, 1]: HALVES times by halves, then LEVELS times by neighbours; see the module."""
+    """x [ROWS, SPAN] -> [ROWS, 1]: HALVES times by halves, then LEVELS times by neighbours; class "lanes", step 1."""
     for level in tl.static_range(HALVES):
         x = tl.sum(tl.reshape(x, (ROWS, 2, SPAN >> (level + 1))), axis=1)
     for level in tl.static_range(LEVELS):
@@ -118,9 +109,7 @@ def merged_sum(parts_ptr, row, CHUNKS, MERGE: tl.constexpr, LEVELS: tl.constexpr
     """Step 2 of the order for one row of parts [M, CHUNKS], MERGE being the power of two -> a scalar."""
     index = tl.arange(0, MERGE)
     parts = tl.load(parts_ptr + row.to(tl.int64) * CHUNKS + index, mask=index < CHUNKS, other=0.0)
-    return tl.sum(
-        add_tree(parts[None, :], 1, MERGE, 0, LEVELS)
-    )  # the sum of one number, which any layout takes as it is
+    return tl.sum(add_tree(parts[None, :], 1, MERGE, 0, LEVELS))  # the sum of one number, which has any layout
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -148,7 +137,7 @@ def sum_parts_kernel(
 
 
 class Plan(NamedTuple):
-    """How a width is computed. The first six are the order, and follow from the width alone.
+    """How a width is computed. The first six are the order, and depend only on the width.
 
     Attributes:
         chunks: Of a row; 1 for a row that is held in registers.
@@ -167,7 +156,7 @@ class Plan(NamedTuple):
     many: tuple[int, int]
 
     def rows_and_warps(self, m: int) -> tuple[int, int]:
-        """For m rows; a matter of speed alone."""
+        """For m rows; they change only speed."""
         return self.many if m >= _FILLED * self.many[0] else self.few
 
     def tree(self) -> dict[str, int]:
@@ -181,10 +170,10 @@ class Plan(NamedTuple):
 
 @functools.cache
 def plan(width: int, item_bytes: int) -> Plan:
-    """The plan of that width, for elements of so many bytes.
+    """The plan of that width, for elements of `item_bytes` bytes.
 
-    A warp reads 512 bytes at once. So many warps as read LANES at once add up what they hold without a word to each
-    other, until LANES are left; more would have to exchange all of it (measured on an H200: half the speed).
+    A warp reads 512 bytes at once. As many warps as read LANES at once add up what they hold without an exchange, until
+    LANES are left; more would have to exchange all of it (measured on an H200: half the speed).
     """
     span = triton.next_power_of_2(max(width, 1)) if width <= _ONE_CHUNK else _CHUNK
     chunks = max(1, triton.cdiv(width, span))
@@ -205,9 +194,9 @@ def plan(width: int, item_bytes: int) -> Plan:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as [M, K]: a view where there is one, a copy where there is none.
+    """x [..., K] as [M, K]: a view where there is one, else a copy.
 
-    A copy as well where a row reaches over 2^31 elements: columns are counted in 32 bits, which is quicker.
+    Also a copy where a row reaches over 2^31 elements, because columns are counted in 32 bits, which is faster.
     """
     rows = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.shape[-1] * rows.stride(-1) < 2**31 else rows.contiguous()
@@ -241,7 +230,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def raised(x):
-    """exp; in float32 without the three instructions an element that would save subnormal results: they become 0."""
+    """exp; in float32 without the three instructions per element that would keep subnormal results: they become 0."""
     if x.dtype == tl.float32 and _ASSEMBLY:
         out = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1
@@ -264,7 +253,7 @@ def reciprocal_root(x):
 
 @triton.jit
 def safe(top):
-    """0 for an infinite maximum, which as a subtrahend would make NaN of what equals it."""
+    """0 for an infinite maximum, whose difference from an equal number would be NaN."""
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
 
@@ -299,7 +288,6 @@ def one_each(x_ptr, target_ptr, rows, top, total, WIDTH, IGNORE, stride_row, str
 def _write_pair(
     x, tops_ptr, sums_ptr, row, chunk, CHUNKS, M, SPAN: tl.constexpr, HALVES: tl.constexpr, LEVELS: tl.constexpr
 ):
-    """x [1, SPAN], chunk `chunk` of `row` -> (m_c, s_c) in tops, sums [M, CHUNKS]."""
     top = tl.max(x, axis=1)[:, None]
     store_tile(tops_ptr, top, row, chunk, CHUNKS, CHUNKS, M, 1, 1)
     store_tile(sums_ptr, sum_exp(x, top, 1, SPAN, HALVES, LEVELS), row, chunk, CHUNKS, CHUNKS, M, 1, 1)
@@ -307,7 +295,7 @@ def _write_pair(
 
 @triton.jit
 def merged_pairs(tops, sums, MERGE: tl.constexpr, MERGE_LEVELS: tl.constexpr):
-    """Pairs [MERGE], filled up with (-inf, 0) -> M and S, scalars, which any layout takes as they are."""
+    """Pairs [MERGE], filled up with (-inf, 0) -> M and S, scalars, which have any layout."""
     top = tl.max(tops, axis=0)
     scaled = sums * raised(tops - safe(top))
     return top, tl.sum(add_tree(scaled[None, :], 1, MERGE, 0, MERGE_LEVELS))  # the sum of one number
@@ -315,10 +303,9 @@ def merged_pairs(tops, sums, MERGE: tl.constexpr, MERGE_LEVELS: tl.constexpr):
 
 @triton.jit
 def _merge_row(tops_ptr, sums_ptr, row, CHUNKS, MERGE: tl.constexpr, MERGE_LEVELS: tl.constexpr):
-    """The pairs of a row -> its M and S."""
     index = tl.arange(0, MERGE)
     at = row.to(tl.int64) * CHUNKS + index
-    # past the L1 cache, which knows nothing of another SM's writing
+    # past the L1 cache, which does not see other SMs' writes
     tops = tl.load(tops_ptr + at, mask=index < CHUNKS, other=float("-inf"), cache_modifier=".cg")
     sums = tl.load(sums_ptr + at, mask=index < CHUNKS, other=0.0, cache_modifier=".cg")
     return merged_pairs(tops, sums, MERGE, MERGE_LEVELS)
@@ -339,7 +326,7 @@ def pairs_kernel(
     LEVELS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """x [M, WIDTH] -> the pairs of all chunks [M, CHUNKS], one a program."""
+    """x [M, WIDTH] -> the pairs of all chunks [M, CHUNKS], one per program."""
     row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS
     x = load_tile(x_ptr, row, chunk * SPAN, WIDTH, stride_row, stride_col, M, 1, SPAN, float("-inf")).to(ACC)
@@ -363,7 +350,7 @@ def results_kernel(
     MERGE_LEVELS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """x and its pairs -> out [M, WIDTH], one chunk a program."""
+    """x and its pairs -> out [M, WIDTH], one chunk per program."""
     row = tl.program_id(0) // CHUNKS
     start = tl.program_id(0) % CHUNKS * SPAN
     x = load_tile(x_ptr, row, start, WIDTH, stride_row, stride_col, M, 1, SPAN, float("-inf")).to(ACC)
@@ -393,12 +380,11 @@ def turns_kernel(
     MERGE_LEVELS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Both in one launch, EACH chunks a program, the next chunk on its way while one is computed.
+    """Both in one launch, EACH chunks per program; the next chunk loads while one is computed.
 
-    Programs take turns: an even one makes pairs, the odd one after it writes the same chunks of the row LAG before,
-    once all pairs of that row are made. These are the work of lower numbers, which wait for nothing. A program draws
-    its number as it starts (made_ptr[M] counts them), so lower numbers have started, in whatever order the GPU starts
-    programs. So every wait ends, and as a rule it is over before it begins.
+    Programs alternate: an even one makes pairs, the odd one after it writes the same chunks of the row LAG before, once
+    all pairs of that row are made, by programs with lower numbers. A program draws its number as it starts (made_ptr[M]
+    counts them), so lower numbers have started in any order of starts. So every wait ends, and usually at once.
     """
     ticket = tl.atomic_add(made_ptr + M, 1, sem="relaxed")
     turn = ticket // 2
@@ -416,7 +402,7 @@ def turns_kernel(
                 _write_pair(x.to(ACC), tops_ptr, sums_ptr, row, chunk + i, CHUNKS, M, SPAN, HALVES, LEVELS)
                 if i + 1 < EACH:
                     x = ahead
-            tl.debug_barrier()  # all of them are written, by whichever threads, before it is said
+            tl.debug_barrier()  # all threads have written before this is signalled
             tl.atomic_add(made_ptr + row, 1, sem="release")
     else:
         row -= LAG
@@ -463,18 +449,14 @@ def one_each_merge_kernel(
 
 
 # softmax and log_softmax of many wide rows in half precision, read once: the order of class "lanes", by single warps.
-#
-# A program is one warp and holds one chunk of a row (4096 columns, 64 words of two elements a thread) in registers. It
-# makes the chunk's pair (m_c, s_c), puts it where the row's other programs find it, waits for theirs, and writes its
-# part of the result. So a row is read once, and nothing needs a barrier. The tree over a chunk is the one that
-# `nondet.kernels.rows.cuda_softmax` states, cut where a warp can follow it: a quarter of a chunk is LANES long, a
-# quarter of that (128 words) is what a warp reads at once.
-#
-# Who waits for whom: a program draws its number as it starts, and numbers count the chunks row by row. All programs of
-# every row but the last that was begun have started, so they wait for nothing that has yet to start. Those of the last
-# one wait for numbers still to be drawn, and hold no more places than a row has chunks: `takes` leaves several times
-# as many on the GPU, so somebody always comes to draw them.
-#
+# A program is one warp and holds one chunk of a row (4096 columns, 64 words of two elements per thread) in registers.
+# It makes the chunk's pair (m_c, s_c), publishes it for the row's other programs, waits for theirs, and writes its part
+# of the result. So a row is read once, and nothing needs a barrier. The tree over a chunk is cut where a warp can
+# follow it: a quarter of a chunk is LANES long, a quarter of that (128 words) is what a warp reads at once.
+# No deadlock: a program draws its number as it starts, and numbers count the chunks row by row. So all programs of
+# every row but the last that was begun have started. Those of the last one wait for numbers still to be drawn, and
+# there are no more of them than a row has chunks: `takes` leaves several times as many slots on the GPU, so other
+# programs can start.
 # The pair is one 64-bit word, written and read at once, and 0 until then: s_c is 0 only where m_c is -inf.
 
 # mypy: disable-error-code="misc, assignment"
@@ -485,14 +467,13 @@ _TILE = tl.constexpr(128)  # words: 16 bytes a thread of a warp
 _QUARTER = tl.constexpr(4)  # tiles in a quarter of a chunk
 _SPAN = 4096  # elements: what the two above come to
 _LANES = 1024
-_REGISTERS = 96  # a thread: 64 words held, and 21 warps to an SM; 104 and 80 were slower, 88 and 92 no faster
+_REGISTERS = 96  # per thread: 64 words held, and 21 warps to an SM; 104 and 80 were slower, 88 and 92 no faster
 _FEWEST = 1024  # programs; fewer leave the GPU idle while they wait, and two launches of larger ones are faster
-_PLACES = 4  # programs of one warp that surely fit on an SM; as a rule it is `_REGISTERS` that limits them, to 21
+_PLACES = 4  # programs of one warp that surely fit on an SM; usually `_REGISTERS` limits them, to 21
 
 
 @triton.jit
 def _low(word, BF16: tl.constexpr):
-    """The element of the lower address, in float32."""
     if BF16:
         out = (word << 16).to(tl.float32, bitcast=True)
     else:
@@ -504,7 +485,6 @@ def _low(word, BF16: tl.constexpr):
 
 @triton.jit
 def _high(word, BF16: tl.constexpr):
-    """The other element, in float32."""
     if BF16:
         out = (word & -65536).to(tl.float32, bitcast=True)
     else:
@@ -516,7 +496,6 @@ def _high(word, BF16: tl.constexpr):
 
 @triton.jit
 def _word(low, high, BF16: tl.constexpr):
-    """Two float32, rounded, as one word."""
     if BF16:
         out = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
     else:
@@ -536,7 +515,7 @@ def _larger_fp16(a, b):
 
 @triton.jit
 def _again(word):
-    """The same word, unpacked again where it is used again: the compiler would keep both float32 instead."""
+    """The same word, unpacked again at its next use: the compiler would keep both float32 instead."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [word], tl.int32, False, 1)
 
 
@@ -578,7 +557,7 @@ def held_kernel(
     words = ()
     for i in tl.static_range(TILES):
         cols = (start + i * _TILE + tl.arange(0, _TILE))[None, :]
-        words = words + (tl.load(x_ptr + cols, mask=cols < WORDS, other=NONE),)  # noqa: RUF005 - Triton takes no star
+        words = words + (tl.load(x_ptr + cols, mask=cols < WORDS, other=NONE),)  # noqa: RUF005 - Triton does not support unpacking
     best = words[0]
     for i in tl.static_range(1, TILES):
         best = _larger_bf16(best, words[i]) if BF16 else _larger_fp16(best, words[i])
@@ -610,7 +589,7 @@ def held_kernel(
 
 
 def takes(rows: torch.Tensor, how: Plan) -> bool:
-    """Should the kernel do rows [M, V] of that plan: many, in half precision and whole words, on a GPU with room."""
+    """Whether to use the kernel for rows [M, V]: many, in half precision and whole words, on a GPU with slots."""
     if INTERPRETED or rows.dtype not in HALF or torch.version.hip is not None:
         return False
     if how.span != _SPAN or how.halves != 2 or how.levels != _LANES.bit_length() - 1:
@@ -638,8 +617,8 @@ def held(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool) -> None
 
 
 _CACHED_BYTES = 24 * 2**20  # read again from the L2 cache (50 to 60 MB on Hopper, half of it near) in a second launch
-_LAG_BYTES = 12 * 2**20  # between the two readings in one launch: more than all programs at work hold at once
-_EACH = 2  # chunks of a program in one launch: the second is on its way while the first is computed
+_LAG_BYTES = 12 * 2**20  # between the two readings in one launch: more than all running programs hold at once
+_EACH = 2  # chunks of a program in one launch: the second loads while the first is computed
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -691,7 +670,6 @@ def _one_each_kernel(
 
 
 def _pairs(rows: torch.Tensor, how: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the making of the pairs (m_c, s_c) of rows [M, V]: two of [M, chunks] in the accumulator's dtype."""
     m, width = rows.shape
     tops, sums = _empty_pairs(rows, how)
     pairs_kernel[(m * how.chunks,)](
@@ -711,7 +689,6 @@ def _empty_pairs(rows: torch.Tensor, how: Plan) -> tuple[torch.Tensor, torch.Ten
 
 
 def _wide(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool, at_once: bool) -> None:
-    """Launch for rows [M, V] of several chunks: two launches, or one that does both."""
     m, width = rows.shape
     extra: dict[str, Any] = {"LOG": log, "ACC": accumulator(rows.dtype), "num_warps": how.few[1]}
     if at_once:
@@ -736,7 +713,6 @@ def _wide(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool, at_onc
 
 
 def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = None) -> torch.Tensor:
-    """`at_once` chooses the launch for rows of several chunks; None for what the size suggests."""
     made = again(name, x)
     if made is not None:
         return made[0]
@@ -778,7 +754,6 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
 
 
 def _one_each(name: str, x: torch.Tensor, target: torch.Tensor | None, ignore: int) -> torch.Tensor:
-    """One number for each row of x [..., V], V > 0, contiguous targets [...] or None."""
     require(name, DTYPES, x)
     out = torch.empty(x.shape[:-1], device=x.device, dtype=x.dtype)
     if not out.numel():
@@ -787,7 +762,7 @@ def _one_each(name: str, x: torch.Tensor, target: torch.Tensor | None, ignore: i
     m, width = rows.shape
     how = plan(width, x.element_size())
     place: tuple[Any, ...] = (m, width, *rows.stride())
-    other = rows if target is None else target  # any pointer will do where none is read
+    other = rows if target is None else target  # not read; any pointer will do
     with on_device(x):
         if how.chunks > 1:
             note(f"{name}_rows[{how.chunks}x{how.span}]")
@@ -815,30 +790,17 @@ def _one_each(name: str, x: torch.Tensor, target: torch.Tensor | None, ignore: i
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V] -> [..., V]: exp(x - max) over its sum, in the module's order.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-    """
+    """Over the last axis of x [..., V] -> [..., V]: exp(x - max) over its sum, in the module's order."""
     return _softmax("softmax", x, log=False)
 
 
 def log_softmax(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V] -> [..., V]: x - max - log(sum of exp(x - max)), in the module's order.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-    """
+    """Over the last axis of x [..., V] -> [..., V]: x - max - log(sum of exp(x - max)), in the module's order."""
     return _softmax("log_softmax", x, log=True)
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis of x [..., V] -> [...]: max + log(sum of exp(x - max)); -inf for nothing but -inf.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: a scalar.
-    """
+    """Over the last axis of x [..., V] -> [...]: max + log(sum of exp(x - max)); -inf for only -inf."""
     if x.ndim < 1:
         raise ValueError("logsumexp takes [..., V], got a scalar")
     if not x.shape[-1]:
@@ -851,11 +813,8 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -10
     """Losses of logits x [..., V] for targets [...] of integers -> [...] in x's dtype, not reduced.
 
     Bit for bit -log_softmax(x) at the target, without writing the rest of it. 0 where the target is `ignore_index`, and
-    NaN where it is no column otherwise: a kernel can't raise.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: targets of another shape, device or kind; no columns.
+    NaN where it is not a column otherwise: a kernel can't raise. ValueError: targets of another shape, device or kind;
+    no columns.
     """
     if x.ndim < 1 or target.shape != x.shape[:-1] or target.device != x.device:
         raise ValueError(

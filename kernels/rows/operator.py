@@ -1,4 +1,4 @@
-"""Operators over the last axis, declared: norms, softmaxes, sums."""
+"""Declarations of operators over the last axis: norms, softmaxes, sums."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ _CLAIMS = (Claim(order=LANES), Claim(order=CPU_ROWS))
 
 
 def _implementations(name: str, *others: Implementation, **entries: dict[str, str]) -> tuple[Implementation, ...]:
-    """Stock, others that are, and the invariant one on both devices."""
     stock = Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"})
     targets = {"cuda": f"{_FOLDER}.cuda:{name}", "cpu": f"{_FOLDER}.cpu:{name}"}
     return stock, *others, Implementation(name="invariant", invariant=True, targets=targets, entries=entries)
@@ -76,7 +75,7 @@ _HIDDEN = ((1, 4096), (256, 4096), (4096, 4096), (65536, 4096))
 
 
 def _bench(section: str, axis: str, shapes: tuple[tuple[int, int], ...], passes: int, extra: str) -> Bench:
-    """Rows [M, axis] read or written `passes` times, and `extra` once: a weight as wide as a row, or a number a row."""
+    """Rows [M, axis] read or written `passes` times, and `extra` once: a weight as wide as a row, or a number each."""
 
     def work(s: Shape) -> tuple[int, int]:
         once = {"weight": s[axis], "number a row": s["M"], "": 0}[extra]
@@ -193,7 +192,7 @@ _OF_LOG = AtenOperator(name="_log_softmax_backward_data", replacement=f"{_GRADIE
 SOFTMAX = _of_logits("softmax", "_softmax", 2, "", _PROBABILITIES, _OF_SOFTMAX)
 LOG_SOFTMAX = _of_logits("log_softmax", "_log_softmax", 2, "", _LOGARITHM, _OF_LOG)
 LOGSUMEXP = _of_logits("logsumexp", "logsumexp", 1, "number a row", _LOGARITHM)
-CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax and a pick
+CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax and a gather
     name="cross_entropy",
     family=SOFTMAXES,
     aten=(AtenOperator(name="nll_loss_forward", replacement=f"{_GRADIENTS}:nll_loss"),),

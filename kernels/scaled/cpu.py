@@ -1,13 +1,13 @@
 """FP8 products on a CPU, in plain torch: exact sums of 128 products, added in float32 in one order.
 
-The numbers of float8_e4m3fn are multiples of 2^-9 below 2^9, so that products are multiples of 2^-18 below 2^18 and 128
-of them add up exactly in float64, in any order and by any library: 43 of its 53 bits. A float8_e5m2 number is taken
-apart first, into what is at least 1 and what is smaller; each part has such exact sums of its own, and those are added
-in float64 in one order. So no library's choice of tiles, threads or splits can show in a sum of 128, and what
-comes after is elementwise: rounded to float32, times its scales where they are in blocks, added to a float32 total in
-the order of k, times the scales where they are per row or per tensor, rounded to the result's dtype. That is the order
-of DeepGEMM's and CUTLASS's kernels, whose partial sums are promoted to float32 after every 128 k, with the sums
-themselves exact. A row's bits depend on the row, its scales and the weight, and on nothing else.
+The numbers of float8_e4m3fn are multiples of 2^-9 below 2^9, so products are multiples of 2^-18 below 2^18 and 128 of
+them add up exactly in float64, in any order and by any library: 43 of its 53 bits. A float8_e5m2 number is split first,
+into numbers of at least 1 and smaller ones; each part has exact sums of its own, which are added in float64 in one
+order. So a sum of 128 does not depend on a library's choice of tiles, threads or splits. The rest is elementwise:
+rounded to float32, times its scales where they are in blocks, added to a float32 total in the order of k, times the
+scales where they are per row or per tensor, rounded to the result's dtype. That is the order of DeepGEMM's and
+CUTLASS's kernels, whose partial sums are promoted to float32 after every 128 k, with the sums themselves exact. A row's
+bits depend only on the row, its scales and the weight.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def in_order(
     splits: int = 1,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    """`scaled_matmul` in this order or, to tell one from another, in others; on any device.
+    """`scaled_matmul` in this order or, to distinguish orders, in others; on any device.
 
     Args:
-        interval: k of one exact sum; 0: all of K. With scales in blocks it divides 128, or is not looked at beyond.
-        splits: K in so many parts of whole intervals, each with a total of its own; they are added in order.
+        interval: k of one exact sum; 0: all of K. With scales in blocks it must divide 128.
+        splits: K in this many parts of whole intervals, each with a total of its own; they are added in order.
         product: Of float64 [M, k] and [k, N]; any gives the same bits, as long as it rounds no sum that fits.
     """
     blocked = checked(a, b, scale_a, scale_b, dtype)
@@ -95,13 +95,13 @@ def exact(
     for left, right in itertools.product(*parts):
         total = total + product(left, right)
     if FLOAT8[1] in (a.dtype, b.dtype) and not torch.isfinite(total).all():
-        # an infinity times a part that is zero would be NaN; nobody else's element is touched
+        # an infinity times a part that is zero would be NaN; finite elements keep their bits
         total = torch.where(torch.isfinite(total), total, a.double() @ b.double())
     return total
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is at least 1 and what is smaller: multiples of 2^-2 below 2^16, and of 2^-16 below 1."""
+    """x split into numbers of at least 1 and smaller ones: multiples of 2^-2 below 2^16, and of 2^-16 below 1."""
     small = x.abs() < 1
     return x.masked_fill(small, 0.0), x.masked_fill(~small, 0.0)
 
@@ -109,7 +109,7 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def anchor(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The class without any library's product: one k after the other, each product exact, elementwise in float64."""
+    """The class without any library's product: one k after another, each product exact, elementwise in float64."""
     return in_order(a, b, scale_a, scale_b, dtype, product=_one_by_one)
 
 
@@ -132,7 +132,7 @@ def scaled_grouped_matmul(
 ) -> torch.Tensor:
     """Rows offsets[g - 1] ... offsets[g] - 1 of x [R, K] (scales [R]) times weight[g] of [G, K, N] ([G, N]) -> [R, N].
 
-    Each expert's rows by `product`, one expert after the other: a row has the bits of its own plain product. Later rows
+    Each expert's rows by `product`, one expert after another: a row has the bits of its own plain product. Later rows
     are zeros. Offsets are read on the host.
 
     Raises:

@@ -1,15 +1,15 @@
 """FP8 products of class "chain-fp8": by torch's own where that is proven, by Triton, and the proofs.
 
-Every program walks K from 0 on in steps of 128, whatever its tile: a step's products are added up by the matrix unit
-in an accumulator that starts from zero, and the step's sum goes to a float32 total on the CUDA cores. So the order
-depends neither on M, nor on the row's place, nor on the tile, as far as the matrix instructions of two tiles agree. On
-Hopper they keep few bits of such sums, and mma.sync and wgmma need not agree: that is the hardware's affair, and each
-tile is proven by bits against `anchor` at its first use on a machine (`nondet.core.certificates`). What is not proven
-is not used; where the anchor's own tile is all there is, it serves.
+Every program processes K from 0 on in steps of 128, with any tile: the matrix unit adds a step's products in an
+accumulator that starts from zero, and the step's sum is added to a float32 total on the CUDA cores. So the order
+depends neither on M, nor on the row's position, nor on the tile, as far as the matrix instructions of two tiles agree.
+Hopper's keep few bits of such sums, and mma.sync and wgmma need not agree, so each tile is proven by bits against
+`anchor` at its first use on a machine (`nondet.core.certificates`). What is not proven is not used; the anchor's own
+tile is the last choice.
 
 On an H200 the class is also that of cuBLASLt's kernels behind torch._scaled_mm (docs/evidence/h200): a stretch of 128 k
-from zero, and the scales as `_scaled_kernel` has them. So torch's own call is a member, which is the faster one from
-some rows on. Which kernel the library picks goes by M: it is proven at each M, and where it is not Triton's serve.
+from zero, and the scales as in `_scaled_kernel`. So torch's own call is a member, faster from some rows on. The library
+picks its kernel by M: it is proven at each M, and Triton's run where it is not.
 
 On an H100 the Triton tiles' bits did not follow the batch at two layers' sizes (docs/evidence/h100); elsewhere nothing
 is claimed beyond what the proof at first use finds.
@@ -48,7 +48,7 @@ TILES = (
     Tile(128, 128, BLOCK, 8, 3),
 )
 ANCHOR = TILES[2]
-_ROWS_PROVEN = 140  # more than one tile's, and none's multiple
+_ROWS_PROVEN = 140  # more than one tile's, and not a multiple of any
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -99,7 +99,7 @@ def _scaled_kernel(
             mask=in_n[None, :] & (ks[:, None] < K),
             other=0.0,
         )
-        if BLOCKED:  # asked for before the product, so that nobody waits for them after it
+        if BLOCKED:  # loaded before the product, to hide their latency
             left = tl.load(lefts + (k // BLOCK_K) * stride_ls, mask=in_m, other=0.0)
             if PER_SCALE > 1:
                 scale = left[:, None] * tl.load(rights + (k // BLOCK_K) * stride_rs)
@@ -141,7 +141,7 @@ def scaled_matmul(
 
     Args:
         tile: One of `TILES`, unproven; None chooses by M among the members proven here.
-        tiles_only: Not torch's own, which is proven anew at each M.
+        tiles_only: Without torch's own, which is proven again at each M.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -156,7 +156,7 @@ def scaled_matmul(
     if M * N == 0:
         return torch.empty(M, N, device=a.device, dtype=dtype)
     given = (a, b, scale_a, scale_b)
-    if tile is None and M > _MOST_ROWS:  # parts: a row has its bits in any, and what is proven fits into memory
+    if tile is None and M > _MOST_ROWS:  # parts: a row has the same bits in any, and a proof fits into memory
         scales = scale_a.split(_MOST_ROWS) if scale_a.numel() > 1 else [scale_a] * -(-M // _MOST_ROWS)
         parts = zip(a.split(_MOST_ROWS), scales, strict=True)
         return torch.cat([scaled_matmul(p, b, s, scale_b, dtype, bias, tiles_only=tiles_only) for p, s in parts])
@@ -178,7 +178,7 @@ def scaled_matmul(
             BLOCK_K=BLOCK,
             PER_SCALE=1 if right.shape[1] == N else BLOCK,
             BLOCKED=blocked,
-            SINGLE=scale_b.numel() == 1,  # of b's alone: one row's scale of a is one number, too
+            SINGLE=scale_b.numel() == 1,  # only of b's: one row's scale of a is one number, too
             BIAS=bias is not None,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -189,7 +189,7 @@ def scaled_matmul(
 
 _MOST_ROWS = 8192
 LIBRARY = "torch._scaled_mm"
-# Rows in multiples of these: the library wants 16 bytes of a block's scales together; and where it splits K at few
+# Rows in multiples of these: the library needs 16 bytes of a block's scales together; and where it splits K at few
 # rows, which leaves the class, it may not at 64.
 _STEPS = (4, 64)
 
@@ -208,7 +208,7 @@ def library(
     *,
     step: int = _STEPS[0],
 ) -> torch.Tensor:
-    """torch's own product of the same operands, whatever its standing; with scales in blocks, in multiples of `step`.
+    """torch's own product of the same operands, proven or not; with scales in blocks, in multiples of `step`.
 
     Raises:
         NotImplementedError: torch has no such product.
@@ -218,13 +218,13 @@ def library(
         padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
         padded[:rows] = a.view(torch.uint8)
         a, scale_a = padded.view(a.dtype), torch.nn.functional.pad(scale_a, (0, 0, 0, more))
-    # as torch takes them; a copy only where they lie otherwise, for each is a launch
+    # in torch's layout; copied only if they have another, because each copy is a launch
     left, right = block_scales(scale_a, scale_b) if blocks else (scale_a.contiguous(), scale_b.contiguous())
     return or_refused(lambda: torch._scaled_mm(a, b, left, right, bias, out_dtype=dtype), LIBRARY, a)[:rows]
 
 
 def padded(a, b, scale_a, scale_b, dtype) -> torch.Tensor:
-    """What torch has at any M with scales in blocks: rows in multiples of four, which it refuses otherwise."""
+    """torch's product with scales in blocks at any M: torch refuses rows that are not a multiple of four."""
     if scale_a.dim() < 2 or scale_a.shape[1] == 1:
         raise NotImplementedError("with one scale or scales of rows nothing is padded: see stock")
     note(f"{LIBRARY}, rows in fours")
@@ -232,7 +232,6 @@ def padded(a, b, scale_a, scale_b, dtype) -> torch.Tensor:
 
 
 def _form(scale_a: torch.Tensor, scale_b: torch.Tensor, rows: int, columns: int) -> str | None:
-    """Which of `SCALES` these are, as torch takes them; None: neither."""
     if scale_b.numel() == 1:
         return "tensor" if scale_a.numel() == 1 else None
     if (scale_a.shape, scale_b.shape) == ((rows, 1), (1, columns)):
@@ -242,14 +241,14 @@ def _form(scale_a: torch.Tensor, scale_b: torch.Tensor, rows: int, columns: int)
     return None
 
 
-# Expert by expert, by the proven kernel. No launch of its own, so that it is a matter of bits and not yet of speed.
+# Expert by expert, by the proven kernel. There is no launch for all of them yet, so this is slow.
 scaled_grouped_matmul = partial(cpu.scaled_grouped_matmul, product=partial(scaled_matmul, tiles_only=True))
 
 
 def anchor(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The bits of the class: those of one tile."""
+    """The tile whose bits define the class."""
     return scaled_matmul(a, b, scale_a, scale_b, dtype, tile=ANCHOR)
 
 
@@ -269,7 +268,7 @@ def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype,
     Raises:
         NotImplementedError: neither is proven here, or nothing can be while a CUDA graph is captured.
     """
-    if INTERPRETED:  # NumPy's products there: nothing about the hardware could be learnt
+    if INTERPRETED:  # NumPy's products there: they say nothing about the hardware
         return tile
     key = _written(a.dtype, b.dtype, dtype, *b.shape, a.stride(1), *b.stride(), _aligned(a, b), f"blocks={blocked}")
     form = "block" if blocked else "row"
@@ -285,14 +284,14 @@ def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype,
 
 
 def _library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None) -> int | None:
-    """In multiples of how many rows torch's own is to serve: proven at these very sizes, now if need be; None: not."""
+    """The multiple of rows at which torch's own is proven at exactly these sizes, now if need be; None: not."""
     a, b, scale_a, scale_b = given
     rows, form = len(a), _form(scale_a, scale_b, len(a), b.shape[1])
     if INTERPRETED or form is None or torch.cuda.tunable.is_enabled():  # a tuned library picks by time
         return None
     if form == "row" and rows <= (64 if b.shape[1] >= 16384 else 48):  # there Triton's tiles were faster on an H200
         return None
-    if _aligned(a, b) != 16 or a.stride() != (len(b), 1) or b.stride() != (1, len(b)):  # as a proof lays them
+    if _aligned(a, b) != 16 or a.stride() != (len(b), 1) or b.stride() != (1, len(b)):  # as a proof's inputs
         return None
     about = (form, rows, None if bias is None else bias.dtype, torch._C._get_sm_carveout_experimental())
     key = _written(a.dtype, b.dtype, dtype, *b.shape, 1, *b.stride(), 16, *about, *_room())
@@ -309,7 +308,7 @@ def _library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None
 
 @functools.cache
 def _room() -> tuple[str | None, ...]:
-    """What torch reads once about the library's workspace, which algorithms are picked by."""
+    """The settings of the library's workspace, which torch reads once and which decide the algorithms."""
     return tuple(
         map(os.environ.get, ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"))
     )
@@ -323,12 +322,12 @@ def _written(*facts: object) -> str:
 
 
 def _aligned(a: torch.Tensor, b: torch.Tensor) -> int:
-    """16 where both operands and their rows start at such a multiple of bytes, which Triton compiles for; else 1."""
+    """16 where both operands and their rows start at a multiple of 16 bytes, which Triton compiles for; else 1."""
     return 1 if (a.data_ptr() | b.data_ptr() | max(a.stride()) | max(b.stride())) % 16 else 16
 
 
 def _and_few(tile: Tile, dtype: torch.dtype, *given: torch.Tensor) -> torch.Tensor:
-    """A tile's rows, and the first ones alone; of the anchor, these once more."""
+    """A tile's rows, and its first ones by themselves; of the anchor, these once more."""
     a, b, scale_a, scale_b = given
     whole = scaled_matmul(a, b, scale_a, scale_b, dtype, tile=tile)
     few = [
@@ -349,8 +348,6 @@ def _with_bias(
 def _prove(
     a: torch.Tensor, b: torch.Tensor, form: tuple[str, int], plain: Callable[..., torch.Tensor], claim: Claim
 ) -> bool | None:
-    """Compare a member with the anchor on hard inputs of b's sizes and layout, of such scales and rows."""
-
     def inputs() -> Iterator[tuple[str, Operands]]:
         how, rows = form
         for kind in PRODUCT_INPUTS:
@@ -363,7 +360,6 @@ def _prove(
 
 
 def _laid(x: torch.Tensor, like: torch.Tensor, shift: int) -> torch.Tensor:
-    """x by rows or by columns as `like` is, so many bytes past an aligned address."""
     by_rows = like.stride(1) <= like.stride(0)
     flat = (x if by_rows else x.mT).contiguous()
     moved = torch.empty(flat.numel() + shift, dtype=torch.uint8, device=x.device)[shift:].view(flat.shape)

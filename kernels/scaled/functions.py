@@ -1,8 +1,8 @@
 """FP8 operands: how activations are quantized today, operands and scales for probes and proofs, and their checks.
 
-A quantizer gives float8 numbers and the float32 scales that they are to be multiplied with again. Where one scale is
-taken over a whole batch, a request's numbers depend on the largest number of the other requests: that is what the scale
-means, and no order of additions mends it. A scale for each row, or for 128 numbers of a row, depends on the row alone.
+A quantizer gives float8 numbers and the float32 scales to multiply them with. If one scale is taken over a whole batch,
+a request's numbers depend on the largest number of the other requests, and no order of additions can prevent it. A
+scale for each row, or for 128 numbers of a row, depends only on the row.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from nondet.core.launch import note
 from nondet.core.operator import Shape
 from nondet.kernels.reference import dequantized
 
-BLOCK = 128  # k in one stretch: what has a scale of its own, and after how many k sums go to float32
+BLOCK = 128  # k in one stretch with a scale of its own, after which sums go to float32
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("tensor", "row", "block")
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
-_LEAST = 1e-12  # of the largest number of a scale's share: one of zeros gets a scale that is no zero
+_LEAST = 1e-12  # the least largest number of a scale's share, so that zeros get a nonzero scale
 
 
 def _quantized(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x over a scale by which the largest number becomes the dtype's largest; elementwise, each by one rounding."""
     most = torch.finfo(dtype).max
     scale = largest.float().clamp(min=_LEAST) / most
     return (x.float() / scale).clamp(-most, most).to(dtype), scale
@@ -37,7 +36,7 @@ def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[to
 
 
 def quantize_by(scale: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] with one scale that was there before, [1, 1]: static, so that a row depends on itself alone."""
+    """x [M, K] with one given scale [1, 1]: static, so that a row depends only on itself."""
     most, scale = torch.finfo(FLOAT8[0]).max, scale.float().reshape(1, 1)
     return (x.float() / scale).clamp(-most, most).to(FLOAT8[0]), scale
 
@@ -45,9 +44,9 @@ def quantize_by(scale: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, tor
 def quantize_row(
     x: torch.Tensor, dtype: torch.dtype = FLOAT8[0], limit: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] with a scale for each row, [M, 1]: a row depends on itself alone (a maximum is exact).
+    """x [M, K] with a scale for each row, [M, 1]: a row depends only on itself (a maximum is exact).
 
-    With a `limit` [1] no scale is that of a number beyond it, and what is beyond it is cut, as FBGEMM does.
+    With a `limit` [1] larger numbers don't count for the scale and are cut, as in FBGEMM.
     """
     note("quantize[row]")
     largest = x.abs().amax(-1, keepdim=True)
@@ -77,9 +76,9 @@ def operands(
     """float8 a [M, K] and b [K, N] (a weight [N, K], transposed) with float32 scales, as `scaled_matmul` takes them.
 
     Args:
-        kind: Of `nondet.core.inputs`. Order-revealing rows keep their exact sum of zero: their scales are those of
-            rows and columns, the same along K. Of integers, which are -1, 0 and 1 here so that a sum of 8,192 fits
-            into 14 bits, scales are powers of two: the result is exact in every order.
+        kind: Of `nondet.core.inputs`. Order-revealing rows keep their exact sum of zero: their scales are those of rows
+            and columns, the same along K. Integers are -1, 0 and 1 here, so that a sum of 8,192 fits into 14 bits, and
+            have powers of two as scales: the result is exact in every order.
         how: One of `SCALES`.
         sizes: (M, K, N).
     """
@@ -103,7 +102,6 @@ def operands(
 
 
 def _steps(rows: int, columns: int, device: str) -> torch.Tensor:
-    """[rows, columns] from 0.5 to 1.5, laid out by columns, as torch asks of scales in blocks."""
     flat = (torch.arange(rows * columns, device=device).view(rows, columns) * 37 % 101).float() / 101 + 0.5
     return flat.mT.contiguous().mT
 
@@ -114,13 +112,13 @@ def row_scales(shape: Shape, device: str) -> torch.Tensor:
 
 
 def column_scales(shape: Shape, device: str) -> torch.Tensor:
-    """Those of b: [1, N] beside scales of rows, [scales, N / 128] beside blocks."""
+    """Those of b: [1, N] with scales of rows, [scales, N / 128] with blocks."""
     N, scales = shape["N"], shape["scales"]
     return _steps(scales, N if scales == 1 else -(-N // BLOCK), device)
 
 
 def result_dtype(_: Shape, __: str) -> torch.dtype:
-    """What is timed gives bfloat16, as models ask."""
+    """bfloat16, as models use it."""
     return torch.bfloat16
 
 
@@ -170,9 +168,9 @@ def laid_out(
     return left.expand(M, both), right.expand(both, columns)
 
 
-# How far from the float64 oracle a sound product may be, as `nondet.core.watch` holds results to it: the bound of a sum
-# in any order. Hopper's matrix unit cuts FP8 products and their running sum to 13 fraction bits, so on a GPU the bound
-# is that of such sums; from K = 4,096 on it allows anything, and results are held to their finiteness alone.
+# How far from the float64 oracle a sound product may be, for `nondet.core.watch`: the bound of a sum in any order.
+# Hopper's matrix unit cuts FP8 products and their running sum to 13 fraction bits, so on a GPU the bound is that of
+# such sums; from K = 4,096 on it allows anything, and results are only checked to be finite.
 
 
 def bound(t: Any, a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""FP8 products with scales, declared: torch._scaled_mm, its grouped form, and how activations are quantized."""
+"""Declarations of FP8 products with scales: torch._scaled_mm, its grouped form, and how activations are quantized."""
 
 from __future__ import annotations
 
@@ -58,13 +58,12 @@ CPU_FP8 = OrderClass(
 )
 _SOURCE = "gamma_K ||a|| ||b|| of a sum over K in any order (Higham 2002, 3.1); on a GPU of sums of 13 bits"
 
-# (K, N) of Qwen3-8B's layers: 4 weights, 5 numbers of rows and 2 kinds of scales are 40 cells
+# (K, N) of Qwen3-8B's layers: 4 weights, 5 numbers of rows and 2 kinds of scales are 40 cases
 _WEIGHTS = {"cuda": ((4096, 6144), (4096, 24576), (12288, 4096), (4096, 4096)), "cpu": ((1024, 1024), (2048, 512))}
 _ROWS = {"cuda": (1, 16, 64, 512, 4096), "cpu": (1, 16, 128)}
 
 
 def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
-    """A scale for each row, then one for 128 k; `scales` is how many a row has."""
     pairs = _WEIGHTS[device]
     if sizes.k is not None or sizes.n is not None:
         pairs = ((sizes.k or sizes.n or 0, sizes.n or sizes.k or 0),)
@@ -78,7 +77,6 @@ def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
 
 
 def _work(s: Shape) -> tuple[int, int]:
-    """Bytes, of a bfloat16 result and float32 scales, and operations."""
     M, K, N, scales = (s[axis] for axis in ("M", "K", "N", "scales"))
     of_b = N if scales == 1 else scales * -(-N // 128)
     return M * K + N * K + 2 * M * N + 4 * (M * scales + of_b), 2 * M * N * K
