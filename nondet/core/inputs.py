@@ -39,16 +39,13 @@ def generator(seed: int, device: str | torch.device) -> torch.Generator:
 def make(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, rng: torch.Generator
 ) -> torch.Tensor:
-    """A tensor of the kind.
+    """A tensor of the kind. Raises ValueError: unknown kind.
 
     Args:
         kind: A key of `KINDS`.
         shape: Any shape; `cancel` pairs neighbours along the last axis, the order-revealing kinds pair halves of it.
         dtype: Floating dtype of the result; the numbers are drawn in float32.
         device: Where it is made; `rng` must live there.
-
-    Raises:
-        ValueError: unknown kind.
     """
 
     def uniform() -> torch.Tensor:

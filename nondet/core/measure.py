@@ -158,7 +158,8 @@ def measure(
     extra: Callable[[list[torch.Tensor]], Mapping[str, Any]] | None = None,
     started: float | None = None,
 ) -> Row:
-    """Compute every variant, sort the results into classes, ask again what needs asking, and describe it all.
+    """Compute every variant, sort the results into classes, ask again what needs asking, and describe it all. Raises
+    WrongResultError: a result of another shape or dtype than the operator's.
 
     Args:
         watch: What the variants call, if they call one operator: results are checked while variants are replayed.
@@ -169,9 +170,6 @@ def measure(
         reference: What the first variant ought to be, in float64.
         extra: Given one result of each class, what only the caller can say.
         started: `time.perf_counter()` when the case began; None: now.
-
-    Raises:
-        WrongResultError: a result of another shape or dtype than the operator's.
     """
     started = time.perf_counter() if started is None else started
     book = ClassBook()

@@ -157,7 +157,8 @@ def prove(
     inputs: Iterable[tuple[str, tuple[Any, ...]]],
     kept: Certificates,
 ) -> list[bool | None]:
-    """Has each member the anchor's bits on all of the inputs? What is seen is recorded under its claim.
+    """Has each member the anchor's bits on all of the inputs? What is seen is recorded under its claim. Raises
+    DeviceLostError: a call took the CUDA context with it.
 
     Args:
         anchor: anchor(*operands) -> the bits that are the class.
@@ -168,9 +169,6 @@ def prove(
         For each claim True, False, or None: it failed to run, gave another shape or dtype, was given no inputs, or
         nothing but NaN and infinities. A failure may pass, so it is no exclusion: the member is set aside for as long
         as this process lasts. Where memory did not suffice, nothing is even set aside.
-
-    Raises:
-        DeviceLostError: a call took the CUDA context with it.
     """
     with proving():
         return _prove(claims, anchor, inputs, kept)

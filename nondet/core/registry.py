@@ -183,13 +183,11 @@ def check_signature(function: Callable[..., Any], operator: str, who: str) -> No
     """Refuse a function that can't be called as the operator is, before it fails in every case.
 
     The operator's signature is its float64 reference's; what has a default there may be left out. Operators without one
-    and functions that don't tell their arguments (builtins, say) are let through.
+    and functions that don't tell their arguments (builtins, say) are let through. Raises UserError: as said, with the
+    signature that is wanted.
 
     Args:
         who: What the function is called in the message.
-
-    Raises:
-        UserError: as said, with the signature that is wanted.
     """
     declaration = operators().get(operator)
     if declaration is None or declaration.reference is None or not declaration.reference.startswith(_REFERENCES):

@@ -63,13 +63,11 @@ def confidence_sequence(k: float, n: float) -> tuple[float, float]:
     All rates p under which the mixture of likelihoods over Beta(1/2, 1/2) is below 20 times the likelihood of p. That
     ratio is a martingale under p, which reaches 20 with a chance of at most 1/20 (Ville). Wider than Wilson's, which
     holds at an n that was fixed beforehand. Counts may be broken: trials in rounds count as the trials over those of
-    the largest round, and it holds however alike those of one round are (`round_interval` is narrower).
+    the largest round, and it holds however alike those of one round are (`round_interval` is narrower). Raises
+    ValueError: no rate.
 
     Source: H. Robbins, Annals of Mathematical Statistics 41 (1970), 1397-1409; S. R. Howard, A. Ramdas, J. McAuliffe
     and J. Sekhon, Annals of Statistics 49 (2021), 1055-1080.
-
-    Raises:
-        ValueError: no rate.
     """
     if n <= 0 or not 0 <= k <= n:
         raise ValueError(f"{k} of {n} is no rate")
@@ -106,16 +104,14 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
     mean 1 under the rate p; the product over rounds, averaged over q, is a martingale, which reaches 20 with a chance
     of at most 1/20 (Ville; 20 is 1 / (1 - confidence)). Kept are the rates that it spares. Of rounds that are all or
     nothing this is `confidence_sequence` over rounds; of rounds that scatter less it is narrower, as far as rounds of
-    another kind, which so few would have missed, permit.
+    another kind, which so few would have missed, permit. Raises ValueError: no rounds, more hits than trials, an empty
+    round, or lists of two lengths.
 
     Source: I. Waudby-Smith and A. Ramdas, Journal of the Royal Statistical Society B 86 (2024), 1-27.
 
     Args:
         sizes: Trials in each round, each 1 or more.
         confidence: Of the interval over all looks together.
-
-    Raises:
-        ValueError: no rounds, more hits than trials, an empty round, or lists of two lengths.
     """
     if not sizes or len(hits) != len(sizes) or any(not 0 <= k <= n or n < 1 for k, n in zip(hits, sizes, strict=True)):
         raise ValueError(f"{list(hits)} of {list(sizes)} are no rounds")
@@ -217,7 +213,7 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
 
     Pointwise intervals are those of so many independent trials as would have Greenwood's variance, over the effect;
     where nothing parted the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). Times at which one parts and
-    one ends: the parting is first.
+    one ends: the parting is first. Raises ValueError: lists of two lengths, none at all, or a negative time.
 
     Source: E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53 (1958), 457-481; S. J. Cutler
     and F. Ederer, Journal of Chronic Diseases 8 (1958), 699-712, for the trials.
@@ -226,9 +222,6 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
         times: For each, the tokens after which it parted or ended.
         parted: Whether it parted; else its text ended there, unparted (censored).
         effect: Completions that are worth one independent trial, 1 or more; infinite: the intervals are 0 to 1.
-
-    Raises:
-        ValueError: lists of two lengths, none at all, or a negative time.
     """
     if len(times) != len(parted) or not times or min(times) < 0:
         raise ValueError(f"{len(times)} times and {len(parted)} ends are no sample")
@@ -301,15 +294,12 @@ def mcnemar(only_first: int, only_second: int) -> float:
     """Two-sided exact p of McNemar's test: of the prompts on which the two systems disagree, how one-sided they are.
 
     Prompts are the unit: they are drawn one by one, completions of one prompt are not. Under the null each prompt that
-    sets one off alone is as likely to set off the first as the second.
+    sets one off alone is as likely to set off the first as the second. Raises ValueError: a negative count.
 
     Source: Q. McNemar, Psychometrika 12 (1947), 153-157, with the exact binomial.
 
     Args:
         only_first, only_second: Prompts that parted under the first system alone, and under the second alone.
-
-    Raises:
-        ValueError: a negative count.
     """
     if min(only_first, only_second) < 0:
         raise ValueError(f"{only_first} and {only_second} are no counts")
@@ -322,13 +312,10 @@ def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float
     """Two-sided p of the sign-flip test on the sum of differences: whether two systems differ over the same prompts.
 
     All sign patterns of the prompts that differ, if they are 14 or fewer; else 9,999 drawn from a fixed seed, with the
-    observed one counted in, so that p is never 0.
+    observed one counted in, so that p is never 0. Raises ValueError: samples of two lengths.
 
     Source: R. A. Fisher, The Design of Experiments (1935), section 21; B. Phipson and G. K. Smyth, Statistical
     Applications in Genetics and Molecular Biology 9 (2010), for the drawn form.
-
-    Raises:
-        ValueError: samples of two lengths.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} make no pairs")
@@ -352,11 +339,9 @@ def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float
 
 def superiority(small: Values, large: Values) -> float:
     """The chance that one of `large` exceeds one of `small`, ties counted half: 1.0 where they are apart, 0.5 if alike.
+    Raises ValueError: an empty sample.
 
     Source: H. B. Mann and D. R. Whitney, Annals of Mathematical Statistics 18 (1947), 50-60: U over its maximum.
-
-    Raises:
-        ValueError: an empty sample.
     """
     if not len(small) or not len(large):
         raise ValueError("an empty sample exceeds nothing")
@@ -372,15 +357,13 @@ def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> fl
     """Mean of r - 1 - log r over tokens, r = exp(other - reference): Schulman's k3, in nats.
 
     Where the tokens were drawn from the reference it estimates KL(reference || other), without bias, and no term is
-    negative. Of greedy tokens it estimates nothing: there it is a distance between two traces, and no more.
+    negative. Of greedy tokens it estimates nothing: there it is a distance between two traces, and no more. Raises
+    ValueError: two lengths, or no tokens.
 
     Source: J. Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html.
 
     Args:
         reference, other: [T] float32 logprobs of the same tokens.
-
-    Raises:
-        ValueError: two lengths, or no tokens.
     """
     if reference.shape != other.shape or not reference.size:
         raise ValueError(f"{reference.size} and {other.size} logprobs are not of the same tokens")

@@ -112,10 +112,8 @@ def facts_of(trace: Trace) -> dict[str, Any]:
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
     """All traces by digest, and the text of single tokens by id.
 
-    A line that is cut off at the end belongs to a round that never finished, and is left out.
-
-    Raises:
-        UserError: the side file is missing or malformed, or a trace isn't what its digest says.
+    A line that is cut off at the end belongs to a round that never finished, and is left out. Raises UserError: the
+    side file is missing or malformed, or a trace isn't what its digest says.
     """
     path = traces_path(run)
     traces: dict[str, Trace] = {}
@@ -194,6 +192,7 @@ def _token_id(name: str) -> int:
 
 class TraceWriter:
     """Appends to the side file: each distinct trace and each token's text once, whichever implementation made it first.
+    Raises UserError: the file can't be written, or can't be read back to resume.
 
     Args:
         resume: Go on with the side file that is there; without it the file is begun anew.
@@ -201,9 +200,6 @@ class TraceWriter:
 
     Attributes:
         pieces: The tokens' texts that the file held when it was opened.
-
-    Raises:
-        UserError: the file can't be written, or can't be read back to resume.
     """
 
     def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:

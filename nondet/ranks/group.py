@@ -214,16 +214,13 @@ class RankError(RuntimeError):
 
 
 class RankGroup:
-    """`world` processes with a process group over all of them.
+    """`world` processes with a process group over all of them. Raises RankError: a rank did not come up in time.
 
     Args:
         world: Ranks.
         device: "cpu" (gloo) or "cuda" (NCCL, rank i on GPU i; more ranks than GPUs share them, see `shared_gpus`).
         environment: Variables that the ranks have beside their parent's, NCCL_ALGO for instance.
         limit_s: For each question.
-
-    Raises:
-        RankError: a rank did not come up in time.
     """
 
     def __init__(

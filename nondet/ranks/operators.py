@@ -178,11 +178,8 @@ _pools: list[Any] = []
 
 
 def _registered(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x in memory that NCCL allocates and registers.
-
-    Raises:
-        NotImplementedError: another device than CUDA, or a torch without it.
-    """
+    """A copy of x in memory that NCCL allocates and registers. Raises NotImplementedError: another device than CUDA, or
+    a torch without it."""
     if not x.is_cuda:
         raise NotImplementedError("buffers are registered with NCCL, on CUDA")
     if not _pools:

@@ -374,15 +374,12 @@ def vary(
     progress: Callable[[str, str, int, int], None] | None = None,
     elsewhere: Play | None = None,
 ) -> None:
-    """Run whatever the run file does not hold yet.
+    """Run whatever the run file does not hold yet. Raises As `collect`.
 
     Args:
         plan: The requests, the same for every arm.
         elsewhere: Plays a round in another engine, which puts the implementation under itself.
         progress: Called with (implementation, arm, arms done, arms) as arms begin and at the end.
-
-    Raises:
-        As `collect`.
     """
     arms = arms_of(base, axes, len(plan.rounds))
     with ExitStack() as stack:

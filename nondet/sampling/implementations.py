@@ -86,16 +86,14 @@ RANK_FREE = "rank-free"
 def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counter[str]]]:
     """Put the implementation under every model in this process: stock, invariant, or invariant:FAMILY[+FAMILY].
 
-    "rank-free" is invariant, with the row-parallel layers of `model` in a class that does not follow the ranks.
-    Names that differ in the draw alone are those of their kernels, see `nondet.sampling.plan`.
-    "stock-no-cudnn" is stock with cuDNN's attention switched off, so that torch takes its next choice; "stock-flash"
-    has FlashAttention over each request's keys.
+    "rank-free" is invariant, with the row-parallel layers of `model` in a class that does not follow the ranks. Names
+    that differ in the draw alone are those of their kernels, see `nondet.sampling.plan`. "stock-no-cudnn" is stock with
+    cuDNN's attention switched off, so that torch takes its next choice; "stock-flash" has FlashAttention over each
+    request's keys.
 
     Yields:
         What the dispatcher says so far: "replaced: mm", "left stock: mm float64" or "at risk: mm bfloat16" -> calls.
-
-    Raises:
-        UserError: no such implementation or family.
+            Raises UserError: no such implementation or family.
     """
     name = kernels_of(name)
     stocks: dict[str, Callable[[], AbstractContextManager[None]]] = {

@@ -127,10 +127,8 @@ def weight_names(where: str, local: Path | None, config: Any, options: dict[str,
 
     An index of safetensors may name anything: transformers would unpickle a .bin, and leave the folder by "..". A
     symbolic link is followed, as a hub's cache consists of them: the suffix of the name decides what the file is read
-    as, so no link makes it a pickle, and the digest reads the same name.
-
-    Raises:
-        UserError: another suffix, a path out of the folder, no regular file, a broken index, or an adapter.
+    as, so no link makes it a pickle, and the digest reads the same name. Raises UserError: another suffix, a path out
+    of the folder, no regular file, a broken index, or an adapter.
     """
     from transformers.utils import cached_file
 
@@ -254,10 +252,8 @@ def is_random(source: str | None) -> bool:
 def random_config(source: str, vocabulary: int) -> Any:
     """The config that "random:ARCHITECTURE-LAYERSxWIDTH" stands for: heads of 128, twice as wide in all as the model.
 
-    Qwen3-0.6B's proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072.
-
-    Raises:
-        UserError: another form, an unknown architecture, or sizes that make no model.
+    Qwen3-0.6B's proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another
+    form, an unknown architecture, or sizes that make no model.
     """
     from transformers import AutoConfig
 
@@ -369,16 +365,14 @@ def embedded_folder() -> Path:
 def load_model(
     source: str | None, dtype: str, device: str, *, trust_remote_code: bool = False, attention: str = "sdpa"
 ) -> LoadedModel:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer. Raises UserError: it isn't there, is half-written, is no causal LM, or can't run
+    here; what, and what to try.
 
     Args:
         source: None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
             weights, see `nondet.sampling.model`.
         dtype: A key of `DTYPES`.
         attention: The form that transformers gives it; where another engine runs the model any serves.
-
-    Raises:
-        UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
     """
     from transformers import AutoModelForCausalLM
 
@@ -489,13 +483,11 @@ def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
 def read_weights(
     auto: Any, where: str, local: Path | None, config: Any, options: dict[str, Any], extra: str = ""
 ) -> Any:
-    """The model, by a class such as AutoModelForCausalLM.
+    """The model, by a class such as AutoModelForCausalLM. Raises UserError: its weights can't be loaded, or some are
+    missing.
 
     Args:
         extra: Part of the names of tensors that may be missing.
-
-    Raises:
-        UserError: its weights can't be loaded, or some are missing.
     """
     named: dict[str, Any] = {"config": config, "use_safetensors": True, "output_loading_info": True}
     try:

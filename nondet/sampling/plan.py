@@ -520,15 +520,12 @@ class PromptLine(str):
 
 
 def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
-    """The prompts of a file, in its order; equal prompts stay apart.
+    """The prompts of a file, in its order; equal prompts stay apart. Raises UserError: no such file or column, another
+    format, not UTF-8, an empty or missing prompt (its place is named), no prompt at all, or more than `PROMPTS_MOST`.
 
     Args:
         path: .jsonl or .ndjson, .txt, .csv (with a header), or .parquet.
         column: Field or column that holds the prompt; None: "prompt", or the only one there is. Not for .txt.
-
-    Raises:
-        UserError: no such file or column, another format, not UTF-8, an empty or missing prompt (its place is named),
-            no prompt at all, or more than `PROMPTS_MOST`.
     """
     suffix = path.suffix.lower()
     read = _READERS.get(suffix)

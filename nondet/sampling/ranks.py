@@ -136,7 +136,8 @@ LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 
 class RanksEngine:
-    """A group of ranks that holds one model. Close it, or use it in a `with` statement.
+    """A group of ranks that holds one model. Close it, or use it in a `with` statement. Raises UserError: ranks that
+    can't be had, or a model that can't be cut over them.
 
     Args:
         loaded: The model as the caller loaded it: its tokenizer, its identity and its weights are what the ranks get.
@@ -144,9 +145,6 @@ class RanksEngine:
 
     Attributes:
         shares: Parameters that each rank holds.
-
-    Raises:
-        UserError: ranks that can't be had, or a model that can't be cut over them.
     """
 
     def __init__(self, loaded: LoadedModel, world: int) -> None:

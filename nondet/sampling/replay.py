@@ -90,10 +90,8 @@ def _expand(entries: Sequence[Sequence[Any]]) -> dict[int, list[list[int]]]:
 def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
     """The recorded completions of these requests; "divergent" stands for all whose trace is not the commonest.
 
-    The commonest of its own prompt, in its own arm: those of another prompt are answers to another question.
-
-    Raises:
-        UserError: no such request, or several implementations have it and none was named.
+    The commonest of its own prompt, in its own arm: those of another prompt are answers to another question. Raises
+    UserError: no such request, or several implementations have it and none was named.
     """
     impls = list(dict.fromkeys(c.impl for c in run.completions))
     if impl is not None and impl not in impls:
@@ -420,10 +418,8 @@ class Player:
     def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
         """The smallest company found in which the request does not come out as it does alone.
 
-        "Part" means tokens where the recorded completion's tokens part from those alone, else logprob bits.
-
-        Raises:
-            UserError: it comes out alone as recorded: there is nothing to shrink.
+        "Part" means tokens where the recorded completion's tokens part from those alone, else logprob bits. Raises
+        UserError: it comes out alone as recorded: there is nothing to shrink.
         """
         started, before = time.perf_counter(), self.sessions
         name = completion.request

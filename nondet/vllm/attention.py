@@ -292,11 +292,8 @@ def warmed(*asked: Any) -> None:
 
 
 def flat_of(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """(tokens of a page, K, V), both [tokens, heads, dim] and views of one layer's cache; see the module.
-
-    Raises:
-        RuntimeError: a cache that does not lie token by token.
-    """
+    """(tokens of a page, K, V), both [tokens, heads, dim] and views of one layer's cache; see the module. Raises
+    RuntimeError: a cache that does not lie token by token."""
     if IN_ROWS:
         _, heads, page, width = cache.shape
         k, v = cache.transpose(1, 2).view(-1, heads, width).split(width // 2, -1)

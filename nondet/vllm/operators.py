@@ -295,16 +295,14 @@ def stands_alone(
     device: torch.device | str,
     counts: Sequence[int],
 ) -> int | None:
-    """Has compute([M, width]) in every row the bits of the largest call? The first M where not, else None.
+    """Has compute([M, width]) in every row the bits of the largest call? The first M where not, else None. Raises
+    RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
 
     Args:
         counts: Every M that is asked; the largest is what the others are compared with.
 
     Nothing is kept for the next start: which kernel a quantized layer has follows from settings that no key of ours
     would name.
-
-    Raises:
-        RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
     """
     most, kept = max(counts), Certificates({"device": str(device)}, None)
     whole: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -333,15 +331,13 @@ def sum_over_ranks_stands(
     graphs: Sequence[int],
 ) -> int | None:
     """`stands_alone` of vLLM's sum over ranks, whose order may follow the message's size and a number's place in it.
+    Raises Exception: it failed, on this rank alone perhaps: then the others wait in a sum until this process ends.
 
     Args:
         group: vLLM's GroupCoordinator. All ranks call this, with the same arguments.
         capture: vLLM's graph_capture(device).
         counts: Every M that is asked without a graph, ascending.
         graphs: Those that are captured and replayed as well; without effect off CUDA.
-
-    Raises:
-        Exception: it failed, on this rank alone perhaps: then the others wait in a sum until this process ends.
     """
     device = group.device
     captured: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
@@ -395,10 +391,8 @@ def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
     """Have a quantized layer's own kernel run at these row counts alone, which are certified.
 
     It is found by its largest parameter: an operator with the layer's name would be another one in each layer, and
-    torch.compile would compile each anew.
-
-    Raises:
-        RuntimeError: it gives another dtype than it takes, or has no parameter; the layer is as it was.
+    torch.compile would compile each anew. Raises RuntimeError: it gives another dtype than it takes, or has no
+    parameter; the layer is as it was.
     """
     sizes = {name: weight.numel() for name, weight in layer.named_parameters(recurse=False)}
     name, method = max(sizes, key=lambda one: sizes[one], default=""), layer.quant_method
@@ -480,14 +474,12 @@ def _scales_of(layer: Any) -> torch.Tensor:
 def replace_scaled(
     layer: Any, counts: Sequence[int], dtype: torch.dtype, known: dict[tuple[Any, ...], Certified]
 ) -> None:
-    """Give a layer that fits the product of ours, proven at each of these numbers of rows.
+    """Give a layer that fits the product of ours, proven at each of these numbers of rows. Raises NotImplementedError:
+    no member is proven here, or the whole has other bits at one number of rows than at the largest; the layer is as it
+    was.
 
     Args:
         known: What was proven before, by the layout of a layer; layers of one layout are proven once.
-
-    Raises:
-        NotImplementedError: no member is proven here, or the whole has other bits at one number of rows than at the
-            largest; the layer is as it was.
     """
     scales, weight = _scales_of(layer), layer.weight.data
     scales = scales.t() if _in_blocks(weight) else scales.reshape(1, -1).expand(1, weight.shape[1])

@@ -118,12 +118,8 @@ def _say_in_one_line(before: Callable[..., Any]) -> None:
 
 
 def register() -> None:
-    """vLLM's entry point: does nothing unless NONDET_BATCH_INVARIANT=1.
-
-    Raises:
-        UserError: no Linux, no NVIDIA GPU, a vLLM whose seams do not fit, or another plugin in the way. Nothing was
-            changed then.
-    """
+    """vLLM's entry point: does nothing unless NONDET_BATCH_INVARIANT=1. Raises UserError: no Linux, no NVIDIA GPU, a
+    vLLM whose seams do not fit, or another plugin in the way. Nothing was changed then."""
     before = {name: os.environ.get(name) for name in (OWN, _BREAKABLE)}
     try:
         if asked() and not _done:
@@ -185,11 +181,8 @@ def owner_of(found: Any) -> str:
 
 
 def check_seams() -> dict[str, Any]:
-    """Every seam by its place.
-
-    Raises:
-        UserError: one that is not there, takes other parameters, or is not vLLM's own any more.
-    """
+    """Every seam by its place. Raises UserError: one that is not there, takes other parameters, or is not vLLM's own
+    any more."""
     import vllm
 
     found = {}
@@ -394,11 +387,7 @@ def sources() -> str:
 
 
 def prepare(arguments: Any) -> None:
-    """Say in the engine's arguments what the plugin needs.
-
-    Raises:
-        UserError: somebody asked for something else.
-    """
+    """Say in the engine's arguments what the plugin needs. Raises UserError: somebody asked for something else."""
     if os.environ.get(OWN) != "1":
         what = f"{OWN} is {os.environ.get(OWN) or 'not set'} since nondet's kernels are in place, which need it at 1"
         raise UserError(what, "Set it to 1 again, or start a new process without NONDET_BATCH_INVARIANT.")
@@ -659,13 +648,11 @@ def _unfit_experts(layer: Any) -> str:
 
 
 def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
-    """Prove every tile that a step can meet, and compile what stands around it.
+    """Prove every tile that a step can meet, and compile what stands around it. Raises NotImplementedError: a product
+    of no tile is proven here.
 
     Args:
         counts: Numbers of tokens: all of them are run, and one more for each pair of tiles that lies between.
-
-    Raises:
-        NotImplementedError: a product of no tile is proven here.
     """
 
     from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
@@ -702,11 +689,9 @@ def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standi
 def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]:
     """(standing, why) of vLLM's sum over ranks, at the row counts that it is filled up to; all else is copied.
 
-    Of two ranks as well: two numbers have one sum, but it may travel in fewer bits.
-
-    Raises:
-        UserError: the sum failed, on this rank alone perhaps. NONDET_ALLOW_AT_RISK=1 is no help: two ranks that went
-            on would wait for each other, or add what does not belong together.
+    Of two ranks as well: two numbers have one sum, but it may travel in fewer bits. Raises UserError: the sum failed,
+    on this rank alone perhaps. NONDET_ALLOW_AT_RISK=1 is no help: two ranks that went on would wait for each other, or
+    add what does not belong together.
     """
     from nondet.vllm.operators import sum_over_ranks_stands
 
@@ -838,11 +823,8 @@ def _prove(
 
 
 def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
-    """Prove members for a loaded model's products, look at every layer, write down what it computes by.
-
-    Raises:
-        UserError: a layer at risk, and NONDET_ALLOW_AT_RISK is not 1.
-    """
+    """Prove members for a loaded model's products, look at every layer, write down what it computes by. Raises
+    UserError: a layer at risk, and NONDET_ALLOW_AT_RISK is not 1."""
     import torch
 
     from nondet.vllm import operators
@@ -882,11 +864,8 @@ def check_met(model: Any, found: Sequence[Standing]) -> None:
     """Did vLLM's runs at start, its compiled model and graphs among them, ask our operators for what they compute?
 
     Products, norms, experts and kept kernels are looked for by their weights. Not looked for: attention, tables of
-    embeddings and heads, and Gemma's norms, whose weight is made anew at each call.
-
-    Raises:
-        UserError: a layer that none of them ran with, as where vLLM put another kernel there, and
-            NONDET_ALLOW_AT_RISK is not 1.
+    embeddings and heads, and Gemma's norms, whose weight is made anew at each call. Raises UserError: a layer that none
+    of them ran with, as where vLLM put another kernel there, and NONDET_ALLOW_AT_RISK is not 1.
     """
     from nondet.vllm import operators
 
