@@ -188,7 +188,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[tuple[float, float, float]]:
-    """Of each other tensor's `difference` from the first: (nonfinite, max_ulp, mismatched), by one copy. Raises as
+    """Each other tensor's `difference` from the first: (nonfinite, max_ulp, mismatched), in one copy. Raises as
     `same`."""
     scalars: list[torch.Tensor] = []
     for other in others:
@@ -273,8 +273,7 @@ def class_errors(outs: Sequence[torch.Tensor], reference: torch.Tensor) -> list[
     """How far each class's result is from a float64 reference of its shape, by one copy.
 
     Args:
-        outs: Floating-point results of one shape and dtype; of more than a million elements, evenly spread ones are
-            used.
+        outs: Floating-point results of one shape and dtype; large ones are sampled at a million evenly spread elements.
     """
     step = -(-reference.numel() // _ELEMENTS)
     exact = reference.flatten()[::step]
@@ -436,10 +435,10 @@ class ClassBook:
         return labels
 
     def come_again(self, results: torch.Tensor, labels: Sequence[int]) -> torch.Tensor:
-        """Whether each slice of `results` has the bits of the class that its label names: one answer for all.
+        """Whether each slice of `results` has the bits of the class that its label names: one bool tensor for
+        `looked_at`.
 
-        A bool tensor, for `nondet.core.compare.looked_at`. Raises ValueError: another shape or dtype than the labelled
-        results have.
+        Raises ValueError: another shape or dtype than the labelled results have.
         """
         if len(results) != len(labels):
             return torch.tensor(False)

@@ -34,8 +34,7 @@ Outcome = Annotated[str, msgspec.Meta(pattern=r"\A(ok|error)\Z")]
 
 
 class Status:
-    """Statuses of a row, and of an implementation in a benchmark case. Plain strings: a run file is read without this
-    class."""
+    """Statuses of a row, and of an implementation in a benchmark case. Plain strings, as in the run file."""
 
     IDENTICAL: ClassVar[str] = "identical"
     DIVERGENT: ClassVar[str] = "divergent"
@@ -84,8 +83,7 @@ class Role(StrEnum):
 
 
 def role_of(impl: str) -> Role:
-    """The role of an implementation by its name: stock, stock-flash, invariant, invariant:attention. Decided only
-    here."""
+    """The role of an implementation by its name: stock, stock-flash, invariant, invariant:attention."""
     if impl in ("stock", "invariant"):
         return Role(impl)
     if impl == "server" or impl.startswith("server-"):  # whatever it runs is what its users get
@@ -147,8 +145,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     first_bits: list[Bits] | msgspec.UnsetType = msgspec.UNSET
     # the class of the other side, where the reference is the first of several classes; unset elsewhere
     label: int | msgspec.UnsetType = msgspec.UNSET
-    # largest magnitude of the reference's finite elements, to compare max_abs with; None in files that did not record
-    # it, and where nothing differs
+    # largest magnitude of the reference's finite elements, to compare max_abs with; None if nothing differs or
+    # unrecorded
     scale: Figure | None = None
 
 
@@ -158,8 +156,7 @@ class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
     max_abs: Figure | None  # largest absolute error; None where it is not a finite number (the result overflowed, say)
     # ||out - ref|| / ||ref|| (Frobenius), what the accuracy bound is stated in; None as above
     relative_norm: Figure | None
-    # largest error in ULP of the output dtype, against the reference rounded to that dtype, over elements finite on
-    # both sides
+    # largest error in ULP of the output dtype, against the reference rounded to it, over elements finite on both sides
     max_ulp: int
 
 
@@ -339,7 +336,7 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(Record, frozen=True, tag="cell", kw_only=True):
-    """One call of one shape, timed under every implementation in turn: replay i of each runs next to replay i of the
+    """One call of one shape, timed under all implementations in turn: replay i of each next to replay i of the
     others."""
 
     keyed_by = ("section", "case", "dtype", "device")
@@ -360,8 +357,7 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
     sets: Count  # sets of buffers that the calls of one replay use in turn
     calls: Count
     cold: bool  # whether the sets together exceed the last cache, so that no call finds its inputs there
-    # of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over the time it
-    # is the bus bandwidth. 0 elsewhere
+    # of a sum over ranks: 2 (ranks - 1) / ranks times the message, which each rank's links must carry. 0 elsewhere
     bus_bytes: int = 0
     tokens: Count = 0  # of an engine's run: generated in its steps, whose number is `calls`. 0 elsewhere
     timed: list[Timed]
@@ -567,8 +563,7 @@ class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=Tr
     nonfinite: Count = 0
     status: Outcome = "ok"
     reason: str = ""
-    # of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; empty
-    # elsewhere
+    # of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; else empty
     arm: str = ""
     served: Served | None = None
 
@@ -600,8 +595,7 @@ class Round(ImplementationRecord, frozen=True, tag="round", kw_only=True):
     traffic: Traffic | None = None
     # of an axis that is varied: what the engine's steps show, see `nondet.sampling.schedule`
     figures: dict[str, Count] = msgspec.field(default_factory=dict)
-    # seconds of these steps that went into compiling kernels and proving members of classes: only a machine's first run
-    # has them
+    # seconds of these steps spent on compiling kernels and proving members of classes, once for a machine
     first_use_seconds: float = 0.0
 
 
@@ -656,8 +650,7 @@ class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_on
     """One step of reinforcement learning under one arm: its reward, and how far sampler and trainer were apart.
 
     Logprobs are of the sampled tokens at temperature 1 over the whole vocabulary; a ratio is the trainer's probability
-    of a token over the sampler's, before any correction. Figures are of the step's first pass over its rollouts, when
-    both sides have the same weights.
+    of a token over the sampler's, before any correction, in the first pass over the rollouts: with equal weights.
     """
 
     keyed_by = ("impl", "seed", "step")
@@ -792,8 +785,7 @@ class MismatchCost(ImplementationRecord, frozen=True, tag="mismatch-cost", kw_on
 
 
 class Control(Record, frozen=True, tag="control", kw_only=True):
-    """One thing that must hold before a trace concludes anything, or, where `passed` is None, that a reader must
-    know."""
+    """One thing that must hold before a trace concludes anything, or, where `passed` is None, a note for readers."""
 
     keyed_by = ("name",)
     name: str
@@ -966,11 +958,10 @@ def line_decoder() -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(Union[(Header, End, *RECORDS)])
 
 
-# What a reader checks of a run file and its side file: that each record is consistent with itself, its plan and the
-# other records.
+# What a reader checks of a run file and its side file: each record by itself, and with its plan and other records.
 #
-# Any file may be read. Code that computes with a record (class maps, batches, trees, pages) relies on what is checked
-# here, and checks nothing again. A failed check names the field; the reader adds the file and the line.
+# Code that computes with a record (class maps, batches, trees, pages) relies on what is checked here, and checks
+# nothing again. A failed check names the field; the reader adds the file and the line.
 
 _DEPTH_MOST = 16  # of a plan, an environment, a row's extra: ours have 4
 _ULP_MOST = 2**64

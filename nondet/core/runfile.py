@@ -84,8 +84,7 @@ def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite
 def check_outputs(options: Mapping[str, Any]) -> None:
     """Refuse, as a `UserError`, a file to write that the same command reads, or writes twice: --force would destroy it.
 
-    Of a command's options those of `_OUTPUTS` are written; every other that names a file is read. The traces file of a
-    run counts as well.
+    Of a command's options those of `_OUTPUTS` are written; every other file, and the traces of a run, are read.
     """
     written: list[tuple[str, Path]] = []
     read: list[tuple[str, Path]] = []
@@ -200,8 +199,7 @@ def replacing(path: Path, hint: str = "Choose another name.") -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text whole or not at all, and raise, as `replacing`; a terminal, pipe or device is written to
-    directly."""
+    """Write a text whole or not at all, and raise, as `replacing`; a terminal, pipe or device is written directly."""
     with disk_errors(path):
         special = path.exists() and not path.is_file()
     if special:  # /dev/stdout: nothing to keep, nothing to rename
@@ -212,8 +210,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a file that may exist; a `UserError` if that fails, or it is a broken link. Does not wait for a
-    FIFO."""
+    """Append to a file that may exist, without waiting for a FIFO; a `UserError` if that fails, or it is a broken
+    link."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
     with disk_errors(path, "Choose another file."):
         if path.is_symlink() and not path.exists():
@@ -301,8 +299,7 @@ _MAGIC = b'{"type":"header","format":"' + FORMAT.encode() + b'"'
 
 
 def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
-    """Decode one line; a `ValueError` gives the reason in a phrase: not JSON or UTF-8, nested too deeply, wrong
-    types."""
+    """Decode one line; a `ValueError` gives the reason: not JSON or UTF-8, nested too deeply, wrong types."""
     try:
         return decoder.decode(line)
     except RecursionError:
@@ -328,8 +325,7 @@ def _value_at(line: bytes, field: str) -> str:
 
 
 def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) -> tuple[bytes, Any]:
-    """The line of a record, its end included, and the record that a reader gets; a `ValueError` if a reader rejects
-    it."""
+    """(a record's line with its end, the record that a reader gets); a `ValueError` if a reader rejects it."""
     try:
         line = _ENCODER.encode(record) + b"\n"
     except (UnicodeError, TypeError, OverflowError, RecursionError) as error:

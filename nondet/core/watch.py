@@ -130,8 +130,7 @@ def of_attention(
     scale: float | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scores err by what their products do and by roundings to the operands' dtype; so do the weights computed from
-    them."""
+    """Scores err by what their products do and by roundings to the operands' dtype; so do the weights."""
     depth, groups = q.shape[-1], q.shape[1] // k.shape[1]
     factor = scale if scale is not None else depth**-0.5
     keys = k.double().norm(dim=-1).amax(-1).repeat_interleave(groups, 1)[..., None, None]  # [B, Hq, 1, 1]
@@ -241,8 +240,7 @@ class _Answer(NamedTuple):
 class Answers:
     """The oracle of one case, whose implementations get the same operands: each answer is computed once.
 
-    Operands are recognized by their bits, never by their addresses: they are copied, so that a kernel that writes to
-    its inputs changes no answer.
+    Operands are recognized by their bits and copied, so that a kernel that writes to its inputs changes no answer.
     """
 
     def __init__(self, operator: str, oracle: Operator) -> None:
@@ -430,8 +428,7 @@ class Watch:
         self._repeats += [agreement(a, b) if a.shape == b.shape else torch.tensor(False) for a, b in pairs]
 
     def _owned(self, out: Any, arguments: tuple[Any, ...]) -> Any:
-        """The result with zeros in rows after the last expert's: no expert computes them, and torch leaves old memory
-        there."""
+        """The result with zeros in rows after the last expert's, where torch leaves old memory."""
         if self.operator != "grouped_matmul" or not isinstance(out, torch.Tensor) or len(out) != len(arguments[0]):
             return out
         later = torch.arange(len(out), device=out.device) >= arguments[2][-1]
