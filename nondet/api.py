@@ -436,7 +436,6 @@ def _measured(
     service: Callable[[Any, Sink], Path], request: type[Request], out: str | Path | None, options: Mapping[str, Any],
     **arguments: Any,
 ) -> LoadedRun:  # fmt: skip
-    """Call a service, and load what it wrote."""
     from nondet.services.run import Sink
 
     hints = get_type_hints(request)
@@ -454,7 +453,6 @@ def _measured(
 
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:
-    """Write records that were measured in memory, and load them."""
     from nondet.core.runfile import write_run
 
     path = _path(out, run.header.command)

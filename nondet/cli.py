@@ -273,7 +273,6 @@ def _prepare_streams() -> None:
 
 
 def _system(error: OSError) -> int:
-    """The error of the file system or a stream, in one line."""
     what = error.strerror or str(error)
     if error.filename is None:
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG):

@@ -322,7 +322,6 @@ def _of(run: Run, impl: str, name: str) -> Run:
 
 
 def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[Field]:
-    """What differs, through nested mappings."""
     for name in sorted(a.keys() | b.keys()):
         mine, theirs = a.get(name), b.get(name)
         if isinstance(mine, dict) and isinstance(theirs, dict):

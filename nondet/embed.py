@@ -178,7 +178,6 @@ def vectors(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], arm: Arm) -> to
 
 
 def _padded(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int], width: int) -> torch.Tensor:
-    """A batch padded on the right."""
     width = max(width, *(len(ids[i]) for i in members))
     padding = getattr(loaded.tokenizer, "pad_token_id", None)
     tokens = torch.full((len(members), width), padding if isinstance(padding, int) else 0, dtype=torch.long)
@@ -297,8 +296,6 @@ def collect(
 
 @dataclass
 class _Implementation:
-    """One implementation's part of a run."""
-
     loaded: LoadedEncoder
     ids: Sequence[Sequence[int]]
     arms: Sequence[Arm]

@@ -411,7 +411,6 @@ def _has_cuda() -> bool:
 
 @functools.cache
 def _mixed() -> bool:
-    """Whether this process has GPUs of different kinds."""
     import torch
 
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

@@ -109,7 +109,6 @@ def looked_at(flags: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether x is a floating tensor whose memory can be compared as it is."""
     return x.dtype.is_floating_point and x.dtype not in _PACKED and not x.is_neg()
 
 

@@ -240,7 +240,6 @@ def cublaslt_version() -> int:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version, by its management library: no process is started."""
     text = ctypes.create_string_buffer(96)
     with nvml() as driver, suppress(AttributeError):
         if driver is not None and driver.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))) == 0:

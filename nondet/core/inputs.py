@@ -97,7 +97,6 @@ def make(
 
 
 def _in_turn(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-    """Even rows of `even`, odd rows of `odd`."""
     rows = torch.arange(math.prod(even.shape[:-1]), device=even.device).view(*even.shape[:-1], 1)
     return torch.where(rows % 2 == 0, even, odd)
 

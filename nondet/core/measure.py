@@ -261,7 +261,6 @@ def _finished(head: Row, started: float, **figures: Any) -> Row:
 
 
 def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> list[Value]:
-    """Label what one trial computed, and name its results on the axis `varied`."""
     if not trial.many:
         book.add_later(result)
         return [trial.value]

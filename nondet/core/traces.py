@@ -184,7 +184,6 @@ def _check(trace: Trace) -> None:
 
 
 def _token_id(name: str) -> int:
-    """Raises ContradictionError."""
     if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= _TOKEN_MOST):
         raise ContradictionError(f"pieces: {name[:40]!r} is no token id")
     return int(name)

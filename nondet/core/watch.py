@@ -37,8 +37,6 @@ _ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accum
 
 
 class _Terms(NamedTuple):
-    """What the bounds are made of for one call."""
-
     reference: torch.Tensor  # float64, one result
     dtype: torch.dtype  # of the result
     device: str
@@ -267,7 +265,6 @@ class Answers:
         return references, allowed
 
     def _copies(self) -> list[torch.Tensor]:
-        """Every tensor of an answer's operands, once."""
         parts = [part for a in self._answers for part in _parts((a.operands, a.keywords))]
         return list({id(part): part for part in parts if isinstance(part, torch.Tensor)}.values())
 
@@ -287,7 +284,6 @@ class _Looks:
         self._copies = copies
 
     def alike(self, copies: Sequence[Any], operands: Sequence[Any]) -> bool:
-        """Whether the parts of an answer's operands have the bits of this call's."""
         if len(copies) != len(operands):
             return False
         return all(
@@ -476,7 +472,6 @@ class Watch:
         self._held.append(_Held(missing, ratio.max(), (ratio > 1.0).sum(), result.numel(), bounded))
 
     def _settle(self) -> None:
-        """Copy the comparisons with the oracle to the host."""
         held, self._held = self._held, []
         if not held:
             return

@@ -117,7 +117,6 @@ def collect(message: Message) -> Outcome:
 
 
 def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A call of the collective on a copy of x that gives the result's rows."""
     from nondet.kernels.all_reduce import chain
 
     group, world = dist.group.WORLD, dist.get_world_size()
@@ -158,7 +157,6 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _kernels(call: Callable[[], object]) -> list[str]:
-    """Distinct device kernels of one more call. All ranks make it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as session:

@@ -182,7 +182,6 @@ def _timed(run: Run) -> Mapping[str, Any]:
 
 
 def _host_bound(run: Run) -> bool:
-    """Whether stock ran on a GPU with cuDNN available and each call launched from the host (no CUDA graphs)."""
     load = run.header.plan.get("load")
     graphs = isinstance(load, dict) and bool(load.get("graphs"))
     return run.header.plan.get("device") == "cuda" and not graphs

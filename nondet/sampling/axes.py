@@ -107,7 +107,6 @@ def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
 
 
 def _known(axis: str, value: str, names: Iterable[str], why: str = " is unknown") -> str:
-    """A value that is one of these; else a `UserError`."""
     if value not in names:
         raise UserError(f"--vary: {axis}={value}{why}", suggestion(value, names))
     return value
@@ -126,8 +125,6 @@ def _with_setting(subject: Subject, **changes: Any) -> Conditions:
 
 
 def _switch(name: str, **more: Any) -> Axis:
-    """An axis that is a switch of the load."""
-
     def apply(subject: Subject, value: str) -> Conditions:
         if value not in ("on", "off"):
             raise UserError(f"--vary: {name}={value} makes no sense", f"Write {name}=on or {name}=off.")

@@ -256,8 +256,6 @@ def _beside_captures(session: Session) -> dict[str, int]:
 
 @dataclass
 class _Rounds(_Sessions):
-    """The plan's rounds under one implementation, and some of them repeated."""
-
     engine: Engine
     weights: str
     settle: int
@@ -285,7 +283,6 @@ class _Rounds(_Sessions):
             self.played = warm_up(model, self.plan, self.loaded.device, self._session, report)
 
     def play(self, index: int) -> None:
-        """Run a remaining round."""
         session = self.collect(index, partial(self._session, self.plan.rounds[index], self._count))
         if index == 0:
             self.first = session
@@ -413,7 +410,6 @@ class _Models:
         return self.spread
 
     def close(self) -> None:
-        """End the ranks."""
         if self.spread is not None:
             self.spread.close()
             self.spread = None
@@ -430,13 +426,10 @@ class _Models:
 
 @dataclass
 class _Arms(_Sessions):
-    """The plan's rounds in every arm, under one implementation."""
-
     models: _Models
     elsewhere: Play | None
 
     def base(self, arms: Sequence[Arm]) -> None:
-        """Run the first round twice; a resumed run compares it with what another process wrote."""
         base, first = arms[0], self.plan.rounds[0]
         if repeat_key(self.loaded, self.impl) not in self.writer.done:
             started = time.perf_counter()
@@ -475,7 +468,6 @@ class _Arms(_Sessions):
                 )
 
     def session(self, requests: Sequence[Request], conditions: Conditions) -> Session:
-        """One round under these conditions, with its figures."""
         if self.elsewhere is not None:
             return self.elsewhere(requests, conditions, self.impl)
         with pinned(conditions.threads):

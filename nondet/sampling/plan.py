@@ -242,7 +242,6 @@ def changed_load(spec: str, presets: Mapping[str, L], ranges: Mapping[str, tuple
 
 
 def _value(key: str, text: str, before: object, least: int, most: int) -> int | bool | tuple[int, int]:
-    """The text as a value of the type of `before`."""
     if isinstance(before, bool):
         if text not in ("on", "off"):
             raise UserError(f"--load: {key}={text} makes no sense", f"Write {key}=on or {key}=off.")
@@ -653,7 +652,6 @@ _READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
 
 
 def _named(where: str, kind: str, names: list[str], column: str | None) -> str:
-    """The field or column to read."""
     wanted = column if column is not None else _COLUMN
     if wanted in names:
         return wanted

@@ -130,8 +130,6 @@ _QUANTUM_ROUTING = 128  # tokens of credit that a client gets on each replica at
 
 @dataclass
 class _Replicas:
-    """Which requests were sent to which replica."""
-
     count: int
     prompts: list[list[tuple[int, ...]]] = field(init=False)  # distinct ones per replica, whose prefixes it holds
     load: list[int] = field(init=False)  # tokens: of prompts those without a cached prefix, and of completions

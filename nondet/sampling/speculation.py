@@ -138,7 +138,6 @@ def has_halves(model: Any) -> bool:
 
 
 def _half(model: Any) -> Any:
-    """A copy of the model with the first half of its layers; the others are not copied."""
     if not has_halves(model):
         raise UserError(
             f"no draft model can be made of a {type(model).__name__}: its layers are elsewhere",

@@ -209,7 +209,6 @@ def _in_blocks(weight: torch.Tensor) -> bool:
 def _quantized_by_vllm(
     rows: torch.Tensor, static: torch.Tensor | None, limit: torch.Tensor | None, *, blocks: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 numbers and their scales, in one launch."""
     if blocks:
         from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 

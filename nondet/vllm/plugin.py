@@ -266,7 +266,6 @@ def _install(found: Mapping[str, Any]) -> None:
 
 
 def _install_norms() -> None:
-    """Replace vLLM's norms, whichever of its forwards a norm's class is dispatched to."""
     import torch
 
     def normed(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
@@ -291,7 +290,6 @@ def _install_norms() -> None:
 
 
 def _install_experts(found: Mapping[str, Any]) -> None:
-    """Replace vLLM's experts, for those routers and layers that `start` marks."""
     import torch
 
     theirs, chosen_by = found[_APPLY], found[_ROUTING]
