@@ -5,7 +5,7 @@ Importing this package imports neither torch nor transformers: the names below l
 
 from nondet.version import VERSION
 
-TYPE_CHECKING = False  # as in typing, which need not be loaded for it
+TYPE_CHECKING = False  # as in typing, without importing it
 if TYPE_CHECKING:
     from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = [
 
 __version__ = VERSION
 
-# name -> where it lives; loaded at first use
+# name -> its module; loaded at first use
 _LAZY = {
     "batch_invariant": "nondet.api",
     "check": "nondet.api",

@@ -1,9 +1,9 @@
-"""`python -m nondet`, and the console script. Light on purpose: Ctrl-C is answered before anything else is loaded."""
+"""`python -m nondet`, and the console script. It imports little, so that Ctrl-C works before all other imports."""
 
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    # `python -m` looks for every module in the current folder first: a json.py or torch.py lying there is not ours
+    # `python -m` looks for every module in the current folder first: a json.py or torch.py there is not ours
     del sys.path[0]
 
 import atexit
@@ -12,7 +12,7 @@ import signal
 import threading
 
 if __name__ == "__main__":
-    # workers are processes of their own, and find nondet by this; last, so that nothing there is taken for another's
+    # workers are separate processes, and find nondet by this; last, so that nothing there hides another module
     sys.path += [folder for folder in (os.path.dirname(os.path.dirname(__file__)),) if folder not in sys.path]
 
 __all__ = ["leave", "main"]
@@ -24,9 +24,9 @@ def _end_now(number: int, frame: object) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process with the code, after what others want done at the end: whoever returns from here goes on to.
+    """End this process with the code, after the exit handlers, and without Python's own teardown where that is safe.
 
-    Python would take every module apart first. Of torch that is half a second and more, and nobody needs it.
+    Python would unload every module first, which takes half a second or more with torch.
     """
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     if "torch" not in sys.modules or not all(thread.daemon for thread in others):
@@ -36,13 +36,13 @@ def leave(code: int) -> None:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            return  # Python says what is wrong
+            return  # Python reports the error
     os._exit(code)
 
 
 def main() -> int:
     """Run the command, and end with its exit code or return it; see `nondet.cli.main`."""
-    signal.signal(signal.SIGINT, _end_now)  # nothing is on disk yet, and an import that is cut off is a traceback
+    signal.signal(signal.SIGINT, _end_now)  # nothing is on disk yet, and an interrupted import prints a traceback
     from nondet.cli import main as run
 
     code = run()

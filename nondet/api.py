@@ -1,4 +1,4 @@
-"""nondet in Python: load a run file or measure one, read its verdict, have its records as pandas frames.
+"""nondet in Python: load a run file or measure one, read its verdict, get its records as pandas frames.
 
     >>> run = nondet.load("runs/quickstart-sample.jsonl")
     >>> run.verdict()
@@ -6,9 +6,10 @@
     >>> nondet.probe("softmax", dtype="float32").frame("rows")
     >>> nondet.check(my_function, my_inputs, over=[1, 2, 3, 7, 8, 64])
 
-What measures writes a run file as its command does, to `out` or else to a folder that is deleted when Python ends, and
-gives it as `nondet.load` would. Nothing is printed. An option has its command's name and meaning; what is wrong with
-one is a `nondet.errors.UserError` with the command's own words. Importing this imports neither torch nor pandas.
+A function that measures writes a run file as its command does, to `out` or else to a folder that is deleted when Python
+ends, and returns it as `nondet.load` would. Nothing is printed. An option has its command's name and meaning; an
+invalid one is a `nondet.errors.UserError` with the command's own message. Importing this imports neither torch nor
+pandas.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class LoadedRun:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """One for each implementation, as every report gives them."""
+        """One for each implementation, as in every report."""
         from nondet.verdict.gate import judge
 
         return judge(self.records)
@@ -96,7 +97,7 @@ class LoadedRun:
 
         Raises:
             UnknownNameError: no such figure.
-            UserError: the run holds nothing that it draws.
+            UserError: the run holds no data for it.
         """
         from nondet.export.figures import draw
 
@@ -149,7 +150,7 @@ def probe(
     out: str | Path | None = None,
     **options: Any,
 ) -> LoadedRun:
-    """Ask operators whether their bits depend on the batch, as `nondet probe` does.
+    """Test whether operators' bits depend on the batch, as `nondet probe` does.
 
     Args:
         names: Probes: "matmul", "attention", ... or "all".
@@ -167,7 +168,7 @@ def probe(
         The run, with a row for each case and implementation.
 
     Raises:
-        UserError: an unknown name or option, or one that makes no sense; the run file exists.
+        UserError: an unknown name, an unknown or invalid option; the run file exists.
     """
     arguments = dict(locals())
     from nondet.services import probe as service
@@ -192,21 +193,21 @@ def sample(
     """Complete one prompt n times under a changing load, as `nondet sample` does.
 
     Args:
-        n: Completions; None: 1,200, or of an endpoint what its arms need by default.
-        prompt: The prompt; None: the embedded model's, with two long ones beside it.
+        n: Completions; None: 1,200, or for an endpoint as many as its arms need by default.
+        prompt: The prompt; None: the embedded model's, and two long ones.
         model: Folder, hub name, or random weights such as "random:qwen3-12x1024"; None: the embedded model.
         impl: "stock", "stock-no-cudnn", "invariant", "both", "invariant:attention", ...; None: both.
         load: "none", "light", "default", "heavy", or keys such as "others=60,budget=256".
         max_tokens: Tokens of each completion.
         dtype: "bfloat16", "float16" or "float32".
-        out: Run file to write; the traces go beside it.
+        out: Run file to write; the traces are written to the same folder.
         options: Any other of the command's: endpoint, arms, prompt_file (a Path), threads, force, resume, ...
 
     Returns:
         The run, with a record for each completion and each round.
 
     Raises:
-        UserError: an unknown option, or one that makes no sense; the run file exists; the model can't be loaded.
+        UserError: an unknown or invalid option; the run file exists; the model can't be loaded.
     """
     arguments = dict(locals())
     from nondet.services import sample as service
@@ -231,14 +232,14 @@ def rl(
         arms: With commas.
         steps: Of each arm under each seed.
         model: Folder, hub name, or random weights; None: the embedded model.
-        out: Run file to write; checkpoints lie beside it until an arm is through.
+        out: Run file to write; checkpoints are in its folder until an arm has finished.
         options: Any other of the command's: task, prompts, group, tokens, lr, epochs, rollouts, threads, resume, ...
 
     Returns:
         The run, with a record for each step.
 
     Raises:
-        UserError: an unknown option, or one that makes no sense; the run file exists; the model can't be loaded.
+        UserError: an unknown or invalid option; the run file exists; the model can't be loaded.
     """
     arguments = dict(locals())
     from nondet.services import rl as service
@@ -265,11 +266,12 @@ def find_mismatch(
     """Compare a sampler with a trainer, as `nondet mismatch` does.
 
     Args:
-        run: A run of `nondet sample`, whose tokens and logprobs are the sampler's; None: as below.
+        run: A run of `nondet sample`, whose tokens and logprobs are the sampler's; None: sample now, or read
+            `rollouts`.
         model: Folder, hub name, or random weights; None: the embedded model.
-        trainer: What the trainer does otherwise: "dtype=float32,autocast=bfloat16,padding=left,micro=4".
+        trainer: How the trainer differs: "dtype=float32,autocast=bfloat16,padding=left,micro=4".
         rollouts: A file or folder of tokens and logprobs; then nothing is sampled.
-        older: Weights that a side may still have.
+        older: Older weights that one side may still use.
         arms: Of stock, sampler-only and invariant, with commas.
         n: Rollouts of each prompt.
         tokens: Of each rollout.
@@ -280,7 +282,7 @@ def find_mismatch(
         The run, with a record for each rollout and each hypothesis.
 
     Raises:
-        UserError: an option that makes no sense, rollouts that are none, or a model that can't be loaded.
+        UserError: an invalid option, a file that holds no rollouts, or a model that can't be loaded.
     """
     arguments = dict(locals())
     from nondet.services import mismatch as service
@@ -301,20 +303,20 @@ def check(
     out: str | Path | None = None,
     force: bool = False,
 ) -> LoadedRun:
-    """Compare what a function gives for the same requests in batches of other sizes: any callable, any device.
+    """Compare a function's results for the same requests in batches of other sizes: any callable, any device.
 
     `make_inputs(size)` gives the inputs of a batch: a tensor, a tuple for `fn(*inputs)` or a mapping for
     `fn(**inputs)`. The leading requests must be the same in every batch, as many as the smallest has, and their part of
     the result is compared, bit for bit; then every request of the largest batch with itself in the smallest.
-    `nondet.probes.functions.check` says what that covers and what it does not.
+    `nondet.probes.functions.check` describes what that covers and what it does not.
 
     Args:
         over: Two or more batch sizes, or with `select` any numbers or names.
         varied: What `over` holds: batch_size, position, neighbour_values, run, ...
         select: select(result, value) is the tensor to compare.
-        oracle: Takes the inputs of the first value and gives what `fn` ought to, in float64.
+        oracle: Takes the inputs of the first value and gives what `fn` should, in float64.
         allowed: The largest ||result - oracle|| / ||oracle|| that is right.
-        name: What the function is called in the run.
+        name: The name of the function in the run.
         out: Run file to write.
         force: Overwrite it.
 
@@ -347,7 +349,8 @@ def check_operator(
     out: str | Path | None = None,
     force: bool = False,
 ) -> LoadedRun:
-    """Put a function in an operator's place and test what its probe tests: hard inputs, positions, other rows, oracle.
+    """Test a function as an implementation of an operator, with everything that the operator's probe tests: hard
+    inputs, positions, other rows' values, and the float64 reference.
 
     Args:
         fn: Takes what the operator takes: linear(x, weight, bias=None), softmax(x), attention(q, k, v, ...), ...
@@ -361,7 +364,7 @@ def check_operator(
         The run, with a row for each case.
 
     Raises:
-        UserError: an unknown operator, sizes that make no sense for it, or a function that takes other arguments.
+        UserError: an unknown operator, invalid sizes, or a function that takes other arguments.
     """
     from nondet.probes.functions import check_operator as measure
 
@@ -392,7 +395,8 @@ def batch_invariant(families: Iterable[str] | None = None, *, training: bool = F
 
 @cache
 def _shown() -> type[Any]:
-    """Beside the kernels: certificates rest on the code in their folder. Made here, since torch is loaded by them."""
+    """Loaded late, because it loads torch, and not with the kernels, because certificates depend on their folder's
+    code."""
     from nondet.kernels.dispatch.block import FAMILIES, Invariance, devices
     from nondet.kernels.dispatch.state import KINDS, Coverage
 
@@ -432,7 +436,6 @@ def _measured(
     service: Callable[[Any, Sink], Path], request: type[Request], out: str | Path | None, options: Mapping[str, Any],
     **arguments: Any,
 ) -> LoadedRun:  # fmt: skip
-    """Call a service, and load what it wrote."""
     from nondet.services.run import Sink
 
     hints = get_type_hints(request)
@@ -450,7 +453,6 @@ def _measured(
 
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:
-    """Write records that were measured in memory, and load them."""
     from nondet.core.runfile import write_run
 
     path = _path(out, run.header.command)
@@ -464,7 +466,7 @@ def _path(out: str | Path | None, stem: str) -> Path:
 
 @cache
 def _scratch() -> Path:
-    """Where runs lie that nobody asked to keep; deleted when Python ends."""
+    """The folder of runs without an `out`; deleted when Python ends."""
     import atexit
     import shutil
     import tempfile

@@ -1,4 +1,4 @@
-"""The command line: which commands there are, and how every failure ends. Nothing heavy is imported for `--help`."""
+"""The command line: the commands, and how every failure ends. Nothing heavy is imported for `--help`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _GROUPS = {
 }
 # What takes seconds to import.
 _LARGE = ("torch", "pandas", "matplotlib")
-# Commands that are no more, and what to type in their place.
+# Removed commands, and what to type instead.
 _GONE = {
     "list": "nondet probe --help-all, or that of certify, bench or sample: each lists what it can be given",
     "export": "nondet report RUN --out FILE, where the suffix says what is written",
@@ -101,7 +101,7 @@ _GONE = {
 
 
 def application(only: str | None = None) -> typer.Typer:
-    """The commands, or the one that is asked for: loading the others takes longer than whatever it does first."""
+    """The commands, or only the named one: loading the others takes longer than whatever it does first."""
     app = typer.Typer(
         name="nondet",
         cls=Group,
@@ -118,7 +118,7 @@ def application(only: str | None = None) -> typer.Typer:
             continue
         target, *examples = _COMMANDS[name]
         command = load_object(target)
-        if target.startswith("nondet.services."):  # it shows what it measured as all of them do
+        if target.startswith("nondet.services."):  # it shows what it measured as all services do
             command = command_of(command)
         epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)]) if examples else None
         app.command(name, cls=Command, epilog=epilog, rich_help_panel=group)(command)
@@ -134,8 +134,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code: see `_CODES`, which the help prints."""
-    # Idle OpenMP threads spin by default. Beside one other busy process on 2 cores, that made a round of sampling 80
-    # times slower. How threads wait changes no bits; torch reads the variable when it is loaded.
+    # Idle OpenMP threads spin by default: next to one busy process on 2 cores, that made a round of sampling 80 times
+    # slower. How threads wait changes no bits; torch reads the variable when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _prepare_streams()
     _warn_of_namesake()
@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         code = _run(given)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader (head, less) went away: not an error
+    except BrokenPipeError:  # the reader (head, less) closed the pipe: not an error
         drop_stdout()
         return 0
     except OSError as error:
@@ -156,22 +156,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Announcement:
-    """Looks on as modules are imported, and says so as the first large one is: it takes seconds, or half a minute."""
+    """Watches imports, and reports the first large one, which takes seconds, or half a minute."""
 
     def __init__(self, *, silent: bool) -> None:
-        # where torch is there, libraries only look whether others are
+        # once torch is loaded, libraries only check whether others are installed
         self._silent = silent or "_NONDET_COMPLETE" in os.environ or "torch" in sys.modules
         self._process = os.getpid()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Find nothing: that is for those who come after."""
-        if name in _LARGE and not self._silent and os.getpid() == self._process:  # a worker says nothing
+        """Find nothing: the other finders do."""
+        if name in _LARGE and not self._silent and os.getpid() == self._process:  # a worker prints nothing
             self._silent = True
             print(f"loading {name} ...", file=sys.stderr, flush=True)  # noqa: T201 - the command's own word
 
 
 def _run(argv: list[str]) -> int:
-    """Every failure as one line and a code; tracebacks are for what is a bug of ours."""
+    """Turn every failure into one line and a code; tracebacks are for our own bugs."""
     try:
         _check_text(argv)
         if argv and argv[0] in _GONE:
@@ -185,21 +185,21 @@ def _run(argv: list[str]) -> int:
         print("nondet: stopped", file=sys.stderr)  # noqa: T201 - the command's own last word
         return 130
     except SystemExit as error:
-        if "_NONDET_COMPLETE" in os.environ:  # a shell's completion ends so
+        if "_NONDET_COMPLETE" in os.environ:  # a shell's completion ends like this
             raise
-        if isinstance(error.__context__, BrokenPipeError):  # rich, where the reader of the help went away
+        if isinstance(error.__context__, BrokenPipeError):  # rich, where the reader of the help closed the pipe
             drop_stdout()
             return 0
-        # nobody of ours calls it: a user's kernel must not end a gate with its own code
+        # our own code never calls it: a user's kernel must not end a gate with its own code
         return _fail(f"something that was run called sys.exit({error.code!r}). Take that call out of it.", code=1)
     except OSError:
         raise
     except Exception as error:
-        # Typer's own usage errors; told by shape, since newer versions of Typer carry a click of their own
+        # Typer's own usage errors; recognized by shape, because newer versions of Typer contain their own click
         message = getattr(error, "format_message", None)
         if message is None:
             lacking = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-            if lacking or "DefaultCPUAllocator" in str(error):  # torch has a RuntimeError of its own
+            if lacking or "DefaultCPUAllocator" in str(error):  # torch raises a RuntimeError of its own
                 return _fail(f"out of memory: {reason_of(error)}. {_MEMORY}", code=1)
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -217,8 +217,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _with_hint(text: str, params: list[Any], where: str) -> str:
-    """A usage error with what was meant: an argument that was given as an option, an option that was cut short or has
-    the name of another, a model that was given as an argument."""
+    """A usage error with what was probably meant: an argument given as an option, an option that was shortened or has
+    the name of another, a model given as an argument."""
     options = [name for p in params for name in p.opts if name.startswith("--")]
     arguments = {f"--{p.name}": p.metavar for p in params if p.param_type_name == "argument"}
     if (unknown := re.match(r"No such option: (--[\w-]+)", text)) is not None:
@@ -233,9 +233,9 @@ def _with_hint(text: str, params: list[Any], where: str) -> str:
 
 
 def _warn_of_namesake() -> None:
-    """One line where another package called nondet is installed: whichever came last owns the command, and pip is mum.
+    """Warn in one line where another package called nondet is installed: the last one installed owns the command.
 
-    A shell that asks for a completion is told nothing.
+    A shell that asks for a completion gets no warning.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -250,7 +250,7 @@ def _warn_of_namesake() -> None:
 
 
 def _check_text(argv: list[str]) -> None:
-    """Refuse what is no text: it could be stored in no run file and shown on no page."""
+    """Refuse arguments that are not text: no run file could store them and no page could show them."""
     for word in argv:
         try:
             word.encode("utf-8")
@@ -259,9 +259,9 @@ def _check_text(argv: list[str]) -> None:
 
 
 def _prepare_streams() -> None:
-    """stdout and stderr that exist and take every character: what an encoding lacks is written as an escape."""
+    """Make stdout and stderr exist and take every character: what an encoding lacks is written as an escape."""
     for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:  # closed by whoever started us: the next file opened would become it
+        if getattr(sys, name) is None:  # closed by the parent: the next file opened would take its number
             nowhere = os.open(os.devnull, os.O_RDWR)
             if nowhere != number:
                 os.dup2(nowhere, number)
@@ -273,7 +273,6 @@ def _prepare_streams() -> None:
 
 
 def _system(error: OSError) -> int:
-    """What the file system or a stream said, in one line."""
     what = error.strerror or str(error)
     if error.filename is None:
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG):

@@ -1,4 +1,4 @@
-"""Two run files side by side, record by record, matched by key. Functions of records alone: no torch."""
+"""Two run files side by side, record by record, matched by key. Functions of records only: no torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from nondet.errors import UnknownNameError
 from nondet.verdict.findings import Finding, Verdict, plural, successful
 from nondet.verdict.gate import judge
 
-# Completions of two runs: the same requests, so the same digests, or not; and where they part.
+# Completions of two runs: whether the same requests have the same digests, and where they differ.
 #
-# Digests of tokens and of traces (tokens with logprob bits) hold across runs and machines. They are compared where
-# both runs asked for the same: prompt, length, temperature, model, and what tokens are known by.
+# Digests of tokens and of traces (tokens with logprob bits) are valid across runs and machines. They are compared where
+# both runs have the same prompt, length, temperature, model, and kind of tokens.
 
-# Entries of a plan without whose equality two completions are answers to two questions.
+# Entries of a plan that must be equal for completions to be comparable.
 _ASKED = ("max_tokens", "temperature", "request_seed", "eos", "ignore_eos", "extra", "sampling", "top_k", "top_p")
 
 
@@ -42,13 +42,13 @@ class CompletionDiff:
     """The completions of one prompt under one implementation, in one arm, in both runs.
 
     Attributes:
-        reason: Why they can't be held against each other; empty where they can.
+        reason: Why they can't be compared; empty where they can.
         n_a, n_b: Completions that succeeded.
         failed_a, failed_b: Those that failed, counted even where there is a reason.
         tokens, traces: Digests -> (how many in A, how many in B).
-        with_logprobs: Whether traces hold logprobs in both runs; else tokens alone were compared.
+        with_logprobs: Whether traces hold logprobs in both runs; else only tokens were compared.
         pairs: Requests of one name in both runs; tokens_alike, traces_alike: those with equal digests; ended_otherwise:
-            those that have all else alike, and ended for another reason.
+            those that are otherwise equal, but ended for another reason.
     """
 
     prompt: str
@@ -69,12 +69,12 @@ class CompletionDiff:
 
     @property
     def same(self) -> bool:
-        """Whether both runs gave one and the same set of traces, and each request of one name ended alike."""
+        """Whether both runs gave the same set of traces, and requests of one name ended for the same reason."""
         return not self.reason and not self.ended_otherwise and all(x and y for x, y in (self.traces or {}).values())
 
     @property
     def commonest(self) -> tuple[str, str] | None:
-        """The commonest trace of each run."""
+        """The most common trace of each run."""
         if self.reason or not self.traces:
             return None
         a, b = (max(self.traces, key=lambda digest: self.traces[digest][side]) for side in (0, 1))  # type: ignore[index] # checked above
@@ -114,7 +114,7 @@ def _groups(run: Run) -> dict[tuple[str, str, str], list[Completion]]:
 
 
 def _other_question(a: Run, b: Run) -> str:
-    """What makes completions of the two answers to two questions; "" where nothing does."""
+    """Why the two runs' completions are not comparable; "" where they are."""
     mine, theirs = a.header.plan, b.header.plan
     for name in _ASKED:
         if mine.get(name) != theirs.get(name):
@@ -128,14 +128,14 @@ def _other_question(a: Run, b: Run) -> str:
 
 
 def _known_by(run: Run, impl: str) -> tuple[str, bool]:
-    """What tokens are known by, ids in a run of ours, and whether there are logprobs."""
+    """How tokens are identified (by ids in a run of ours), and whether there are logprobs."""
     server = next((s for s in run.servers if s.impl == impl), None)
     return ("ids", True) if server is None else (server.known_by, server.logprobs)
 
 
 def _counts(a: list[Completion], b: list[Completion], with_logprobs: bool) -> dict[str, Any]:
     tokens = [Counter(c.tokens_digest for c in group) for group in (a, b)]
-    # without logprobs in both, a trace of one is no trace of the other: tokens alone are compared
+    # without logprobs in both, traces are not comparable, only tokens
     traces = [Counter(c.trace for c in group) for group in (a, b)] if with_logprobs else tokens
     mine, theirs = ({c.request: c for c in group} for group in (a, b))
     pairs = [(mine[name], theirs[name]) for name in mine if name in theirs]
@@ -153,21 +153,21 @@ def _counts(a: list[Completion], b: list[Completion], with_logprobs: bool) -> di
     }
 
 
-# What differs between two runs, record by record, matched by key. Functions of records alone: no torch, no files.
+# What differs between two runs, record by record, matched by key. Functions of records only: no torch, no files.
 #
-# A run keeps classes of equal bits, not the bits: that a row is identical in both runs says that each agrees with
-# itself, and nothing of one machine's bits against the other's. Only completions carry digests of what they are.
+# A run keeps classes of equal bits, not the bits: a row that is identical in both runs agrees with itself in each, but
+# the bits of the two runs may differ. Only completions carry digests of their contents.
 
-# What is time and nothing else.
+# Fields that hold only times.
 _TIMES = {"seconds", "samples_us", "median_us", "low_us", "high_us", "started", "sample_seconds", "train_seconds"}
 _LIST_MOST = 6
-# Records of what was asked, and of what answered: equal ones are no comparison of what came out.
+# Records of the settings and of the server: equal ones are not a comparison of results.
 _ABOUT = (AxisValue, Limit, ServerSeen, Tape)
 
 
 @dataclass(frozen=True)
 class Field:
-    """Something that the two headers say otherwise; None where one of them does not say it."""
+    """A difference between the two headers; None where one of them lacks the field."""
 
     name: str
     a: Any
@@ -179,8 +179,8 @@ class Change:
     """A record that both have, and that is not the same.
 
     Attributes:
-        worse: What B has is a divergence, a wrong result or a failure, and what A has is none, or A alone measured it;
-            better: A has one of these, and what B measured is none.
+        worse: B has a divergence, a wrong result or a failure, and A has none, or only A measured it; better: A has one
+            of these, and B measured none.
     """
 
     kind: str
@@ -210,7 +210,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class RunDiff:
-    """Everything that two runs have between them."""
+    """Everything about two runs."""
 
     environment: tuple[Field, ...]
     plan: tuple[Field, ...]
@@ -218,7 +218,7 @@ class RunDiff:
     changes: tuple[Change, ...]
     completions: tuple[CompletionDiff, ...]
     notes: tuple[str, ...]
-    verdicts: tuple[str, ...] = ()  # of implementations that diverge in one run, and in the other do not
+    verdicts: tuple[str, ...] = ()  # of implementations that diverge in one run only
 
     @property
     def worse(self) -> int:
@@ -237,12 +237,12 @@ class RunDiff:
 
     @property
     def held(self) -> bool:
-        """Whether there was anything to hold against each other: completions, or records that both runs measured."""
+        """Whether anything could be compared: completions, or records that both runs measured."""
         return any(kind.measured for kind in self.kinds) or any(not c.reason for c in self.completions)
 
     @property
     def compared(self) -> bool:
-        """Whether "nothing moved" may be said: every group of completions was compared; without any, some record."""
+        """Whether "no change" is justified: every group of completions was compared; without any, some record."""
         if self.completions:
             return all(not c.reason for c in self.completions)
         return self.held
@@ -252,7 +252,7 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
     """Match the records of two runs by key.
 
     Args:
-        impl: Of A the records of this implementation alone; of B those of `against`, or of the same one.
+        impl: Of A only the records of this implementation; of B those of `against`, or of the same one.
 
     Raises:
         UnknownNameError: a run holds nothing of that implementation.
@@ -289,7 +289,7 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
 
 
 def _verdicts(a: Run, b: Run) -> Iterator[str]:
-    """What each run by itself came to, of an implementation that has a fault in one of the two alone."""
+    """The verdicts of each run, of implementations that have a fault in only one of the two."""
     order = list(Finding)
     found: tuple[dict[str, Verdict], dict[str, Verdict]] = ({}, {})
     for run, of in zip((a, b), found, strict=True):
@@ -304,7 +304,7 @@ def _verdicts(a: Run, b: Run) -> Iterator[str]:
 
 
 def _of(run: Run, impl: str, name: str) -> Run:
-    """The records of one implementation, filed under another name; of cells that one's times alone."""
+    """The records of one implementation, filed under another name; of benchmark cases only its times."""
     names = {getattr(r, "impl", "") for r in run.records()} | {t.impl for cell in run.cells for t in cell.timed}
     if impl not in names:
         raise UnknownNameError(f"implementation in {run.source or 'the run'}", impl, names - {""})
@@ -322,7 +322,6 @@ def _of(run: Run, impl: str, name: str) -> Run:
 
 
 def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[Field]:
-    """What differs, through nested mappings."""
     for name in sorted(a.keys() | b.keys()):
         mine, theirs = a.get(name), b.get(name)
         if isinstance(mine, dict) and isinstance(theirs, dict):
@@ -334,7 +333,7 @@ def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[
 
 
 def _is_set(values: list[Any]) -> bool:
-    """Whether a list holds names in order, as sets are written: then only what the other lacks is of interest."""
+    """Whether a list holds names in order, as sets are written: then only what the other lacks matters."""
     return values == sorted(map(str, values))
 
 
@@ -350,7 +349,7 @@ def _kind(field: str, a: Sequence[Record], b: Sequence[Record]) -> tuple[Kind, l
 
 
 def _measured(a: Record, b: Record) -> bool:
-    """Whether both hold something that was measured; of the same implementation, in cells."""
+    """Whether both hold something that was measured; in benchmark cases, of the same implementation."""
     if isinstance(a, Row) and isinstance(b, Row):
         return a.measured and b.measured
     if isinstance(a, Cell) and isinstance(b, Cell):
@@ -377,7 +376,7 @@ def _change(field: str, a: Record, b: Record) -> Change | None:
 
 
 def _kept(record: Record) -> bool:
-    """Whether a value of an axis took effect, or a server keeps to a question of the contract."""
+    """Whether a value of an axis took effect, or a server passes a check of the contract."""
     if isinstance(record, AxisValue):
         return record.proven
     return isinstance(record, ContractAnswer) and record.answer == "yes"
@@ -430,7 +429,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _cell_change(a: Cell, b: Cell) -> Change | None:
-    """Times moved where the quartiles of the two runs don't meet; nothing is said of why."""
+    """Times changed where the quartiles of the two runs don't overlap; the cause is not examined."""
     mine, theirs = {t.impl: t for t in a.timed}, {t.impl: t for t in b.timed}
     what = [f"{name}: {'only in A' if name in mine else 'only in B'}" for name in sorted(mine.keys() ^ theirs.keys())]
     moved = [(name, *_timed_change(mine[name], theirs[name])) for name in mine if name in theirs]  # in A's order

@@ -37,12 +37,12 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to put all texts through the encoder.
+    """One way to batch all texts for the encoder.
 
     Attributes:
         batches: Indices of texts, batch by batch; each text once.
-        width: Padded to so many tokens; 0: to the longest text of the batch.
-        packed: The texts of a batch stand in one row, and see their own tokens alone.
+        width: Padded to this many tokens; 0: to the longest text of the batch.
+        packed: The texts of a batch are in one row, and see only their own tokens.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Arm:
 
 
 def build_arms(lengths: Sequence[int], batch: int, seed: int) -> list[Arm]:
-    """The arms for texts of these lengths, so many a batch; the first one is what the others are held against."""
+    """The arms for texts of these lengths, `batch` at a time; the first one is what the others are compared with."""
     everyone = range(len(lengths))
     ordered, shuffled = sorted(everyone, key=lambda i: (lengths[i], i)), list(everyone)
     random.Random(f"nondet embed {seed}").shuffle(shuffled)  # noqa: S311 - an order, not a secret
@@ -73,7 +73,7 @@ def _cut(order: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder on its device, and what a run's header says of it.
+    """An encoder on its device, and its description for a run's header.
 
     Attributes:
         context: The most tokens of a text, special ones included.
@@ -89,10 +89,8 @@ class LoadedEncoder:
     identity: dict[str, Any]
 
     def encode(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
-        """(token ids of each text, how many texts were cut at the context).
-
-        A text without a token is a `UserError`.
-        """
+        """(token ids of each text, how many texts were cut at the context); a `UserError` for a text without a
+        token."""
         rows: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
         if [] in rows:
             raise UserError(f"text {rows.index([]) + 1} has no tokens", "Take it out, or give it some text.")
@@ -105,7 +103,7 @@ class LoadedEncoder:
 def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
     """Load an encoder, a model of transformers that reads whole texts, from a local folder or by its hub name.
 
-    What isn't there, is no encoder, or can't be loaded here is a `UserError`.
+    Raises UserError: it doesn't exist, is not an encoder, or can't be loaded here.
     """
     from transformers import AutoModel
 
@@ -137,7 +135,7 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
 
 
 def _check_encoder(where: str, config: Any) -> None:
-    """Refuse, as a `UserError`, what reads from left to right, and what has a decoder."""
+    """Refuse, as a `UserError`, a model that reads from left to right, or has a decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     both = getattr(config, "is_encoder_decoder", False)
@@ -152,7 +150,7 @@ def _check_encoder(where: str, config: Any) -> None:
 
 
 def _context(config: Any, limit: Any) -> int:
-    """Tokens of a text at most: what the tokenizer says, and what the model has positions for."""
+    """Most tokens of a text: the smaller limit of tokenizer and model."""
     positions = getattr(config, "max_position_embeddings", None)
     limits = [x for x in (limit, positions) if isinstance(x, int) and 0 < x < 10**6]
     if positions and getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
@@ -180,7 +178,6 @@ def vectors(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], arm: Arm) -> to
 
 
 def _padded(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int], width: int) -> torch.Tensor:
-    """A batch padded on the right."""
     width = max(width, *(len(ids[i]) for i in members))
     padding = getattr(loaded.tokenizer, "pad_token_id", None)
     tokens = torch.full((len(members), width), padding if isinstance(padding, int) else 0, dtype=torch.long)
@@ -196,7 +193,7 @@ def _padded(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequen
 
 
 def _packed(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int]) -> torch.Tensor:
-    """A batch in one row: positions begin anew with each text, and a mask of blocks keeps the texts apart."""
+    """A batch in one row: positions restart with each text, and a mask of blocks separates the texts."""
     lengths = [len(ids[i]) for i in members]
     owner = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(lengths))
     mask = (owner[:, None] == owner[None, :])[None, None].to(loaded.device)
@@ -232,7 +229,7 @@ def nearest(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def rank_changes(a: torch.Tensor, b: torch.Tensor) -> dict[str, int]:
-    """How many rows of two results of `nearest` changed: their nearest, the set of their k nearest, its order alone."""
+    """How many rows of two results of `nearest` changed: their nearest, the set of their k nearest, only its order."""
     sets = (a.sort(1).values != b.sort(1).values).any(1)
     order = (a != b).any(1) & ~sets
     return {
@@ -243,8 +240,8 @@ def rank_changes(a: torch.Tensor, b: torch.Tensor) -> dict[str, int]:
 
 
 K = 10
-# A packed text may differ from the text alone by so many roundings of the dtype, and by no more than a seventh of its
-# length; further apart, the model has not kept the texts apart.
+# A packed text may differ from the text alone by this many roundings of the dtype, and by at most a seventh of its
+# length; further apart, the model has not separated the texts.
 _ROUNDINGS, _APART_MOST = 1000, 0.14
 Progress = Callable[[str, str], None]
 
@@ -276,7 +273,7 @@ def collect(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Measure whatever the run file does not hold yet; `progress` is told (implementation, arm) of each pass."""
+    """Measure whatever the run file does not hold yet; `progress` is called with (implementation, arm) of each pass."""
     arms = build_arms([len(row) for row in ids], batch, seed)
     for impl in impls:
         head = Row(
@@ -299,8 +296,6 @@ def collect(
 
 @dataclass
 class _Implementation:
-    """One implementation's part of a run."""
-
     loaded: LoadedEncoder
     ids: Sequence[Sequence[int]]
     arms: Sequence[Arm]
@@ -311,7 +306,7 @@ class _Implementation:
     results: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, head: Row) -> None:
-        """Write the passes, what they did to neighbours, and last the row: all of it is there."""
+        """Write the passes, what they did to neighbours, and last the row, which marks completion."""
         started = time.perf_counter()
         with kept_warnings() as caught, implementation(self.impl) as counts:
             try:
@@ -327,7 +322,7 @@ class _Implementation:
         self.writer.write(row)
 
     def _compute(self, arm: Arm, counts: Callable[[], Counter[str]]) -> torch.Tensor:
-        """All texts in one arm; what it took is noted the first time."""
+        """All texts in one arm; its pass is recorded the first time."""
         before, started = counts(), time.perf_counter()
         out = vectors(self.loaded, self.ids, arm)
         if self.loaded.device == "cuda":
@@ -356,7 +351,7 @@ class _Implementation:
         )
 
     def _can_pack(self, arm: Arm) -> bool:
-        """Whether the model keeps packed texts apart: else the arm computes something else, and is left out."""
+        """Whether the model separates packed texts: else the arm computes something else, and is left out."""
         few = Arm(arm.name, (arm.batches[0],), packed=True)
         try:
             packed = vectors(self.loaded, self.ids, few)
@@ -391,7 +386,7 @@ class _Implementation:
 
 
 def _figures(alone: torch.Tensor, other: torch.Tensor, ranks: torch.Tensor, k: int) -> dict[str, Any]:
-    """What `Neighbours` says of one arm's vectors [n, D]."""
+    """The figures of `Neighbours` for one arm's vectors [n, D]."""
     parted = (~same(alone, other)).any(1)
     return {
         "parted": int(parted.sum()),

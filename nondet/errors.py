@@ -1,4 +1,4 @@
-"""What can go wrong by the user's hand or in an engine, in one line each; and untrusted text made safe to show."""
+"""Errors of the user's input or of an engine, in one line each; and untrusted text made safe to show."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class UnknownNameError(UserError, KeyError):
 
 
 class UnrecordableError(UserError):
-    """What no reader would take; nothing of it was written."""
+    """A record that a reader would reject; nothing of it was written."""
 
 
 class MisfitError(UserError):
-    """A user's function does not take what its operator does: said at its first call, and nothing is kept of it."""
+    """A user's function does not take what its operator does, as its first call shows; nothing of it is kept."""
 
 
 class WrongResultError(Exception):
     """A result that no order of additions explains: another shape or dtype than the operator's, inputs written to.
 
-    Whatever measures an implementation makes it a row of status "wrong" with this message as the reason.
+    A measurement makes it a row of status "wrong" with this message as the reason.
     """
 
 
 class WrongShapeError(WrongResultError):
-    """A result of another shape than the operator's, or no tensor at all."""
+    """A result of another shape than the operator's, or not a tensor at all."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -75,7 +75,7 @@ _KEPT = {"\n", "\t"}
 # What a CI's runner takes for a command in a log: ::error at a line's beginning, ##[ and ##vso[ anywhere.
 _COMMANDS = re.compile(r"(?m)^[^\S\n]*:(?=:)|##(?=\[|vso\[)")
 _ADDRESS = re.compile(r"(\w+://[^/?#]*)[/?#]+(.*)", re.DOTALL)
-# What stands at the end of many an address, and is no secret; and what `without_path` leaves.
+# Common ends of addresses that are not secret; and what `without_path` leaves.
 _KNOWN_PATH = re.compile(r"(v\d+/?)?(chat/)?(completions?|generate)?/?|\(path [0-9a-f]{4}\)")
 _JOINERS = {"\u200c", "\u200d"}  # part of correct spelling in several scripts
 
@@ -87,7 +87,7 @@ def printable(text: str) -> str:
     pictures; C1 controls, bidirectional overrides, other format characters, line separators, lone surrogates and
     noncharacters (no XML parser takes U+FFFE) become U+FFFD.
     """
-    if text.isprintable():  # nearly all of it: none of these characters is
+    if text.isprintable():  # true of nearly all text
         return text
     out = []
     for char in text:
@@ -104,7 +104,7 @@ def printable(text: str) -> str:
 
 
 def no_commands(text: str) -> str:
-    """Text for a log, whose lines may begin anywhere in somebody's words: no runner (GitHub's, Azure's) obeys them."""
+    """Text for a log, with untrusted parts: no runner (GitHub's, Azure's) finds a command in it."""
     return _COMMANDS.sub(r"\g<0> ", text)
 
 
@@ -116,7 +116,8 @@ def one_line(text: str, limit: int = 1000) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or of a longer one its first `most` characters, how many it has, and its digest: two stay two."""
+    """The text, or of a longer one its first `most` characters, its length, and its digest, so that two stay
+    distinct."""
     if len(text) <= most:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -124,7 +125,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def without_path(url: str) -> str:
-    """An address without its path, where gateways have tokens; 16 bits of a digest tell one path from another."""
+    """An address without its path, where gateways put tokens; 16 bits of a digest distinguish paths."""
     address = _ADDRESS.fullmatch(url)
     if address is None or _KNOWN_PATH.fullmatch(address[2]):
         return url
@@ -132,7 +133,7 @@ def without_path(url: str) -> str:
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine died in a round. What was finished is on disk, the reason in each request that it took along.
+    """The engine died in a round. What was finished is on disk, with the reason in each request that it ended.
 
     Attributes:
         hint: What to try, beginning with a verb in lower case.
@@ -142,13 +143,13 @@ class EngineStoppedError(RuntimeError):
 
 
 class ServerStoppedError(EngineStoppedError):
-    """A server stopped answering. What was finished is on disk; what was not is asked again by a resumed run."""
+    """A server stopped answering. What was finished is on disk; a resumed run repeats the rest."""
 
     hint = "go on with --resume when it answers again"
 
 
 def reason_of(error: BaseException | str) -> str:
-    """The first line of an error's message, with its type: libraries go on for pages."""
+    """The first line of an error's message, with its type: libraries' messages can be pages long."""
     lines = str(error).strip().splitlines()
     first = lines[0].rstrip(". ") if lines else ""
     if isinstance(error, str):

@@ -1,17 +1,17 @@
 """Certificates: what was proven by bits, kept from one process to the next, for one machine and our own sources.
 
-A certificate says that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or that
-it did not and is excluded there. It holds for one machine key (`machine`: GPU, driver, torch, Triton, cuBLAS and cuDNN
-versions, the digest of the prover's sources), is never looked at under another, and is passed over once the sources of
-its class's kernels have changed (`kernels_digest`).
+A certificate states that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or
+that it did not and is excluded there. It is valid for one machine key (`machine`: GPU, driver, torch, Triton, cuBLAS
+and cuDNN versions, the digest of the prover's sources), and is ignored once the sources of its class's kernels have
+changed (`kernels_digest`).
 
-The file is JSON lines in the user's cache folder, one file a machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
-else the platform's own place. Each line carries a checksum. A line that is cut off, corrupt or foreign is ignored, with
-one warning; nothing is concluded from it. Each proof is one appended write, so processes that prove at once lose
-nothing. An exclusion outlives every proof to the contrary on the same machine key: `forget` is the only way back.
+The file is JSON lines in the user's cache folder, one file per machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
+else the platform's own folder. Each line carries a checksum. A line that is cut off, corrupt or foreign is ignored,
+with one warning. Each proof is one appended write, so concurrent processes lose nothing. An exclusion overrides every
+proof to the contrary on the same machine key: `forget` is the only way back.
 
-A checksum is no signature: whoever can write the file can say what he likes. So it is read and written only where file
-and folder are this user's (or root's), are no links, and nobody else may write them; else everything is proven afresh,
+A checksum is not a signature: anyone who can write the file can forge a proof. So it is used only if file and folder
+belong to this user (or root), are not links, and no other user may write them; otherwise everything is proven again,
 after one warning, and kept in memory.
 
 Importing this module imports neither torch nor Triton.
@@ -38,7 +38,7 @@ import msgspec
 # What a proof by bits depends on: the machine, the libraries that pick kernels on it, and our own sources.
 #
 # A library picks its kernel by the chip, its version, the shape and the layout of a call, and by settings; a compiler
-# lays out a sum by its version. So a proof holds for one combination of all of these and is void in any other.
+# lays out a sum by its version. So a proof is valid for one combination of all of these, and void in any other.
 #
 # Settings that a process may change while it runs (the preferred BLAS, float32 matmul precision, reduced-precision
 # reductions) are not part of the machine: a member either sets them itself, or its key names them.
@@ -47,15 +47,15 @@ _BOTH = ("torch",)
 _CUDA = ("gpu", "gpu_capability", "gpu_sms", "driver", "cuda", "cublas", "cudnn", "triton")
 _CPU = ("cpu", "cpu_isa", "aten_cpu_capability", "mkl", "onednn", "num_threads", "numpy")
 
-# Recorded by `nondet.core.environment`, yet no numeric library or compiler looks at them to pick an order.
+# Recorded by `nondet.core.environment`, but no numeric library or compiler picks an order by them.
 _HARMLESS = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO"}
 _COMPILER = ("DISABLE_PTXAS_OPT", "TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH")
 
 _ROOT = Path(__file__).resolve().parent.parent
-# What a proof consists of: a sharper question voids the answers to the blunter one.
+# The code that proves: a stricter proof makes earlier results invalid.
 _PROVER = ("certify", "core/certificates.py", "core/proof.py", "core/inputs.py", "core/compare.py")
-# How a key begins -> the folders of kernels/ that its class is computed and proven by, the first that fits. A key that
-# begins otherwise (what other operators' stock kernels gave row by row, ...) rests on all of them.
+# How a key begins -> the folders of kernels/ that its class is computed and proven by, the first that fits. Any other
+# key (what other operators' stock kernels gave row by row, ...) depends on all of them.
 _FAMILIES = {
     "chain-fp8": ("scaled",),
     "cpu-fp8": ("scaled",),
@@ -85,7 +85,7 @@ def machine(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"device": device}
     found |= {k: environment[k] for k in (*(_CUDA if device == "cuda" else _CPU), *_BOTH)}
     if device == "cuda":
-        found["cublaslt"] = cublaslt_version() or None  # of the very library that products are computed by
+        found["cublaslt"] = cublaslt_version() or None  # of the library that computes the products
     return found | {"variables": steering, "sources": prover_digest()}
 
 
@@ -116,7 +116,7 @@ def _kernels_digest(folders: tuple[str, ...]) -> str:
 def sources(folders: Iterable[str]) -> dict[str, str]:
     """Name -> digest of the code of every file in these folders of kernels/, and of what they import of others there.
 
-    Code is what `ast` makes of it: without comments, docstrings and places.
+    Comments, docstrings and line numbers don't count.
     """
     tree = (_ROOT / "kernels").resolve()  # in a checkout a symbolic link, which "**" need not follow
     found: dict[str, str] = {}
@@ -155,7 +155,7 @@ def digest_of(data: bytes) -> str:
 
 
 FORMAT = "nondet-certificate"
-# 1 had keys that no dispatcher asked for, and strides that were not those of the proof; 2 did not name kernels' code
+# 1 had keys that no dispatcher looked up, and wrong strides; 2 did not name kernels' code
 SCHEMA = 3
 
 
@@ -164,12 +164,12 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         member: What was proven: "cublaslt", "triton/128x128x64", ...
-        key: At what, as `nondet.core.proof.operands_key` writes it: whatever may change a library's choice is in it.
+        key: As `nondet.core.proof.operands_key` writes it: whatever may change a library's choice is in it.
         holds: True: it gave the class's bits. False: it did not, and is excluded at this key.
-        evidence: What was compared, or where it parted, in words.
+        evidence: What was compared, or where it differed, in words.
         proven: UTC, ISO 8601.
         sources: `kernels_digest` of the key as it was proven.
-        numbers: What the proof found besides, where a member is no yes or no: the row counts of a CPU's tiles.
+        numbers: Further findings, where a member is not a yes or no: the row counts of a CPU's tiles.
     """
 
     member: str
@@ -182,7 +182,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A line of the file: a certificate, or (certificate null) what the machine digest stands for."""
+    """A line of the file: a certificate, or (certificate null) the description behind the machine digest."""
 
     format: str
     schema: int
@@ -192,10 +192,11 @@ class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     check: str = ""
 
 
-_FILE_MOST, _LINE_MOST = 2**26, 2**20  # bytes that are read; of a file half as many are written: others append, too
+# bytes that are read; a file is written up to half of it, because others append, too
+_FILE_MOST, _LINE_MOST = 2**26, 2**20
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Line)
-# what a hostile line raises as it is read, or written again: nested without end, odd letters, numbers without end
+# raised on a hostile line, when it is read or written again: endless nesting, odd letters, endless numbers
 _ODD = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
@@ -242,9 +243,9 @@ class Certificates:
         return self._proofs.get((member, key))
 
     def set_aside(self, member: str, key: str, reason: str) -> None:
-        """A member that failed to run is not used by this process, and not tried again; nothing is written down.
+        """Stop using a member that failed to run, in this process only; nothing is written to the file.
 
-        It may have been memory, a driver, another process: no reason to exclude it for good.
+        The cause may have been memory, a driver or another process: not a reason to exclude it for good.
         """
         with self._lock:
             if (member, key) not in self._holds:
@@ -259,14 +260,14 @@ class Certificates:
     def record(
         self, member: str, key: str, holds: bool, evidence: str, numbers: dict[str, list[int]] | None = None
     ) -> None:
-        """Remember a proof and append it to the file. An unwritable folder means memory only, after one warning."""
+        """Remember a proof and append it to the file. If the folder can't be written, warn once and use memory only."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
         held: dict[str, Any] = {"holds": bool(holds), "evidence": evidence, "proven": stamp, "numbers": numbers or {}}
         proof = Certificate(member=member, key=key, sources=kernels_digest(key), **held)
         with self._lock:
             known = self._proofs.get((member, key))
             if not self._remember(proof) or (known is not None and known.holds == proof.holds):
-                return  # the file says so already, or it says an exclusion, which stands
+                return  # the file has it already, or has an exclusion, which takes precedence
             if self.path is not None:
                 self._append(self.path, proof)
 
@@ -280,7 +281,7 @@ class Certificates:
             return [self._proofs[at] for at in sorted(self._proofs)]
 
     def _remember(self, proof: Certificate) -> bool:
-        """False: it is excluded, whatever this proof says."""
+        """Returns False if the member is excluded, whatever this proof shows."""
         at = (proof.member, proof.key)
         if self._holds.get(at) is False and at not in self._aside:
             return False
@@ -302,7 +303,7 @@ class Certificates:
         if found is None:
             return
         for proof in found.certificates:
-            if proof.sources == kernels_digest(proof.key):  # else its kernels have changed: proven anew when asked for
+            if proof.sources == kernels_digest(proof.key):  # else its kernels have changed: proven again when needed
                 self._remember(proof)
         self._introduced = bool(found.described)
         if found.ignored:
@@ -324,7 +325,7 @@ class Certificates:
                     data = b"\n" + data  # a process was killed in the middle of its line: don't lose ours with it
                 if max(map(len, data.split(b"\n"))) > _LINE_MOST or end + len(data) > _FILE_MOST // 2:
                     raise OSError(f"{len(data)} bytes more than the {end} that it has are not read again")
-                stream.write(data)  # one write at the end of the file, wherever that is by now
+                stream.write(data)  # one write at the current end of the file
         except OSError as error:
             self.path = None
             _warn(f"certificates can't be kept in {path} ({error.strerror or error}): they last for this process only")
@@ -347,7 +348,7 @@ def read_folder(folder: Path | None = None) -> list[CertificatesFile]:
 
 
 def forget(path: Path) -> bool:
-    """Delete one file of certificates; False where there is none. Its machine then proves everything anew."""
+    """Delete one file of certificates; False where there is none. Its machine then proves everything again."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -382,8 +383,8 @@ _lock = threading.RLock()
 def certificates(device: str | None = None) -> Certificates:
     """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one.
 
-    One object for each; the first call reads the file, and fixes the folder for this process. GPUs of one process that
-    differ have certificates of their own, and so has each thread count of a CPU. Later calls are a dict look-up.
+    One object for each; the first call reads the file, and fixes the folder for this process. Different GPUs of one
+    process have separate certificates, and so has each thread count of a CPU. Later calls are a dict look-up.
     """
     import torch
 
@@ -410,7 +411,6 @@ def _has_cuda() -> bool:
 
 @functools.cache
 def _mixed() -> bool:
-    """Has this process GPUs that differ?"""
     import torch
 
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -446,7 +446,7 @@ def _open(path: Path, flags: int) -> BinaryIO:
     """The file, opened without a wait and through no link."""
     if path.is_symlink() or path.parent.is_symlink():
         raise OSError("it or its folder is a link")
-    only_ours = hasattr(os, "geteuid")  # Windows has neither owners in numbers nor these flags
+    only_ours = hasattr(os, "geteuid")  # Windows has neither numeric owners nor these flags
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) if only_ours else None
     try:
         if folder is not None:
@@ -482,7 +482,7 @@ def _sealed(line: _Line) -> bytes:
 
 
 def _opened(raw: bytes) -> _Line | None:
-    """The line, if it is whole, ours, of a schema that we know, and what its writer wrote."""
+    """The line, if it is whole, ours, of a known schema, and its checksum fits."""
     try:
         line = _DECODER.decode(raw)
         if line.format != FORMAT or line.schema != SCHEMA or _sealed(line) != raw:

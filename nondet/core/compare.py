@@ -2,7 +2,7 @@
 
 Everything runs on the tensors' own device: only counts, labels and single numbers are copied to the host.
 
-What equality means here:
+Equality:
   * -0.0 and 0.0 are different bits, so they mismatch, at a distance of 0 ULP.
   * NaN equals NaN, whatever its sign and payload: the payload carries no result, and hardware may choose it freely.
     NaN against a number mismatches, at no defined distance (counted in `Difference.nonfinite`).
@@ -28,7 +28,7 @@ _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float4_e2m1fn_x2 packs two numbers in a byte and has no arithmetic: its bytes are compared, its values are not.
 _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)} - {None}
 
-# float8_e8m0fnu is an exponent alone: no sign bit.
+# float8_e8m0fnu has only an exponent: no sign bit.
 _UNSIGNED = {getattr(torch, "float8_e8m0fnu", None)} - {None}
 
 
@@ -57,25 +57,25 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     raw = x.contiguous().view(_INT_OF_SIZE[x.element_size()])
     # float8 has no isnan kernel on every device; its values are exact in float32
     is_nan = torch.isnan(x.float() if x.element_size() == 1 else x).contiguous()
-    # made on the CPU: devices convert NaN to different patterns, and a digest must not depend on who made it
+    # made on the CPU: devices convert NaN to different patterns, and a digest must not depend on the device
     one_nan = int(torch.full((), float("nan")).to(x.dtype).view(raw.dtype))
     return raw.masked_fill(is_nan, one_nan)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Elementwise bit equality, on the device. Other shapes or dtypes are a `ValueError`: no difference, but a bug."""
+    """Elementwise bit equality, on the device. Raises ValueError for other shapes or dtypes, because that is a bug."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"not comparable: {tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}")
     return bits(a) == bits(b)
 
 
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bits are equal. A bool is copied to the host; a second one where raw bits differ, for NaN's sake."""
+    """Whether all bits are equal. Copies a bool to the host, and a second one where raw bits differ, because of NaN."""
     return raw_equal(a, b) or bool(same(a, b).all())
 
 
 def raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain floating tensors have the same bits, payloads of NaN included. False says nothing."""
+    """Whether two plain floating tensors have the same bits, payloads of NaN included. False is inconclusive."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     if not _is_plain(a) or not _is_plain(b):
@@ -85,7 +85,7 @@ def raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`identical` as a bool tensor on the device, for `looked_at`: one look waits for several. Raises as `same`."""
+    """`identical` as a bool tensor on the device, for `looked_at`: one copy then serves several. Raises as `same`."""
     if a.device.type == "cpu":  # nothing to wait for, and `identical` reads less
         return torch.tensor(identical(a, b))
     return _unseen_agreement(a, b)
@@ -109,7 +109,6 @@ def looked_at(flags: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Is x a floating tensor whose bits are its values' as they lie in memory?"""
     return x.dtype.is_floating_point and x.dtype not in _PACKED and not x.is_neg()
 
 
@@ -128,9 +127,7 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite.
 
     float64 values of opposite sign can be further apart than int64 holds: such a distance is clamped to the largest.
-
-    Raises:
-        ValueError: not two tensors of one unpacked real floating dtype.
+    Raises ValueError: not two tensors of one unpacked real floating dtype.
     """
     if not (a.dtype.is_floating_point and b.dtype == a.dtype and a.dtype not in _PACKED):
         raise ValueError(f"no ULP between {a.dtype} and {b.dtype}")
@@ -148,10 +145,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     """How `b` differs from `a`, reduced on the device.
 
     Complex tensors are compared by parts: a last axis is added, real before imaginary, also to `first_mismatch`.
-    Integers have an absolute difference and no ULP; packed float4 has neither, only mismatching bytes.
-
-    Raises:
-        ValueError: as `same`.
+    Integers have an absolute difference and no ULP; packed float4 has neither, only mismatching bytes. Raises
+    ValueError: as `same`.
     """
     mismatch = ~same(a, b)
     if a.dtype.is_complex:
@@ -192,7 +187,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[tuple[float, float, float]]:
-    """Of each other's `difference` from the first: (nonfinite, max_ulp, mismatched), by one look. Raises as `same`."""
+    """Each other tensor's `difference` from the first: (nonfinite, max_ulp, mismatched), in one copy. Raises as
+    `same`."""
     scalars: list[torch.Tensor] = []
     for other in others:
         a, b, mismatch = first, other, ~same(first, other)
@@ -206,7 +202,7 @@ def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) ->
 
 
 def numbers(*scalars: torch.Tensor) -> list[float]:
-    """Numbers of one device, scalars of any dtype, copied at once: each copy waits for it. Integers come as such."""
+    """Scalars of any dtype on one device, copied at once: each copy waits for the device. Integers stay integers."""
     wide = [
         x.reshape(()).view(torch.int64) if x.is_floating_point() else x.reshape(()).to(torch.int64) for x in scalars
     ]
@@ -218,7 +214,7 @@ def numbers(*scalars: torch.Tensor) -> list[float]:
 
 
 def _bits_at(place: list[int], *tensors: torch.Tensor) -> list[str]:
-    """The bits of each tensor's element there, as hex: "0x3f800000". Of bools and integers, their bytes."""
+    """The bits of each tensor's element at this index, as hex: "0x3f800000". Of bools and integers, their bytes."""
     words = []
     for x in tensors:
         element = x.detach()[tuple(place)].cpu().contiguous().reshape(1)
@@ -228,21 +224,19 @@ def _bits_at(place: list[int], *tensors: torch.Tensor) -> list[str]:
 
 
 def _storable(x: float) -> float:
-    """A float that JSON has: a distance beyond the range of float64 becomes the largest float64."""
+    """A float that JSON can hold: a distance beyond the range of float64 becomes the largest float64."""
     return min(x, sys.float_info.max)
 
 
-_ELEMENTS = 2**20  # of a result whose distribution of errors is taken
+_ELEMENTS = 2**20  # most elements of a result over which the distribution of errors is computed
 
 
 def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
     """Accuracy of `out` against a float64 reference of the same shape.
 
     Elements that are NaN or infinite both in `out` and in the reference rounded to out's dtype, alike, are right and
-    left out. Where only one side is, the error is no number: `max_abs` and `relative_norm` are None.
-
-    Raises:
-        ValueError: the reference is not float64, or the shapes differ.
+    left out. Where only one side is, the error is not a number: `max_abs` and `relative_norm` are None. Raises
+    ValueError: the reference is not float64, or the shapes differ.
     """
     return errors_against([out], reference)[0][0]
 
@@ -250,14 +244,11 @@ def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
 def errors_against(
     outs: Sequence[torch.Tensor], reference: torch.Tensor | None, *more: torch.Tensor
 ) -> tuple[list[ErrorFigures], list[float]]:
-    """(`error_against` of each, the numbers that are in `more`), all by one look.
+    """(`error_against` of each, the numbers in `more`), all by one copy. Raises ValueError: as `error_against`.
 
     Args:
         reference: None where there are no `outs`.
         more: As `numbers` takes them.
-
-    Raises:
-        ValueError: as `error_against`.
     """
     terms = [_error_terms(out, reference) for out in outs if reference is not None]
     read = iter(numbers(*(x for each in terms for x in each), *more))
@@ -278,10 +269,10 @@ def errors_against(
 
 
 def class_errors(outs: Sequence[torch.Tensor], reference: torch.Tensor) -> list[ClassError]:
-    """Of each class's result how far it is from a float64 reference of its shape, by one look.
+    """How far each class's result is from a float64 reference of its shape, by one copy.
 
     Args:
-        outs: Floating-point results of one shape and dtype; of more than a million elements evenly spread ones count.
+        outs: Floating-point results of one shape and dtype; large ones are sampled at a million evenly spread elements.
     """
     step = -(-reference.numel() // _ELEMENTS)
     exact = reference.flatten()[::step]
@@ -330,7 +321,7 @@ def _error_terms(out: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tens
 
 
 class _Answer(Protocol):
-    """A completion, as an engine gave it or as it was kept; `logprobs` are float32, empty where there are none."""
+    """A completion, from an engine or from a file; `logprobs` are float32, empty where there are none."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
@@ -339,7 +330,7 @@ class _Answer(Protocol):
 
 
 def first_difference(a: _Answer, b: _Answer) -> tuple[int | None, int | None]:
-    """(first token that differs, first place where tokens or logprob bits differ); None where none does.
+    """(first token that differs, first position where tokens or logprob bits differ); None where none does.
 
     Where one has fewer tokens or logprobs than the other, they differ at its end.
     """
@@ -349,7 +340,7 @@ def first_difference(a: _Answer, b: _Answer) -> tuple[int | None, int | None]:
 
 
 def shared_length(one: Sequence[int], two: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """How many tokens two texts have in common at their beginning."""
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
@@ -367,14 +358,14 @@ def digest(*tensors: torch.Tensor) -> str:
     return sha.hexdigest()[:16]
 
 
-_KEPT_BYTES = 2**26  # of results that wait on a GPU to be compared with one look
+_KEPT_BYTES = 2**26  # of results that wait on a GPU to be compared by one copy
 
 
 class ClassBook:
     """Sorts results into classes of equal bits, numbered by first appearance.
 
-    One representative a class is kept on the device. Results are compared with the class of their predecessor first,
-    since sweeps change class rarely.
+    One representative per class is kept on the device. Results are compared with the class of their predecessor first,
+    because sweeps change class rarely.
     """
 
     def __init__(self) -> None:
@@ -396,7 +387,7 @@ class ClassBook:
         return labels
 
     def add_later(self, result: torch.Tensor) -> None:
-        """Label a copy of one result by the time of `settle`: a GPU goes on meanwhile. Raises as `add`."""
+        """Label a copy of one result at the latest in `settle`: a GPU continues meanwhile. Raises as `add`."""
         if not _is_slow_to_ask(result):
             self.add(result)
             return
@@ -407,7 +398,7 @@ class ClassBook:
             self.settle()
 
     def settle(self) -> None:
-        """Label what waits."""
+        """Label the waiting results."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if waiting:
             self.labels += self._label(torch.stack(waiting))
@@ -419,10 +410,10 @@ class ClassBook:
             raise ValueError(f"variants are not comparable: {got}")
 
     def _label(self, results: torch.Tensor) -> list[int]:
-        """The class of each slice; those that no class has found begin new ones. Each class is one look."""
+        """The class of each slice; those that match no class begin new ones. Each class costs one copy."""
         self._check(results)
         labels = [-1] * len(results)
-        if self.labels:  # mostly all are alike, and no pattern need be made
+        if self.labels:  # mostly all are equal, and no pattern has to be made
             last = self.representatives[self.labels[-1]]
             if bool(agreement(results, last.expand_as(results))):
                 return [self.labels[-1]] * len(results)
@@ -443,12 +434,10 @@ class ClassBook:
         return labels
 
     def come_again(self, results: torch.Tensor, labels: Sequence[int]) -> torch.Tensor:
-        """Whether each slice of `results` has the bits of the class that its label names: one answer for all.
+        """Whether each slice of `results` has the bits of the class that its label names: one bool tensor for
+        `looked_at`.
 
-        A bool tensor, for `nondet.core.compare.looked_at`.
-
-        Raises:
-            ValueError: they have another shape or dtype than what was labelled.
+        Raises ValueError: another shape or dtype than the labelled results have.
         """
         if len(results) != len(labels):
             return torch.tensor(False)
@@ -485,12 +474,12 @@ class ClassBook:
 
 
 def _is_slow_to_ask(x: torch.Tensor) -> bool:
-    """Does a look at x wait for a device?"""
+    """Whether reading x waits for a device."""
     return x.is_cuda
 
 
 def _slices(x: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Slices of x along its first axis; float8 is picked from as bytes, since it has no indexing everywhere."""
+    """Slices of x along its first axis; float8 is indexed as bytes, because some devices can't index it."""
     return x.view(torch.uint8)[places].view(x.dtype) if x.element_size() == 1 else x[places]
 
 
@@ -498,9 +487,9 @@ def _slices(x: torch.Tensor, places: list[int]) -> torch.Tensor:
 #
 # The hash of a row is the sum over its elements of w_i * x_i mod 2^64, where x_i are the bits of the elements as
 # integers and w_i fixed odd numbers. Integer sums are exact in any order, so neither the batch nor the device can
-# change a hash; the weights see an exchange of two elements, which an XOR would not. Two rows of equal bits have equal
-# hashes. Rows that differ in one element never collide, since an odd factor is invertible; others collide about once
-# in 2^64, which is why the guilty call is confirmed on full bits.
+# change a hash; the weights detect an exchange of two elements, which an XOR would not. Two rows of equal bits have
+# equal hashes. Rows that differ in one element never collide, because an odd factor is invertible; others collide about
+# once in 2^64, which is why the responsible call is confirmed on full bits.
 
 
 @functools.cache
@@ -519,7 +508,7 @@ def row_hashes(x: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor by its name; one that is made of others (torchao's weights), by theirs."""
+    """A tensor by its name; if it is made of other tensors (torchao's weights), these by theirs."""
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:
             yield from parts_of(f"{name}.{part}", getattr(tensor, part))
@@ -528,17 +517,17 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Where its memory begins; of one that is made of others, the first one's."""
+    """The address of its memory; of a tensor that is made of others, the first one's."""
     return next(parts_of("", tensor))[1].untyped_storage().data_ptr()
 
 
 def weights_digest(model: Any) -> str:
-    """16 hex digits over the names, shapes and bits of all parameters and buffers, hashed where they lie."""
+    """16 hex digits over the names, shapes and bits of all parameters and buffers, hashed on their device."""
     sha = hashlib.sha256()
     named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
     for name, tensor in (part for path, whole in named for part in parts_of(path, whole.detach())):
         sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
         rows = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
-        for piece in rows.split(max(1, 2**24 // max(1, rows.shape[1]))):  # 64-bit integers of a piece at a time
+        for piece in rows.split(max(1, 2**24 // max(1, rows.shape[1]))):  # 64-bit integers of one piece at a time
             sha.update(row_hashes(piece).cpu().numpy().tobytes())
     return sha.hexdigest()[:16]

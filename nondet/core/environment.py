@@ -23,7 +23,7 @@ from nondet.core.processes import nvml
 from nondet.errors import without_path
 from nondet.version import VERSION
 
-# Environment variables that change bits (which library path or order is taken). Values of others are nobody's business.
+# Environment variables that change bits (which library path or order is taken). No other variable is recorded.
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLASLT_WORKSPACE_SIZE",
@@ -58,9 +58,9 @@ _VARIABLES = (
     "TORCH_CUDNN_SDPA_ENABLED",
     "TRITON_INTERPRET",
 )
-# The instruction sets that numeric libraries choose their kernels by.
+# The instruction sets by which numeric libraries choose their kernels.
 _ISA = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx_vnni|avx512\w*|amx_\w+|asimd\w*|sve\w*|bf16|i8mm)$")
-# What may differ between the halves of a resumed run; everything else that `collect` gives may change bits.
+# What may differ between the parts of a resumed run; everything else in `collect` may change bits.
 _HARMLESS = {"argv", "seed", "os", "python", "gpu_memory_bytes"}  # the plan holds the seed, and a digest of the texts
 _HARMLESS_VARIABLES = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY"}  # which of the GPUs, how threads wait
 
@@ -81,7 +81,7 @@ _HIDDEN = "<hidden>"
 
 
 def collect(seed: int | None = None) -> dict[str, Any]:
-    """The environment header of a run, as JSON-able data. Unknown things are None, never left out."""
+    """The environment header of a run, as JSON-able data. Unknown values are None, never left out."""
     return {
         "nondet": VERSION,
         "commit": _commit(),
@@ -96,7 +96,7 @@ def collect(seed: int | None = None) -> dict[str, Any]:
 
 
 def deciding() -> dict[str, Any]:
-    """The part of `collect` that decides bits, the process's own switches among it: what two processes must share."""
+    """The part of `collect` that decides bits, the process's own switches included: what two processes must share."""
     return {
         "num_interop_threads": torch.get_num_interop_threads(),
         **numerics(),
@@ -111,7 +111,7 @@ def deciding() -> dict[str, Any]:
 
 
 def numerics() -> dict[str, Any]:
-    """The part of `deciding` that is no switch, read without starting a process: a forward pass may ask for it."""
+    """The part of `deciding` that is not a switch, read without starting a process: cheap enough for a forward pass."""
     return {
         "torch": str(torch.__version__),
         "numpy": _version("numpy"),
@@ -128,7 +128,7 @@ def numerics() -> dict[str, Any]:
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
-    """Those environment variables that are set; bytes that are no UTF-8, which no run file could hold, as escapes."""
+    """Those environment variables that are set; bytes that are not UTF-8, which no run file could hold, as escapes."""
     return {name: _text(os.environ[name]) for name in names if name in os.environ}
 
 
@@ -137,7 +137,7 @@ def _text(value: str) -> str:
 
 
 def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names of what changes bits and is not as it was: the fields of `collect`, and "variables.NAME"."""
+    """Names of what changes bits and has changed: the fields of `collect`, and "variables.NAME"."""
     names = [k for k in sorted(before.keys() | now.keys()) if k not in _HARMLESS and k != "variables"]
     differing = [k for k in names if before.get(k) != now.get(k)]
     theirs: dict[str, Any] = before.get("variables") or {}
@@ -164,7 +164,7 @@ def safe_argv(argv: list[str]) -> list[str]:
             shown = _PASSWORD.sub(rf"\1{_HIDDEN}@", option + found + url)
             out.append(_TOKENS.sub(_HIDDEN, _SECRET_VALUE.sub(rf"\1{_HIDDEN}", shown)))
     if out:
-        out[0] = Path(out[0]).name  # where it is installed says nothing, and may name a person
+        out[0] = Path(out[0]).name  # the installation path is of no use, and may name a person
     return out
 
 
@@ -187,7 +187,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _flag(read: Callable[[], Any]) -> Any:
-    """None where this build has no such flag."""
+    """`read()`, or None where this build has no such flag."""
     try:
         value = read()
     except (AttributeError, RuntimeError, ImportError):
@@ -203,9 +203,9 @@ def _version(package: str) -> str | None:
 
 
 def _cublas() -> str | None:
-    """Asked of the library itself: the wheel's version need not be the one that was loaded.
+    """The version that the loaded library reports, because the wheel's version may be another one's.
 
-    The one of PyTorch's own CUDA comes first: the system may have another, which computes nothing here.
+    PyTorch's own CUDA library comes first: the system may have another one, which computes nothing here.
     """
     library = _cuda_library("cublas") or _cuda_library("cublas", ctypes.util.find_library("cublas"))
     parts = [ctypes.c_int() for _ in range(3)]  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
@@ -215,7 +215,7 @@ def _cublas() -> str | None:
 
 
 def _cuda_library(name: str, path: str | None = "") -> ctypes.CDLL | None:
-    """That of PyTorch's own CUDA, or the one at a path; None of a CPU build, or where there is none."""
+    """The library of PyTorch's own CUDA, or the one at a path; None of a CPU build, or where there is none."""
     if torch.version.cuda is None or path is None:
         return None
     try:
@@ -240,7 +240,6 @@ def cublaslt_version() -> int:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version, asked of its management library: no process is started."""
     text = ctypes.create_string_buffer(96)
     with nvml() as driver, suppress(AttributeError):
         if driver is not None and driver.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))) == 0:
@@ -249,7 +248,7 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """Of a checkout, with "+changes" where the tree differs, or what NONDET_COMMIT says of a copy without its .git."""
+    """Of a checkout, with "+changes" where the tree differs, or NONDET_COMMIT for a copy without its .git."""
     root = Path(__file__).resolve().parent.parent.parent
     commit = _run(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) if (root / ".git").exists() else None
     if commit is None:
@@ -261,7 +260,7 @@ def _commit() -> str | None:
 def _sources() -> str:
     """First 16 hex digits of the SHA-256 over our own source files, each once, by its path in the package.
 
-    Two trees of one commit with changes differ; a checkout and what is installed from it do not.
+    Two trees of one commit with changes differ; a checkout and an installation from it do not.
     """
     root = Path(__file__).resolve().parent.parent
     files: dict[str, Path] = {}
@@ -300,7 +299,7 @@ def _cpu_name() -> str:
 
 
 def cpu_flags() -> list[str]:
-    """The instruction sets of this CPU that numeric libraries dispatch on."""
+    """The instruction sets of this CPU by which numeric libraries dispatch."""
     info = _cpu_info()
     return sorted(f for f in (info.get("flags") or info.get("Features") or "").split() if _ISA.match(f))
 

@@ -1,6 +1,6 @@
-"""Inputs that operators are asked about: ordinary ones, and the hard ones that rounding errors hide from.
+"""Inputs for testing operators: ordinary ones, and hard ones in which rounding errors are rare or hidden.
 
-Built from `torch.rand` alone, whose bits do not depend on the CPU's instruction set (those of `randn` do), so that one
+Built from `torch.rand` only, whose bits do not depend on the CPU's instruction set (those of `randn` do), so that one
 seed means one input on every CPU. A GPU's generator draws other numbers for the same seed; rows carry their device.
 """
 
@@ -39,16 +39,12 @@ def generator(seed: int, device: str | torch.device) -> torch.Generator:
 def make(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, rng: torch.Generator
 ) -> torch.Tensor:
-    """A tensor of the kind.
+    """A tensor of the kind. Raises ValueError: unknown kind.
 
     Args:
-        kind: A key of `KINDS`.
         shape: Any shape; `cancel` pairs neighbours along the last axis, the order-revealing kinds pair halves of it.
         dtype: Floating dtype of the result; the numbers are drawn in float32.
-        device: Where it is made; `rng` must live there.
-
-    Raises:
-        ValueError: unknown kind.
+        device: Where it is made; `rng` must be on it.
     """
 
     def uniform() -> torch.Tensor:
@@ -101,7 +97,6 @@ def make(
 
 
 def _in_turn(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-    """Rows of the one where their number is even, of the other where it is odd."""
     rows = torch.arange(math.prod(even.shape[:-1]), device=even.device).view(*even.shape[:-1], 1)
     return torch.where(rows % 2 == 0, even, odd)
 
@@ -118,17 +113,15 @@ def order_revealing(
 ) -> torch.Tensor:
     """Rows [rows, width] whose sum, or whose product with rows made with the same `seed`, is exactly zero.
 
-    The second half of a row holds the numbers of the first half in another place; with `negate` their sign is turned.
-    The sum of such a row, or its product with an unnegated one, cancels term by term, but not next to each other:
-    what a float32 accumulator is left with is its own rounding errors.
+    The second half of a row holds the numbers of the first half at other positions, negated with `negate`. The sum of
+    such a row, or its product with an unnegated one, cancels term by term, but not next to each other: a float32
+    accumulator is left with its own rounding errors.
 
     Args:
         rows: Number of rows; every row has numbers of its own.
         width: Terms of the sum. An odd width ends with one number 2^-12 times smaller.
-        dtype: Floating dtype of the result.
-        seed: Fixes the places, and with `rows` and `width` the numbers.
-        negate: Turn the sign of the second half.
-        binades: Exponents are spread evenly over that many. By default odd seeds take 6, where rounding errors are of
+        seed: Fixes the positions, and with `rows` and `width` the numbers.
+        binades: Exponents are spread evenly over this many. By default odd seeds take 6, where rounding errors are of
             many sizes; even ones 20, where the sum of a few terms has some too.
     """
     rng = generator(seed, device)
@@ -175,5 +168,5 @@ def product_operands(
     weight = make(weight_kind or kind, right, dtype, device, generator(seed + 1, device))
     if kind == "cancel":
         pairs = right[1] // 2 * 2
-        weight[:, 1:pairs:2] = weight[:, 0:pairs:2]  # so that the pairs of x cancel in the products, too
+        weight[:, 1:pairs:2] = weight[:, 0:pairs:2]  # so that the pairs of x also cancel in the products
     return x, weight

@@ -1,7 +1,6 @@
 """What really ran: launchers note the kernel they chose, and the first uses in which one is compiled or proven.
 
-Noting costs a list append while somebody listens, and nothing otherwise. It is process-wide on purpose: an engine runs
-the model on a thread of its own.
+A note costs a list append inside `listen`, and nothing otherwise. Process-wide, as an engine has a thread of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _listeners: list[Counter[str]] = []
 
 
 def note(what: str, times: int = 1) -> None:
-    """Say what is being launched, e.g. "matmul_chain[16x64x128]"."""
+    """Note what is being launched, e.g. "matmul_chain[16x64x128]"."""
     for counter in _listeners:
         counter[what] += times
 
 
 @contextmanager
 def listen() -> Iterator[Counter[str]]:
-    """Count the notes made inside the block, whichever thread makes them."""
+    """Count the notes made inside the block, on whichever thread."""
     counter: Counter[str] = Counter()
     _listeners.append(counter)
     try:
@@ -39,17 +38,16 @@ def listen() -> Iterator[Counter[str]]:
 
 # First uses: the seconds in which a kernel is compiled or a member of a class is proven, once and for good.
 #
-# Whoever proves says so here, Triton tells of what it compiled, and whoever times or shows progress listens. A timed
-# stretch then leaves these seconds out: they are the machine's first run's, not the kernel's. Like notes of launches
-# (`nondet.core.launch`), this is process-wide: an engine runs the model on a thread of its own.
+# The prover and Triton's compile hook report here; timers and progress displays listen. Timings leave these seconds
+# out, because only a machine's first run has them. Process-wide, as notes of launches are.
 
 
-@dataclass(eq=False)  # one is not another one that has seen as much
+@dataclass(eq=False)  # compared by identity
 class FirstUses:
-    """What was proven and compiled while somebody listened."""
+    """What was proven and compiled while the block listened."""
 
-    proofs: int = 0  # stretches of proving; what they compile is theirs
-    compiled: int = 0  # kernels that Triton compiled, those of proofs among them; none that it had on disk
+    proofs: int = 0  # stretches of proving, including the compilation in them
+    compiled: int = 0  # kernels that Triton compiled, also in proofs; not those from its cache on disk
     stretches: list[tuple[float, float]] = field(default_factory=list)  # (begin, end) by perf_counter, none nested
     on_change: Callable[[FirstUses], None] | None = None
 
@@ -92,7 +90,7 @@ def first_uses(on_change: Callable[[FirstUses], None] | None = None) -> Iterator
 
 @contextmanager
 def proving() -> Iterator[None]:
-    """Prove something inside. A GPU's earlier work is waited for first, so that its time is nobody's proof."""
+    """Prove something inside. A GPU's earlier work is waited for first: its time is not part of the proof."""
     if _depth.proving or not _listeners_first_use:
         yield
         return
@@ -108,7 +106,7 @@ def proving() -> Iterator[None]:
 
 
 def listen_to_triton() -> None:
-    """Have Triton tell of what it compiles, beside whoever listens to it already. Older versions tell nothing."""
+    """Add a listener to Triton's compilations, next to existing ones. Older versions of Triton report nothing."""
     import triton
 
     compilation: Any = getattr(getattr(triton, "knobs", None), "compilation", None)

@@ -1,7 +1,6 @@
 """One measurement: variants computed, sorted into classes of equal bits, replayed, checked and described as a row.
 
-Probes, benches and sampled runs ask different questions, and all of them ask here. So what a row says does not depend
-on who asked, and why something could not be measured is said in one way.
+Probes, benches and sampled runs all measure here, so that a row means the same whichever command made it.
 """
 
 from __future__ import annotations
@@ -24,21 +23,20 @@ from nondet.core.records import ClassError, ErrorFigures, Row, Status, Value
 from nondet.core.watch import Watch
 from nondet.errors import UserError, WrongResultError
 
-# The names of the device kernels that each variant of a case launched, from one profiler session a case.
+# The names of the device kernels that each variant of a case launched, from one profiler session per case.
 #
-# Only device activity is recorded, and read straight from the profiler's own list: matching kernels to operators
-# through the CPU's call stack, as `torch.profiler` does, takes longer than the measurement. Instead a kernel that
-# nothing else launches marks the beginning and the end of each variant, and what ran between two marks is the
-# variant's.
+# Only device activity is recorded, and read from the profiler's own list: matching kernels to operators through the
+# CPU's call stack, as `torch.profiler` does, takes longer than the measurement. Instead a kernel that nothing else
+# launches marks the beginning and the end of each variant; what ran between two marks belongs to the variant.
 
 # torch.nextafter is compiled into torch (no first-call compilation), and no probe or kernel of ours computes it.
 _MARK = "nextafter"
-# Copies and fills that belong to the allocator or the launcher, not to the arithmetic.
+# Copies and fills belong to the allocator or the launcher, not to the arithmetic.
 _NOT_KERNELS = ("Memcpy", "Memset")
 
 
 class VariantProfile:
-    """Marks variants while they run, and says afterwards which kernels each launched."""
+    """Marks variants while they run, and gives the kernels that each launched."""
 
     def __init__(self, session: Any = None, mark: torch.Tensor | None = None) -> None:
         self._session, self._mark = session, mark
@@ -46,7 +44,7 @@ class VariantProfile:
         self._elsewhere: dict[int, list[str]] = {}
 
     def variant(self, index: int) -> AbstractContextManager[Any]:
-        """Run one variant inside this."""
+        """Run one variant inside this block."""
         global _under_way
         self._marked.append(index)
         _under_way = self
@@ -78,7 +76,7 @@ _under_way: VariantProfile | None = None
 
 
 def launched_elsewhere(names: Sequence[str]) -> None:
-    """Say what the variant that is being computed launched in other processes, whose kernels no profiler here sees."""
+    """Add the kernels that the current variant launched in other processes, which the profiler here does not see."""
     if names and _under_way is not None:
         _under_way._elsewhere.setdefault(_under_way._marked[-1], list(names))
 
@@ -106,32 +104,32 @@ def between_marks(names: Sequence[str]) -> list[list[str]]:
 
 @contextmanager
 def profile_variants(device: str) -> Iterator[VariantProfile]:
-    """Profile what runs inside if the device is "cuda"; else a no-op: the launchers' own notes name what ran."""
+    """Profile the block if the device is "cuda"; else do nothing, because the launchers' own notes name what ran."""
     if device != "cuda":
         yield VariantProfile()
         return
     mark = torch.ones(1, device="cuda")
     torch.cuda.synchronize()
-    # torch.profiler.profile would first import torch's compiler, nine hundred modules that nobody here uses
+    # torch.profiler.profile would first import torch's compiler, nine hundred modules that are not needed
     with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as session:
         yield VariantProfile(session, mark)
         torch.cuda.synchronize()
 
 
-# Above this many variants only the class sizes are kept: a list of 10,000 labels tells a reader nothing.
+# Above this many variants only the class sizes are kept: a list of 10,000 labels is of no use to a reader.
 LISTED_VARIANTS = 4096
-# Of each class the first and the last variant are computed again; of a sweep with more classes, of the smallest ones.
+# The first and the last variant of each class are replayed; in a sweep with more classes, of the smallest ones.
 _CLASSES_REPLAYED = 12
-_CLASSES_TOLD = 12  # most classes whose errors are told one by one
+_CLASSES_TOLD = 12  # most classes whose errors are listed one by one
 
 
 class Trial(NamedTuple):
     """One variant.
 
     Attributes:
-        value: What it is called on the axis `varied`: M, a position, a run, "prefill", ...
+        value: Its name on the axis `varied`: M, a position, a run, "prefill", ...
         compute: Gives the result to compare: a tensor of the same shape and dtype for all variants of a case, or parts
-            that make one. Called once to measure. Must not copy to the host.
+            that make one. Must not copy to the host.
         many: `compute` gives [n, ...], n results of which each counts as one trial. An int value names the first of
             them, and the others count up from it (positions); a string names them all (shuffles).
     """
@@ -141,7 +139,7 @@ class Trial(NamedTuple):
     many: bool = False
 
     def joined(self, join: Callable[[Any], torch.Tensor] | None) -> Trial:
-        """The variant with one tensor made of its parts; itself where there is nothing to join."""
+        """The variant with one tensor made of its parts; itself if `join` is None."""
         return self if join is None else self._replace(compute=lambda: join(self.compute()))
 
 
@@ -158,26 +156,25 @@ def measure(
     extra: Callable[[list[torch.Tensor]], Mapping[str, Any]] | None = None,
     started: float | None = None,
 ) -> Row:
-    """Compute every variant, sort the results into classes, ask again what needs asking, and describe it all.
+    """Compute every variant, sort the results into classes, replay some, and describe it all as a row.
+
+    Raises WrongResultError: a result of another shape or dtype than the operator's.
 
     Args:
-        watch: What the variants call, if they call one operator: results are checked while variants are replayed.
+        watch: The operator that the variants call, if they call one: results are checked while variants are replayed.
         join: Makes one tensor of what a variant gives, unseen by the profiler.
-        replay: Compute variants a second time. A case that repeats one call does just that already.
+        replay: Compute variants a second time. A case that repeats one call does that already.
         warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class,
             with thousands of kernels that are not the variant's.
-        reference: What the first variant ought to be, in float64.
-        extra: Given one result of each class, what only the caller can say.
+        reference: What the first variant should be, in float64.
+        extra: Called with one result of each class; its entries go into the row's `extra`.
         started: `time.perf_counter()` when the case began; None: now.
-
-    Raises:
-        WrongResultError: a result of another shape or dtype than the operator's.
     """
     started = time.perf_counter() if started is None else started
     book = ClassBook()
     values: list[Value] = []
     starts = [0]
-    for trial in trials if warm else ():  # unheard: what a proof launches is not what serves
+    for trial in trials if warm else ():  # unprofiled: a proof's launches are not the variant's
         trial.compute()
     with listen() as noted, profile_variants(head.device if profile else "") as session:
         for trial in trials:
@@ -205,7 +202,7 @@ def measure(
     errors, (count,) = errors_against(representatives, reference, _nonfinite(book.representatives[0], reference))
     nonfinite = int(count)
     details = dict(extra(book.representatives)) if extra is not None else {}
-    # a sum that is shown in a narrow accumulator may overflow in one order and not in another
+    # where a demonstration adds in a narrow accumulator, one order may overflow and another not
     fault = _fault(watch, [] if head.demonstration else errors, details)
     if fault:
         status, reason = Status.WRONG, fault
@@ -237,7 +234,7 @@ def measure(
 
 
 def _class_errors(representatives: Sequence[torch.Tensor], reference: torch.Tensor | None) -> list[ClassError]:
-    """Of several classes, not too many to be read, of a dtype whose neighbours have one distance."""
+    """Only of two or more classes, few enough to be read, and of dtypes in which neighbours have one distance."""
     if reference is None or not 1 < len(representatives) <= _CLASSES_TOLD:
         return []
     dtype = representatives[0].dtype
@@ -245,7 +242,7 @@ def _class_errors(representatives: Sequence[torch.Tensor], reference: torch.Tens
 
 
 def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **figures: Any) -> Row:
-    """The row of trials computed: equal `results` are one class, by first appearance; `figures` as in `Row`."""
+    """The row of computed trials: equal `results` are one class, by first appearance; `figures` as in `Row`."""
     sizes = Counter(results)
     number = {result: i for i, result in enumerate(sizes)}
     found = {
@@ -264,7 +261,6 @@ def _finished(head: Row, started: float, **figures: Any) -> Row:
 
 
 def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> list[Value]:
-    """Label what one trial computed, and name its results on the axis `varied`."""
     if not trial.many:
         book.add_later(result)
         return [trial.value]
@@ -273,10 +269,10 @@ def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> list[Value]:
 
 
 def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, watch: Watch | None) -> tuple[int, int]:
-    """Compute some variants again: (how many, how many came out otherwise than the first time, or than a moment ago).
+    """Compute some variants again: (how many, how many differed from their first result, or between two calls).
 
-    A class that noise made does not come again when its variant is asked again; so the first and the last variant of
-    each class are asked, the smallest classes first, beside the first and the last of the sweep. `starts` is where the
+    A class that only noise made does not recur when its variant is repeated. So the first and the last variant of each
+    class are repeated, the smallest classes first, and the first and the last of the sweep. `starts` is where the
     results of each trial begin in the book's labels, and the number of labels.
     """
     owner = [i for i, (start, stop) in enumerate(itertools.pairwise(starts)) for _ in range(start, stop)]
@@ -287,7 +283,7 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
     for places in sorted(members.values(), key=len)[:_CLASSES_REPLAYED]:
         again_at |= {places[0], places[-1]}
     flags: list[torch.Tensor] = []  # bools of one element
-    of: list[int] = []  # whose they are
+    of: list[int] = []  # the index of each flag's variant
     for i in sorted(again_at, key=lambda at: (at != len(trials) - 1, at)):  # the last is the largest, mostly
         labels = book.labels[starts[i] : starts[i + 1]]
         again = _checked(trials[i], watch)
@@ -298,7 +294,6 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
 
 
 def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:
-    """Compute a variant, with results checked where there is a watch."""
     if watch is None:
         return trial.compute()
     watch.next_variant()
@@ -310,7 +305,7 @@ def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:
 
 
 def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping[str, Any]) -> str:
-    """Why the result is no answer, identical or not; "" where nothing says so."""
+    """Why the result is not a valid answer, identical or not; "" where nothing shows that."""
     if watch is not None and watch.fault:
         return watch.fault
     if any(error.max_abs is None for error in errors):
@@ -321,9 +316,9 @@ def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping
 
 
 def _nonfinite(result: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
-    """NaN equals NaN, so a kernel that gives nothing else is called identical: a reader should know how many.
+    """How many elements are NaN or infinite. NaN equals NaN, so a kernel that gives only NaN counts as identical.
 
-    Where the oracle itself is not finite they are the answer, and are held to it.
+    Where the reference itself is not finite, they are right.
     """
     if not (result.dtype.is_floating_point and result.element_size() > 1):
         return torch.zeros((), dtype=torch.int64, device=result.device)
@@ -336,17 +331,18 @@ def _nonfinite(result: torch.Tensor, reference: torch.Tensor | None) -> torch.Te
 
 @contextmanager
 def kept_warnings() -> Iterator[list[warnings.WarningMessage]]:
-    """Keep warnings, off the terminal: torch says in them why a backend refuses, each once a process otherwise."""
+    """Keep warnings off the terminal: in them torch gives the reason why a backend refuses, each once per process."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught
 
 
 def reason_of(error: BaseException, caught: Sequence[warnings.WarningMessage] = ()) -> tuple[str, str]:
-    """(status, reason) of what could not be measured: a refusal is skipped, no answer is wrong, the rest failed."""
+    """(status, reason) of a failed measurement: a refusal is skipped, an invalid answer is wrong, the rest is an
+    error."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
     if "No available kernel" in line:
-        # "... not used because:" is a heading, and "has been runtime disabled" is our own asking for one backend alone
+        # "... not used because:" is a heading, and "has been runtime disabled" is our own restriction to one backend
         texts = [str(w.message).partition(" (Triggered")[0] for w in caught]
         reasons = [text for text in texts if "because:" not in text and "runtime disabled" not in text]
         return Status.SKIPPED, " ".join([line, *dict.fromkeys(reasons)])[:500]
@@ -360,13 +356,13 @@ def reason_of(error: BaseException, caught: Sequence[warnings.WarningMessage] = 
 
 
 def failed(head: Row, error: BaseException, started: float, caught: Sequence[warnings.WarningMessage] = ()) -> Row:
-    """The row of what could not be measured."""
+    """The row of a case that could not be measured."""
     status, reason = reason_of(error, caught)
     return _finished(head, started, status=status, reason=reason)
 
 
 def check_device_alive(device: str, error: BaseException) -> None:
-    """A sticky CUDA error poisons every later call: a `RuntimeError` then, better than rows that all fail."""
+    """Raise `RuntimeError` after a sticky CUDA error, because it makes every later call fail."""
     if device != "cuda":
         return
     try:
@@ -383,7 +379,7 @@ Fingerprint = dict[str, tuple[torch.Tensor, ...]]
 def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
     """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show.
 
-    A read of the inputs, and no copy of them. Names are those of a mapping, or places in a sequence.
+    The inputs are read, not copied. Names are the keys of a mapping, or positions in a sequence.
     """
     if isinstance(inputs, torch.Tensor):
         raw = inputs.detach()
@@ -408,7 +404,8 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
 
 
 def _packed(raw: torch.Tensor) -> torch.Tensor:
-    """Eight bytes of a row at a time, where they lie together: their sums tell as much, and are read faster."""
+    """Eight bytes of a row at a time, where they are contiguous: faster to read, and their sums show the same
+    changes."""
     each = 8 // raw.element_size()
     together = raw.dim() > 0 and raw.numel() > 0 and raw.stride(-1) == 1 and raw.shape[-1] % each == 0
     aligned = raw.storage_offset() % each == 0 and all(stride % each == 0 for stride in raw.stride()[:-1])
@@ -416,13 +413,13 @@ def _packed(raw: torch.Tensor) -> torch.Tensor:
 
 
 def written_to(before: Fingerprint, inputs: Any) -> list[str]:
-    """Names of the tensors whose bits are no longer what they were."""
+    """Names of the tensors whose bits have changed."""
     after = fingerprint(inputs)
     pairs = [(name, a, b) for name, sums in before.items() for a, b in zip(sums, after[name], strict=True)]
     resized = {name for name, a, b in pairs if a.shape != b.shape}
     same = {name: [(a == b).all() for other, a, b in pairs if other == name] for name in before if name not in resized}
     answers = [(name, answer) for name, every in same.items() for answer in every]
-    # looked at together: each look waits for the device
+    # copied together: each copy waits for the device
     kept = torch.stack([x.to(answers[0][1].device) for _, x in answers]).tolist() if answers else []
     changed = resized | {name for (name, _), is_kept in zip(answers, kept, strict=True) if not is_kept}
     return [name for name in before if name in changed]

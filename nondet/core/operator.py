@@ -1,13 +1,11 @@
-"""What an operator is to nondet: one frozen `Operator` in the folder of its kernels, what bench and certify ask of it
-included.
-"""
+"""What an operator is: one frozen `Operator` in the folder of its kernels, with its benchmarks and certification."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-# What `nondet bench` times and what `nondet certify` asks of an operator, as data in its declaration. No torch.
+# What `nondet bench` times and what `nondet certify` tests of an operator, as data in its declaration. No torch.
 #
 # A shape maps named axes onto sizes: {"M": 16, "K": 4096, "N": 6144}. An operator's operands name the axes that they
 # have, so that inputs, and those of a smaller batch, are made in one place for all operators.
@@ -24,12 +22,12 @@ class Operand:
     """One tensor argument, in the order of the signature.
 
     Attributes:
-        axes: Of its shape. The first operand's first axis is the batch; others that begin with it hold rows of the
-            batch as well.
-        transposed: Drawn in the order of `axes`, then handed over with its last two axes exchanged: the layout that
-            models hold.
-        below: It holds integers from 0 up to the size of that axis, none of them the size itself.
-        made_by: Target of (shape, device) -> tensor, or another argument, for what follows from the sizes alone.
+        axes: Of its shape. The first operand's first axis is the batch; other operands that begin with it hold rows of
+            the batch as well.
+        transposed: Drawn in the order of `axes`, then passed with its last two axes exchanged: the layout that models
+            hold.
+        below: It holds integers from 0 up to the size of that axis (exclusive).
+        made_by: Target of (shape, device) -> tensor, or another argument, for what follows from the sizes only.
     """
 
     axes: tuple[str, ...]
@@ -45,12 +43,12 @@ class BenchSizes:
     m: tuple[int, ...] | None = None  # rows; for attention the batch
     k: int | None = None  # K of a product, the width of a row operator, the KV length of attention
     n: int | None = None
-    jigsaw: bool = False  # M on both sides of the borders of tiles, for products
+    jigsaw: bool = False  # M on both sides of tile boundaries, for products
 
 
 @dataclass(frozen=True)
 class BenchCell:
-    """One cell to time: the section of the report that it belongs to, and its shape."""
+    """One benchmark case: the section of the report that it belongs to, and its shape."""
 
     section: str
     shape: Shape
@@ -61,14 +59,14 @@ class Bench:
     """What is timed.
 
     Attributes:
-        cells: (sizes, device type) -> cells, in order.
-        work: Shape -> (elements read and written, floating-point operations): each input read once, each output
-            written once, nothing kept between calls. No operations where memory is the limit on every machine.
-        group: Axes whose sizes the cells of a group share. They ask for equal bits; they differ in the batch axis.
-        options: Options of the command line that its sizes follow, beside --m and --k: "n", "jigsaw".
-        fp8: Operands are float8_e4m3fn, whatever else is asked for, and `work` counts bytes.
-        company: What the bits of a group's cells are compared over: "rows" (row 0 among M), or "queries" (the last
-            query decoded alone, decoded beside others, and at the end of a prefill).
+        cells: (sizes, device type) -> benchmark cases, in order.
+        work: Shape -> (elements read and written, floating-point operations): each input read once, each output written
+            once, nothing kept between calls. No operations where memory is the limit on every machine.
+        group: Axes whose sizes the cases of a group share. They should give equal bits; they differ in the batch axis.
+        options: Options of the command line that its sizes follow, in addition to --m and --k: "n", "jigsaw".
+        fp8: Operands are float8_e4m3fn, whatever dtype is requested, and `work` counts bytes.
+        company: What the bits of a group's cases are compared over: "rows" (row 0 among M), or "queries" (the last
+            query decoded solo, with other requests, and at the end of a prefill).
     """
 
     cells: Callable[[BenchSizes, str], list[BenchCell]]
@@ -83,7 +81,7 @@ class Bench:
 def row_cells(
     section: str, axis: str, shapes: tuple[tuple[int, int], ...]
 ) -> Callable[[BenchSizes, str], list[BenchCell]]:
-    """Cells of an operator over rows [M, axis]: (M, width) on CUDA, two sizes of the first width on a CPU."""
+    """Cases of an operator over rows [M, axis]: (M, width) on CUDA, two sizes of the first width on a CPU."""
 
     def cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
         pairs = shapes
@@ -98,9 +96,9 @@ def row_cells(
 
 
 def tile_borders(first: int, last: int) -> tuple[int, ...]:
-    """M on both sides of the borders of tiles, where a sawtooth shows: b and b + 1 for every border b in [first, last].
+    """M on both sides of tile boundaries, where a sawtooth shows: b and b + 1 for every boundary b in [first, last].
 
-    Borders are the multiples of 8 up to 64, of 64 up to 1024, and of 256 beyond: tile heights are such multiples.
+    Boundaries are the multiples of 8 up to 64, of 64 up to 1024, and of 256 beyond: tile heights are such multiples.
     """
     borders = [*range(8, 65, 8), *range(128, 1025, 64), *range(1280, last + 1, 256)]
     rows = {first, last} | {m for b in borders for m in (b, b + 1) if first <= m <= last}
@@ -109,14 +107,14 @@ def tile_borders(first: int, last: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowProbing:
-    """What `nondet probe` asks of an operator over rows: it gets a probe under its own name.
+    """What `nondet probe` tests of an operator over rows: it gets a probe under its own name.
 
     Attributes:
-        widths: Of real models, and an odd one. The first gets the hard inputs and all questions but the sweep over M.
+        widths: Of real models, and an odd one. The first gets the hard inputs and all tests but the sweep over M.
         width_keys: Sizes of a model (hidden, head_dim, vocabulary) that are widths of this operator.
         hard_scale: Factor on the hard inputs, for operators that would saturate.
         adds: It adds the elements themselves, so that rows whose sum is exactly 0 show its order.
-        numbers: Kinds of input (`nondet.core.inputs`) that its rows may be made of, beside ordinary and hard ones.
+        numbers: Further kinds of input (`nondet.core.inputs`), in addition to ordinary and hard ones.
     """
 
     widths: tuple[int, ...]
@@ -128,10 +126,10 @@ class RowProbing:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionForm:
-    """What `nondet certify` asks on one device type; a subclass for each form of operator."""
+    """What `nondet certify` tests on one device type; a subclass for each form of operator."""
 
-    kinds: tuple[str, ...] = ()  # kinds of input (`nondet.core.inputs`), each asked in turn; empty: those of products
-    dtypes: tuple[str, ...] | None = None  # asked by default; None: all of the class
+    kinds: tuple[str, ...] = ()  # kinds of input (`nondet.core.inputs`), each tested in turn; empty: those of products
+    dtypes: tuple[str, ...] | None = None  # tested by default; None: all of the class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +141,7 @@ class ProductForm(QuestionForm):
         odd: (K, N) that are multiples of no tile.
         batches: Rows; tiles, waves and libraries' heuristics change there, and the odd ones leave tails.
         few_batches: For everything but the main layout.
-        main: The layout that every layer is asked in; None: the first layer stands for all.
+        main: The layout in which every layer is tested; None: the first layer represents all.
         layouts, odd_layouts, full_layouts: Of the first layer, of the odd sizes, and more of the first with --full.
         batched, batched_layouts, full_batched_layouts: (K, N) and layouts of a product of batches; None: there is none.
     """
@@ -165,16 +163,16 @@ class ProductForm(QuestionForm):
 class RowForm(QuestionForm):
     """Of operators over the last axis."""
 
-    widths: tuple[int, ...]  # the first is also asked in strided rows
+    widths: tuple[int, ...]  # the first is also tested in strided rows
     batches: tuple[int, ...]
     elements: int  # most elements of a batch
-    outlier_scale: float = 1.0  # on inputs with outliers, for operators in which one term would be all
+    outlier_scale: float = 1.0  # on inputs with outliers, for operators in which one term would dominate
     sizes: Mapping[str, int] = field(default_factory=dict)  # of operands' axes between the batch's and the last
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of an attention, and how many requests there are; `default` without --full, of other dtypes the first."""
+    """Heads of an attention, and numbers of requests; `default` without --full, of other dtypes only its first."""
 
     query: int
     key: int
@@ -209,15 +207,11 @@ class ScaledForm(QuestionForm):
     batches: tuple[int, ...]
 
 
-# What an operator is to nondet: one frozen `Operator` in the folder of its kernels, and nothing about it elsewhere.
-#
-# `nondet.core.registry` lists the declarations. It gives probes their implementations by name; `kernels/dispatch`
-# reads which aten operators they replace, `nondet/core/registry.py` which orders of reduction they claim,
-# `nondet.certify` what is asked of them, `nondet.bench` what is timed. So an operator is added in its own folder, and
-# a backend is one file and its lines here.
+# An operator is one frozen `Operator` in the folder of its kernels; `nondet.core.registry` lists them. Probes,
+# `kernels/dispatch`, `nondet.certify` and `nondet.bench` read it: an operator is added in its own folder.
 #
 # A target is "module:attribute", imported at first use: declarations import no torch and no kernel. Device types are
-# "cpu" and "cuda"; `ANY` stands for every one.
+# "cpu" and "cuda"; `ANY` means both.
 
 ANY = "*"
 INVARIANT = "invariant"
@@ -229,14 +223,13 @@ class Implementation:
     """One way to compute the operator, under the operator's signature (`nondet.kernels.reference`).
 
     Attributes:
-        name: As asked for on the command line.
+        name: As on the command line.
         targets: Device type -> target.
-        stock: What a user gets by default, or one of its named backends: others are held against it.
+        stock: What a user gets by default, or one of its named backends: others are compared with it.
         invariant: It claims that an element's bits do not depend on the batch. The first such implementation with a
-            target for a device is what replacements reach as `Kernels.NAME` there, and what `nondet certify` calls
-            "invariant".
-        slow: Timed only where it is asked for by its name.
-        entries: Further functions of the same kernels, for callers who know more than the signature says: name ->
+            target for a device is `Kernels.NAME` for replacements there, and "invariant" for `nondet certify`.
+        slow: Timed only where it is requested by its name.
+        entries: Further functions of the same kernels, for callers that know more than the signature shows: name ->
             device type -> target. `kernels/dispatch` reaches them as `Kernels.NAME`.
     """
 
@@ -266,20 +259,20 @@ class AtenOperator:
 
     name: str  # "mm", or with its overload "mean.dim"
     replacement: str  # target of a function that takes the device's `Kernels` and the operator's own arguments
-    out: str | None = None  # its out= form, where that has a kernel of its own in torch
+    out: str | None = None  # its out= form, where torch has a separate kernel for it
     in_place: bool = False
-    composed: bool = False  # torch makes it of other operators; a replacement of the whole has no gradient
+    composed: bool = False  # torch composes it of other operators; a replacement of the whole has no gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderClass:
-    """One order of reduction, written down: implementations of one class give equal bits for every input."""
+    """One order of reduction: implementations of one class give equal bits for every input."""
 
     name: str
     device: str
-    dtypes: tuple[str, ...]  # of the operands, by default those that are certified; results have the first operand's
+    dtypes: tuple[str, ...]  # of the operands that are certified by default; results have the first operand's
     accumulator: str  # where sums are kept
-    order: str  # in plain words, for the writer of another kernel
+    order: str  # in plain words, for the author of another kernel
     formula: str  # the same in symbols; fl is one rounding to the accumulator's format
 
 
@@ -289,7 +282,7 @@ class Claim:
 
     Attributes:
         anchor: Target of the function that all others are compared with, bit by bit; or `ONE_ROW`: the invariant
-            implementation on each row alone, where a library's own order is the class.
+            implementation on each row separately, where a library's own order is the class.
         members: Name -> target, or `INVARIANT`: the implementation that a user gets. A name that ends in "/*" is a
             family of members: its target takes a dtype's name and gives {name: callable}.
     """
@@ -301,11 +294,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class AccuracyBound:
-    """How far from the float64 oracle a sound implementation may be, whatever its order.
+    """How far from the float64 oracle a correct implementation may be, whatever its order.
 
     Attributes:
-        bound: Target of a function of `nondet.core.watch`: of one call's terms and operands, what is allowed at each
-            element.
+        bound: Target of a function of `nondet.core.watch`: one call's terms and operands -> allowed error per element.
         source: The same in words, and where it is from.
     """
 
@@ -320,11 +312,11 @@ class Operator:
     Attributes:
         name: In snake_case; on the command line underscores may be hyphens.
         reference: Target of the float64 oracle, whose signature is the operator's.
-        implementations: In the order in which they are listed. None at all: known to `batch_invariant()` alone.
-        accuracy: What results are held to; None: shape, dtype and finiteness alone.
+        implementations: In the order in which they are listed. Empty: only `batch_invariant()` uses the operator.
+        accuracy: Bound on the results; None: only shape, dtype and finiteness are checked.
         operands: The tensor arguments, as they are timed and certified.
-        probe: What the probe of its own asks; None: it has none, or one that is a file in `probes/`.
-        questions: Device type -> what is asked by `nondet certify`, of the classes that `claims` names there.
+        probe: What its probe tests; None: it has none, or one that is a file in `probes/`.
+        questions: Device type -> what `nondet certify` tests, of the classes that `claims` names there.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""Processes of our own: started without their parent's main module, ended with their parent; and a GPU asked without
-torch.
-"""
+"""Processes of our own: started without their parent's main module, ended with it; GPU memory without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from typing import Any
 
 @contextmanager
 def nvml() -> Iterator[ctypes.CDLL | None]:
-    """The NVIDIA driver's management library for a while; None where there is none, or what is asked of it fails."""
+    """The NVIDIA driver's management library for a while; None if it is missing or fails."""
     try:
         library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
         started = library.nvmlInit_v2() == 0
@@ -41,7 +39,7 @@ class _Memory(ctypes.Structure):
 
 
 def free_gpu_memory(uuid: str) -> int | None:
-    """Free bytes of the GPU whose UUID torch gives; None where the library doesn't say, as for a part of a GPU."""
+    """Free bytes of the GPU with torch's UUID; None where the library doesn't report it, as for a part of a GPU."""
     handle, memory = ctypes.c_void_p(), _Memory()
     with nvml() as driver, suppress(AttributeError, UnicodeEncodeError):
         name = f"GPU-{uuid.removeprefix('GPU-')}".encode("ascii")
@@ -53,7 +51,7 @@ def free_gpu_memory(uuid: str) -> int | None:
 
 
 def free_memory() -> int:
-    """Bytes of main memory that can be had without swapping, in the container that this runs in."""
+    """Bytes of main memory that are available without swapping, in the container that this runs in."""
     import psutil  # type: ignore[import-untyped] # it ships no type information
 
     free = int(psutil.virtual_memory().available)  # of the host
@@ -64,7 +62,7 @@ def free_memory() -> int:
             return free
         cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE)
         return max(0, min(free, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
-    except (OSError, ValueError):  # no container, or one of an older kind
+    except (OSError, ValueError):  # not in a container, or in one of an older kind
         return free
 
 
@@ -73,7 +71,7 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def no_main() -> Iterator[None]:
-    """A spawned process imports its parent's main module again; ours need nothing of it, and a notebook has none."""
+    """Keep spawned processes from importing their parent's main module: they don't need it, and a notebook has none."""
     main = sys.modules["__main__"]
     names = [name for name in ("__file__", "__spec__") if name in main.__dict__]
     kept: dict[str, Any] = {name: main.__dict__.pop(name) for name in names}
@@ -86,18 +84,18 @@ def no_main() -> Iterator[None]:
 
 @contextmanager
 def no_interrupts() -> Iterator[None]:
-    """What is started inside never hears of Ctrl-C, which a terminal sends to all: its parent ends it."""
+    """Processes started inside ignore Ctrl-C, which a terminal sends to all: their parent ends them."""
     if hasattr(signal, "pthread_sigmask"):
         from multiprocessing import resource_tracker
 
-        resource_tracker.ensure_running()  # started here, it would let signals through again
+        resource_tracker.ensure_running()  # started inside, it would let signals through again
     with interrupts_later():
         yield
 
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """A Ctrl-C is heard when the block ends: a thread cut off while it starts can neither be joined nor left."""
+    """Delay Ctrl-C to the end of the block: a thread interrupted while it starts can neither be joined nor left."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -109,7 +107,7 @@ def interrupts_later() -> Iterator[None]:
 
 
 def end_with_parent(leave: Callable[[], object]) -> None:
-    """Wait until the parent is gone, however it went, and call `leave`: the body of a thread of a spawned process."""
+    """Wait until the parent has ended, in whatever way, and call `leave`: the body of a thread of a spawned process."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -117,15 +115,15 @@ def end_with_parent(leave: Callable[[], object]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process, a fork of process number `parent`, as soon as that one is gone."""
+    """Have Linux kill this process, a fork of process number `parent`, as soon as that one has ended."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # it had ended before
         os._exit(1)
 
 
 def obituary(process: Any) -> str:
-    """What became of a process that said nothing more: "was killed by SIGKILL", "ended with exit code 1"."""
+    """How a process ended that sent nothing more: "was killed by SIGKILL", "ended with exit code 1"."""
     process.join(2.0)
     code = process.exitcode
     if code is not None and code < 0:

@@ -1,4 +1,4 @@
-"""How far a run is, where nobody looks at a terminal: a line each half minute. On a terminal it is rich's bar."""
+"""Progress of a run where stderr is not a terminal: a line each half minute. On a terminal it is rich's bar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERY_S = 30.0
 
 
 class Lines(Progress):
-    """As the bar in whose place it is; `say` is given a line each half minute, until `wait`(seconds) gives True."""
+    """Replaces rich's bar; `say` is called with a line each half minute, until `wait`(seconds) returns True."""
 
     def __init__(
         self,
@@ -29,18 +29,18 @@ class Lines(Progress):
         self._teller: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to tell. A thread: a case may take longer than half a minute."""
+        """Begin to report, on a thread, because a case may take longer than half a minute."""
         self._teller = threading.Thread(target=self.watch, daemon=True)
         self._teller.start()
 
     def stop(self) -> None:
-        """Tell no more: what comes next has stderr to itself, unless that takes nothing for a second."""
+        """Stop reporting: what follows has stderr to itself, unless that takes nothing for a second."""
         self._over.set()
         if self._teller is not None:
             self._teller.join(1.0)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """As rich's; what a resumed run had done before took no time of this one."""
+        """As rich's; what a resumed run had done before does not count towards this one's time."""
         if "advance" in changes:
             self._first.setdefault(task_id, self._tasks[task_id].completed)
         elif "completed" in changes:
@@ -52,7 +52,7 @@ class Lines(Progress):
         while not self._wait(EVERY_S):
             line = self.line()
             if line:
-                with suppress(OSError, ValueError):  # stderr is gone: nobody listens
+                with suppress(OSError, ValueError):  # stderr is closed
                     self._say(line)
 
     def line(self) -> str:

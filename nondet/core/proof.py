@@ -1,11 +1,10 @@
 """The one prover: does a member of a numerics class give the class's bits? And the key that a proof is filed under.
 
-`nondet certify` and the dispatchers prove by the same step (`attempt`), under keys that the same function makes
-(`operands_key`), in the same store (`nondet.core.certificates`), so that what one of them has proven the other finds.
+`nondet certify` and the dispatchers prove by the same step (`attempt`), under keys of the same function
+(`operands_key`), in the same store (`nondet.core.certificates`), so each finds what the other has proven.
 
-A verdict is one of three. True: every bit is the anchor's. False: some are not; that is kept, and outlives later
-proofs. None: it could not be told (memory, a launch that failed); nothing is kept, and whoever asks takes another
-member.
+A verdict is one of three. True: every bit is the anchor's. False: some are not; that is kept, and overrides later
+proofs. None: undecided (memory, a failed launch); nothing is kept, and the caller uses another member.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from nondet.errors import UserError
 if TYPE_CHECKING:
     from nondet.core.certificates import Certificates
 
-# "order" first: its exact result is zero, so that what comes out is the rounding errors of the order and nothing else.
+# "order" comes first: its exact result is zero, so the result consists of the rounding errors of the order only.
 # "order-wide" is the same with exponents further apart, for sums of few terms.
 PRODUCT_INPUTS = ("order", "order-wide", "wide", "cancel", "outlier", "bell")
 
@@ -32,11 +31,11 @@ BIAS_SIZE = {"order": 2.0**-14, "order-wide": 2.0**-4}
 
 
 class DeviceLostError(RuntimeError):
-    """A sticky CUDA error: every later call would fail, and a proof of anything mean nothing."""
+    """A sticky CUDA error: every later call would fail, and a proof would be void."""
 
 
 class Claim(NamedTuple):
-    """A member that says it has a class's bits at a key.
+    """A member that claims a class's bits at a key.
 
     Attributes:
         member: Its name, with whatever is chosen inside it: a tile, an algorithm.
@@ -50,7 +49,7 @@ class Claim(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One computation beside the anchor's result.
+    """One computation compared with the anchor's result.
 
     Attributes:
         result: What was computed; None where it failed.
@@ -73,13 +72,13 @@ def operands_key(
     """The key of a proof: the class, and of every operand what may change the bits.
 
     "chain | bfloat16[1,16,4096]/0,4096,1@256 bfloat16[1,4096,512]/0,1,4096@256 | bias". An operand is its dtype, shape,
-    strides (0 along an axis of one element or none, where no step is taken) and the alignment of its first element in
-    bytes, to 256 (on a CPU, 64). Numbers and None stand as they are.
+    strides (0 along an axis of at most one element, because no step is taken) and the alignment of its first element in
+    bytes, up to 256 (on a CPU, 64). Numbers and None are written as they are.
 
     Args:
         operands: Tensors, numbers, None, or lists and tuples of these.
         options: Whatever else decides: settings, a mask, a form.
-        alignment: Of all operands, where a member is bound for one; else each one's own.
+        alignment: Of all operands, where a member requires one; else each one's own.
     """
     words = " ".join(_operand(x, alignment) for x in operands)
     return " | ".join(part for part in (cls, words, " ".join(options)) if part)
@@ -92,12 +91,12 @@ def _operand(x: Any, alignment: int | None) -> str:
         return str(x)
     sizes = ",".join(map(str, x.shape))
     strides = ",".join(str(step if size > 1 else 0) for size, step in zip(x.shape, x.stride(), strict=True))
-    low = x.data_ptr() | (256 if x.is_cuda else 64)  # what allocators give at least, and libraries look at
+    low = x.data_ptr() | (256 if x.is_cuda else 64)  # the least that allocators give, and the most that libraries check
     return f"{str(x.dtype).removeprefix('torch.')}[{sizes}]/{strides}@{alignment or low & -low}"
 
 
 def distinct(x: torch.Tensor) -> bool:
-    """Has every element of x a place of its own in memory, as far as sizes and strides show it?"""
+    """Whether every element of x has its own address, as far as sizes and strides show it."""
     reach = 0
     for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
@@ -108,7 +107,7 @@ def distinct(x: torch.Tensor) -> bool:
 
 
 def switches(device: str) -> tuple[object, ...]:
-    """What `settings` is made of, unnamed: equal where it is. For look-ups that can't wait for words."""
+    """The values behind `settings`, without names, for look-ups that are too frequent for text."""
     if device == "cuda":
         return settings(device)
     fixed = torch._C._get_float32_matmul_precision(), torch._C._get_deterministic_algorithms()
@@ -134,7 +133,7 @@ def settings(device: str) -> tuple[str, ...]:
 
 
 def attempt(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Attempt:
-    """Compute, and compare with the anchor's result bit by bit; a `DeviceLostError` if it took the context along."""
+    """Compute, and compare with the anchor's result bit by bit; a `DeviceLostError` if the CUDA context is lost."""
     try:
         result = compute()
         return Attempt(result, bool(same(expected, result).all()), None)
@@ -157,17 +156,17 @@ def prove(
     inputs: Iterable[tuple[str, tuple[Any, ...]]],
     kept: Certificates,
 ) -> list[bool | None]:
-    """Has each member the anchor's bits on all of the inputs? What is seen is recorded under its claim.
+    """Whether each member has the anchor's bits on all of the inputs. Results are recorded under its claim.
 
     Args:
-        anchor: anchor(*operands) -> the bits that are the class.
-        inputs: (name, operands), one after the other. All calls get the very same ones and must not write to them.
+        anchor: anchor(*operands) -> the bits that define the class.
+        inputs: (name, operands), one after the other. All calls get the same tensors and must not write to them.
         kept: Where proofs and exclusions go.
 
     Returns:
-        For each claim True, False, or None: it failed to run, gave another shape or dtype, was given no inputs, or
-        nothing but NaN and infinities. A failure may pass, so it is no exclusion: the member is set aside for as long
-        as this process lasts. Where memory did not suffice, nothing is even set aside.
+        For each claim True, False, or None: it failed to run, gave another shape or dtype, was given no inputs, or gave
+            only NaN and infinities. A failure may be temporary, so it is not an exclusion: the member is set aside for
+            as long as this process lasts. Where memory did not suffice, nothing is even set aside.
 
     Raises:
         DeviceLostError: a call took the CUDA context with it.
@@ -209,7 +208,7 @@ def _prove(
 def _stands_on(
     claim: Claim, kind: str, operands: tuple[Any, ...], expected: torch.Tensor, kept: Certificates
 ) -> bool | None:
-    """The verdict of one input, recorded where it is no True."""
+    """The verdict of one input, recorded unless it is True."""
     tried = attempt(expected, lambda: claim.call(*operands))
     if isinstance(tried.failure, torch.cuda.OutOfMemoryError):
         return None
@@ -247,8 +246,8 @@ def product_inputs(
 ) -> Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
     """Operands of a product over K, one kind after another: (kind, (x [m, k], weight [n, k], bias [n] or None)).
 
-    With batch > 1 x is [batch, m, k] and weight [batch, n, k]. Both are contiguous: a caller that is about another
-    layout makes it of them (weight.T for "tn"). Made on the device, one kind at a time.
+    With batch > 1 x is [batch, m, k] and weight [batch, n, k]. Both are contiguous: for another layout the caller
+    converts them (weight.T for "tn"). Made on the device, one kind at a time.
     """
     for kind in kinds:
         x, weight = product_operands(kind, (batch * m, k), (batch * n, k), dtype, device, seed)

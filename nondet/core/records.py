@@ -1,8 +1,7 @@
 """Every record of a run file, by section, the run that collects them, and what a reader checks of them. No torch.
 
-What a reader must know of a row to judge it is in its fields: what kind of thing varied, whether the case shows a cause
-on purpose, whether every sum in it is exact, what role its implementation has and whether that claims invariance. Files
-from before schema 3 lack these fields; they are filled in here, from the names such files used, and nowhere else.
+The fields of a row hold everything that a reader needs to judge it. Files from before schema 3 lack some of them; they
+are derived here, and nowhere else, from the names that these files used.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, 
 
 import msgspec
 
-NUMBER_MOST = 2**53  # what JSON's readers agree on; a ULP distance in float64 may be larger, and has its own limit
+# the largest integer on which JSON readers agree; a ULP distance in float64 may be larger, and has its own limit
+NUMBER_MOST = 2**53
 TOKENS_MOST = 2**24
-# What a reader takes for a count, a size of some tokens, and a figure; and a digest, empty where there is none.
+# A count, a size, a list of tokens, a figure, and a digest (empty where there is none).
 Count = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MOST)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MOST)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MOST)]
@@ -34,11 +34,11 @@ Outcome = Annotated[str, msgspec.Meta(pattern=r"\A(ok|error)\Z")]
 
 
 class Status:
-    """Statuses of a row, and of an implementation in a cell. Plain strings: a run file reads without this module."""
+    """Statuses of a row, and of an implementation in a benchmark case. Plain strings, as in the run file."""
 
     IDENTICAL: ClassVar[str] = "identical"
     DIVERGENT: ClassVar[str] = "divergent"
-    WRONG: ClassVar[str] = "wrong"  # no answer to the question that was put; its variants may agree all the same
+    WRONG: ClassVar[str] = "wrong"  # the result is not a valid answer, even if all variants agree
     TIMED: ClassVar[str] = "timed"
     SKIPPED: ClassVar[str] = "skipped"
     ERROR: ClassVar[str] = "error"
@@ -53,7 +53,7 @@ class Axis(StrEnum):
     OTHER = "other"
 
 
-# What varied -> its kind, where a case does not say. What is not listed is called by its name: bits depend on length.
+# What varied -> its kind, where a case does not give one. Anything else is a kind of its own: bits depend on length.
 _AXES: dict[str, Axis] = {
     "run": Axis.RUN,
     "batch_size": Axis.BATCH,
@@ -66,7 +66,7 @@ _AXES: dict[str, Axis] = {
     "neighbour_values": Axis.BATCH,
     "neighbour_length": Axis.BATCH,
     "history": Axis.RUN,  # the same call at another moment
-    "prompt_length": Axis.BATCH,  # more tokens of the same prompt ride along
+    "prompt_length": Axis.BATCH,  # more tokens of the same prompt are in the batch
     "split": Axis.ORDER,
     "order": Axis.ORDER,
 }
@@ -76,14 +76,14 @@ class Role(StrEnum):
     """What an implementation is to a reader of a report."""
 
     STOCK = "stock"  # what a user gets by default
-    BACKEND = "backend"  # one of stock's backends, asked for by name
+    BACKEND = "backend"  # one of stock's backends, selected by name
     INVARIANT = "invariant"
     PART = "part"  # one family of operators replaced, the rest stock
-    OTHER = "other"  # a user's own function, a member of a numerics class
+    OTHER = "other"  # a user's own function, or a member of a numerics class
 
 
 def role_of(impl: str) -> Role:
-    """The role that a name of ours stands for: stock, stock-flash, invariant, invariant:attention. The only place."""
+    """The role of an implementation by its name: stock, stock-flash, invariant, invariant:attention."""
     if impl in ("stock", "invariant"):
         return Role(impl)
     if impl == "server" or impl.startswith("server-"):  # whatever it runs is what its users get
@@ -98,7 +98,7 @@ def families_of(impl: str) -> str:
     return impl.partition(":")[2] if role_of(impl) == Role.PART else ""
 
 
-# How files from before schema 3 told what is a field now.
+# Files from before schema 3 lack the field `demonstration`.
 _SHOWN_ON_PURPOSE = {"float_sum", "split_k"}
 _EXACT_INPUTS = {"integers", "ones"}
 
@@ -110,17 +110,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What a resumed run recognizes a finished record by: its tag, and what its `keyed_by` names."""
+        """By what a resumed run recognizes a finished record: its tag, and what its `keyed_by` names."""
         parts = (getattr(self, name) for name in self.keyed_by)
         return (str(self.__struct_config__.tag), *("+".join(p) if isinstance(p, list) else str(p) for p in parts))
 
     def refused(self, why: str) -> Self:
-        """What is written where no reader would take the record: itself as a failure, where its kind can fail."""
+        """The record as a failure, where its kind can fail: written if a reader would reject the record itself."""
         return self
 
 
 class ImplementationRecord(Record, frozen=True, kw_only=True):
-    """A record of one implementation alone: stock, invariant, invariant:attention, a server's ..."""
+    """A record of one implementation: stock, invariant, invariant:attention, a server's ..."""
 
     impl: str
 
@@ -145,8 +145,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     first_bits: list[Bits] | msgspec.UnsetType = msgspec.UNSET
     # the class of the other side, where the reference is the first of several classes; unset elsewhere
     label: int | msgspec.UnsetType = msgspec.UNSET
-    # largest magnitude of the reference's finite elements, what max_abs is held against; None in files that did not
-    # record it, and where nothing differs
+    # largest magnitude of the reference's finite elements, to compare max_abs with; None if nothing differs or
+    # unrecorded
     scale: Figure | None = None
 
 
@@ -156,8 +156,7 @@ class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
     max_abs: Figure | None  # largest absolute error; None where it is not a finite number (the result overflowed, say)
     # ||out - ref|| / ||ref|| (Frobenius), what the accuracy bound is stated in; None as above
     relative_norm: Figure | None
-    # largest error in ULP of the output dtype, against the reference rounded to that dtype, over elements finite on
-    # both sides
+    # largest error in ULP of the output dtype, against the reference rounded to it, over elements finite on both sides
     max_ulp: int
 
 
@@ -178,14 +177,14 @@ class ClassError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole results of an operator, held against the float64 reference element by element."""
+    """Whole results of an operator, compared with the float64 reference element by element."""
 
     calls: Count  # calls whose whole result was checked: shape, dtype and every element
     elements: Count
-    # the largest error over what is allowed at its element; above 1 the result is wrong. None where no bound is known
-    # for the operator: then shape, dtype and finiteness alone were checked
+    # the largest error relative to its element's bound; above 1 the result is wrong. None where no bound is known for
+    # the operator: then only shape, dtype and finiteness were checked
     worst: Figure | None
-    source: str  # what is allowed, and why
+    source: str  # the bound, and why
 
 
 class Row(Record, frozen=True, tag="row", kw_only=True):
@@ -201,14 +200,14 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     inputs: str  # kind of input: bell, wide, cancel, outlier, linspace, ... (see `nondet.core.inputs`)
     varied: str  # what varied between the variants: batch_size, position, run, query_chunk, split, order, ...
     axis: Annotated[str, msgspec.Meta(pattern=r"\A(run|batch|order|other)?\Z")] = ""  # its kind, an `Axis`
-    # whether a probe built the operator to show a cause: no verdict on what a library runs by default
+    # whether a probe built the operator to show a cause: not a verdict on what a library runs by default
     demonstration: bool | None = None
-    # whether every partial sum is exact, so that all orders must agree and what parts is a bug
+    # whether every partial sum is exact, so that all orders must agree and a difference is a bug
     exact: bool | None = None
     impl: str
     # what it is, a `Role`
     role: Annotated[str, msgspec.Meta(pattern=r"\A(stock|backend|invariant|part|other)?\Z")] = ""
-    # whether it says that its bits don't depend on what varied, however the work is split
+    # whether it claims that its bits don't depend on what varied, however the work is split
     claims_invariance: bool | None = None
     status: Annotated[str, msgspec.Meta(pattern=r"\A(identical|divergent|wrong|skipped|error)\Z")]
     ran: list[str] = []  # what really ran, as launchers and the profiler named it, over all variants
@@ -219,29 +218,29 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     # the distinct sets of device kernels that a variant launched, in launch order, by first appearance
     kernel_sets: list[list[str]] = []
     kernels: list[Count] = []  # for each value the index of its set in kernel_sets; empty where nothing was profiled
-    trials: Count = 0  # variants compared. `distinct` of them were different bit patterns
+    trials: Count = 0  # variants compared; `distinct` of them had different bits
     distinct: Count = 0
     replays: Count = 0  # variants that were computed again, after all others, and compared with their first result
-    # how many of those came out otherwise: run-to-run nondeterminism, whatever else was varied
+    # how many of those gave different bits: run-to-run nondeterminism, whatever else was varied
     replays_parted: Count = 0
     # the largest over all classes, each against the first variant's; None where nothing was compared
     difference: Difference | None = None
     error: ErrorFigures | None = None  # the first variant against the float64 reference; None where the probe has none
     worst_error: ErrorFigures | None = None  # the worst class against the float64 reference
-    # each class against the float64 reference, by label; empty of one class, of many, and where the probe has none
+    # each class against the float64 reference, by label; empty if there is one class, or many, or no reference
     class_errors: list[ClassError] = []
     accuracy: Accuracy | None = None  # whole results against the reference; None where none was checked
     nonfinite: Count = 0  # elements of the first variant that are NaN or infinite
-    extra: dict[str, Any] = {}  # what only this probe can say (a reduction tree, the range of the sums, ...)
+    extra: dict[str, Any] = {}  # what only this probe measures (a reduction tree, the range of the sums, ...)
     reason: str = ""  # why a row is wrong, skipped or failed; a note otherwise
-    group: str = ""  # the cells of a bench run that the row speaks for, as `Cell.group`; empty elsewhere
-    # where the row stands among all that its plan makes, from 0: several processes finish theirs in any order, and a
-    # reader gets rows by place. Unset, and left out of a file, where rows are written one after the other
+    group: str = ""  # the benchmark cases that the row is for, as `Cell.group`; empty elsewhere
+    # index of the row in its plan, from 0: several processes finish their rows in any order, and a reader sorts them by
+    # it. Unset, and left out of a file, where rows are written one after the other
     place: int | msgspec.UnsetType = msgspec.UNSET
     seconds: Figure = 0.0  # wall time of the whole case
 
     def __post_init__(self) -> None:
-        """Fill in what was left out: by a caller that means the usual, or by a file from before schema 3."""
+        """Fill in what a caller, or a file from before schema 3, left out."""
         usual = {
             "axis": lambda: _AXES.get(self.varied, Axis.OTHER).value,
             "demonstration": lambda: self.operator in _SHOWN_ON_PURPOSE,
@@ -256,19 +255,19 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
                 msgspec.structs.force_setattr(self, name, value())
 
     def refused(self, why: str) -> Self:
-        """As `Record.refused`: what was asked, without what came of it."""
+        """As `Record.refused`: the case without its result."""
         asked = "probe case operator shape dtype device inputs varied axis demonstration exact impl role group place"
         kept = {name: getattr(self, name) for name in (*asked.split(), "claims_invariance")}
         return type(self)(**kept, status=Status.ERROR, reason=why)
 
     @property
     def parted(self) -> bool:
-        """Whether the variants fell into more than one class. Count and status are both believed."""
+        """Whether the variants fell into more than one class, by their count or by the status."""
         return self.distinct > 1 or self.status == Status.DIVERGENT
 
     @property
     def wrong(self) -> bool:
-        """Whether a result is no answer to what was asked, identical or not; `exact` is how older files say it."""
+        """Whether a result is not a valid answer, identical or not; older files show it by `exact`."""
         return self.status == Status.WRONG or self.extra.get("exact") is False
 
     @property
@@ -277,33 +276,33 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
         return self.status not in (Status.SKIPPED, Status.ERROR)
 
 
-# The arm of the completions that every axis is varied from.
+# The arm of the completions that every axis is compared with.
 BASE_ARM = "base"
 
 
 def arm_of(axis: str, value: str) -> str:
-    """The arm that the completions of a value belong to: "chunk=16"."""
+    """The arm of the completions that an axis's value has: "chunk=16"."""
     return f"{axis}={value}"
 
 
 class AxisValue(ImplementationRecord, frozen=True, tag="axis-value", kw_only=True):
-    """One value of one axis that was varied alone, and whether it took effect."""
+    """One value of one axis that was varied by itself, and whether it took effect."""
 
     keyed_by = ("impl", "axis", "value")
     axis: str  # "sharing", "chunk", ...: a key of `nondet.sampling.axes.AXES`
     value: str  # as it is written after --vary; "" where the axis has no value to vary here
     arm: str  # of its completions: "base" for the value that the base has
-    # whether the completions of all values are held against each other: an axis such as dtype changes the arithmetic
-    # itself, and only completions of one of its values are
+    # whether the completions of all values are compared with each other. An axis such as dtype changes the arithmetic
+    # itself: only completions of one of its values are compared
     held: bool
     proven: bool  # whether the engine's own steps show that the value took effect
-    proof: str  # the figures that say so, or that do not
+    proof: str  # the figures that show it, or fail to
     changes: str = ""  # what the axis varies, in a phrase
     note: str = ""  # why nothing was run
 
 
 class Limit(Record, frozen=True, tag="limit", kw_only=True):
-    """What the machine can do at most, measured in the same run as what is held against it."""
+    """The most that the machine can do, measured in the same run as what is compared with it."""
 
     keyed_by = ("name", "device")
     name: str  # "copy", or "peak bfloat16" and so on
@@ -317,10 +316,10 @@ class Limit(Record, frozen=True, tag="limit", kw_only=True):
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
-    """One implementation in one cell."""
+    """One implementation in one benchmark case."""
 
     impl: str
-    # with the reason, unless it was timed
+    # other statuses than "timed" come with a reason
     status: Annotated[str, msgspec.Meta(pattern=r"\A(timed|skipped|error)\Z")]
     reason: str = ""
     samples_us: list[Figure] = []  # microseconds a call, one figure a replay, in the order of the replays
@@ -337,28 +336,28 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(Record, frozen=True, tag="cell", kw_only=True):
-    """One call of one shape, timed under every implementation in turn: replay i of one beside replay i of all."""
+    """One call of one shape, timed under all implementations in turn: replay i of each next to replay i of the
+    others."""
 
     keyed_by = ("section", "case", "dtype", "device")
     section: str  # what it is reported with: "matmul", "attention decode", ...
     operator: str
     case: str  # name, unique within a section, a device and a dtype
-    group: str  # cells that share it ask for equal bits: the weight shape of a product, the width of a row operator
+    group: str  # cases that share it should give equal bits: the weight shape of a product, the width of a row operator
     axis: str  # the size that differs within a group: a key of `shape`
     shape: dict[str, Count]
     dtype: str
     device: str
     bytes: int  # each input read once and the output written once
-    flops: int  # floating-point operations; 0 where memory alone can be the limit
+    flops: int  # floating-point operations; 0 where only memory can be the limit
     # the longer of bytes over copy bandwidth and flops over the peak; None where that was not measured
     limit_us: Figure | None
     limited_by: str  # "memory" or "arithmetic"
     method: str  # "cuda graph" or "perf_counter"; of an engine's run what its steps were
-    sets: Count  # sets of buffers that the calls of one replay walk over in turn
+    sets: Count  # sets of buffers that the calls of one replay use in turn
     calls: Count
     cold: bool  # whether the sets together exceed the last cache, so that no call finds its inputs there
-    # of a sum over ranks: 2 (ranks - 1) / ranks times the message, what each rank's links must carry; over the time it
-    # is the bus bandwidth. 0 elsewhere
+    # of a sum over ranks: 2 (ranks - 1) / ranks times the message, which each rank's links must carry. 0 elsewhere
     bus_bytes: int = 0
     tokens: Count = 0  # of an engine's run: generated in its steps, whose number is `calls`. 0 elsewhere
     timed: list[Timed]
@@ -371,15 +370,15 @@ class Step(Record, frozen=True, tag="step", kw_only=True):
     keyed_by = ("name",)
     # a key of `nondet.diagnose.verdict.QUESTIONS`
     name: Annotated[str, msgspec.Meta(pattern=r"\A(greedy|run|batch|axes|operator|margin|cure|cost)\Z")]
-    outcome: str  # the answer in a word, "yes" or "no" to the question, "unknown" where it has none, or "skipped"
+    outcome: str  # the answer in a word: "yes", "no", "unknown" or "skipped"
     sentence: str
     figures: dict[str, float] = msgspec.field(default_factory=dict)
-    facts: dict[str, str] = msgspec.field(default_factory=dict)  # digests and texts that later steps and reports go by
+    facts: dict[str, str] = msgspec.field(default_factory=dict)  # digests and texts that later steps and reports use
     seconds: float = 0.0
 
 
 class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
-    """One thing about the company varied, with the others held, against the request alone."""
+    """One property of the concurrent requests varied, with the others fixed, compared with the solo request."""
 
     keyed_by = ("impl", "axis")
     axis: str  # "batch size", "ragged company", "long prompt", "chunked prefill" or "prefix sharing"
@@ -387,15 +386,15 @@ class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
     held: str
     values: list[str]
     parted: list[str]  # those values at which a trace differed
-    tried: int  # completions compared with the one alone
+    tried: int  # completions compared with the solo one
     traces: int  # how many of them have other logprob bits
     tokens: int  # and other tokens
     # the first generated token at which anything differed, over all of them; None where nothing did
     first: int | None = None
-    note: str = ""  # why nothing was tried, or what was not met
+    note: str = ""  # why nothing was tried, or what did not occur
 
 
-# What a diagnosis and a trace may come to without a fault -> whether that is an answer at all.
+# Findings of a diagnosis and a trace that are not a fault -> whether that is an answer at all.
 _FAULTS: dict[str, bool | None] = {"no divergence observed": False, "unknown": None}
 
 
@@ -410,7 +409,7 @@ class Diagnosis(Record, frozen=True, tag="diagnosis", kw_only=True):
     why: str = ""
     cure: str = ""
     cost: str = ""
-    limits: list[str] = msgspec.field(default_factory=list)  # what was not asked, or has no answer
+    limits: list[str] = msgspec.field(default_factory=list)  # what was not tested, or has no answer
 
     @property
     def is_fault(self) -> bool | None:
@@ -422,36 +421,36 @@ class EmbedPass(ImplementationRecord, frozen=True, tag="embed_pass", kw_only=Tru
     """All texts through the encoder once, in one arm."""
 
     keyed_by = ("impl", "arm")
-    arm: str  # how they were put together: "alone", "sorted by 32", ...
+    arm: str  # how they were batched: "alone", "sorted by 32", ...
     texts: int
     batches: int
     tokens: int  # of the texts
     computed: int  # the same with padding
     seconds: float
-    # what the dispatcher says ran: "replaced: linear" -> calls
+    # what the dispatcher reports: "replaced: linear" -> calls
     ran: dict[str, int] = msgspec.field(default_factory=dict)
-    reason: str = ""  # why the arm could not be had; empty where it was
+    reason: str = ""  # why the arm is not available; empty where it is
 
 
 class Neighbours(ImplementationRecord, frozen=True, tag="neighbours", kw_only=True):
-    """One arm's vectors against those of the texts alone, under the same implementation."""
+    """One arm's vectors compared with those of the texts one by one, under the same implementation."""
 
     keyed_by = ("impl", "pooling", "arm")
     arm: str
     pooling: str  # "mean" or "cls"
     texts: int
-    parted: int  # texts whose vector has other bits
+    parted: int  # texts whose vector has different bits
     max_ulp: int  # the largest distance of an element
     cosine_distance: float  # the largest 1 - cosine of a text's two vectors, in float64
     k: int
     top1_changed: int  # texts whose nearest neighbour is another text
     topk_changed: int  # texts whose k nearest neighbours are another set
     topk_reordered: int  # the same set in another order
-    first: int | None = None  # index of the first text whose vector parted; None where none did
+    first: int | None = None  # index of the first text whose vector differs; None where none does
 
 
 class LayerStanding(Record, frozen=True, tag="layer-standing", kw_only=True):
-    """Layers of one kind that vLLM has loaded, and what they compute by, under nondet's plugin or without."""
+    """Layers of one kind that vLLM has loaded, and what computes them, with nondet's plugin or without."""
 
     keyed_by = ("number",)
     number: Count
@@ -465,8 +464,8 @@ class LayerStanding(Record, frozen=True, tag="layer-standing", kw_only=True):
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a server answered one request."""
 
-    # sent, first, done: seconds from the beginning of its round (of the part of it in which it was asked): first byte
-    # sent, first token received (None if not streamed), last byte received
+    # sent, first, done: seconds from the beginning of its round (or of its part of the round): first byte sent, first
+    # token received (None if not streamed), last byte received
     sent: Figure = 0.0
     first: Figure | None = None
     done: Figure = 0.0
@@ -477,48 +476,48 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: Tokens | None = None
     cached_tokens: Tokens | None = None
     completion_tokens: Tokens | None = None
-    in_flight: Count = 1  # the most requests of ours that were under way at once while this one was, itself included
-    # SHA-256 (first 16 hex digits) of the completion's text, which two servers have in common where they know tokens by
-    # different things; empty of failures, and in older files
+    in_flight: Count = 1  # the most requests of ours in flight at once during this one, itself included
+    # SHA-256 (first 16 hex digits) of the completion's text, by which two servers are compared where their token ids
+    # are not; empty of failures, and in older files
     text: Digest = ""
-    odd: list[str] = []  # what was odd about the answer, a count that was not taken say; a phrase each
+    odd: list[str] = []  # what was odd about the answer, for example a count that was ignored; a phrase each
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What a round was meant to be, and what shows that it was."""
+    """What a round was meant to be, and what shows whether it was."""
 
-    pattern: str  # how it arrived and what rode along, in words
-    concurrency: Count  # requests that were let under way at once
-    rate: Figure = 0.0  # requests a second that were let go; 0.0: no limit
+    pattern: str  # how requests arrived, and what ran concurrently, in words
+    concurrency: Count  # most requests in flight at once
+    rate: Figure = 0.0  # requests sent per second; 0.0: no limit
     polls: Count = 0  # how often the server's own counters were read while the round ran
-    # running_most, running_median: requests that the server said it was running; None where it does not say
+    # running_most, running_median: requests that the server reported as running; None where it reports none
     running_most: Figure | None = None
     running_median: Figure | None = None
-    waiting_most: Figure | None = None  # the most that it said were waiting; None where it does not say
+    waiting_most: Figure | None = None  # the most that it reported as waiting; None where it reports none
     decoding_most: Count = 0  # the most answers that streamed at the same time; 0 where none did
-    # targets that streamed while another answer of ours did, or during a poll that said that two or more were running.
-    # A round that went on after a stop counts those of its last part
+    # targets that streamed while another answer of ours did, or during a poll that reported two or more as running. A
+    # resumed round counts those of its last part
     in_company: Count = 0
-    parts: Count = 1  # sessions that it took; more than 1 where it was stopped and gone on with
-    counters: dict[str, float] = {}  # how far the server's own counters moved over the round: name -> by how much
+    parts: Count = 1  # sessions that it took; more than 1 where it was stopped and resumed
+    counters: dict[str, float] = {}  # change of the server's own counters over the round, by name
     others_failed: dict[str, Count] = {}  # requests alongside that failed: kind -> times
-    # what the server called itself in the answers to targets -> times; "" where it said nothing
+    # the fingerprints in the answers to targets -> times; "" where there was none
     fingerprints: dict[str, Count] = {}
-    # names of the server's own counters that said at times what is no number of requests: those were not taken
+    # names of the server's own counters that were at times not a number of requests: those values were ignored
     odd: list[str] = []
 
 
 class ServerSeen(ImplementationRecord, frozen=True, tag="server", kw_only=True):
-    """What a server said of itself when a run began, or went on.
+    """What a server reported about itself when a run began or was resumed.
 
     Attributes:
-        impl: What its completions are filed under: "server", or "server-2" for one beside it.
-        number: 0 when the run began, then one more each time that it went on.
+        impl: What its completions are filed under: "server", or "server-2" for a second one.
+        number: 0 when the run began, then one more each time that it was resumed.
         url: Its address, without what could be a secret.
-        model: The name that was asked for, and
-        answered_as: the one that its answers gave.
+        model: The name that was requested.
+        answered_as: The name in its answers.
         known_by: What completions are compared by: "ids", "bytes" or "text".
-        software: What it seems to be by its pages, with its version; "" where nobody can say.
+        software: What it seems to be by its pages, with its version; "" where that is unknown.
     """
 
     keyed_by = ("impl", "number")
@@ -535,10 +534,10 @@ class ServerSeen(ImplementationRecord, frozen=True, tag="server", kw_only=True):
 
 
 class ContractAnswer(ImplementationRecord, frozen=True, tag="contract", kw_only=True):
-    """One question of the contract: whether the server does what a comparison of its answers takes for granted."""
+    """One check of the contract: whether the server does what a comparison of its answers assumes."""
 
     keyed_by = ("impl", "question")
-    question: str  # its name; `nondet.endpoint.contract.QUESTIONS` has its words
+    question: str  # the check's name; `nondet.endpoint.contract.QUESTIONS` has its words
     answer: Annotated[str, msgspec.Meta(pattern=r"\A(yes|no|unknown)\Z")]  # "yes", "no" or "unknown"
     evidence: str
 
@@ -560,12 +559,11 @@ class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=Tr
     schedule: list[Stretch]
     batch_min: Count  # smallest, and
     batch_max: Count  # largest number of query tokens in a step that this request took part in
-    # tokens whose logprob is NaN or infinite: the model computed no number there, whatever the token
+    # tokens whose logprob is NaN or infinite: there the model computed no number
     nonfinite: Count = 0
     status: Outcome = "ok"
     reason: str = ""
-    # of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; empty
-    # elsewhere
+    # of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; else empty
     arm: str = ""
     served: Served | None = None
 
@@ -586,28 +584,27 @@ class Round(ImplementationRecord, frozen=True, tag="round", kw_only=True):
     targets: Count  # completions of the request under study
     others: Count
     steps: Count
-    tokens: Count  # tokens generated for everybody
+    tokens: Count  # tokens generated for all requests
     seconds: Figure  # wall time of the steps. Left out are the model's loading, the warm-up and `first_use_seconds`
     # schedules of the requests alongside: request id -> run-length schedule
     background: dict[str, list[Stretch]] = msgspec.field(default_factory=dict)
-    # what the launchers and the dispatcher say ran, with counts
+    # what the launchers and the dispatcher reported, with counts
     ran: dict[str, Count] = msgspec.field(default_factory=dict)
     arm: str = ""  # as a completion's
-    # of a server: what the round was meant to be, and what shows that it was; None elsewhere
+    # of a server: what the round was meant to be, and what shows whether it was; None elsewhere
     traffic: Traffic | None = None
     # of an axis that is varied: what the engine's steps show, see `nondet.sampling.schedule`
     figures: dict[str, Count] = msgspec.field(default_factory=dict)
-    # within the steps, of compiling kernels and proving members of classes: a machine's first run has them, and no
-    # later one
+    # seconds of these steps spent on compiling kernels and proving members of classes, once for a machine
     first_use_seconds: float = 0.0
 
 
 class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a tape."""
+    """One request of a recording."""
 
     id: str
     target: bool
-    prompt: int  # index among the tape's prompts
+    prompt: int  # index among the recording's prompts
     new: int  # tokens to generate
     arrival: int  # engine step from which it may be scheduled
     # how its tokens were drawn, as in `nondet.sampling.plan.Sampling`; None of greedy requests
@@ -615,7 +612,7 @@ class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tape(ImplementationRecord, frozen=True, tag="tape", kw_only=True):
-    """What is needed to play one round again, and to see whether it was played as before."""
+    """What is needed to replay one round, and to see whether the replay is the same."""
 
     keyed_by = ("impl", "round")
     round: int
@@ -627,13 +624,13 @@ class Tape(ImplementationRecord, frozen=True, tag="tape", kw_only=True):
     engine: dict[str, Any]
     weights: str  # digest over the names, shapes and bits of all parameters and buffers
     # the schedule, as [first step, steps, [request, first position, rows], ...]: requests by their index, in the order
-    # of the rows. In each further step of the same entry everybody goes on by their rows
+    # of the rows. In each further step of the same entry every request advances by its rows
     steps: list[list[Any]]
-    padding: str = ""  # what steps are padded to; "" for steps of their own size
+    padding: str = ""  # what steps are padded to; "" for no padding
 
 
 class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
-    """A recorded completion that was played again."""
+    """A recorded completion that was replayed."""
 
     keyed_by = ("impl", "request", "how")
     request: str
@@ -643,29 +640,28 @@ class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
     got: str
     same: bool
     first_token: int | None  # first token that differs from the recorded completion; None where none does
-    first_logprob: int | None  # first place where tokens or logprob bits differ; None where none does
+    first_logprob: int | None  # first position where tokens or logprob bits differ; None where none does
     sessions: int
     sentence: str
     seconds: float
 
 
 class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_only=True):
-    """One step of reinforcement learning under one arm: what it earned, and how far sampler and trainer were apart.
+    """One step of reinforcement learning under one arm: its reward, and how far sampler and trainer were apart.
 
     Logprobs are of the sampled tokens at temperature 1 over the whole vocabulary; a ratio is the trainer's probability
-    of a token over the sampler's, before any correction. Figures are of the step's first pass over its rollouts, when
-    both sides have the same weights.
+    of a token over the sampler's, before any correction, in the first pass over the rollouts: with equal weights.
     """
 
     keyed_by = ("impl", "seed", "step")
     seed: Count
     step: Count  # from 0
-    reward: float | None = None  # mean over the rollouts; None of a step that failed, or where nobody says
-    entropy: Figure | None = None  # nats a token, mean over the sampled positions, as the trainer has it
+    reward: float | None = None  # mean over the rollouts; None of a step that failed, or where there is none
+    entropy: Figure | None = None  # nats per token, mean over the sampled positions, as the trainer computes it
     grad_norm: Figure | None = None  # over all weights, before it is clipped
     rollouts: Count = 0
-    groups: Count = 0  # prompts, each with so many rollouts
-    flat: Count = 0  # groups whose rollouts have one reward: their advantage is 0, and they teach nothing
+    groups: Count = 0  # prompts, each with the same number of rollouts
+    flat: Count = 0  # groups whose rollouts have one reward: their advantage is 0, so they change nothing
     alike: Count = 0  # of these, groups whose rollouts are one text, token for token
     tokens: Count = 0  # sampled
     differ: Count = 0  # of these, how many have another logprob in the trainer, bit for bit
@@ -678,10 +674,10 @@ class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_on
     weights_digest: Digest = ""  # after the step
     sample_seconds: Figure = 0.0
     train_seconds: Figure = 0.0
-    # what the dispatcher says ran on either side, "trainer: replaced: mm" -> calls; of an arm's first step
+    # what the dispatcher reports on either side, "trainer: replaced: mm" -> calls; of an arm's first step
     ran: dict[str, Count] = {}
     status: Outcome = "ok"
-    reason: str = ""  # why a step failed, and its arm with it
+    reason: str = ""  # why a step, and so its arm, failed
 
     def refused(self, why: str) -> Self:
         """As `Record.refused`."""
@@ -696,7 +692,7 @@ class MismatchRollout(ImplementationRecord, frozen=True, tag="mismatch-rollout",
     step: Count = 0  # of training
     tokens: Count = 0  # sampled
     ids: list[Count] = []  # prompt and completion
-    drawn: list[Count] = []  # places of the sampled tokens; empty where these are the last
+    drawn: list[Count] = []  # positions of the sampled tokens; empty where these are the last
     sampler: bytes = b""  # little-endian float32, one for each sampled token; in the file as base64
     trainer: bytes = b""
     status: Outcome = "ok"
@@ -708,10 +704,10 @@ class MismatchRollout(ImplementationRecord, frozen=True, tag="mismatch-rollout",
 
 
 class MismatchFloor(ImplementationRecord, frozen=True, tag="mismatch-floor", kw_only=True):
-    """What rounding alone may come to, and how far each side is from a forward in a wider format."""
+    """How much rounding can explain, and how far each side is from a forward in a wider format."""
 
     keyed_by = ("impl",)
-    tokens: Size  # that this and all hypotheses are of
+    tokens: Size  # over which this and all hypotheses are computed
     rollouts: Size
     k3: Figure  # of the two sides over these tokens
     floor: Figure  # K3 that rounding explains
@@ -727,16 +723,16 @@ class MismatchKind(ImplementationRecord, frozen=True, tag="mismatch-kind", kw_on
     keyed_by = ("impl", "cause", "side", "fitted")
     layer: str  # semantic, weights, format or formula
     cause: str
-    side: str  # sampler or trainer: who does so
+    side: str  # the side to which it applies: sampler or trainer
     fitted: str  # the value that leaves least, or which form of it
     k3: Figure
     floor: Figure
     left: Figure
-    exactly: Figure  # share of tokens whose very bits it gives, beyond those that had them without it
+    exactly: Figure  # share of tokens whose bits it reproduces, beyond those that were equal without it
 
 
 class MismatchEffect(ImplementationRecord, frozen=True, tag="mismatch-effect", kw_only=True):
-    """What the mismatch does to one step's gradient, with signs for advantages, beside what another batch does."""
+    """What the mismatch does to one step's gradient, with signs for advantages, next to what another batch does."""
 
     keyed_by = ("impl",)
     rollouts: Size
@@ -746,7 +742,7 @@ class MismatchEffect(ImplementationRecord, frozen=True, tag="mismatch-effect", k
 
 
 class MismatchPlace(ImplementationRecord, frozen=True, tag="mismatch-place", kw_only=True):
-    """The first call of the trainer's forward that has the inputs of the sampler's step and other outputs."""
+    """The first call where the trainer's forward and the sampler's step have equal inputs and different outputs."""
 
     keyed_by = ("impl",)
     rollout: str  # of those where it comes first; "" where hidden states and logits of all agree
@@ -756,15 +752,15 @@ class MismatchPlace(ImplementationRecord, frozen=True, tag="mismatch-place", kw_
     call: str = ""
     occurrence: Count = 0
     difference: Difference | None = None  # of its result, on that position's row
-    family: str = ""  # of batch_invariant(), that its name points to
+    family: str = ""  # the family of batch_invariant() that its name suggests
     rows: list[Count] = []  # tokens of the sampler's step, and of the trainer's batch with its padding
     compared: Count = 0  # calls that were compared
-    after: str = ""  # where no call is named, the first whose inputs differ already
-    unsteady: str = ""  # sampler or trainer, if made again it gave other bits: then nothing is known
+    after: str = ""  # where no call is named: the first whose inputs differ already
+    unsteady: str = ""  # sampler or trainer, if a repeat gave different bits: then nothing can be concluded
 
 
 class MismatchVocabulary(ImplementationRecord, frozen=True, tag="mismatch-vocabulary", kw_only=True):
-    """Whole rows of both sides' logits, each before a sampled token; which ones was drawn ahead of the sampling."""
+    """Whole rows of both sides' logits, each before a sampled token; the rows were chosen before sampling."""
 
     keyed_by = ("impl",)
     size: Size  # of the vocabulary
@@ -780,7 +776,7 @@ class MismatchVocabulary(ImplementationRecord, frozen=True, tag="mismatch-vocabu
 
 
 class MismatchCost(ImplementationRecord, frozen=True, tag="mismatch-cost", kw_only=True):
-    """Seconds of both sides of an arm, and what the dispatcher says ran there."""
+    """Seconds of both sides of an arm, and what the dispatcher reports there."""
 
     keyed_by = ("impl",)
     sample_seconds: Figure
@@ -789,7 +785,7 @@ class MismatchCost(ImplementationRecord, frozen=True, tag="mismatch-cost", kw_on
 
 
 class Control(Record, frozen=True, tag="control", kw_only=True):
-    """One thing that must hold before a trace may say anything, or, where `passed` is None, that a reader must know."""
+    """One thing that must hold before a trace concludes anything, or, where `passed` is None, a note for readers."""
 
     keyed_by = ("name",)
     name: str
@@ -799,14 +795,14 @@ class Control(Record, frozen=True, tag="control", kw_only=True):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """The guilty call made again, alone, with one thing changed."""
+    """The responsible call repeated by itself, with one thing changed."""
 
     name: str  # "repeat", "rows only", "values", "order", "M", "keys", "exact", "tree" or "substitution"
     status: str  # "identical", "divergent" or "error"
     sentence: str
     trials: int = 0
     distinct: int = 0
-    equals_first: bool | None = None  # whether the result has the bits of either arm; None where that was not asked
+    equals_first: bool | None = None  # whether the result has the bits of either arm; None where that was not tested
     equals_second: bool | None = None
     values: list[int | str] = []  # what was swept, and the class of bits of each
     labels: list[int] = []
@@ -822,20 +818,21 @@ class Culprit(Record, frozen=True, tag="culprit", kw_only=True):
     position: int  # absolute, in the sequence
     token: int  # which generated token its logits predict, or -1
     layer: str  # number of the layer, "embedding" or "head"
-    module: str = ""  # who called what, for which time in this call of the module
-    call: str = ""  # "" where no call could be named: then `sentence` says what is known
+    module: str = ""  # the caller and the operator, and which of the module's calls it is
+    call: str = ""  # "" where no call could be named: then `sentence` has what is known
     occurrence: int = 0
-    requests: list[str]  # whose rows were compared: the request of either arm, or who wrote the keys that it read
-    shapes: list[dict[str, list[int]]] = []  # for either arm, place of a tensor -> its shape
-    axes: dict[str, list[str]] = {}  # place of a tensor -> what its axes count
-    digests: dict[str, str] = {}  # place of an input -> digest of this request's part, equal in both arms
+    # whose rows were compared: the request of either arm, or the one that wrote the keys that it read
+    requests: list[str]
+    shapes: list[dict[str, list[int]]] = []  # for either arm, position of a tensor -> its shape
+    axes: dict[str, list[str]] = {}  # position of a tensor -> what its axes count
+    digests: dict[str, str] = {}  # position of an input -> digest of this request's part, equal in both arms
     differences: dict[str, Difference] = {}  # result -> how it differs
     kernels: list[list[str]] = []  # for either arm, what ran
     replays: list[Replay] = []
     family: str = ""  # the family of batch_invariant() that the call belongs to; "" where there is none
     sentence: str
     unmatched: list[str] = msgspec.field(default_factory=list)  # calls before it that only one arm made
-    not_understood: list[str] = msgspec.field(default_factory=list)  # tensors of it of which no claim is made
+    not_understood: list[str] = msgspec.field(default_factory=list)  # its tensors about which nothing is claimed
     compared: int = 0
 
 
@@ -846,7 +843,7 @@ class Substitution(Record, frozen=True, tag="substitution", kw_only=True):
     role: str  # "search" for one more replacement, "left out" for the test that each is needed, "all" for every family
     families: list[str]
     agree: bool  # whether hidden states, K, V, logits and logprobs agree in every position
-    position: int  # where the arms part now; -1 and "" where they agree
+    position: int  # where the arms differ now; -1 and "" where they agree
     layer: str
     sentence: str
     at_risk: list[str] = msgspec.field(default_factory=list)  # calls that the replacements left stock and unproven
@@ -856,10 +853,10 @@ class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
     """What a trace came to."""
 
     finding: str  # "batch-dependent", "run-to-run", "no divergence observed" or "unknown"
-    culprits: list[str]  # one line for each guilty call, in the order in which they were found
+    culprits: list[str]  # one line for each responsible call, in the order in which they were found
     families: list[str] | None  # the smallest set of replacements after which the arms agree; None where none was found
     sentences: list[str]  # for people
-    repro: str = ""  # the stand-alone script, and what it showed when it was run; "" without one
+    repro: str = ""  # the stand-alone script, and its output when it was run; "" without one
     seconds: float = 0.0
 
     @property
@@ -870,9 +867,8 @@ class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
 
 # Runs: the JSONL file that holds records, as it is in memory, and the one table of kinds of record.
 #
-# A run file is one header line (format, schema, environment, plan), then one line a record, written and flushed as the
-# record is made, then one end line. Everything people see is rendered from these records and nothing else. This module
-# imports neither torch nor pandas.
+# A run file is one header line (format, schema, environment, plan), then one line for each record, flushed as the
+# record is made, then one end line. Every report is rendered from these records only.
 #
 # A new kind of record is one class (a `Record` with a tag and a key) and one field of `Run`: what the reader decodes,
 # where it stores it, and by what a resumed run skips it all follow from the fields of `Run`.
@@ -894,7 +890,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):
 
 
 class End(msgspec.Struct, frozen=True, tag="end", kw_only=True):
-    """The last line of a run that came to its end."""
+    """The last line of a run that was completed."""
 
     records: int
     seconds: Figure
@@ -946,7 +942,7 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 def of_vllm(run: Run) -> bool:
-    """Whether vLLM was the engine of a run, which no tape of ours can play again."""
+    """Whether vLLM was the engine of a run, which no recording of ours can replay."""
     engine = run.header.plan.get("engine")
     return isinstance(engine, dict) and engine.get("name") == "vllm"
 
@@ -962,21 +958,21 @@ def line_decoder() -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(Union[(Header, End, *RECORDS)])
 
 
-# What a reader checks of a run file and its side file: that each record fits itself, its plan and its neighbours.
+# What a reader checks of a run file and its side file: each record by itself, and with its plan and other records.
 #
-# A file comes from anywhere. Whoever computes with a record (class maps, batches, trees, pages) relies on what is
-# checked here, and checks nothing again. A failed check names the field; the reader adds the file and the line.
+# Code that computes with a record (class maps, batches, trees, pages) relies on what is checked here, and checks
+# nothing again. A failed check names the field; the reader adds the file and the line.
 
 _DEPTH_MOST = 16  # of a plan, an environment, a row's extra: ours have 4
 _ULP_MOST = 2**64
-STEPS_MOST = 2**22  # engine steps of one round, idle ones between arrivals counted: ten times what a plan can ask for
+STEPS_MOST = 2**22  # engine steps of one round, idle ones between arrivals counted: ten times what a plan can need
 _STEPS_MOST_OF_ALL = 2**26
 # Entries of a row's extra that verdicts and reports count with.
 _COUNTED = {"elements", "requests", "requests_parted", "round", "seconds_again", "tokens_per_second_again"}
 
 
 class ContradictionError(ValueError):
-    """A field that can't be what it says."""
+    """A field that contradicts itself or others."""
 
 
 def _need(holds: bool, field: str, why: str) -> None:
@@ -990,7 +986,7 @@ def _count(field: str, *values: int, most: int) -> None:
 
 
 def _tree(field: str, root: Any) -> None:
-    """Free-form data: not deeper than ours, no number that is none. A loop, so that nothing nests too deep for it."""
+    """Free-form data: not deeper than ours, every number finite. A loop, because recursion would overflow the stack."""
     pending: list[tuple[Any, int]] = [(root, 0)]
     while pending:
         value, depth = pending.pop()
@@ -998,7 +994,7 @@ def _tree(field: str, root: Any) -> None:
             _need(depth < _DEPTH_MOST, field, f"nested more than {_DEPTH_MOST} deep")
             pending += [(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value)]
         elif isinstance(value, float):
-            if not math.isfinite(value):  # a sentence a number is what reading a run would wait for
+            if not math.isfinite(value):  # a message for each number would take most of the time of reading a run
                 raise ContradictionError(f"{field}: {value} is no figure")
         elif isinstance(value, int):
             _need(abs(value) <= _ULP_MOST, field, "a number of more digits than any of ours")
@@ -1133,7 +1129,7 @@ _CHECKS: dict[type[Any], Callable[[Any], None]] = {
 
 
 def _planned(header: Header) -> dict[tuple[str, ...], int]:
-    """(kind, arm) -> how many of them a run has that came to its end, where its plan says so."""
+    """(kind, arm) -> how many of them a complete run has, where its plan shows it."""
     plan = header.plan
     arms, texts = plan.get("arms"), plan.get("texts")
     sizes: list[Any]
@@ -1151,7 +1147,7 @@ def _planned(header: Header) -> dict[tuple[str, ...], int]:
 
 
 class RunChecks:
-    """The checks of one file, record by record, and what only all records together show."""
+    """The checks of one file, record by record, and the checks that need all records."""
 
     def __init__(self, header: Header) -> None:
         self._keys: set[tuple[str, ...]] = set()
@@ -1163,7 +1159,7 @@ class RunChecks:
         self._planned, self._failed = _planned(header), set[str]()
 
     def header(self, header: Header) -> None:
-        """The plan is shaped as one. Raises ContradictionError."""
+        """Check the plan's shape. Raises ContradictionError."""
         _tree("plan", header.plan)
         _tree("environment", header.environment)
         prompts, cut = header.plan.get("prompts", []), header.plan.get("cut", 0)
@@ -1175,11 +1171,11 @@ class RunChecks:
             _count("plan.prompts", prompt["tokens"], most=TOKENS_MOST)
 
     def record(self, record: Record) -> None:
-        """One record, by itself and beside those before it. Raises ContradictionError; then it was not counted."""
+        """Check one record, by itself and with those before it. Raises ContradictionError; then it was not counted."""
         check, key = _CHECKS.get(type(record)), record.key
         if check is not None:
             check(record)
-        else:  # a kind without rules of its own: no number that is none, and nothing nested beyond reason
+        else:  # a kind without rules of its own: only its numbers and its nesting are checked
             _tree(key[0], msgspec.to_builtins(record))
         _need(key not in self._keys, "key", f"{' '.join(key)[:200]} is there twice")
         if isinstance(record, Completion):
@@ -1199,7 +1195,7 @@ class RunChecks:
         self._keys.add(key)
 
     def end(self, end: End) -> None:
-        """The last line counts what came before it, and nothing of the plan is missing. Raises ContradictionError."""
+        """The last line counts the records before it, and nothing of the plan is missing. Raises ContradictionError."""
         _need(end.records == len(self._keys), "records", f"{end.records}, with {len(self._keys)} in the file")
         told = Counter(key[:2] for key in self._keys)
         for of, planned in self._planned.items():

@@ -1,5 +1,4 @@
-"""What there is: explicit tables of "module:attribute", and the numerics classes. What computes is imported when
-used."""
+"""Explicit tables of "module:attribute", and the numerics classes. What computes is imported at first use."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ from typing import Any
 from nondet.core.operator import Operator, OrderClass
 from nondet.errors import MisfitError, UnknownNameError, UserError
 
-# The operators' declarations, each an `Operator` of `nondet.core.operator` in the folder of its kernels, in the
-# order of lists and help. What reads them: this module, `nondet.kernels.dispatch`, `nondet.core.registry`,
-# `nondet.certify` and `nondet.bench`.
+# The operators' declarations, each an `Operator` in the folder of its kernels, in the order of lists and help.
 DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.matmul.operator:LINEAR",
     "nondet.kernels.matmul.operator:MATMUL",
@@ -51,7 +48,7 @@ DECLARATIONS: tuple[str, ...] = (
     "nondet.kernels.all_reduce.operator:ALL_GATHER",
 )
 
-# Where the operators' float64 references are whose signatures a user's function has to share.
+# The operators' float64 references, whose signatures a user's function has to share.
 _REFERENCES = "nondet.kernels.reference:"
 
 REPORTERS: dict[str, tuple[str, str]] = {
@@ -66,7 +63,7 @@ class LoadedImplementation:
     """One implementation of one operator on one device type.
 
     Attributes:
-        name: As asked for: stock, invariant, or a user's "module:function".
+        name: stock, invariant, or a user's "module:function".
         call: The launcher, with the operator's signature (see `nondet.kernels.reference`).
         stock, invariant: As in `Implementation`.
     """
@@ -114,7 +111,7 @@ def load_probe(name: str) -> Any:
 
 
 def implementation_names(operator: str, device: str) -> list[str]:
-    """Implementations of `operator` that exist on the device type, the float64 reference left out."""
+    """Implementations of `operator` that exist on the device type, without the float64 reference."""
     return [i.name for i in operators()[operator].implementations if i.target(device)]
 
 
@@ -148,9 +145,9 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Let a user's own module come from where they stand; nothing of ours may, so what we compute with is loaded first.
+    """Allow a user's own module to be imported from the current folder, but load our own imports first.
 
-    A json.py or torch.py that lies in a downloaded model's folder is then never executed in the place of the real one.
+    Otherwise a json.py or torch.py in a downloaded model's folder would be executed instead of the real one.
     """
     for name in ("numpy", "torch", "triton"):
         with suppress(ImportError):
@@ -183,13 +180,10 @@ def check_signature(function: Callable[..., Any], operator: str, who: str) -> No
     """Refuse a function that can't be called as the operator is, before it fails in every case.
 
     The operator's signature is its float64 reference's; what has a default there may be left out. Operators without one
-    and functions that don't tell their arguments (builtins, say) are let through.
+    and functions without a readable signature are accepted. Raises UserError with the signature that is needed.
 
     Args:
-        who: What the function is called in the message.
-
-    Raises:
-        UserError: as said, with the signature that is wanted.
+        who: The name of the function in the message.
     """
     declaration = operators().get(operator)
     if declaration is None or declaration.reference is None or not declaration.reference.startswith(_REFERENCES):
@@ -210,14 +204,14 @@ def check_signature(function: Callable[..., Any], operator: str, who: str) -> No
 
 
 def form_of(operator: str, reference: Callable[..., Any]) -> str:
-    """How a user writes a function that is to take the place of this operator, as a hint."""
+    """How a user writes a function that replaces this operator, as a hint."""
     parameters = inspect.signature(reference).parameters.values()
     arguments = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
     return f"Write it as {operator}({arguments}): {(inspect.getdoc(reference) or '').partition(chr(10))[0]}"
 
 
 def misfit(function: Callable[..., Any], operator: str, who: str, operands: Sequence[Any], fault: str) -> MisfitError:
-    """What to say of a function that takes other operands than the operator's, as its first call showed."""
+    """The error for a function that takes other operands than the operator's, as its first call showed."""
     reference = load_object(operators()[operator].reference or "")
     names = list(inspect.signature(reference).parameters)
     given = ", ".join(f"{n} {list(getattr(x, 'shape', []))}" for n, x in zip(names, operands, strict=False))
@@ -230,7 +224,7 @@ def misfit(function: Callable[..., Any], operator: str, who: str, operands: Sequ
 
 
 def _row_probes() -> dict[str, tuple[str, str]]:
-    """Probes of operators over rows that have none of their own: what they ask stands in the declaration."""
+    """Probes of operators over rows that have none of their own: their declarations say what to test."""
     names = [operator.name for operator in operators().values() if operator.probe is not None]
     words = "one row of {} while the number of rows changes"
     return {name.replace("_", "-"): ("nondet.probes.rows:RowProbe", words.format(name)) for name in names}
@@ -276,7 +270,7 @@ PROBES: dict[str, tuple[str, str]] = {
     ),
 }
 
-# Operator -> the probe that asks about it, where the two have different names; `nondet probe` takes both.
+# Operator -> the probe that tests it, where the two have different names; `nondet probe` takes both.
 OPERATOR_PROBES: dict[str, str] = {
     "linear": "matmul",
     "scaled_grouped_matmul": "scaled-matmul",
@@ -288,22 +282,22 @@ OPERATOR_PROBES: dict[str, str] = {
 }
 
 
-# The numerics classes: for each operator the order of reduction that its bits are defined by, and who claims it.
+# The numerics classes: for each operator the order of reduction that defines its bits, and what claims to follow it.
 #
-# Two implementations of one class give equal bits for every input, whatever their tiles, their library or the batch,
-# so that the faster one may be taken at each shape. A class is an order written down, not a tolerance: `order` says it
-# in words, `formula` in symbols, and `anchors` names the implementation that all others are compared with, bit by bit.
+# Two implementations of one class give equal bits for every input, whatever their tiles, their library or the batch, so
+# that the faster one can be used at each shape. A class is a written order, not a tolerance: `order` gives it in words,
+# `formula` in symbols, and `anchors` names the implementation that all others are compared with, bit by bit.
 #
-# Claims are claims until `nondet certify` or a dispatcher's first use has proven them on the machine at hand: hardware
-# and libraries decide whether a chain of matrix instructions really adds in the order in which its source is written.
+# A claim counts only when `nondet certify` or a dispatcher's first use has proven it on this machine: hardware and
+# libraries decide whether a chain of matrix instructions really adds in the order in which its source is written.
 #
-# What is claimed stands in the operators' declarations (`nondet.core.operator.Claim`); this module turns it round:
-# class by class. It imports nothing heavy; `--help-all` reads it.
+# The claims are in the operators' declarations (`nondet.core.operator.Claim`); this module groups them by class. It
+# imports nothing heavy, because `--help-all` reads it.
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsClass(OrderClass):
-    """An order class with everybody who claims it."""
+    """An order class with everything that claims it."""
 
     anchors: Mapping[str, str]  # operator -> target, or `ONE_ROW`
     members: Mapping[str, Mapping[str, str]]  # operator -> name -> target, or `INVARIANT`
@@ -329,7 +323,7 @@ def class_operators(device: str) -> list[str]:
 
 
 def classes_for(operator: str, device: str, name: str | None = None) -> list[NumericsClass]:
-    """The classes that an operator has on a device, or the one asked for; a `UserError` where it has none such."""
+    """The classes that an operator has on a device, or the named one; a `UserError` if it has none."""
     fitting = [c for c in classes().values() if c.device == device and operator in c.members]
     if name is None:
         return fitting

@@ -1,8 +1,8 @@
-"""Run files: written line by line under a lock and resumable, read within bounds, never overwritten unasked.
+"""Run files: written line by line under a lock and resumable, read within bounds, never overwritten without --force.
 
-A record is one line, written as it is made. So a run that is killed anywhere has whole lines and at most one that is
-cut off; resuming cuts that one away in place and goes on. Reading is `nondet.core.runfile`'s, and each line is read and
-checked before it is written: what no reader would take never gets into a file.
+A record is one line, flushed when it is made. A killed run therefore has whole lines and at most one cut-off line;
+resuming removes that one in place and continues. Each line is read and checked before it is written: what a reader
+would reject never gets into a file.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ except ImportError:  # Windows has none: there only the exclusive create keeps t
     fcntl = None  # type: ignore[assignment] # told apart where it is used
 
 
-# No line that nondet writes comes near: a round of 100,000 requests takes 10 MB. Decoded, a line is many times larger.
+# More than any line of nondet's: a round of 100,000 requests takes 10 MB. Decoded, a line is many times larger.
 LINE_MOST = 32 * 2**20
-# What a packed file may unpack to: this much, or so many times its size. Runs that were kept have 2 to 25 times.
+# A packed file may unpack to this many bytes, or this many times its size. Kept runs unpack to 2 to 25 times.
 _UNPACKED_LEAST, _UNPACKED_TIMES = 256 * 2**20, 200
-# Lists and objects of a file, each at least 60 bytes of memory: this many, or so many for each byte on disk, and of a
-# line no more than the first. Runs that were kept have 2 a byte packed; a round of 100,000 requests takes 600,000.
+# Lists and objects of a file, each at least 60 bytes of memory: this many, or this many for each byte on disk; a line
+# may have as many as the first. Kept runs have 2 per packed byte; a round of 100,000 requests takes 600,000.
 _NESTED_LEAST, _NESTED_TIMES = 2**21, 16
 _LINK = "Name the file itself, or remove the link."
 PACKED: dict[str, Callable[[Path], BufferedIOBase]] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
-# A file system without locks (some network ones) says one of these: the exclusive create must do there.
+# A file system without locks (some network ones) gives one of these: there the exclusive create must suffice.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 @contextmanager
 def disk_errors(path: Path, hint: str = "Choose another --out.") -> Iterator[None]:
-    """Turn what the file system says into one clear line."""
+    """Turn an error of the file system into one clear line."""
     try:
         yield
     except OSError as error:
@@ -73,12 +73,9 @@ def disk_errors(path: Path, hint: str = "Choose another --out.") -> Iterator[Non
 
 
 def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite it, or another name.") -> None:
-    """Refuse a file to write, before any work is done, where something is there; even with `force` where it is a link.
-
-    Raises:
-        UserError: as said. What a link points to is somebody's: to overwrite it, it must be named.
-    """
-    if path.is_symlink() and (path.is_file() or not path.exists()):  # /dev/stdout is one to a terminal or a pipe
+    """Refuse to write to an existing file, before any work is done; even with `force` if it is a link. Raises
+    UserError: as described. A link is never followed: to overwrite its target, name the target."""
+    if path.is_symlink() and (path.is_file() or not path.exists()):  # /dev/stdout is a link to a terminal or a pipe
         raise UserError(f"{path} is a symbolic link", _LINK)
     if path.exists() and not force:
         raise UserError(f"{path} exists", hint)
@@ -87,8 +84,7 @@ def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite
 def check_outputs(options: Mapping[str, Any]) -> None:
     """Refuse, as a `UserError`, a file to write that the same command reads, or writes twice: --force would destroy it.
 
-    Of a command's options those of `_OUTPUTS` are written; every other that names a file is read. Traces beside a run
-    count as well.
+    Of a command's options those of `_OUTPUTS` are written; every other file, and the traces of a run, are read.
     """
     written: list[tuple[str, Path]] = []
     read: list[tuple[str, Path]] = []
@@ -109,30 +105,27 @@ _OUTPUTS = frozenset({"out", "report", "junit", "summary", "repro"})
 
 
 def _beside(run: Path) -> Path:
-    """Where the traces of a run are: RUN.traces.jsonl; itself where it is no run file."""
+    """The traces file of a run, RUN.traces.jsonl; the path itself if it is not a run file."""
     stem, found, packed = run.name.partition(".jsonl")
     return run.with_name(f"{stem}.traces{found}{packed}") if found else run
 
 
 def _same_file(a: Path, b: Path) -> bool:
-    """Whether two paths are one file on disk, or will be; a terminal or a pipe is none."""
+    """Whether two paths are one file on disk, or will be; terminals and pipes are not compared."""
     try:
         return a.samefile(b) and a.is_file()
-    except (OSError, ValueError):  # one is not there, or no path at all
+    except (OSError, ValueError):  # one does not exist, or is not a path at all
         return os.path.abspath(a) == os.path.abspath(b)
 
 
 def no_link(name: str, flags: int) -> int:
-    """An opener for `open`: no symbolic link is followed, and no FIFO waited for."""
+    """An opener for `open` that follows no symbolic link and does not wait for a FIFO."""
     return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def create_locked(path: Path, *, force: bool) -> IO[bytes]:
-    """Create the file, or with `force` empty the one that is there, holding its lock from before the first byte.
-
-    Raises:
-        UserError: another process writes it; it exists (without force); it is a link or a FIFO; it can't be written.
-    """
+    """Create the file, or with `force` empty the existing one, holding its lock from before the first byte. Raises
+    UserError: another process writes it; it exists (without force); it is a link or a FIFO; it can't be written."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
     with disk_errors(path):
         try:
@@ -143,7 +136,7 @@ def create_locked(path: Path, *, force: bool) -> IO[bytes]:
             ) from None
         stream = os.fdopen(number, "r+b", buffering=0)
         mode = os.fstat(number).st_mode
-        if stat.S_ISFIFO(mode):  # nobody may read it, and a write would wait
+        if stat.S_ISFIFO(mode):  # it may have no reader, and a write would wait
             stream.close()
             raise UserError(f"can't write {path}: it is not a regular file", "Choose another --out.")
         _lock(stream, path)
@@ -179,12 +172,10 @@ def _lock(stream: IO[bytes], path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, hint: str = "Choose another name.") -> Iterator[Path]:
-    """A new file beside `path` to write in the block, under a name that nobody knows; renamed to `path` at its end.
+    """Yield a new file in the folder of `path`, under a random name; renamed to `path` at the end of the block.
 
-    A full disk, a kill or an exception leaves the old file whole and no scrap. No link is followed.
-
-    Raises:
-        UserError: the disk is full, or the path is a link or can't be written.
+    A full disk, a kill or an exception leaves the old file whole and no scrap. No link is followed. Raises UserError:
+    the disk is full, or the path is a link or can't be written.
     """
     with disk_errors(path, hint):
         check_free(path, force=True)
@@ -208,7 +199,7 @@ def replacing(path: Path, hint: str = "Choose another name.") -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text whole or not at all, and raise, as `replacing`; into a terminal, pipe or device it is written."""
+    """Write a text whole or not at all, and raise, as `replacing`; a terminal, pipe or device is written directly."""
     with disk_errors(path):
         special = path.exists() and not path.is_file()
     if special:  # /dev/stdout: nothing to keep, nothing to rename
@@ -219,7 +210,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a file that may be there, waiting for no FIFO; a `UserError` if it can't be, or links to nothing."""
+    """Append to a file that may exist, without waiting for a FIFO; a `UserError` if that fails, or it is a broken
+    link."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
     with disk_errors(path, "Choose another file."):
         if path.is_symlink() and not path.exists():
@@ -231,7 +223,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def read_whole(path: Path, most: int) -> bytes:
-    """A regular file of at most `most` bytes; a `FileNotFoundError` or `UserError` where it is none."""
+    """A regular file of at most `most` bytes; a `FileNotFoundError` or `UserError` where it is not one."""
     regular(path)
     with path.open("rb") as stream:
         data = stream.read(most + 1)
@@ -241,7 +233,7 @@ def read_whole(path: Path, most: int) -> bytes:
 
 
 def regular(path: Path) -> None:
-    """Refuse what is no file, a FIFO or a device say, as a `UserError`; nothing there is a `FileNotFoundError`."""
+    """Refuse what is not a file, for example a FIFO, as a `UserError`; a missing one is a `FileNotFoundError`."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -256,11 +248,12 @@ def regular(path: Path) -> None:
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     """(number from 1, line without its end, whether it had one) of a regular file, in bounded memory.
 
-    A name that ends in .gz or .xz is unpacked on the way: a kept run of 1,000 completions is a tenth as large so.
+    A name that ends in .gz or .xz is unpacked: a kept run of 1,000 completions is a tenth as large packed.
 
     Raises:
-        FileNotFoundError: it isn't there.
-        UserError: it is no file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more than a run would, in
+        FileNotFoundError: it doesn't exist.
+        UserError: it is not a file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more than a run would,
+            in
             bytes or in lists and objects.
     """
     regular(path)
@@ -270,7 +263,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             max(least, times * path.stat().st_size)
             for least, times in ((_UNPACKED_LEAST, _UNPACKED_TIMES), (_NESTED_LEAST, _NESTED_TIMES))
         )
-        if path.suffix == ".xz":  # what stands behind its end `lzma` leaves out in silence
+        if path.suffix == ".xz":  # `lzma` silently ignores what follows its end
             with path.open("rb") as stream:
                 stream.seek(max(0, path.stat().st_size - 2))
                 if stream.read() != b"YZ":
@@ -301,12 +294,12 @@ _OURS = "a file that `nondet probe`, `sample`, `bench` or `certify` wrote"
 _EDITED = "Is it a run file that was edited by hand?"
 _LINE = line_decoder()
 _ENCODER = msgspec.json.Encoder()
-# How every header of ours begins: what is cut off in its first line is recognized by it.
+# How every header of ours begins: a cut-off first line is recognized by it.
 _MAGIC = b'{"type":"header","format":"' + FORMAT.encode() + b'"'
 
 
 def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
-    """One line; a `ValueError` says in a phrase why it is none: no JSON or UTF-8, nested too deeply, of other types."""
+    """Decode one line; a `ValueError` gives the reason: not JSON or UTF-8, nested too deeply, wrong types."""
     try:
         return decoder.decode(line)
     except RecursionError:
@@ -321,7 +314,7 @@ def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
 
 
 def _value_at(line: bytes, field: str) -> str:
-    """What a line has in a field that msgspec names, "served.done" or "labels[1]", to be told; "" where it can't be."""
+    """The value of a field that msgspec names, "served.done" or "labels[1]", for a message; "" where it is unknown."""
     try:
         value = msgspec.json.decode(line)
         for name in re.findall(r"\w+", field):
@@ -332,7 +325,7 @@ def _value_at(line: bytes, field: str) -> str:
 
 
 def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) -> tuple[bytes, Any]:
-    """The line that a writer writes, its end included, and what a reader gets of it; a `ValueError` if none would."""
+    """(a record's line with its end, the record that a reader gets); a `ValueError` if a reader rejects it."""
     try:
         line = _ENCODER.encode(record) + b"\n"
     except (UnicodeError, TypeError, OverflowError, RecursionError) as error:
@@ -353,14 +346,11 @@ def torn_header(line: bytes) -> bool:
 
 
 def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
-    """Read a run file, and check that it does not contradict itself.
+    """Read a run file, and check that it does not contradict itself. Raises UserError: missing, empty, not a run file,
+    from a newer schema, cut off, malformed or contradicting itself; the line and the field are named.
 
     Args:
         allow_truncated: Take a file whose last line is cut off (a killed run), without that line.
-
-    Raises:
-        UserError: missing, empty, not a run file, from a newer schema, cut off, malformed or contradicting itself; the
-            line and the field are named.
     """
     try:
         lines = lines_of(path)
@@ -401,7 +391,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     except ValueError as error:
         raise UserError(f"{path} is malformed in line {number}: {one_line(str(error), 300)}", _EDITED) from error
     places = [row.place for row in run.rows if isinstance(row.place, int)]
-    if len(places) == len(run.rows):  # by the plan: processes that share one finish their rows in any order
+    if len(places) == len(run.rows):  # in the plan's order: processes that share a plan finish their rows in any order
         run.rows[:] = [row for _, row in sorted(zip(places, run.rows, strict=True), key=lambda pair: pair[0])]
     return run
 
@@ -458,11 +448,11 @@ class RunWriter:
             self._bytes(encoded(header)[0])
 
     def write(self, record: AnyRecord) -> AnyRecord:
-        """Append one record, and say what was written: one that no reader would take is written as a failure.
+        """Append one record, and return what was written: a record that a reader would reject is written as a failure.
 
         Raises:
             UserError: the disk is full or the file can't be written.
-            UnrecordableError: no reader would take it even so.
+            UnrecordableError: a reader would reject it even so.
         """
         try:
             line = self._checked(record)
@@ -491,14 +481,13 @@ class RunWriter:
             self._stream.close()
 
     def _checked(self, record: Record) -> bytes:
-        """The line. Raises ValueError."""
         line, read = encoded(record)
         self._checks.record(read)
         return line
 
     def _bytes(self, data: bytes) -> None:
         with disk_errors(self.path):
-            while data:  # an unbuffered write may take a part: what is left then says why
+            while data:  # an unbuffered write may be partial: the next one then raises the reason
                 data = data[self._stream.write(data) :]
 
 
@@ -511,23 +500,20 @@ def open_run(
     force: bool = False,
     resume: bool = False,
 ) -> RunWriter:
-    """Open a run file for writing, and lock it.
+    """Open a run file for writing, and lock it. Raises UserError: it exists and neither force nor resume was asked for;
+    another process is writing it; it can't be resumed; it can't be written; the plan is too large.
 
     Args:
         path: Its folder is made if it is missing.
         plan: What decides the records; must be JSON-able.
         resume: Go on with what exists, if its plan and everything that changes bits are the same.
-
-    Raises:
-        UserError: it exists and neither force nor resume was asked for; another process is writing it; it can't be
-            resumed; it can't be written; the plan is too large.
     """
     try:
         header = Header(
             format=FORMAT, schema=SCHEMA_VERSION, command=command, plan=_bounded(plan), environment=environment,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
-        header = encoded(header)[1]  # what a reader gets back, so that like is compared with like
+        header = encoded(header)[1]  # the header as it is read back, for comparing
         RunChecks(header).header(header)
     except ValueError as error:
         raise UserError(f"no run file can hold this plan: {one_line(str(error), 200)}", "Give less of it.") from None
@@ -548,12 +534,12 @@ def open_run(
 
 
 def is_run(path: Path) -> bool:
-    """Whether a file says that it is a run: others may lie beside it."""
+    """Whether a file begins like a run: other files may be in its folder."""
     return path.is_file() and FORMAT.encode() in next(lines_of(path), (0, b"", True))[1]
 
 
 def begun(path: Path) -> bool:
-    """Whether there is a run file at `path` whose header is whole, so that resuming goes on with it."""
+    """Whether there is a run file at `path` whose header is whole, so that it can be resumed."""
     try:
         _, line, whole = next(lines_of(path))
     except (FileNotFoundError, StopIteration):
@@ -562,9 +548,9 @@ def begun(path: Path) -> bool:
 
 
 def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
-    """The plan as a header has it: prompts cut where all of them would be too long for one line, no path of a server.
+    """The plan as a header has it: prompts are cut if all of them would be too long for one line; no path of a server.
 
-    Of a plan that is one already it is the same, and of one of an older nondet what this one would have written.
+    A plan that went through this function is unchanged; a plan of an older nondet becomes what this version writes.
     """
     prompts: Any = plan.get("prompts")
     endpoint = plan.get("endpoint")
@@ -580,8 +566,8 @@ def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
-    """Go on with a locked file. Its links, its owner and its mode stay: it is cut and appended to in place."""
-    if not begun(path):  # empty, or killed within its very first line: there is no record that could be lost
+    """Resume a locked file. Its links, owner and mode stay: it is truncated and appended to in place."""
+    if not begun(path):  # empty, or killed within its first line: there is no record that could be lost
         with disk_errors(path):
             stream.truncate(0)
         return RunWriter(path, stream, header)
@@ -591,7 +577,7 @@ def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
     unfinished = False
     for number, line, complete in lines_of(path):
         if number == 1 and not complete:
-            unfinished = True  # the header lacks nothing but its line end
+            unfinished = True  # the header lacks only its line end
             whole = len(line)
         elif complete:
             ended, whole = whole, whole + len(line) + 1
@@ -607,7 +593,7 @@ def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
 
 
 def _check_same(path: Path, theirs: Header, ours: Header) -> None:
-    """Records of two plans, machines or toolchains don't belong in one run."""
+    """Refuse to mix records of two plans, machines or toolchains."""
     from nondet.core.environment import moved
 
     if theirs.command != ours.command:
@@ -627,7 +613,7 @@ def _check_same(path: Path, theirs: Header, ours: Header) -> None:
 
 
 def write_run(path: Path, run: Run, *, force: bool = False) -> None:
-    """Write a run that was measured in memory, whole. Raises UserError: as `open_run` and `RunWriter.write` say."""
+    """Write a run that was measured in memory, whole. Raises UserError as `open_run` and `RunWriter.write` do."""
     header = run.header
     writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=force)
     try:

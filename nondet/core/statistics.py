@@ -1,9 +1,9 @@
 """Bounds, intervals, shares, survival and paired comparisons; how a rate is rounded. See docs/statistics.md.
 
-Two things are not rates. A deterministic sweep over sizes that somebody chose has no sampling frame: it has counts.
-And completions that share a batch are not independent: whatever set one off, a full batch or a tile, sets off its
-neighbours, so that a bound holds by round (the unit that is drawn) and by completion only if rounds don't matter.
-How alike the completions of a round are is not estimated: a few rounds that happened to be alike would hide it.
+Two things are not rates. A deterministic sweep over chosen sizes has no sampling frame: it has counts. And completions
+that share a batch are not independent: whatever changed one, a full batch or a tile, also changes its neighbours. So a
+bound holds by round (the unit that is drawn), and by completion only if rounds don't matter. The correlation within a
+round is not estimated, because a few rounds that happened to be alike would hide it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NODES_MOST = 1_000
 
 
 def wilson(k: float, n: float) -> tuple[float, float]:
-    """Wilson's two-sided 95% interval for a rate seen k times in n independent trials; counts may be broken.
+    """Wilson's two-sided 95% interval for a rate seen k times in n independent trials; counts may be fractional.
 
     Source: E. B. Wilson, Journal of the American Statistical Association 22 (1927), 209-212.
     """
@@ -39,8 +39,8 @@ def wilson(k: float, n: float) -> tuple[float, float]:
 def one_sided_bound(n: int) -> float:
     """The rate that n independent tries without a hit exclude at 95%: 1 - 0.05^(1/n).
 
-    Valid whenever one stops while nothing was hit: a rate is excluded wrongly only if no hit came in the first n tries,
-    n the fewest that exclude it, and that has a chance of at most 0.05.
+    You can stop at any n without a hit: a rate is excluded wrongly only if no hit came in the first n tries, n the
+    fewest that exclude it, and that has a probability of at most 0.05.
     """
     if n <= 0:
         raise ValueError("no tries, no bound")
@@ -48,28 +48,26 @@ def one_sided_bound(n: int) -> float:
 
 
 def trials_to_see(rate: float, confidence: float = CONFIDENCE) -> int:
-    """Tries that hit something of this rate once or more with this confidence: 299 for 1%, 29 for 10%, at 95%."""
+    """Tries that hit something of this rate at least once with this confidence: 299 for 1%, 29 for 10%, at 95%."""
     if not (0.0 < rate <= 1.0 and 0.0 < confidence < 1.0):
         raise ValueError(f"a rate of {rate} with {confidence} is nothing to look for")
     if rate == 1.0:
         return 1
     least = math.log1p(-confidence) / math.log1p(-rate)
-    return math.ceil(least - 1e-9 * least)  # where a whole number of tries is enough, rounding must not ask for another
+    return math.ceil(least - 1e-9 * least)  # where a whole number of tries is enough, rounding must not add another
 
 
 def confidence_sequence(k: float, n: float) -> tuple[float, float]:
-    """A 95% interval for a rate that holds at every n at once, so that one may look, and stop, whenever one likes.
+    """A 95% interval for a rate that holds at every n at once, so that you can look, and stop, at any time.
 
     All rates p under which the mixture of likelihoods over Beta(1/2, 1/2) is below 20 times the likelihood of p. That
-    ratio is a martingale under p, which reaches 20 with a chance of at most 1/20 (Ville). Wider than Wilson's, which
-    holds at an n that was fixed beforehand. Counts may be broken: trials in rounds count as the trials over those of
-    the largest round, and it holds however alike those of one round are (`round_interval` is narrower).
+    ratio is a martingale under p, which reaches 20 with a probability of at most 1/20 (Ville). Wider than Wilson's,
+    which holds at an n that was fixed beforehand. Counts may be fractional: trials in rounds count as the trials over
+    those of the largest round, and it holds whatever the correlation within a round (`round_interval` is narrower).
+    Raises ValueError: k and n are not a rate.
 
     Source: H. Robbins, Annals of Mathematical Statistics 41 (1970), 1397-1409; S. R. Howard, A. Ramdas, J. McAuliffe
     and J. Sekhon, Annals of Statistics 49 (2021), 1055-1080.
-
-    Raises:
-        ValueError: no rate.
     """
     if n <= 0 or not 0 <= k <= n:
         raise ValueError(f"{k} of {n} is no rate")
@@ -85,7 +83,7 @@ def confidence_sequence(k: float, n: float) -> tuple[float, float]:
 
 
 def _ends(kept_rate: float, kept: Callable[[float], bool]) -> tuple[float, float]:
-    """The borders, from their outer sides, of the rates that are kept around this one; at 0 and 1 they are exact."""
+    """The boundaries, from their outer sides, of the rates that are kept around this one; at 0 and 1 they are exact."""
     ends = []
     for outside in (0.0, 1.0):
         inside = kept_rate
@@ -99,23 +97,22 @@ def _ends(kept_rate: float, kept: Callable[[float], bool]) -> tuple[float, float
 
 
 def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """An interval for a rate whose trials came in rounds, that holds after every round, however alike those are.
+    """An interval for a rate whose trials came in rounds, that holds after every round, whatever the correlation in
+    them.
 
-    The round alone is what is drawn: trials of one may depend on each other in any way, so that no estimate of how much
-    is asked for. With x a round's share and q drawn from Beta(1/2, 1/2), x q / p + (1 - x) (1 - q) / (1 - p) has the
-    mean 1 under the rate p; the product over rounds, averaged over q, is a martingale, which reaches 20 with a chance
-    of at most 1/20 (Ville; 20 is 1 / (1 - confidence)). Kept are the rates that it spares. Of rounds that are all or
-    nothing this is `confidence_sequence` over rounds; of rounds that scatter less it is narrower, as far as rounds of
-    another kind, which so few would have missed, permit.
+    Only rounds are drawn: trials of one round may depend on each other in any way, and no estimate of that is needed.
+    With x a round's share and q drawn from Beta(1/2, 1/2), x q / p + (1 - x) (1 - q) / (1 - p) has the mean 1 under the
+    rate p; the product over rounds, averaged over q, is a martingale, which reaches 20 with a probability of at most
+    1/20 (Ville; 20 is 1 / (1 - confidence)). The interval holds the rates for which it stays below. Where each round is
+    all or nothing this is `confidence_sequence` over rounds; where rounds scatter less it is narrower, as far as unseen
+    rounds of another kind, which so few rounds could have missed, permit. Raises ValueError: no rounds, more hits than
+    trials, an empty round, or lists of two lengths.
 
     Source: I. Waudby-Smith and A. Ramdas, Journal of the Royal Statistical Society B 86 (2024), 1-27.
 
     Args:
         sizes: Trials in each round, each 1 or more.
         confidence: Of the interval over all looks together.
-
-    Raises:
-        ValueError: no rounds, more hits than trials, an empty round, or lists of two lengths.
     """
     if not sizes or len(hits) != len(sizes) or any(not 0 <= k <= n or n < 1 for k, n in zip(hits, sizes, strict=True)):
         raise ValueError(f"{list(hits)} of {list(sizes)} are no rounds")
@@ -134,7 +131,7 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
 
 
 def pair_disagreement(counts: Sequence[int]) -> float:
-    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)): unlike "distinct of N" it is free of N.
+    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)), which doesn't grow with N.
 
     Args:
         counts: How often each distinct result was seen; two or more in all.
@@ -146,7 +143,7 @@ def pair_disagreement(counts: Sequence[int]) -> float:
 
 
 def new_share(counts: Sequence[int]) -> float:
-    """Good's estimate of the chance that the next result is none of those seen: those seen once, over all.
+    """Good's estimate of the probability that the next result is a new one: those seen once, over all.
 
     Source: I. J. Good, Biometrika 40 (1953), 237-264.
     """
@@ -162,10 +159,10 @@ def percent(share: float, rounding: str = "near") -> str:
     if value <= 0.0 or value >= 100.0:
         return "0%" if value <= 0.0 else "100%"
     digits = 1 if value >= 10.0 else max(2, 1 - math.floor(math.log10(value)))
-    if digits > 12:  # not a line of zeros; half a unit of its last digit keeps a bound one
+    if digits > 12:  # not a line of zeros; half a unit of its last digit keeps it a bound
         return f"{value * {'near': 1.0, 'up': 1.005, 'down': 0.995}[rounding]:.2e}%"
     scale = 10.0**digits
-    # 1e-9 keeps figures that are round already from being moved by their own binary representation
+    # 1e-9 keeps figures that are round already from changing by their own binary representation
     scaled = {
         "near": round(value * scale),
         "up": math.ceil(value * scale - 1e-9),
@@ -180,10 +177,10 @@ def percent(share: float, rounding: str = "near") -> str:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Between two order statistics, whatever the values' distribution; None of so few that all of them are no interval.
+    """Between two order statistics, whatever the values' distribution; None of too few values for an interval.
 
     Of n independent values as many as Binomial(n, 1/2) lie below the median: it misses (k-th least, k-th largest) with
-    a chance of twice P(X < k). At 95% that takes 6 values.
+    a probability of twice P(X < k). At 95% that takes 6 values.
     """
     n, below, k = len(values), 0, 0
     while below + math.comb(n, k) <= (1.0 - CONFIDENCE) / 2 * 2**n and k < n:
@@ -204,31 +201,29 @@ _TIMES = tuple[Sequence[int], Sequence[bool]]
 class SurvivalStep(NamedTuple):
     """The estimate from one time on, up to the next step."""
 
-    time: int  # where something parted; the first step is at 0, where nothing has
-    at_risk: int  # those that had come as far unparted
-    events: int  # those that parted there
-    survival: float  # estimated share that is unparted after it
+    time: int  # of a first difference; the first step is at 0
+    at_risk: int  # those that had no difference before it
+    events: int  # those that differ there first
+    survival: float  # estimated share that has no difference after it
     low: float  # pointwise 95% interval of it
     high: float
 
 
 def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1.0) -> list[SurvivalStep]:
-    """The share that is unparted, over time, by the product-limit estimate.
+    """The share without a difference, over time, by the product-limit estimate.
 
-    Pointwise intervals are those of so many independent trials as would have Greenwood's variance, over the effect;
-    where nothing parted the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). Times at which one parts and
-    one ends: the parting is first.
+    Pointwise intervals are those of as many independent trials as would have Greenwood's variance, over the effect;
+    where nothing differs the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). If one differs and one ends
+    at the same time, the difference counts first. Raises ValueError: lists of two lengths, none at all, or a negative
+    time.
 
     Source: E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53 (1958), 457-481; S. J. Cutler
     and F. Ederer, Journal of Chronic Diseases 8 (1958), 699-712, for the trials.
 
     Args:
-        times: For each, the tokens after which it parted or ended.
-        parted: Whether it parted; else its text ended there, unparted (censored).
+        times: For each, the tokens after which it differed or ended.
+        parted: Whether it differed; else its text ended there, without a difference (censored).
         effect: Completions that are worth one independent trial, 1 or more; infinite: the intervals are 0 to 1.
-
-    Raises:
-        ValueError: lists of two lengths, none at all, or a negative time.
     """
     if len(times) != len(parted) or not times or min(times) < 0:
         raise ValueError(f"{len(times)} times and {len(parted)} ends are no sample")
@@ -239,7 +234,7 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
         if hits := events[time]:
             survival *= 1.0 - hits / at_risk
             variance += hits / (at_risk * (at_risk - hits)) if at_risk > hits else math.inf
-            # without censoring these are all n; where all that were left parted, those that were left
+            # without censoring these are all n; where all the remaining ones differ, the remaining ones
             trials = (1.0 - survival) / (survival * variance) if survival > 0.0 else at_risk
             trials /= effect
             bounds = confidence_sequence(survival * trials, trials) if trials > 0.0 else (0.0, 1.0)
@@ -251,17 +246,18 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
 class LogRank(NamedTuple):
     """Two samples compared over all times."""
 
-    observed: int  # partings of the first sample
-    expected: float  # what they would be if both parted at one rate
+    observed: int  # first differences in the first sample
+    expected: float  # expected number if both had one rate
     statistic: float  # chi-square with one degree of freedom, after division by the effect
-    p: float  # chance of one as large if both part alike; 1.0 where nothing could be compared
+    p: float  # probability of a statistic at least as large if both have one rate; 1.0 where nothing could be compared
 
 
 def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -> LogRank:
     """The log-rank test, stratified: each prompt is compared with itself, and the differences are summed.
 
-    Source: N. Mantel, Cancer Chemotherapy Reports 50 (1966), 163-170. The division by the effect is a first-order
-    correction for completions that come in rounds.
+    The division by the effect is a first-order correction for completions that come in rounds.
+
+    Source: N. Mantel, Cancer Chemotherapy Reports 50 (1966), 163-170.
 
     Args:
         strata: Prompt -> (times, parted) of the first and of the second sample.
@@ -288,7 +284,7 @@ def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -
 
 
 def _counts(times: Sequence[int], parted: Sequence[bool]) -> tuple[Counter[int], Counter[int]]:
-    """(time -> partings, time -> all that leave)."""
+    """(time -> first differences, time -> all that leave)."""
     return Counter(time for time, hit in zip(times, parted, strict=True) if hit), Counter(times)
 
 
@@ -301,15 +297,13 @@ def mcnemar(only_first: int, only_second: int) -> float:
     """Two-sided exact p of McNemar's test: of the prompts on which the two systems disagree, how one-sided they are.
 
     Prompts are the unit: they are drawn one by one, completions of one prompt are not. Under the null each prompt that
-    sets one off alone is as likely to set off the first as the second.
+    diverges in one system only is as likely to do so in the first as in the second. Raises ValueError: a negative
+    count.
 
     Source: Q. McNemar, Psychometrika 12 (1947), 153-157, with the exact binomial.
 
     Args:
-        only_first, only_second: Prompts that parted under the first system alone, and under the second alone.
-
-    Raises:
-        ValueError: a negative count.
+        only_first, only_second: Prompts that diverged under the first system only, and under the second only.
     """
     if min(only_first, only_second) < 0:
         raise ValueError(f"{only_first} and {only_second} are no counts")
@@ -322,20 +316,17 @@ def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float
     """Two-sided p of the sign-flip test on the sum of differences: whether two systems differ over the same prompts.
 
     All sign patterns of the prompts that differ, if they are 14 or fewer; else 9,999 drawn from a fixed seed, with the
-    observed one counted in, so that p is never 0.
+    observed one counted in, so that p is never 0. Raises ValueError: samples of two lengths.
 
     Source: R. A. Fisher, The Design of Experiments (1935), section 21; B. Phipson and G. K. Smyth, Statistical
     Applications in Genetics and Molecular Biology 9 (2010), for the drawn form.
-
-    Raises:
-        ValueError: samples of two lengths.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} make no pairs")
     differences = [a - b for a, b in zip(first, second, strict=True) if a != b]
     if not differences:
         return 1.0
-    least = abs(math.fsum(differences)) * (1 - 1e-12)  # patterns that tie but for rounding count as equal
+    least = abs(math.fsum(differences)) * (1 - 1e-12)  # patterns that differ only by rounding count as equal
     if len(differences) <= _EXACT_MOST:
         hits = 0
         for pattern in range(2 ** len(differences)):
@@ -351,18 +342,17 @@ def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float
 
 
 def superiority(small: Values, large: Values) -> float:
-    """The chance that one of `large` exceeds one of `small`, ties counted half: 1.0 where they are apart, 0.5 if alike.
+    """The probability that one of `large` exceeds one of `small`, ties counted half: 0.5 if both are alike.
 
-    Source: H. B. Mann and D. R. Whitney, Annals of Mathematical Statistics 18 (1947), 50-60: U over its maximum.
-
-    Raises:
-        ValueError: an empty sample.
+    Source: H. B. Mann and D. R. Whitney, Annals of Mathematical Statistics 18 (1947), 50-60: U over its maximum. Raises
+    ValueError: an empty sample.
     """
     if not len(small) or not len(large):
         raise ValueError("an empty sample exceeds nothing")
-    # the smaller sample is looked up in the larger one, sorted: of ten million margins a handful are at forks
+    # the smaller sample is looked up in the larger one, sorted: a handful of ten million margins are at forks
     values = np.sort(np.asarray(large))
-    sought = np.sort(np.asarray(small, dtype=values.dtype))  # in order, neighbours are looked up in the same place
+    # in order, because neighbours are looked up near each other
+    sought = np.sort(np.asarray(small, dtype=values.dtype))
     below = int(np.searchsorted(values, sought, "left").sum() + np.searchsorted(values, sought, "right").sum())
     pairs = 2 * len(sought) * len(values)
     return (pairs - below) / pairs
@@ -372,15 +362,13 @@ def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> fl
     """Mean of r - 1 - log r over tokens, r = exp(other - reference): Schulman's k3, in nats.
 
     Where the tokens were drawn from the reference it estimates KL(reference || other), without bias, and no term is
-    negative. Of greedy tokens it estimates nothing: there it is a distance between two traces, and no more.
+    negative. Of greedy tokens it is not an estimate, only a distance between two traces. Raises ValueError: two
+    lengths, or no tokens.
 
     Source: J. Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html.
 
     Args:
         reference, other: [T] float32 logprobs of the same tokens.
-
-    Raises:
-        ValueError: two lengths, or no tokens.
     """
     if reference.shape != other.shape or not reference.size:
         raise ValueError(f"{reference.size} and {other.size} logprobs are not of the same tokens")

@@ -1,7 +1,7 @@
 """The side file of a sampled run: token ids, logprobs and margins of each distinct trace, stored once.
 
-RUN.jsonl holds the completions; RUN.traces.jsonl holds, under its digest, what each distinct trace consists of, so that
-a report can be made elsewhere without the model or its tokenizer.
+RUN.jsonl holds the completions; RUN.traces.jsonl holds the distinct traces under their digests, so that a report can be
+made elsewhere without the model or its tokenizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nondet.core.runfile import PACKED, AnyRecord, RunWriter, decode, disk_error
 from nondet.errors import UnrecordableError, UserError, one_line, shortened
 
 _TOKEN_MOST = 2**31 - 1
-_TEXT_MOST = 2**20  # characters kept of a completion's text: its ids are what is compared
+_TEXT_MOST = 2**20  # characters kept of a completion's text; only its ids are compared
 _PROMPT_MOST = 4 * 2**20
 PIECE_MOST, _PIECES_AT_ONCE = 1000, 4096  # characters of a token's text; tokens in one line
 
@@ -36,7 +36,7 @@ class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
         margins: Little-endian float32, top-1 minus top-2 logit of each step, as the engine computed them in its batch;
             empty where they were not recorded. Not part of the digest.
         runner_up: The token that came second in each step; empty where margins are.
-        seed: What its draws belong to; None of greedy ones. Part of the digest: two seeds may draw the same tokens.
+        seed: Of its draws; None of greedy ones. Part of the digest, because two seeds may draw the same tokens.
         border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
             `nondet.sampling.engine.Draw`; empty of greedy ones, and where the engine drew. Not part of the digest.
     """
@@ -70,7 +70,7 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces", kw_only=True):
 
 
 class WholePrompt(msgspec.Struct, frozen=True, tag="prompt", kw_only=True):
-    """A prompt that the run file's header has cut; no reader needs it."""
+    """A prompt that the run file's header has cut; readers ignore it."""
 
     text: str
 
@@ -79,7 +79,7 @@ _LINE: msgspec.json.Decoder[Trace | Pieces | WholePrompt] = msgspec.json.Decoder
 
 
 def traces_path(run: Path) -> Path:
-    """RUN.jsonl -> RUN.traces.jsonl; RUN.jsonl.gz -> RUN.traces.jsonl.gz, and so of .xz."""
+    """RUN.jsonl -> RUN.traces.jsonl; likewise with .gz or .xz at the end."""
     packed = run.suffix if run.suffix in PACKED else ""
     return run.with_name(run.name.removesuffix(packed).removesuffix(".jsonl") + ".traces.jsonl" + packed)
 
@@ -96,12 +96,12 @@ def trace_digest(token_ids: list[int], logprobs: bytes, seed: int | None = None)
 
 
 def nonfinite_logprobs(logprobs: bytes) -> int:
-    """How many of the little-endian float32 logprobs are NaN or infinite: no model that works computes one."""
+    """How many of the little-endian float32 logprobs are NaN or infinite: a working model computes none."""
     return int((~np.isfinite(np.frombuffer(logprobs, dtype="<f4"))).sum())
 
 
 def facts_of(trace: Trace) -> dict[str, Any]:
-    """What a completion's record says of its trace, by the record's names."""
+    """What a completion's record repeats of its trace, by the record's names."""
     return {
         "tokens_digest": tokens_digest(trace.token_ids),
         "n_tokens": len(trace.token_ids),
@@ -112,10 +112,8 @@ def facts_of(trace: Trace) -> dict[str, Any]:
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
     """All traces by digest, and the text of single tokens by id.
 
-    A line that is cut off at the end belongs to a round that never finished, and is left out.
-
-    Raises:
-        UserError: the side file is missing or malformed, or a trace isn't what its digest says.
+    A line that is cut off at the end belongs to a round that never finished, and is left out. Raises UserError: the
+    side file is missing or malformed, or a trace doesn't match its digest.
     """
     path = traces_path(run)
     traces: dict[str, Trace] = {}
@@ -146,7 +144,7 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
 
 
 def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
-    """Every completion is the one that its trace holds; a `UserError` where the two files are not of one run."""
+    """Check that every completion has the trace that it names; a `UserError` where the two files are not of one run."""
     known: dict[str, dict[str, Any]] = {}
     for completion in run.completions:
         if completion.status != "ok":
@@ -161,7 +159,7 @@ def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
             known[completion.trace] = facts_of(trace)
         for name, there in known[completion.trace].items():
             here = getattr(completion, name)
-            if here != there and (name != "nonfinite" or run.header.schema >= 3):  # files from before don't count them
+            if here != there and (name != "nonfinite" or run.header.schema >= 3):  # older files don't count them
                 which = f"{completion.impl} {completion.request}"
                 raise UserError(
                     f"{run.source}: {name} of {which} is {here}, and {there} in its trace",
@@ -186,7 +184,6 @@ def _check(trace: Trace) -> None:
 
 
 def _token_id(name: str) -> int:
-    """Raises ContradictionError."""
     if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= _TOKEN_MOST):
         raise ContradictionError(f"pieces: {name[:40]!r} is no token id")
     return int(name)
@@ -195,15 +192,14 @@ def _token_id(name: str) -> int:
 class TraceWriter:
     """Appends to the side file: each distinct trace and each token's text once, whichever implementation made it first.
 
+    Raises UserError: the file can't be written, or can't be read back to resume.
+
     Args:
-        resume: Go on with the side file that is there; without it the file is begun anew.
+        resume: Continue the existing side file; without it the file is created or emptied.
         prompts: Whole texts of prompts that the header has cut.
 
     Attributes:
         pieces: The tokens' texts that the file held when it was opened.
-
-    Raises:
-        UserError: the file can't be written, or can't be read back to resume.
     """
 
     def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:
@@ -216,16 +212,16 @@ class TraceWriter:
             if resume:
                 data = self.path.read_bytes()
                 os.truncate(self.path, data.rfind(b"\n") + 1)  # a line that a killed run left unfinished
-            # a resumed run's may be a link, as its run file; a new one's leads to nobody's file
+            # a resumed run's side file may be a link, as its run file may; a new one follows no link
             self._stream = open(self.path, "ab" if resume else "wb", opener=None if resume else no_link)  # noqa: SIM115 - until close()
         if not resume:
             self._append(encoded(WholePrompt(text=shortened(text, _PROMPT_MOST)), _LINE)[0] for text in prompts)
 
     def write(self, traces: Iterable[Trace]) -> None:
-        """Write those that are not there yet, and flush: a completion may then name them.
+        """Write the new ones, and flush, so that a completion can name them.
 
         Raises:
-            UnrecordableError: one that no reader would take; none of them is written.
+            UnrecordableError: a reader would reject one of them; none is written.
             UserError: the disk is full or the file can't be written.
         """
         lines: dict[str, bytes] = {}
@@ -258,7 +254,7 @@ class TraceWriter:
 
 
 def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
-    """The run's side file, gone on with where the run is.
+    """The run's side file, resumed if the run is.
 
     A run that was stopped before its first traces has none yet; other kinds of record need none.
     """
@@ -269,10 +265,10 @@ def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
 
 @dataclass
 class RoundCollector:
-    """The rounds of one implementation, or of one server, on their way into the run file and its side file.
+    """Writes the rounds of one implementation, or of one server, into the run file and its side file.
 
-    A trace is written before the completion that names it, and a round's own record last: a run that is stopped
-    anywhere goes on with the first round that has none.
+    A trace is written before the completion that names it, and a round's own record last: a stopped run is resumed at
+    the first round that has no record.
     """
 
     writer: RunWriter
@@ -284,5 +280,5 @@ class RoundCollector:
         return [number for number in numbers if ("round", self.impl, str(number)) not in self.writer.done]
 
     def write(self, *records: AnyRecord) -> list[AnyRecord]:
-        """Write those that are not on disk yet; what was written, as `RunWriter.write` says it."""
+        """Write those that are not on disk yet; returns what was written, as `RunWriter.write` does."""
         return [self.writer.write(record) for record in records if record.key not in self.writer.done]

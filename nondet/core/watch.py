@@ -1,7 +1,7 @@
-"""An operator under watch: calls made twice, and results held against the float64 oracle, row by row, within bounds.
+"""Checks of an operator's calls: some are made twice, and results are compared with the float64 oracle.
 
-An oracle costs more than the call. So it is asked about rows from the whole batch, its first and last among them, and
-once for all implementations that are given the same operands.
+An oracle costs more than the call. So it computes some rows of the whole batch, the first and the last among them, and
+once for all implementations that get the same operands.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from nondet.core.records import Accuracy
 from nondet.core.registry import load_object, operators
 from nondet.errors import WrongResultError
 
-# How far a result may be from the float64 oracle, element by element; `nondet.core.watch` holds results to it.
+# How far a result may be from the float64 oracle, element by element.
 #
 # Identical is not right: a kernel that gives zeros gives the same zeros at every batch size. The bounds below hold in
-# the worst case for a sound implementation, whatever its order of additions, so what exceeds one is wrong and not
-# another rounding. They are the price of that: an error that an order of additions could have made passes.
+# the worst case for a correct implementation, whatever its order of additions, so what exceeds one is wrong and not
+# another rounding. The price is that an error of the size of a reordering is not detected.
 #
 # The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms (2nd ed., 2002), section 3.1: a sum of
 # n products errs by at most gamma_n * sum |x||w|, with gamma_n = n u / (1 - n u), whatever its order. Here u is twice
-# the unit roundoff of the accumulator, since tensor cores truncate; sum |x||w| is at most ||x|| ||w||
-# (Cauchy-Schwarz). To it come the rounding of the result, and the roundings that torch's own settings allow (TF32,
+# the unit roundoff of the accumulator, because tensor cores truncate; sum |x||w| is at most ||x|| ||w||
+# (Cauchy-Schwarz). Added to it are the rounding of the result, and the roundings that torch's own settings allow (TF32,
 # reduced-precision reductions).
 
 _ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accumulator's epsilon
 
 
 class _Terms(NamedTuple):
-    """What the bounds are made of for one call."""
-
     reference: torch.Tensor  # float64, one result
     dtype: torch.dtype  # of the result
     device: str
@@ -50,7 +48,6 @@ class _Terms(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of the result's dtype."""
         return torch.finfo(self.dtype).eps / 2
 
     @property
@@ -104,7 +101,7 @@ def _of_products(t: _Terms, terms: int, left: torch.Tensor, right: torch.Tensor)
 
 
 def _operand_rounding(t: _Terms) -> float:
-    """What float32 operands lose where torch may shorten them: to TF32 (11 bits), or to bfloat16 (8 bits)."""
+    """What float32 operands lose where torch may round them: to TF32 (11 bits), or to bfloat16 (8 bits)."""
     if t.dtype != torch.float32:
         return 0.0
     lost = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
@@ -131,7 +128,7 @@ def of_attention(
     scale: float | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scores err by what their products do and by roundings to the operands' dtype; so do the weights made of them."""
+    """Scores err by what their products do and by roundings to the operands' dtype; so do the weights."""
     depth, groups = q.shape[-1], q.shape[1] // k.shape[1]
     factor = scale if scale is not None else depth**-0.5
     keys = k.double().norm(dim=-1).amax(-1).repeat_interleave(groups, 1)[..., None, None]  # [B, Hq, 1, 1]
@@ -189,7 +186,7 @@ def of_scattered(t: _Terms, target: torch.Tensor, index: torch.Tensor, source: t
 
 
 def declared_bound(operator: str) -> AccuracyBound | None:
-    """What the operator's declaration says of its bound; None where it says nothing."""
+    """The bound that the operator's declaration gives; None where it gives none."""
     return operators()[operator].accuracy if operator in operators() else None
 
 
@@ -214,22 +211,22 @@ Operator = Callable[..., Any]
 # Multiply-adds of an oracle beyond which a call is not checked: about a second in float64.
 _WORK_MOST = {"cpu": 4e9, "cuda": 4e11}
 _REPEATED_MOST = 3  # calls of one variant that are made twice; a sweep in single rows makes hundreds
-_CHECKED_MOST = 4  # calls of a row that are held against the oracle, one a variant
+_CHECKED_MOST = 4  # calls of a row that are compared with the oracle, one per variant
 _ANSWERS_MOST = 8  # of the oracle that a case's implementations share
 _ROWS = (8, 16, 8)  # checked of a larger batch: its first, some between, its last
 _LONG_ROWS = (2, 2, 2)  # of results as wide as a vocabulary
 _LONG = 2**16
 _REQUESTS = (2, 4, 2)
-# Operators whose rows are independent: of the first operand's leading axes, of its first axis alone, of requests.
+# Operators whose rows are independent: along all leading axes of the first operand, its first axis only, or requests.
 _BY_ROWS = ("linear", "rms_norm", "softmax", "log_softmax", "logsumexp", "sum", "mean", "cumsum")
-# A few operations an element of the result, however long a row is.
+# A few operations for each element of the result, however long a row is.
 _FEW_TERMS = ("rms_norm", "softmax", "log_softmax", "cumsum")
 _ROW_PASSES = 64  # of them, at most
 _UNBOUNDED = "no bound is known for this operator: only shape, dtype and finiteness were checked"
 
 
 class _Answer(NamedTuple):
-    """What the oracle gave for these operands, and what is allowed around it for results of this dtype."""
+    """What the oracle gave for these operands, and the allowed error for results of this dtype."""
 
     operands: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -239,10 +236,9 @@ class _Answer(NamedTuple):
 
 
 class Answers:
-    """The oracle of one case, whose implementations are given the same operands: it is asked once for each.
+    """The oracle of one case, whose implementations get the same operands: each answer is computed once.
 
-    Operands are known again by their bits, never by their addresses: they are copied, so that a kernel that writes to
-    its inputs changes no answer.
+    Operands are recognized by their bits and copied, so that a kernel that writes to its inputs changes no answer.
     """
 
     def __init__(self, operator: str, oracle: Operator) -> None:
@@ -253,7 +249,7 @@ class Answers:
     def of(
         self, operands: tuple[Any, ...], keywords: dict[str, Any], dtype: torch.dtype | None
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """(float64 results, what is allowed at each element of a single one); `dtype` is the first result's."""
+        """(float64 results, allowed error at each element of a single one); `dtype` is the first result's."""
         mine = _parts((operands, keywords))
         looks = _Looks([part for part in mine if isinstance(part, torch.Tensor)], self._copies())
         for answer in self._answers:
@@ -261,21 +257,20 @@ class Answers:
                 return answer.references, answer.allowed
         references = _tensors(self._oracle(*operands, **keywords))
         allowed = None
-        if len(references) == 1 and dtype is not None:  # a bound of several results is written for the first
+        if len(references) == 1 and dtype is not None:  # a bound is defined for a single result only
             allowed = bound_of(self.operator, operands, keywords, references[0], dtype)
-        # a weight that an earlier answer has already is not copied again
+        # a weight that an earlier answer holds is not copied again
         kept = tuple(looks.copy_of(x) for x in operands)
         self._answers = [*self._answers[1 - _ANSWERS_MOST :], _Answer(kept, keywords, dtype, references, allowed)]
         return references, allowed
 
     def _copies(self) -> list[torch.Tensor]:
-        """Every tensor that an answer was given for, once."""
         parts = [part for a in self._answers for part in _parts((a.operands, a.keywords))]
         return list({id(part): part for part in parts if isinstance(part, torch.Tensor)}.values())
 
 
 class _Looks:
-    """Which of the operands have the bits of which copy: one look for all of them."""
+    """Which operands have the bits of which copy: one copy to the host for all of them."""
 
     def __init__(self, operands: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         pairs = [
@@ -289,7 +284,6 @@ class _Looks:
         self._copies = copies
 
     def alike(self, copies: Sequence[Any], operands: Sequence[Any]) -> bool:
-        """Are the parts of an answer's operands those of this call, bit for bit?"""
         if len(copies) != len(operands):
             return False
         return all(
@@ -298,7 +292,7 @@ class _Looks:
         )
 
     def copy_of(self, operand: Any) -> Any:
-        """A copy that there is of the operand, or a new one; what is no tensor as it is."""
+        """An existing copy of the operand, or a new one; what is not a tensor is returned as it is."""
         if not isinstance(operand, torch.Tensor):
             return operand
         copy = next((copy for copy in self._copies if (id(copy), id(operand)) in self._equal), None)
@@ -306,7 +300,7 @@ class _Looks:
 
 
 def _parts(x: Any) -> list[Any]:
-    """Tensors and numbers of nested tuples and mappings, with what tells two nestings apart, in order."""
+    """Tensors and numbers of nested tuples and mappings, with markers that distinguish two nestings, in order."""
     if isinstance(x, dict):
         return ["{", *(part for key in sorted(x) for part in (key, *_parts(x[key]))), "}"]
     if isinstance(x, tuple | list):
@@ -315,7 +309,7 @@ def _parts(x: Any) -> list[Any]:
 
 
 def _places(count: int, parts: tuple[int, int, int], device: torch.device) -> torch.Tensor | None:
-    """Which of so many rows are checked: the first ones, some evenly between, the last ones; None: all of them."""
+    """Which of `count` rows are checked: the first ones, some evenly between, the last ones; None: all of them."""
     first, between, last = parts
     if count <= sum(parts):
         return None
@@ -345,14 +339,14 @@ def _sampled(
         return operands, results
     rows = first.flatten(0, -2).index_select(0, at)
     others = operands[1:]
-    if operator == "grouped_matmul":  # where each expert's rows end among those that are left
+    if operator == "grouped_matmul":  # where each expert's rows end among the selected ones
         weight, offsets = others
         others = (weight, torch.searchsorted(at, offsets.long()).to(offsets.dtype))
     return (rows, *others), [result.flatten(0, len(lead) - 1).index_select(0, at)]
 
 
 class _Held(NamedTuple):
-    """What a result held against the oracle gave; nobody has looked at the tensors yet, each of one element."""
+    """How a result compares with the oracle: tensors of one element, not yet copied to the host."""
 
     missing: torch.Tensor  # elements that are not finite and should be
     largest: torch.Tensor  # error in units of what is allowed, float64
@@ -362,12 +356,12 @@ class _Held(NamedTuple):
 
 
 class Watch:
-    """An operator under watch: `call` is passed on as it is, until `checking`; then results are checked.
+    """Wraps an operator: `call` is passed through until `checking`; then results are checked.
 
-    While checking, the first calls of a variant are made twice in a row, with the same operands. So noise that comes
-    every so many calls shows as two results of one call, whatever the variants around it do.
+    While checking, the first calls of a variant are made twice in a row, with the same operands. So noise that occurs
+    every few calls shows as two results of one call, whatever the other variants do.
 
-    On a GPU nothing of it is waited for until somebody asks: for `repeated`, for `accuracy` or for `fault`.
+    On a GPU nothing waits until `repeated`, `accuracy` or `fault` is called.
     """
 
     def __init__(self, call: Operator, answers: Answers) -> None:
@@ -396,17 +390,17 @@ class Watch:
         return run
 
     def next_variant(self) -> None:
-        """Another variant begins: its first call is checked, and some are repeated."""
+        """Begin another variant: its first call is checked, and some are repeated."""
         self._of_this_variant = 0
 
     def repeated(self) -> list[torch.Tensor]:
-        """Of each call that was made twice since this was last asked: had both the same bits? For `looked_at`."""
+        """For each call that was made twice since the last use: whether both had the same bits. For `looked_at`."""
         repeats, self._repeats = self._repeats, []
         return repeats
 
     @property
     def fault(self) -> str:
-        """Why a result that was checked is no answer; "" where nothing says so."""
+        """Why a checked result is not a valid answer; "" where nothing shows that."""
         self._settle()
         return self._fault
 
@@ -430,7 +424,7 @@ class Watch:
         self._repeats += [agreement(a, b) if a.shape == b.shape else torch.tensor(False) for a, b in pairs]
 
     def _owned(self, out: Any, arguments: tuple[Any, ...]) -> Any:
-        """With zeros for rows after the last expert's: they are nobody's, and torch leaves there what memory held."""
+        """The result with zeros in rows after the last expert's, where torch leaves old memory."""
         if self.operator != "grouped_matmul" or not isinstance(out, torch.Tensor) or len(out) != len(arguments[0]):
             return out
         later = torch.arange(len(out), device=out.device) >= arguments[2][-1]
@@ -440,14 +434,14 @@ class Watch:
         results = _tensors(out)
         kept = {k: v for k, v in keywords.items() if k in self._answers.takes}
         first = next((x for x in arguments if isinstance(x, torch.Tensor)), None)
-        if first is None:  # the operands are with other processes; the row has its error from the case's own reference
+        if first is None:  # the operands are in other processes; the row has its error from the case's own reference
             return
         operands, results = _sampled(self.operator, arguments, results)
         terms = _ROW_PASSES if self.operator in _FEW_TERMS else first.shape[-1]
         if sum(r.numel() for r in results) * terms > _WORK_MOST[first.device.type]:
             return
         references, allowed = self._answers.of(operands, kept, results[0].dtype if results else None)
-        if not references:  # it has no one answer
+        if not references:  # it has more than one correct answer
             return
         if len(results) != len(references):
             raise WrongResultError(f"{self.operator} gave {len(results)} results, not {len(references)}")
@@ -466,7 +460,7 @@ class Watch:
     def _hold(self, result: torch.Tensor, reference: torch.Tensor, allowed: torch.Tensor | None) -> None:
         wide, rounded = result.double(), reference.to(result.dtype).double()
         known = torch.isfinite(reference) & torch.isfinite(rounded)
-        if result.dtype.is_floating_point and allowed is not None:  # a step short of overflow may overflow
+        if result.dtype.is_floating_point and allowed is not None:  # a value just short of overflow may overflow
             known &= reference.abs() + allowed < torch.finfo(result.dtype).max
         finite = torch.isfinite(wide)
         missing = (known & ~finite).sum()
@@ -478,7 +472,6 @@ class Watch:
         self._held.append(_Held(missing, ratio.max(), (ratio > 1.0).sum(), result.numel(), bounded))
 
     def _settle(self) -> None:
-        """Look at what was held against the oracle."""
         held, self._held = self._held, []
         if not held:
             return

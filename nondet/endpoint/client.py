@@ -127,7 +127,9 @@ def connect(
     insecure: bool = False,
     ca_file: str | None = None,
 ) -> HttpClient:
-    """A client that is not connected yet; use it with `async with`, which asks the server what it is.
+    """A client that is not connected yet; use it with `async with`, which asks the server what it is. Raises UserError:
+    A URL that is none or holds a password, an unknown protocol, a key that is missing or would go out unencrypted,
+    certificates that can't be read.
 
     Args:
         url: http://HOST:PORT or https://HOST/v1; the full path of a completions endpoint names the protocol too.
@@ -137,10 +139,6 @@ def connect(
         key_env: The environment variable that holds the key; None takes the first of `KEY_VARIABLES` that is set.
         limits: What a request may cost; None takes the defaults.
         insecure, ca_file: Whether any certificate is taken; a file of those to trust instead of the usual ones.
-
-    Raises:
-        UserError: A URL that is none or holds a password, an unknown protocol, a key that is missing or would go out
-            unencrypted, certificates that can't be read.
     """
     address = read_address(url)
     if protocol != "auto" and protocol not in FORMATS:

@@ -1,10 +1,9 @@
-"""Ranks of our own: started together, asked together, told where they are stuck, and never left behind.
+"""Processes with ranks of our own: started and called together, located when stuck, never left behind.
 
-The caller is no rank. It starts one process a rank (spawned, as torch.multiprocessing does), hands all of them the same
-question, and waits for an answer of each within a time limit. A rank that dies, or that says nothing in time, ends the
-whole group: the others may be waiting for it in a collective, and would for ever. A rank whose parent is gone ends
-itself. The ranks meet through a store that the caller holds on a port which the system picks, so that no port can be in
-use, whatever MASTER_PORT says.
+The caller is not a rank. It starts one process per rank (spawned, as torch.multiprocessing does), sends all of them the
+same call, and waits for each answer within a time limit. A rank that dies or times out ends the whole group, because
+the others may wait for it in a collective forever. A rank whose parent has ended ends itself. The ranks connect through
+a store that the caller holds on a port chosen by the system, so that no port can be in use, whatever MASTER_PORT is.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from nondet.core.processes import end_with_parent, no_main, obituary
 from nondet.errors import UserError, each_once, one_line
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$')
-_FRAMES = 5  # innermost ones that are told
+_FRAMES = 5  # innermost ones that are reported
 _WAIT_S = 1.0
-# threads that only wait for others: the one that watches the parent, and whoever polls a queue
+# threads that only wait for others: the one that watches the parent, and any that polls a queue
 _WAITING = ("threading.py", "queue.py", "connection.py", "selectors.py")
 
 
@@ -42,10 +41,8 @@ def _path(pid: int) -> Path:
 
 
 def listen_for_stacks() -> None:
-    """In a rank: write all threads' stacks to a file of its own whenever the signal comes. Nothing where there is none.
-
-    By faulthandler, whose handler runs below the interpreter: a rank that waits in a library answers, too.
-    """
+    """In a rank: write all threads' stacks to a file of its own whenever the signal arrives, if there is one. By
+    faulthandler, whose handler runs below the interpreter, so that a rank that waits in a library answers, too."""
     if not hasattr(signal, "SIGUSR1"):
         return
     descriptor = os.open(_path(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -53,12 +50,12 @@ def listen_for_stacks() -> None:
 
 
 def forget_stacks(pid: int) -> None:
-    """Remove what a rank wrote."""
+    """Delete a rank's stacks."""
     _path(pid).unlink(missing_ok=True)
 
 
 def where(pid: int) -> str:
-    """As "all_reduce (members.py:80) < play (ranks_session.py:100)", innermost first; "" where it can't be told."""
+    """As "all_reduce (members.py:80) < play (ranks_session.py:100)", innermost first; "" where it is unknown."""
     if not hasattr(signal, "SIGUSR1"):
         return ""
     path = _path(pid)
@@ -81,13 +78,13 @@ def where(pid: int) -> str:
 
 
 _CHOICE = re.compile(r"Algo(?:rithm)? (\w+)\W+(?:proto|protocol) (\w+)", re.IGNORECASE)
-_read = 0  # characters of NCCL's log that were looked at
+_read = 0  # characters of NCCL's log that were read
 _pipe: Any = None  # to the parent, once this process is a rank
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says: a value, or the failure's first line and its kind.
+    """A rank's answer: a value, or the failure's first line and its kind.
 
     Attributes:
         failure: "" where there is none; never empty for a failure.
@@ -101,7 +98,7 @@ class Answer:
 def serve(
     pipe: Any, rank: int, world: int, device: str, port: int, environment: dict[str, str], limit_s: float
 ) -> None:
-    """A rank's life. Leaves without NCCL's own farewell, which takes seconds and can hang."""
+    """The main function of a rank. It exits without NCCL's own shutdown, which takes seconds and can hang."""
     global _pipe
     _pipe = pipe
     threading.Thread(target=end_with_parent, args=(lambda: _leave(1),), daemon=True).start()
@@ -131,7 +128,7 @@ def serve(
 
 
 def fail_now(error: BaseException) -> None:
-    """Tell the parent at once, from whatever thread: the other ranks wait for this one, and it may wait for them."""
+    """Report to the parent at once, from any thread: the other ranks wait for this one, and it may wait for them."""
     if _pipe is not None:
         _pipe.send(_failure(error))
 
@@ -140,14 +137,14 @@ def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None
     import torch
     import torch.distributed as dist
 
-    # each question has a time limit of the parent's, which names the rank; c10d's own comes later
+    # each call has a time limit of the parent's, which names the rank; c10d's own comes later
     limit = timedelta(seconds=limit_s + 30)
     store = dist.TCPStore("127.0.0.1", port, world, False, limit)
-    # ranks of one host: gloo, which an engine may start beside NCCL, needs no name service and no network
+    # ranks of one host: gloo, which an engine may start in addition to NCCL, needs no name service and no network
     if os.path.isdir("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
-        if "NCCL_DEBUG" not in os.environ:  # NCCL says which algorithm and protocol it takes; `library_choice` reads it
+        if "NCCL_DEBUG" not in os.environ:  # NCCL logs which algorithm and protocol it takes; `library_choice` reads it
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": _log_path()}
         gpus = torch.cuda.device_count()
         if world > gpus:  # see `shared_gpus`
@@ -160,16 +157,16 @@ def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
 
 
-# NCCL takes no two ranks of one host on one GPU. Each by a host of its own it does, over sockets of this machine.
+# NCCL refuses two ranks of one host on one GPU. As if on separate hosts it runs, over sockets of this machine.
 _AS_HOSTS = {f"NCCL_{name}_DISABLE": "1" for name in ("IB", "P2P", "SHM")}
 _AS_HOSTS |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def shared_gpus(world: int) -> str:
-    """How ranks that outnumber the GPUs run, to be said with what they gave; "" where they do not.
+    """How ranks that outnumber the GPUs run, to be reported with their results; "" where they do not.
 
-    An order of additions is that of NCCL's algorithm. Which algorithm, and in how many pieces, NCCL may choose by what
-    connects ranks; and what reads another rank's memory does not run.
+    An order of additions is that of NCCL's algorithm. NCCL may choose the algorithm, and the number of pieces, by the
+    connection between ranks; and what reads another rank's memory does not run.
     """
     import torch
 
@@ -183,7 +180,7 @@ def _log_path() -> str:
 
 
 def library_choice() -> list[str]:
-    """As "RING LL": what NCCL has chosen since the last time this was asked, in order; [] where it does not say."""
+    """As "RING LL": what NCCL has chosen since the last call, in order; [] where it does not log it."""
     global _read
     try:
         text = Path(_log_path()).read_text(encoding="utf-8", errors="replace")
@@ -204,9 +201,9 @@ def _failure(error: BaseException) -> Answer:
     return Answer(failure=lines[0][:300], kind=type(error).__name__)
 
 
-LIMIT_S = 120.0  # for one question, and for starting
-_PLACES = 4  # silent ranks of which it is told where they were
-_GRACE_S = 2.0  # after the first failure: what the others have to say, before they are ended
+LIMIT_S = 120.0  # for one call, and for starting
+_PLACES = 4  # silent ranks whose stacks are reported
+_GRACE_S = 2.0  # after the first failure: time for the others' answers, before they are ended
 
 
 class RankError(RuntimeError):
@@ -214,16 +211,13 @@ class RankError(RuntimeError):
 
 
 class RankGroup:
-    """`world` processes with a process group over all of them.
+    """`world` processes with a process group over all of them. Raises RankError: a rank did not start in time.
 
     Args:
         world: Ranks.
         device: "cpu" (gloo) or "cuda" (NCCL, rank i on GPU i; more ranks than GPUs share them, see `shared_gpus`).
-        environment: Variables that the ranks have beside their parent's, NCCL_ALGO for instance.
-        limit_s: For each question.
-
-    Raises:
-        RankError: a rank did not come up in time.
+        environment: Variables of the ranks in addition to their parent's, for example NCCL_ALGO.
+        limit_s: For each call.
     """
 
     def __init__(
@@ -258,7 +252,7 @@ class RankGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether the group can still be asked."""
+        """Whether the group can still be called."""
         return bool(self._processes) and all(p.is_alive() for p in self._processes)
 
     @property
@@ -267,13 +261,13 @@ class RankGroup:
         return [p.pid for p in self._processes]
 
     def ask(self, target: str, *args: Any, limit_s: float | None = None) -> list[Any]:
-        """Call "module:function" with the arguments on every rank, and give what each returned, by rank.
+        """Call "module:function" with the arguments on every rank, and return each result, by rank.
 
         Raises:
-            NotImplementedError: every rank raised it: the question does not apply here. The group stays.
+            NotImplementedError: every rank raised it: the call does not apply here. The group stays.
             RankError: anything else went wrong. The group is ended.
         """
-        with contextlib.suppress(OSError):  # a rank is gone: what became of it is said below
+        with contextlib.suppress(OSError):  # a rank has ended: the reason is reported below
             for pipe in self._pipes:
                 pipe.send((target, args))
         return self._gather(target, limit_s)
@@ -281,7 +275,7 @@ class RankGroup:
     def close(self) -> None:
         """End the ranks, now."""
         for process in self._processes:
-            process.kill()  # a rank that waits in a collective hears nothing softer
+            process.kill()  # a rank that waits in a collective ignores gentler signals
         for process in self._processes:
             process.join(5.0)
             forget_stacks(process.pid)
@@ -324,7 +318,7 @@ class RankGroup:
 
 
 def limit_or(default: float) -> float:
-    """Seconds that a question may take: NONDET_RANKS_LIMIT_S where it is set, a `UserError` of what is no number."""
+    """Seconds that a call may take: NONDET_RANKS_LIMIT_S where it is set, a `UserError` if that is not a number."""
     text = os.environ.get("NONDET_RANKS_LIMIT_S", "")
     try:
         seconds = float(text) if text else default
@@ -344,7 +338,7 @@ def shared_group(
     """The group of that kind, kept from one call to the next; there is one at a time.
 
     Args:
-        limit_s: For starting and for each question, where it is started now and NONDET_RANKS_LIMIT_S says nothing.
+        limit_s: For starting and for each call, where it is started now and NONDET_RANKS_LIMIT_S is not set.
     """
     global _shared
     wanted = (world, device, dict(environment or {}))
@@ -365,7 +359,7 @@ atexit.register(_close_shared)
 
 
 def parse_ranks(text: str | None) -> tuple[int, ...] | None:
-    """As "2,4"; None for None, a `UserError` of what is no list of numbers."""
+    """As "2,4"; None for None, a `UserError` of anything but a list of numbers."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
@@ -375,7 +369,7 @@ def parse_ranks(text: str | None) -> tuple[int, ...] | None:
 
 
 def check_ranks(ranks: Sequence[int], device: str, gpus: int) -> None:
-    """Refuse, as a `UserError`, fewer ranks than two, more than 64, or than `gpus` at hand; a limit that is none."""
+    """Refuse, as a `UserError`, fewer than two ranks, more than 64 or than `gpus`, and an invalid limit."""
     limit_or(LIMIT_S)
     for world in ranks:
         if not 2 <= world <= 64:

@@ -1,8 +1,7 @@
 """The collectives as operators of the registry: called outside of the ranks, computed inside of them on messages.
 
-Each takes a `nondet.ranks.operators.Message`, whose ranks are started where they are not running, and gives the row
-that the message asks about, as the rank `answers` has it. What the ranks' launchers noted is noted here, and the
-kernels that they launched are the kernels of the variant that is being computed.
+Each takes a `Message`, starts its ranks where they are not running, and gives the tested row, as the rank `answers` has
+it. The notes and kernels of the ranks' launchers count for the current variant here.
 """
 
 from __future__ import annotations
@@ -20,28 +19,27 @@ from nondet.core.measure import launched_elsewhere
 from nondet.core.registry import load_object
 from nondet.ranks.group import library_choice, shared_gpus, shared_group
 
-# Messages that ranks reduce, made by each rank for itself from a seed, and what comes of them.
+# Messages that ranks reduce, made by each rank for itself from a seed.
 #
-# A message is [rows, width] on every rank. One row, the one that is asked about, holds the same numbers whatever the
-# number of rows and wherever it lies; the other rows hold other numbers. So its sum over the ranks ought to be the
-# same.
+# A message is [rows, width] on every rank. The tested row holds the same numbers whatever the number of rows and its
+# position; the other rows hold other numbers. So its sum over the ranks should be the same.
 
 
 @dataclass(frozen=True)
 class Message:
-    """One call of a collective, as every rank is told of it.
+    """One call of a collective, as it is sent to every rank.
 
     Attributes:
         operator: "all_reduce", "reduce_scatter" (rows on each rank afterwards) or "all_gather" (rows before).
         impl: "stock", "invariant", or a user's "module:function" of (x, group), in place, for "all_reduce".
         rows, width: Of the message.
-        place: Row that is asked about; negative counts from the end.
+        place: Index of the tested row; negative counts from the end.
         kind: Of input (`nondet.core.inputs.KINDS`).
         registered: The message lies in memory that NCCL has registered.
         answers: Rank whose row is given, 0 for a reduce_scatter.
-        names: Have device kernels and the library's own choice named.
-        terms: Lists of what each rank contributes, in turn over all numbers of the message, whose sums are given then;
-            empty: what is drawn.
+        names: Report device kernels and the library's own choice.
+        terms: Lists of each rank's contributions, repeated over all numbers of the message, whose sums are given then;
+            empty: drawn numbers.
     """
 
     world: int
@@ -62,11 +60,11 @@ class Message:
 
 
 class Outcome(NamedTuple):
-    """What one rank has to say.
+    """The result of one rank.
 
     Attributes:
-        row: The row asked about as bytes of its dtype; None on ranks that do not hold it.
-        notes: What the launchers noted.
+        row: The tested row as bytes of its dtype; None on ranks that do not hold it.
+        notes: Of the launchers.
         kernels: Device kernels of the call.
     """
 
@@ -84,21 +82,21 @@ def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Ten
 def reference(message: Message) -> torch.Tensor:
     """[width]: the row's sum over all ranks in float64 (the row itself for a gather).
 
-    The ranks draw on devices like the one here, so they have the same numbers.
+    The ranks draw on devices of the same kind as here, so they have the same numbers.
     """
     parts = [row_of(message, rank, message.device).double() for rank in range(message.world)]
     return parts[0] if message.operator == "all_gather" else torch.stack(parts).sum(0)
 
 
 def collect(message: Message) -> Outcome:
-    """In a rank: make the message, call the collective, and give the row that is asked about."""
+    """In a rank: make the message, call the collective, and give the tested row."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if message.device == "cuda" else torch.device("cpu")
     dtype: torch.dtype = getattr(torch, message.dtype)
     share = message.operator == "reduce_scatter"
     rows = message.rows * world if share else message.rows
     x = make("bell", (rows, message.width), dtype, device, generator(7919 * (rank + 1) + message.rows, device))
-    at = message.place % message.rows  # of the first rank's share, where the rows are shared out
+    at = message.place % message.rows  # of the first rank's share, where the rows are divided among ranks
     x[at] = row_of(message, rank, device)
     if message.terms:
         lists = torch.tensor(message.terms, dtype=dtype, device=device)[:, rank]
@@ -119,7 +117,6 @@ def collect(message: Message) -> Outcome:
 
 
 def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A call of the collective on a copy of x that gives the result's rows."""
     from nondet.kernels.all_reduce import chain
 
     group, world = dist.group.WORLD, dist.get_world_size()
@@ -160,7 +157,6 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _kernels(call: Callable[[], object]) -> list[str]:
-    """Distinct device kernels of one more call. All ranks make it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as session:
@@ -178,11 +174,8 @@ _pools: list[Any] = []
 
 
 def _registered(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x in memory that NCCL allocates and registers.
-
-    Raises:
-        NotImplementedError: another device than CUDA, or a torch without it.
-    """
+    """A copy of x in memory that NCCL allocates and registers; a NotImplementedError without CUDA, or in older
+    torch."""
     if not x.is_cuda:
         raise NotImplementedError("buffers are registered with NCCL, on CUDA")
     if not _pools:
@@ -206,7 +199,7 @@ def stock(message: Message) -> torch.Tensor:
 
 
 def invariant(message: Message) -> torch.Tensor:
-    """In the order of ranks, see `nondet.kernels.all_reduce.chain`; a gather is a copy as it is."""
+    """In the order of ranks, see `nondet.kernels.all_reduce.chain`; a gather is a copy anyway."""
     return collective(replace(message, impl="invariant"))
 
 

@@ -1,7 +1,6 @@
-"""What the completions of a run show: how many differ, where they part, how close the race was, at what speed.
+"""What the completions of a run show: how many differ, where they diverge, how small the margins are, at what speed.
 
-Works on a run file and its side file alone: no torch, no model, no tokenizer. Completions that failed are counted and
-are in no other figure.
+Reads only a run file and its side file: no torch, no model, no tokenizer. Failed completions are only counted.
 """
 
 from __future__ import annotations
@@ -40,18 +39,17 @@ from nondet.core.statistics import (
 from nondet.core.traces import Trace, tokens_digest
 from nondet.errors import one_line
 
-# The one speed of a sampled run, and the one ratio of two.
+# The speed of a sampled run, and the ratio of two implementations.
 #
-# Tokens per second are the median over rounds: in some round kernels are compiled, shapes are proven at first use and
-# caches are filled, once and for good, and a sum over all rounds would charge that to whoever met it. Every
-# implementation plays the same rounds.
+# Tokens per second are the median over rounds, because one-time costs (compiling, proving, filling caches) fall into a
+# few of them. Every implementation runs the same rounds.
 
 # Figures of a diagnosis' timed rounds: "stock_tokens_per_second", "invariant:attention_tokens_per_second".
 _RATE, _MAIN = "_tokens_per_second", ("stock", "invariant")
-# Beside them, where several rounds were timed: the least and the largest ratio of a round. Older runs lack them.
+# The least and the largest ratio of a round, where several were timed. Older runs lack them.
 _SPAN = ("invariant_ratio_low", "invariant_ratio_high")
 
-# Figures of a round whose session captured CUDA graphs: what the steps took that captured none.
+# Figures of a round whose session captured CUDA graphs: the steps without a capture.
 TIMED_TOKENS, TIMED_US = "tokens beside captures", "µs beside captures"
 
 NAME = "speed ratio"
@@ -61,7 +59,7 @@ DEFINITION = (
     "is faster; in brackets the 95% interval of the median ratio of a round (of a diagnosis: the least and "
     "the largest)"
 )
-_MEDIAN_LEAST = 6  # rounds of which the median has an interval
+_MEDIAN_LEAST = 6  # the median of fewer rounds has no interval
 TOO_FEW_ROUNDS = "too few rounds were timed for an interval"
 NOT_IN_TURN = "the implementations did not take turns, as under nondet sample --turns"
 # On an H200 4.4 s of host time in cuDNN's attention for 11 ms on the GPU: docs/evidence/h200/stock-profile.txt.
@@ -78,8 +76,8 @@ class SpeedRatio:
     Attributes:
         stock, invariant: Tokens per second; `baseline` names that stock.
         interval: Of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds.
-            None where too few were timed, or not in turn, as `reason` says: then the ratio is nobody's answer.
-        rounds: Those that both played.
+            None where too few were timed, or not in turn, as `reason` explains: then the ratio is not a result.
+        rounds: Rounds that both completed.
         host_bound: Stock may have waited for cuDNN's work on the host, see `HOST_NOTE`.
     """
 
@@ -93,7 +91,7 @@ class SpeedRatio:
 
     @property
     def is_cost(self) -> bool:
-        """Whether it may be told as what the cure costs."""
+        """Whether the ratio may be reported as the cost of the fix."""
         return self.interval is not None and not self.host_bound
 
     @property
@@ -103,13 +101,13 @@ class SpeedRatio:
 
 
 def median_rate(rounds: Iterable[Round]) -> float:
-    """Generated tokens per second of everybody, the median over rounds that took time; 0.0 without one."""
+    """Tokens generated per second for all requests, the median over rounds that took time; 0.0 without one."""
     rates = [rate for r in rounds if (rate := _rate(r)) > 0]
     return statistics.median(rates) if rates else 0.0
 
 
 def _rate(r: Round) -> float:
-    """Tokens per second of a round; of one that captured CUDA graphs, in the steps that captured none."""
+    """Tokens per second of a round; if it captured CUDA graphs, of the other steps."""
     if TIMED_US in r.figures:
         return 1e6 * r.figures[TIMED_TOKENS] / r.figures[TIMED_US] if r.figures[TIMED_US] else 0.0
     return r.tokens / r.seconds if r.seconds > 0 else 0.0
@@ -126,7 +124,7 @@ def speed_ratio(rates: Mapping[str, float], *, host_bound: bool = False) -> Spee
 
 
 def speed_ratio_of(run: Run) -> SpeedRatio | None:
-    """The ratio of a run's rounds; of a diagnosis, of the warm rounds that it timed for it, None if it timed none."""
+    """The ratio of a run's rounds; for a diagnosis of its timed warm rounds, None without any."""
     host_bound = _host_bound(run)
     if run.steps:
         timed = _timed(run)
@@ -151,18 +149,18 @@ def speed_ratio_of(run: Run) -> SpeedRatio | None:
 
 
 def ratio_text(speed: SpeedRatio) -> str:
-    """ "speed ratio 0.98 against stock-no-cudnn (0.95 to 1.02, 25 rounds)"; that there is none where it is no cost."""
+    """ "speed ratio 0.98 against stock-no-cudnn (0.95 to 1.02, 25 rounds)", or that the ratio is not a cost."""
     if not speed.is_cost:
         return f"cost not measured: {HOST_NOTE if speed.host_bound else speed.reason}"
     low, high = speed.interval or (0.0, 0.0)
     span, stock = f"{low:.2f} to {high:.2f}", one_line(speed.baseline, 40)
-    if speed.rounds < _MEDIAN_LEAST:  # a diagnosis': the better of two rounds is no answer
+    if speed.rounds < _MEDIAN_LEAST:  # of a diagnosis: too few rounds for a result
         return f"{NAME} {span} against {stock} ({speed.rounds} rounds)"
     return f"{NAME} {speed.ratio:.2f} against {stock} ({span}, {speed.rounds} rounds)"
 
 
 def diagnosed_cost(run: Run) -> str:
-    """What a diagnosis says of the cost, from its timed rounds; "" where it timed none."""
+    """The cost that a diagnosis reports from its timed rounds; "" without any."""
     speed = speed_ratio_of(run)
     timed = _timed(run)
     if speed is None or not timed:
@@ -180,19 +178,17 @@ def diagnosed_cost(run: Run) -> str:
 
 
 def _timed(run: Run) -> Mapping[str, Any]:
-    """A diagnosis' figures of the rounds that it timed."""
     return next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
 
 
 def _host_bound(run: Run) -> bool:
-    """Whether stock ran on a GPU with cuDNN within reach and each call launched from the host: no CUDA graphs."""
     load = run.header.plan.get("load")
     graphs = isinstance(load, dict) and bool(load.get("graphs"))
     return run.header.plan.get("device") == "cuda" and not graphs
 
 
-# Which operators of a sampled run were batch-invariant. The rounds, and an encoder's passes, hold what
-# `batch_invariant()` counted ("replaced: mm" -> calls) beside what its launchers launched.
+# Which operators of a sampled run were batch-invariant: rounds, and an encoder's passes, hold the counts of
+# `batch_invariant()` ("replaced: mm" -> calls) and of the launchers.
 
 # group, as in the records -> what it means to a reader
 GROUPS: dict[str, str] = {
@@ -231,7 +227,7 @@ def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
 
 
 def coverage_text(run: Run) -> list[str]:
-    """A phrase for each implementation that has a coverage: calls in each group."""
+    """For each implementation that has a coverage, a phrase with the calls in each group."""
     lines = []
     for impl, groups in _coverages(run):
         named = [f"{sum(counts.values()):,} calls {group}" for group, counts in groups.items()]
@@ -240,10 +236,10 @@ def coverage_text(run: Run) -> list[str]:
     return lines
 
 
-# What is known of the completions of one prompt under one implementation: plain data, drawn by `nondet.reports`.
+# The completions of one prompt under one implementation, as plain data that `nondet.reports` draws.
 
 ANYTIME, ONE_SIDED, TOO_FEW = "anytime-valid", "0 of n, one-sided", "no interval: too few rounds"
-# Of completions that are no sample of one thing, as those of a server's arms together: counts, and no interval.
+# Completions that are not a sample of one thing, as those of a server's arms together, have counts and no interval.
 COUNTS = "counts only"
 
 
@@ -253,8 +249,8 @@ class Interval:
 
     Attributes:
         method: `ANYTIME` for two-sided ones, see `nondet.core.statistics.round_interval`; `ONE_SIDED` where nothing was
-            seen; `TOO_FEW` where no round was held against another; `COUNTS` of what is no sample of one thing.
-        rounds: Rounds that were held against an earlier one: what the interval needs to be independent, and no more.
+            seen; `TOO_FEW` where no round was compared with another; `COUNTS` where there is no single sample.
+        rounds: Rounds that were compared with an earlier one. The interval assumes only that these are independent.
     """
 
     k: int
@@ -266,16 +262,16 @@ class Interval:
 
     @property
     def two_sided(self) -> bool:
-        """Whether both ends are bounds; else nothing was seen, and `high` alone is one."""
+        """Whether both ends are bounds; else nothing was seen, and only `high` is one."""
         return self.method == ANYTIME
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One way on at a fork.
+    """One continuation at a fork.
 
     Attributes:
-        continuation: The text that follows on this branch (about 80 characters of its commonest completion).
+        continuation: The text that follows on this branch (about 80 characters of its most common completion).
         margin_min, margin_median: top-1 minus top-2 logit at the fork over the completions of this branch; None if not
             recorded.
     """
@@ -290,7 +286,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Fork:
-    """Where completions with one history part: `index` is the first token that differs, `before` the text up to it."""
+    """Where completions with one history diverge: `index` is the first differing token, `before` the text up to it."""
 
     index: int
     before: str
@@ -299,7 +295,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class DistinctCompletion:
-    """One distinct completion; `parts_at` is the first token unlike the commonest one's, None for that one itself."""
+    """One distinct completion; `parts_at` is the first token unlike the most common one's, None for that one itself."""
 
     digest: str
     count: int
@@ -311,9 +307,9 @@ class DistinctCompletion:
 
 @dataclass
 class TreeNode:
-    """A run of tokens shared by `count` completions, from `start`; the children begin where they part.
+    """A run of tokens shared by `count` completions, from `start`; the children begin where they diverge.
 
-    A node without children ends its completions. Together the leaves' counts sum to n.
+    A node without children ends its completions. The leaves' counts sum to n.
     """
 
     start: int
@@ -325,14 +321,14 @@ class TreeNode:
 
 @dataclass(frozen=True)
 class FlipMargins:
-    """Top-1 minus top-2 logit where completions part, against the places where they go on together.
+    """Top-1 minus top-2 logit where completions diverge, compared with the other positions.
 
     Attributes:
         flips: Margins at forks, one for each distinct trace and fork that it takes part in.
         ties: Completions whose margin at a fork is exactly 0.
-        elsewhere: Margins at all other places of all distinct traces.
-        as_close: Share of these that are no larger than the largest at a fork: how many races as close were not lost.
-        apart: Chance that a margin elsewhere exceeds one at a fork; 0.5 if margins say nothing.
+        elsewhere: Margins at all other positions of all distinct traces.
+        as_close: Share of these that are no larger than the largest at a fork.
+        apart: Probability that a margin elsewhere exceeds one at a fork; 0.5 if margins explain nothing.
     """
 
     flips: int
@@ -347,18 +343,17 @@ class FlipMargins:
 
 @dataclass(frozen=True)
 class TokenFlips:
-    """Greedy tokens compared with the commonest completion's while all before them are equal, and the margins there.
+    """Greedy tokens compared with the most common completion's up to the first difference, and the margins there.
 
     Attributes:
-        flips, tokens: Of all completions but the commonest's first: those that part, and the tokens compared, the one
-            that parts included.
-        low, high: 95% interval of one over the other, the round being what is drawn; None where no round was held
-            against an earlier one.
-        moved, compared: Of distinct traces against the commonest one's, the shared places where the same two tokens
-            came first and second: where the margin has other bits, and all of them. 0 of 0 where none was recorded.
-        classes: Most different margins at one place.
-        median, largest: Of the moves of a margin that are not 0, in logits; 0.0 without one.
-        near, met: Margins of the commonest trace that are no larger than the largest move, and all of them.
+        flips, tokens: Over all completions except the first most common one: those that differ, and the tokens
+            compared, the differing one included.
+        low, high: 95% interval of one over the other, by round; None where no round was compared with an earlier one.
+        moved, compared: Over distinct traces against the most common one's, at shared positions with the same two top
+            tokens: positions whose margin has different bits, and all of them. 0 of 0 where none was recorded.
+        classes: Largest number of different margins at one position.
+        median, largest: Of the nonzero changes of a margin, in logits; 0.0 without one.
+        near, met: Margins of the most common trace that are no larger than the largest change, and all of them.
     """
 
     flips: int
@@ -377,12 +372,12 @@ class TokenFlips:
 
 @dataclass(frozen=True)
 class FlipDraws:
-    """How near the draws were to another token where completions first part; see `nondet.sampling.engine.Draw`.
+    """How near the draws were to another token where completions first diverge; see `nondet.sampling.engine.Draw`.
 
     Attributes:
-        border, border_elsewhere: Median distance of the draw from a border between tokens, there and at all other
-            places of all distinct traces.
-        cut, cut_ties: The smallest gap at the border of top-k there, in logits, and how many traces are exactly tied;
+        border, border_elsewhere: Median distance of the draw from a boundary between tokens, there and at all other
+            positions of all distinct traces.
+        cut, cut_ties: The smallest gap at the boundary of top-k there, in logits, and how many traces are exactly tied;
             None without top-k.
         nucleus: The smallest distance of the kept mass from top_p there; None without.
     """
@@ -397,27 +392,27 @@ class FlipDraws:
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """All of it.
+    """Everything about the completions of one prompt under one implementation.
 
     Attributes:
         failed: Requests that ended in an error; they are in no other figure.
-        rate: Share of completions that differ from the commonest; where none does, the one-sided bound
-            1 - 0.05^(1/(n-1)): n completions make n - 1 comparisons.
-        survival: survival[i] is the share of completions whose first i tokens are those of the commonest one.
-        batch_min, batch_max: Query tokens in the steps that the completions took part in: what "the batch" really was.
+        rate: Share of completions that differ from the most common; where none does, the one-sided bound 1 -
+            0.05^(1/(n-1)): n completions make n - 1 comparisons.
+        survival: survival[i] is the share of completions whose first i tokens are those of the most common one.
+        batch_min, batch_max: Query tokens in the steps that the completions took part in.
         disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
-        new_share: Good's estimate of the chance that the next completion is a new one: those seen once, over n.
-        has_logprobs: Whether any trace has logprobs; a server may give none, and then a trace is its tokens.
+        new_share: Good's estimate of the probability that the next completion is a new one: those seen once, over n.
+        has_logprobs: Whether any trace has logprobs; without them (some servers) a trace is its tokens.
         logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
             traces are equal.
-        held_rounds: Those after the one in which the commonest first came, which is what they are held against: for
-            each completion of the round, in rising order, the tokens that it shares with the commonest.
-        confidence: That of the intervals, which pays for the choice of the commonest by the same data: the j-th text to
-            come has 0.05 / (j (j + 1)), over all texts together 0.05.
-        margins: None where nothing parted, or no margins were recorded.
-        draws: None where nothing parted, or the draws are not known.
+        held_rounds: Rounds after the first with the most common completion: for each completion of the round, in rising
+            order, the number of tokens shared with the most common one.
+        confidence: Of the intervals. It accounts for choosing the most common from the same data: the j-th text to
+            occur has 0.05 / (j (j + 1)), over all texts together 0.05.
+        margins: None where nothing diverged, or no margins were recorded.
+        draws: None where nothing diverged, or the draws are not known.
         flips: None of drawn tokens, and where nothing was compared.
-        k3: Mean K3 of the other traces against the commonest one, over the tokens shared; None where all are equal.
+        k3: Mean K3 of the other traces against the most common one, over the tokens shared; None where all are equal.
     """
 
     impl: str
@@ -451,7 +446,7 @@ class SampleSummary:
     k3: float | None = None
 
     def band(self, index: int) -> tuple[float, float]:
-        """The interval of survival[index]; 0 to 1 where no round was held against another."""
+        """The interval of survival[index]; 0 to 1 where no round was compared with another."""
         held = list(self.held_rounds.values())
         if not held:
             return 0.0, 1.0
@@ -459,13 +454,13 @@ class SampleSummary:
         return round_interval(agreeing, [len(lengths) for lengths in held], self.confidence)
 
 
-# The tree of distinct completions, from their order: sorted, those that share a beginning stand side by side.
+# The tree of distinct completions from their sorted order, in which texts with a common beginning are adjacent.
 #
 # So a node of the tree is a range of the sorted texts, and its figures are those of a range of rows of flat arrays: a
-# thousand texts that part one after the other take a thousand steps, and no step looks at single tokens in Python.
+# thousand texts that diverge one after the other take a thousand steps, and no step looks at single tokens in Python.
 
 Ids = npt.NDArray[np.int32]
-# Values gathered at once where traces are compared: 8 MB of places.
+# Values gathered at once where traces are compared: 8 MB of indices.
 _GATHERED = 1_000_000
 
 
@@ -474,7 +469,7 @@ class Span:
     """Tokens `start` to `end` that the texts `first` to `last` (exclusive, in sorted order) have in common.
 
     Attributes:
-        ways: Where they part at `end`, the span of each way on; a text that ends there has one of its own.
+        ways: Where they diverge at `end`, the span of each continuation; a text that ends there has one of its own.
     """
 
     first: int
@@ -485,7 +480,7 @@ class Span:
 
 
 class Rows:
-    """[T] float32 of each trace, [0] where it has none, as a flat array: a range of traces at a place is one look."""
+    """[T] float32 of each trace, [0] where it has none, as a flat array: a position of all traces is one look-up."""
 
     def __init__(self, members: Sequence[npt.NDArray[np.float32]]) -> None:
         self.lengths = np.array([len(m) for m in members], dtype=np.int64)
@@ -509,7 +504,7 @@ class Rows:
 
 
 def shared_length(one: Ids, other: Ids) -> int:
-    """Index of the first token that not both have, or have alike."""
+    """Index of the first token that differs, or that only one of them has."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     at = int(differ.argmax()) if length else 0
@@ -517,10 +512,8 @@ def shared_length(one: Ids, other: Ids) -> int:
 
 
 def spans_of(texts: Sequence[Ids]) -> Span | None:
-    """The root of the tree of distinct texts that are in order; None of no texts.
-
-    A loop: forks may nest deeper than Python recurses.
-    """
+    """The root of the tree of sorted distinct texts, or None; a loop, because forks may be nested too deep to
+    recurse."""
     if not texts:
         return None
     shared = np.array([shared_length(a, b) for a, b in pairwise(texts)], dtype=np.int64)
@@ -545,7 +538,7 @@ def spread(root: Span | None, first_trace: npt.NDArray[np.int64], logprobs: Rows
 
     Args:
         first_trace: [texts + 1] where the traces of each text, in the texts' order, begin among the rows.
-        logprobs: Of the traces; what is not finite is left out.
+        logprobs: Of the traces; non-finite values are left out.
     """
     widest = 0.0
     pending = [root] if root is not None else []
@@ -567,7 +560,7 @@ def spread(root: Span | None, first_trace: npt.NDArray[np.int64], logprobs: Rows
 
 
 _BEFORE, _AFTER = 120, 80
-# The "next token" of a completion that ends where others go on.
+# The "next token" of a completion that ends where others continue.
 _END = -1
 
 
@@ -585,13 +578,13 @@ class Group:
         return np.asarray(self.tokens, dtype=np.int32)
 
     def token(self, index: int) -> int:
-        """The token there; one that no model has where it has ended."""
+        """The token there; `_END` where the completion has ended."""
         return self.tokens[index] if index < len(self.tokens) else _END
 
 
 @dataclass(frozen=True)
 class Grown:
-    """The tree of completions and what it shows; `places` are each group's forks, rising, groups in the order given."""
+    """The tree of completions and its figures; `places` are each group's forks, rising, groups in the order given."""
 
     tree: TreeNode
     forks: tuple[Fork, ...]
@@ -600,18 +593,18 @@ class Grown:
 
 
 def text_of(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:
-    """The tokens' own texts, one after the other."""
+    """The tokens' own texts, joined."""
     return "".join(pieces.get(t, "") for t in tokens)
 
 
 class Grower:
     """The tree of completions, with every fork in it.
 
-    In it a place counts the texts in their sorted order, a rank in the order of the groups, a row the traces.
+    In it a place is an index into the sorted texts, a rank into the groups as given, a row into the traces.
 
     Args:
-        groups: Distinct completions, the commonest first.
-        margins: Whether branches get their margins: of drawn tokens they are not what decides.
+        groups: Distinct completions, the most common first.
+        margins: Whether branches get their margins, which don't decide drawn tokens.
     """
 
     def __init__(
@@ -624,7 +617,7 @@ class Grower:
         margins: bool = True,
     ) -> None:
         self.groups, self.pieces, self.prompt = groups, pieces, prompt
-        # by their tokens, a text before those that go on from it: ids are below 2^31, so bytes compare as they do
+        # by their tokens, a text before its continuations: ids are below 2^31, so big-endian bytes compare as they do
         keys = [g.ids.astype(">u4").tobytes() for g in groups]
         order = sorted(range(len(groups)), key=keys.__getitem__)
         self.ranks = np.array(order, dtype=np.int64)
@@ -640,7 +633,7 @@ class Grower:
         self.logprobs = Rows([t.logprob_array for t, _ in members])
 
     def grow(self) -> Grown:
-        """Fork by fork, from the root; a loop, since forks may nest deeper than Python recurses."""
+        """Add fork after fork, from the root; a loop, because forks may be nested deeper than Python can recurse."""
         root = TreeNode(0, 0, 0, "")
         forks: list[Fork] = []
         places: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(self.groups)
@@ -687,12 +680,12 @@ class Grower:
         )
 
 
-# A distinct trace, its count, and the positions, rising, at which it takes one of several ways.
+# A distinct trace, its count, and the positions, rising, of its forks.
 Member = tuple[Trace, int, npt.NDArray[np.int64]]
 
 
 def flip_margins(traces: Sequence[Member]) -> FlipMargins | None:
-    """Margins where completions part, against those where they go on together; None where either is not recorded."""
+    """Margins where completions diverge, compared with those elsewhere; None where either is not recorded."""
     at, ties, elsewhere = [], 0, []
     for trace, count, places in traces:
         margins = trace.margin_array
@@ -729,17 +722,17 @@ def token_flips(
     held: Sequence[int],
     confidence: float,
 ) -> TokenFlips | None:
-    """How often a token flips, and how far margins move beside those met; None where nothing was compared.
+    """How often a token flips, and how far margins change compared with their size; None where nothing was compared.
 
     Args:
         others: As of `k3_of`.
-        rounds: Of each round (completions that part from the commonest, tokens compared, completions).
-        held: The rounds that were held against an earlier one.
-        confidence: Of the interval.
+        rounds: Of each round (completions that differ from the most common, tokens compared, completions).
+        held: The rounds that were compared with an earlier one.
     """
     length = len(reference.token_ids)
     flips = sum(parted for parted, _, _ in rounds.values())
-    tokens = sum(tokens for _, tokens, _ in rounds.values()) - length  # the commonest's first is compared with nothing
+    # the first most common completion is the reference
+    tokens = sum(tokens for _, tokens, _ in rounds.values()) - length
     if tokens <= 0:
         return None
     bounds = _flip_bounds([rounds[r] for r in held], length + 1, confidence) if held else None
@@ -756,7 +749,8 @@ def token_flips(
     where, by = np.concatenate(places), np.concatenate(moves)
     moved = np.abs(by[by != 0.0])
     largest = float(moved.max()) if len(moved) else 0.0
-    several = np.unique(np.stack([where[by != 0.0], by[by != 0.0]]), axis=1)[0]  # place and move of each other class
+    # position and change of each other class
+    several = np.unique(np.stack([where[by != 0.0], by[by != 0.0]]), axis=1)[0]
     met = margins[np.isfinite(margins)]
     return TokenFlips(
         flips=flips,
@@ -775,7 +769,7 @@ def token_flips(
 
 
 def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: float) -> tuple[float, float]:
-    """Of flips over tokens: a completion's chance to part over the tokens it is expected to be compared for.
+    """Of flips over tokens: a completion's probability to diverge over the tokens it is expected to be compared for.
 
     Both have intervals by round, as a share of completions and of the `most` tokens that one may take, each at half of
     the error; the quotients of their ends hold with both.
@@ -788,7 +782,7 @@ def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: 
 
 
 def flip_draws(traces: Sequence[Member], first: int) -> FlipDraws | None:
-    """How near the draws were at the first fork, of that index; None where they are not known."""
+    """How near the draws were at the first fork, at index `first`; None where they are not known."""
     known = [(t, bool((places == first).any())) for t, _, places in traces if t.border]
     there = [t for t, parts in known if parts]
     if not there:
@@ -818,7 +812,7 @@ def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> flo
     None where no other trace shares a token, or logprobs are missing.
 
     Args:
-        others: Digest -> (trace, how often it came, tokens that it shares with the reference).
+        others: Digest -> (trace, how often it occurred, tokens that it shares with the reference).
     """
     total, tokens = 0.0, 0
     for digest, (trace, count, length) in others.items():
@@ -829,12 +823,12 @@ def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> flo
         if number := int(finite.sum()):
             total += count * number * k3(here[finite], there[finite])
             tokens += count * number
-    # to six digits: further ones follow the CPU's exp, and a report is the same on every machine
+    # to six digits: further ones depend on the CPU's exp, and a report is the same on every machine
     return float(f"{total / tokens:.6g}") if tokens else None
 
 
 def schedules_of(run: Run, impl: str) -> dict[int, list[tuple[bool, list[list[int]]]]]:
-    """Round -> of every request whether it is under study, and its schedule."""
+    """Round -> for every request whether it is under study, and its schedule."""
     rounds: dict[int, list[tuple[bool, list[list[int]]]]] = defaultdict(list)
     for completion in run.completions:
         if completion.impl == impl:
@@ -846,7 +840,7 @@ def schedules_of(run: Run, impl: str) -> dict[int, list[tuple[bool, list[list[in
 
 
 def batch_totals(run: Run, impl: str) -> dict[int, npt.NDArray[np.int64]]:
-    """Round -> query tokens of the whole batch at each step: from the schedules of all requests."""
+    """Round -> query tokens of the whole batch at each step, from the schedules of all requests."""
     totals = {}
     for number, schedules in schedules_of(run, impl).items():
         parts = [part for _, schedule in schedules for part in schedule]
@@ -867,7 +861,7 @@ def batch_sizes(batches: Mapping[int, npt.NDArray[np.int64]], good: Sequence[Com
 
 
 def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """[steps] the amounts of the parts, [first step, steps, ...] each, summed at every step that they cover."""
+    """[steps]: at each step the sum of the amounts of the parts, [first step, steps, ...], that cover it."""
     change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
     for (first, steps, _), amount in zip(parts, amounts, strict=True):
         change[first] += amount
@@ -876,9 +870,9 @@ def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray
 
 
 def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
-    """Sets of operator families, "attention" or "attention+matmul", that made invariant alone left one trace.
+    """Sets of operator families, "attention" or "attention+matmul", that made invariant by themselves left one trace.
 
-    A set that contains another cure is left out. None where stock did not diverge: there is nothing to cure.
+    A set that contains another cure is left out. Empty where stock did not diverge: there is nothing to cure.
 
     Args:
         summaries: Of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried.
@@ -892,10 +886,10 @@ def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
     return [cure for cure, families in zip(cures, sets, strict=True) if not any(other < families for other in sets)]
 
 
-# All prompts of a run together: how many part, when, and whether one implementation parts more than another.
+# All prompts of a run together: how many diverge, when, and whether one implementation diverges more than another.
 #
-# Prompts are what a set samples, so prompts are the unit of every comparison between implementations; completions of
-# one prompt are held against each other and never against another prompt's.
+# Prompts are the unit of every comparison between implementations, because a set is a sample of prompts; a completion
+# is compared only with others of its prompt.
 
 
 @dataclass(frozen=True)
@@ -904,14 +898,15 @@ class PromptSet:
 
     Attributes:
         parted_traces, parted_tokens: Prompts with two or more logprob traces, and completions.
-        share_low, share_high: 95% interval of the share of prompts whose traces part, under such loads.
+        share_low, share_high: 95% interval of the share of prompts whose traces diverge, under such loads.
         n, failed, rounds: Of all prompts together.
-        bound_rounds, bound_completions: One-sided 95% bounds where no trace parted; None where one did, or too little
+        bound_rounds, bound_completions: One-sided 95% bounds where no trace diverged; None where one did, or too little
             was compared. The second holds only if completions are independent.
-        disagreement: Mean over prompts of the share of pairs that differ; new: of the chance of a new completion.
-        curve: Kaplan-Meier of the first token that differs from the prompt's commonest completion; the end of an equal
-            text is censoring. Intervals by round, as `effect`.
-        effect: Completions that are worth one independent trial: all, over the rounds that were held against another,
+        disagreement, new: Means over prompts of the share of pairs that differ, and of the probability of a new
+            completion.
+        curve: Kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an
+            equal text is censoring. Intervals by round, as `effect`.
+        effect: Completions that are worth one independent trial: all, over the rounds that were compared with another,
             of the largest of them. Infinite where there is none.
         unit: What a prompt is called: a prompt with its seed is a subject of its own.
     """
@@ -947,19 +942,19 @@ class Comparison:
     second: str
     unit: str
     prompts: int
-    only_first: int  # prompts whose completions part under the first alone
-    only_second: int  # and under the second alone
+    only_first: int  # prompts whose completions diverge under the first only
+    only_second: int  # and under the second only
     mcnemar: float  # two-sided p over prompts, of these counts
     permutation: float  # the same of the shares of pairs that differ
-    log_rank: LogRank  # of when completions first part, stratified by prompt, divided by the larger effect
+    log_rank: LogRank  # of when completions first diverge, stratified by prompt, divided by the larger effect
 
 
 def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
     """One for each implementation, in the order of the summaries.
 
     Args:
-        rounds: Implementation -> rounds with a completion that succeeded. The bound by round counts those alone in
-            which a completion was held against an earlier one of its prompt.
+        rounds: Implementation -> rounds with a completion that succeeded. The bound by round counts only those in which
+            a completion was compared with an earlier one of its prompt.
     """
     by_impl: dict[str, dict[int, SampleSummary]] = {}
     for s in summaries:
@@ -970,7 +965,7 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
 def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> PromptSet:
     parted = sum(s.distinct_traces > 1 for s in members.values())
     n = sum(s.n for s in members.values())
-    comparisons = sum(max(0, s.n - 1) for s in members.values())  # a prompt's first is what its others are held against
+    comparisons = sum(max(0, s.n - 1) for s in members.values())  # a prompt's first completion is the reference
     clean = not parted and comparisons > 0
     pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
     news = [s.new_share for s in members.values() if s.new_share is not None]
@@ -1005,7 +1000,7 @@ def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, un
 
 
 def compared(first: PromptSet, second: PromptSet) -> Comparison:
-    """The first against the second, on the prompts that both have."""
+    """Compare two implementations on the prompts that both have."""
     both = [(first.summaries[p], second.summaries[p]) for p in first.summaries if p in second.summaries]
     only_first = sum(a.distinct_completions > 1 >= b.distinct_completions for a, b in both)
     only_second = sum(b.distinct_completions > 1 >= a.distinct_completions for a, b in both)
@@ -1025,7 +1020,7 @@ def compared(first: PromptSet, second: PromptSet) -> Comparison:
 
 
 def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
-    """For each completion the tokens that it shares with the commonest, and whether it parts there."""
+    """For each completion the tokens that it shares with the most common, and whether it differs after them."""
     times, ends = [], []
     for c in summary.completions:
         times += [len(c.token_ids) if c.parts_at is None else c.parts_at] * c.count
@@ -1059,7 +1054,7 @@ def summarize(
 
     Args:
         traces: By digest, as `nondet.core.traces.read_traces` gives them; a `KeyError` where a completion's is missing.
-        pieces: Text of single tokens, from the same place.
+        pieces: Text of single tokens, from the same file.
         completions, batches: Theirs, and `batch_totals`, where the caller has them already.
     """
     if completions is None:
@@ -1073,7 +1068,7 @@ def summarize(
         group = distinct.setdefault(tokens, Group(tokens))
         group.count += 1
         group.traces[completion.trace] += 1
-    # the texts as they came, those of one round by their count; ties by their tokens: the file's order does not matter
+    # the texts by round, then count, then tokens, so that the file's order does not matter
     came: dict[tuple[int, ...], int] = {}
     for _, counts in sorted(texts.items()):
         for tokens in sorted(sorted(counts), key=counts.__getitem__, reverse=True):
@@ -1081,28 +1076,28 @@ def summarize(
     groups = sorted(distinct.values(), key=lambda g: (-g.count, came[g.tokens]))
     n = len(good)
     text = prompt_text(run, prompt)
-    # of drawn tokens the margin says little: what counts is how near the draw was to a border
+    # a draw does not depend on the margin, but on its distance from a boundary
     drawn = bool(run.header.plan.get("sampling"))
     grown = Grower(groups, traces, pieces, text, margins=not drawn).grow()
     forks = grown.forks
     top = groups[0] if groups else Group(())
-    # completions of one round ride in one batch: what sets one off sets off its neighbours. So rounds are held against
-    # the round in which the commonest first came, and its own says nothing of rounds
+    # completions of one round share batches, so what changes one changes its neighbours. Rounds are therefore compared
+    # with the round in which the most common completion first occurred, which itself does not count
     begin = min((r for r in texts if top.tokens in texts[r]), default=0)
     held = [r for r in sorted(texts) if r > begin]
     place = came.get(top.tokens, 1)
     confidence = 1.0 - (1.0 - CONFIDENCE) / (place * (place + 1))
     low, high, method = 0.0, 1.0, TOO_FEW
     if top.count == n:
-        # if the commonest has the chance p, all n are equal with a chance of at most p^(n-1): the first one is what
-        # the others are compared with, so that n of them make n - 1 comparisons
+        # if the most common has the probability p, all n are equal with a probability of at most p^(n-1): the first is
+        # the reference, so that n of them make n - 1 comparisons
         high, method = one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED
     elif held:
         share, sizes = (n - top.count) / n, [texts[r].total() for r in held]
         hits = [size - texts[r][top.tokens] for r, size in zip(held, sizes, strict=True)]
         low, high = round_interval(hits, sizes, confidence)
         low, high, method = min(low, share), max(high, share), ANYTIME
-    # every distinct trace of a completion took the same way at the same forks
+    # every distinct trace of a completion has the same forks
     members = [
         (traces[d], count, places)
         for g, places in zip(groups, grown.places, strict=True)
@@ -1170,7 +1165,7 @@ def prompt_text(run: Run, prompt: int) -> str:
 def _survival(groups: Sequence[Group], lengths: Mapping[tuple[int, ...], int], n: int) -> tuple[float, ...]:
     if not groups:
         return ()
-    # completions that agree with the first i tokens of the commonest, and no more
+    # completions that agree with exactly the first i tokens of the most common
     parting = np.zeros(len(groups[0].tokens) + 1, dtype=np.int64)
     for group in groups:
         parting[lengths[group.tokens]] += group.count

@@ -1,4 +1,4 @@
-"""The axes of `nondet sample --vary`: what is varied alone, over which values, and what proves that it took effect."""
+"""The axes of `nondet sample --vary`: what is varied by itself, over which values, and what proves its effect."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from nondet.sampling.plan import PLAIN, Load, Request, Setting
 from nondet.sampling.schedule import ORDERS, POLICIES
 from nondet.sampling.speculation import DRAFTERS
 
-# An axis is one thing about the engine that is varied while everything else is held. It names its values, says how a
-# session is run at each, and judges from what the session did whether the value took effect at all. A value that did
-# not is unproven: that nothing parted there says nothing.
+# An axis is one engine setting that is varied while everything else is fixed. It names its values, how a session is run
+# at each, and decides from the session's figures whether the value took effect. A value without effect is unproven:
+# that nothing diverged there is then no evidence.
 
-# What sessions did, over all rounds: sums, and maxima for names that end in "_most" and for "page".
+# Figures of sessions over all rounds: sums, and maxima for names that end in "_most" and for "page".
 Seen = Counter[str]
 
 
@@ -32,13 +32,13 @@ class Conditions:
     setting: Setting = PLAIN
     threads: int | None = None
     replicas: int = 1  # engines that the requests of a round are spread over
-    routing: str = ""  # by which policy, a key of `nondet.sampling.schedule.POLICIES`; "" with one replica
+    routing: str = ""  # a key of `nondet.sampling.schedule.POLICIES`; "" with one replica
     ranks: int = 1  # processes that the model is cut over by its tensor-parallel plan
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What an axis may go by when it chooses its values."""
+    """What an axis may use to choose its values."""
 
     base: Conditions
     device: str
@@ -46,7 +46,7 @@ class Subject:
     threads: int = 1  # of this process
     earlier: tuple[int, ...] = ()  # the earlier text that the editing form of speculation starts from
     gpus: int = 0  # of this host
-    heads: int = 0  # of heads and key heads the greatest common divisor, which ranks divide; 0 if unknown
+    heads: int = 0  # greatest common divisor of heads and key heads, which ranks divide; 0 if unknown
     halves: bool = True  # whether a draft model can be made of the model's first layers
     draft_model: str = ""
     grain: int = 0  # of vLLM, whose pages are multiples of it; 0 for nondet's own engine
@@ -54,7 +54,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether a value took effect, and the figures that say so."""
+    """Whether a value took effect, and the figures that show it."""
 
     holds: bool
     text: str
@@ -66,12 +66,12 @@ class Axis:
 
     Attributes:
         changes, why: What is varied, and why bits may follow it; a phrase each.
-        values: Those that are tried where none are named, beside the base's; () where the axis has none here.
-        apply: The base conditions at another value; raises `UserError` for one that makes no sense.
-        proof: Whether a value took effect: (value, what its sessions did, what those of the base did).
-        held: Whether an invariant engine gives one trace over all values. Over dtypes, say, it does not: only the
-            completions at one value are then compared.
-        held_by: Implementations of which the same is asked though `held` is False.
+        values: Default values, in addition to the base's; () where the axis has none here.
+        apply: The base conditions at another value; raises `UserError` for an invalid one.
+        proof: Whether a value took effect: (value, figures of its sessions, figures of the base's).
+        held: Whether an invariant engine gives one trace over all values. Over dtypes, for example, it does not: only
+            the completions at one value are then compared.
+        held_by: Implementations that should give one trace even though `held` is False.
         lacking: Why this device or engine has no such axis; "" where it does.
         apart: Why "all" leaves it out, though it can be named; "" where it does not.
     """
@@ -93,7 +93,7 @@ class Axis:
 ATTENTIONS = ("sdpa", "eager")
 _DTYPES = ("bfloat16", "float16", "float32")
 _REPLICAS = 3
-# The draft model runs its layers over the end of each text anew for every drafted token, so it is asked for few.
+# The draft model recomputes the end of each text for every drafted token, so it drafts few.
 _DRAFTED = {"lookup": 4, "draft": 2, "model": 2, "edit": 4}
 
 
@@ -107,7 +107,6 @@ def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
 
 
 def _known(axis: str, value: str, names: Iterable[str], why: str = " is unknown") -> str:
-    """A value that is one of these; else a `UserError`."""
     if value not in names:
         raise UserError(f"--vary: {axis}={value}{why}", suggestion(value, names))
     return value
@@ -126,8 +125,6 @@ def _with_setting(subject: Subject, **changes: Any) -> Conditions:
 
 
 def _switch(name: str, **more: Any) -> Axis:
-    """An axis that is a switch of the load."""
-
     def apply(subject: Subject, value: str) -> Conditions:
         if value not in ("on", "off"):
             raise UserError(f"--vary: {name}={value} makes no sense", f"Write {name}=on or {name}=off.")
@@ -434,7 +431,7 @@ _VLLM = ("sharing", "chunk", "budget", "page", "graphs")  # axes that vLLM has a
 
 @dataclass(frozen=True)
 class Varied:
-    """An axis, the base's value, and the others that are tried with their conditions; why there are none, as a note."""
+    """An axis, the base's value, and the other values with their conditions; a note where there are none."""
 
     axis: Axis
     base: str
@@ -443,7 +440,7 @@ class Varied:
 
 
 def parse_vary(spec: str) -> dict[str, list[str]]:
-    """Read `--vary`: axis -> values, [] for its own; "all" alone. A `UserError` of what is unknown, empty or twice."""
+    """Read `--vary`: axis -> values, [] for its own; "all" by itself. A `UserError` of an unknown or repeated one."""
     parts = [part.strip() for part in spec.split(",")]
     if not all(parts):
         raise UserError(f"--vary {spec!r} has an empty part", f"Name axes such as sharing,chunk=8:16, or {ALL}.")
@@ -465,7 +462,7 @@ def parse_vary(spec: str) -> dict[str, list[str]]:
 
 
 def plan_axes(wanted: dict[str, list[str]], subject: Subject) -> list[Varied]:
-    """The axes with values and conditions; a `UserError` of a named one that is lacking, or a value without sense."""
+    """The axes with values and conditions; a `UserError` of a named one that is lacking, or an invalid value."""
     every = ALL in wanted
     varied = []
     for name in AXES if every else wanted:

@@ -1,7 +1,7 @@
 """The plan under each implementation, or along each axis, round by round, into a run file and its side file.
 
 A round is written when it is over: its traces first, then its completions, then its `Round` record. So a completion's
-trace is always on disk, and a run that is stopped anywhere goes on with the first round that has no `Round` record.
+trace is always on disk, and a stopped run is resumed at the first round without a `Round` record.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Elsewhere(Engine, Protocol):
     """An engine whose model is in other processes."""
 
     def implementation(self, name: str) -> AbstractContextManager[Callable[[], Counter[str]]]:
-        """Put the implementation under it; yields what ran so far."""
+        """Put the implementation under it; yields a function that counts what ran so far."""
 
 
 def describe(
@@ -113,22 +113,22 @@ def collect(
     """Run whatever the run file does not hold yet.
 
     Args:
-        turns: Play each round under every implementation before the next round, so that their times can be compared;
+        turns: Run each round under every implementation before the next round, so that their times can be compared;
             else all rounds of one implementation come before those of the next.
-        elsewhere: An engine in another process, which is put under an implementation by its own means.
-        played: The first round as this process has run it already under the one implementation that is named: then
-            nothing has to be warmed up, and this is the run that the recorded one is compared with.
-        repeat: After an implementation's rounds, run its first one again and compare every bit: whether the same call
-            gives the same bits is what tells batch-dependent from run-to-run nondeterministic.
-        settle: How many further rounds may be run again, where a prompt parted and the first round alone can't tell
-            whether the batch did it; see `nondet.sampling.replay.rounds_to_settle`.
+        elsewhere: An engine in another process, which switches implementations by itself.
+        played: The first round as this process has run it already under the named single implementation: then no
+            warm-up is needed, and the recorded round is compared with this one.
+        repeat: After an implementation's rounds, run its first one again and compare every bit: this separates
+            batch-dependent from run-to-run nondeterministic.
+        settle: How many further rounds may be run again, where a prompt diverged and the first round does not show
+            whether the batch caused it; see `nondet.sampling.replay.rounds_to_settle`.
         progress: Called with (implementation, targets done, targets, tokens so far) whenever a target is finished.
         preparing: Called with (implementation, calls done, calls, first uses so far) before its first round.
         told: Called with (implementation, its completions so far) after its first round, where more follow.
 
     Raises:
-        UserError: unknown implementation, full disk, an engine that refuses, a resumed round that came out otherwise.
-        EngineStoppedError: the engine died; its round is on disk, with the reason in each request that it took along.
+        UserError: unknown implementation, full disk, an engine that refuses, a resumed round with different results.
+        EngineStoppedError: the engine died; its round is on disk, with the reason in each request that it ended.
         KeyboardInterrupt: Ctrl-C; finished rounds are on disk.
     """
     weights = weights_digest(loaded.model)
@@ -156,9 +156,9 @@ def collect(
 
 
 def _take_turns(parts: Sequence[_Rounds], under: Under, repeat: bool) -> None:
-    """Round after round, every implementation once, in an order that moves on by one each round.
+    """Round after round, every implementation once, in an order that rotates by one each round.
 
-    Whatever the machine does over time falls on all of them alike, and none always follows the same other one.
+    So a drift of the machine affects all of them alike, and none always follows the same other one.
     """
     for part in parts:
         with under(part.impl) as part.counted:
@@ -176,17 +176,17 @@ def _take_turns(parts: Sequence[_Rounds], under: Under, repeat: bool) -> None:
 
 @dataclass
 class _Sessions(RoundCollector):
-    """Plays rounds of one implementation and writes each when it is over, unless it is on disk."""
+    """Runs rounds of one implementation and writes each when it is over, unless it is on disk."""
 
     loaded: LoadedModel
     plan: Plan
     seed: int
-    counted: Callable[[], Counter[str]]  # what the dispatcher says so far, as `implementation` gives it
+    counted: Callable[[], Counter[str]]  # the dispatcher's counts so far, as `implementation` gives them
 
     def collect(self, number: int, play: Callable[[], Session], arm: str = "") -> Session:
-        """Play a round and write it: its traces first, then its completions, and last its `Round`.
+        """Run a round and write it: its traces first, then its completions, and last its `Round`.
 
-        `arm` is that of a run along axes: completions are known by it, and the round by what the session did.
+        Along axes `arm` is in the completions, and the `Round` holds the session's figures.
         """
         before = self.counted()
         with listen() as launched:
@@ -223,7 +223,8 @@ class _Sessions(RoundCollector):
     def completions(self, targets: Sequence[Outcome], number: int, arm: str = "") -> list[Completion]:
         """The records of a round's targets; those that are on disk must be the same, bit for bit."""
         records = [completion_of(o, self.impl, number) for o in targets]
-        if arm:  # a request is there once an arm; its schedule is left out of thousands: plan and arm give it again
+        # a request is there once per arm; thousands of schedules are left out, because plan and arm determine them
+        if arm:
             records = [msgspec.structs.replace(r, request=f"{arm} {r.request}", schedule=[], arm=arm) for r in records]
         if any(r.key in self.writer.done for r in records):  # cut off while it was being written, and run again
             before = {c.key: c for c in read_run(self.writer.path, allow_truncated=True).completions}
@@ -236,18 +237,16 @@ class _Sessions(RoundCollector):
         return records
 
     def _trace(self, outcome: Outcome, digest: str) -> Trace:
-        """What the side file holds of a completion."""
         same = ("token_ids", "logprobs", "margins", "runner_up", "border", "cut", "nucleus")
         figures = {name: getattr(outcome, name) for name in same}
         return Trace(digest=digest, text=self.loaded.decode(outcome.token_ids), seed=seed_of(outcome), **figures)
 
     def tapes(self, session: Session, number: int) -> list[Tape]:
-        """What is needed to play the round again, where that is kept."""
         return []
 
 
 def _beside_captures(session: Session) -> dict[str, int]:
-    """What the steps took that captured no CUDA graph, where others did; capturing takes as long as many steps."""
+    """Time and tokens of the steps without a capture of a CUDA graph, where others had one: capturing is slow."""
     if not any(step.captured for step in session.pace):
         return {}
     timed = [step for step in session.pace if not step.captured]
@@ -257,8 +256,6 @@ def _beside_captures(session: Session) -> dict[str, int]:
 
 @dataclass
 class _Rounds(_Sessions):
-    """The plan's rounds under one implementation, and some of them once more."""
-
     engine: Engine
     weights: str
     settle: int
@@ -269,7 +266,7 @@ class _Rounds(_Sessions):
     done: int = 0
     tokens: int = 0
     left: list[int] = field(default_factory=list)  # the rounds that are not on disk yet
-    again: bool = False  # whether the first one is to be run once more
+    again: bool = False  # whether the first one is to be repeated
     first: Session | None = None
 
     def begin(self, repeat: bool) -> None:
@@ -286,7 +283,6 @@ class _Rounds(_Sessions):
             self.played = warm_up(model, self.plan, self.loaded.device, self._session, report)
 
     def play(self, index: int) -> None:
-        """A round that is left."""
         session = self.collect(index, partial(self._session, self.plan.rounds[index], self._count))
         if index == 0:
             self.first = session
@@ -294,13 +290,13 @@ class _Rounds(_Sessions):
                 self.told(self.impl, self._recorded())
 
     def finish(self) -> None:
-        """The first round again, and others that a difference leaves open."""
+        """Repeat the first round, and others whose differences are unexplained."""
         rounds, first = self.plan.rounds, self.first
         if self.again and first is not None:
             started = time.perf_counter()
             other = self.played or self._session(rounds[0])
             self.writer.write(repeat_row(self.loaded, self.impl, first, other, started))
-        held = [0] if self.again and first is None else []  # a resumed run holds it against what another process wrote
+        held = [0] if self.again and first is None else []  # a resumed run compares it with what another process wrote
         for index in held + self._open_rounds():
             started = time.perf_counter()
             recorded = {c.key: c for c in self._recorded() if c.round == index}
@@ -308,7 +304,7 @@ class _Rounds(_Sessions):
             self.writer.write(settling_row(self.loaded, self.impl, index, recorded, session, started))
 
     def _open_rounds(self) -> list[int]:
-        """The rounds that are to be run again beside the first, and have not been."""
+        """The rounds that are to be repeated in addition to the first, and have not been."""
         rounds = rounds_to_settle(self._recorded(), self.settle) if self.settle else []
         return [r for r in rounds if repeat_key(self.loaded, self.impl, r) not in self.writer.done]
 
@@ -322,7 +318,6 @@ class _Rounds(_Sessions):
         return self.engine.run(self._drawn(requests), self.plan.load, seed=self.seed, on_token_count=on_token_count)
 
     def _drawn(self, requests: Sequence[Request]) -> list[Request]:
-        """As this implementation draws."""
         return [
             r if r.sampling is None else replace(r, sampling=replace(r.sampling, seeded=not draws_itself(self.impl)))
             for r in requests
@@ -335,15 +330,14 @@ class _Rounds(_Sessions):
             self.progress(self.impl, self.done, self.plan.targets, self.tokens)
 
     def tapes(self, session: Session, number: int) -> list[Tape]:
-        """The round's."""
         named: dict[str, Any] = {"impl": self.impl, "round": number, "seed": self.seed, "eos": []}
         named |= {"engine": self.engine.describe(), "weights": self.weights}
         return [make_tape(self._drawn(self.plan.rounds[number]), self.plan.load, session.packs, **named)]
 
 
-# One thing about the engine varied at a time: the same plan of requests at the base and at every value of every axis.
-# The base is run once for all axes, and its first round twice: the same requests in the same batches must give the
-# same bits, or nothing that parts can be laid to an axis.
+# One engine setting varied at a time: the same plan of requests at the base and at every value of every axis. The base
+# is run once for all axes, and its first round twice: the same requests in the same batches must give the same bits, or
+# no difference can be attributed to an axis.
 
 
 @dataclass(frozen=True)
@@ -374,15 +368,12 @@ def vary(
     progress: Callable[[str, str, int, int], None] | None = None,
     elsewhere: Play | None = None,
 ) -> None:
-    """Run whatever the run file does not hold yet.
+    """Run whatever the run file does not hold yet. Raises as `collect`.
 
     Args:
         plan: The requests, the same for every arm.
-        elsewhere: Plays a round in another engine, which puts the implementation under itself.
+        elsewhere: Runs a round in another engine, which switches implementations by itself.
         progress: Called with (implementation, arm, arms done, arms) as arms begin and at the end.
-
-    Raises:
-        As `collect`.
     """
     arms = arms_of(base, axes, len(plan.rounds))
     with ExitStack() as stack:
@@ -405,21 +396,20 @@ def vary(
 
 @dataclass
 class _Models:
-    """The model in the dtypes that are asked of it: one copy at a time beside the one that was loaded."""
+    """The model in the needed dtypes: one copy at a time in addition to the loaded one."""
 
     loaded: LoadedModel
     cast: tuple[str, Any] = ("", None)
     spread: RanksEngine | None = None
 
     def over(self, ranks: int) -> RanksEngine:
-        """It, cut over that many ranks: one group of them at a time."""
+        """The model over `ranks` processes: one group of them at a time."""
         if self.spread is None or self.spread.world != ranks or not self.spread.pids:
             self.close()
             self.spread = RanksEngine(self.loaded, ranks)
         return self.spread
 
     def close(self) -> None:
-        """End the ranks."""
         if self.spread is not None:
             self.spread.close()
             self.spread = None
@@ -429,20 +419,17 @@ class _Models:
             self.cast = ("", None)
             return self.loaded.model
         if self.cast[0] != dtype:
-            self.cast = ("", None)  # the copy before it goes first
+            self.cast = ("", None)  # frees the previous copy first
             self.cast = (dtype, copy.deepcopy(self.loaded.model).to(DTYPES[dtype]))
         return self.cast[1]
 
 
 @dataclass
 class _Arms(_Sessions):
-    """The plan's rounds in every arm, under one implementation."""
-
     models: _Models
     elsewhere: Play | None
 
     def base(self, arms: Sequence[Arm]) -> None:
-        """The first round twice; of a run that was stopped, once more against what another process wrote of it."""
         base, first = arms[0], self.plan.rounds[0]
         if repeat_key(self.loaded, self.impl) not in self.writer.done:
             started = time.perf_counter()
@@ -455,7 +442,7 @@ class _Arms(_Sessions):
             self.completions([o for o in outcomes if o.request.target], base.first, base.name)
 
     def judge(self, arms: Sequence[Arm], axes: Sequence[Varied]) -> None:
-        """Whether each value took effect, by what its rounds and the base's did."""
+        """Record whether each value took effect, from its rounds and the base's."""
         rounds = {r.round: r for r in read_run(self.writer.path, allow_truncated=True).rounds if r.impl == self.impl}
         per_arm = len(self.plan.rounds)
         seen = {arm.name: [rounds[arm.first + i].figures for i in range(per_arm)] for arm in arms}
@@ -464,7 +451,7 @@ class _Arms(_Sessions):
             axis = varied.axis
             values = [(varied.base, BASE_ARM), *((v, arm_of(axis.name, v)) for v, _ in varied.values)]
             for value, arm in values if varied.values else [("", "")]:
-                # the value that the base has is what it is: whether that too can be seen is told, not asked
+                # the base's own value needs no proof
                 proof = axis.proof(value, _summed(seen[arm], seen[BASE_ARM]), base) if arm else Proof(False, "")
                 self.write(
                     AxisValue(
@@ -481,7 +468,6 @@ class _Arms(_Sessions):
                 )
 
     def session(self, requests: Sequence[Request], conditions: Conditions) -> Session:
-        """One round under these conditions; its figures say what it did."""
         if self.elsewhere is not None:
             return self.elsewhere(requests, conditions, self.impl)
         with pinned(conditions.threads):
@@ -490,18 +476,18 @@ class _Arms(_Sessions):
             engine = self.models.over(conditions.ranks)
         with engine.implementation(self.impl) as coverage:
             session = engine.run(requests, conditions.load, seed=self.seed, setting=conditions.setting)
-            for name, times in coverage().items():  # what the dispatcher says in a rank is noted as what ran
+            for name, times in coverage().items():  # a rank's dispatcher counts are noted as what ran
                 note(name, times)
         figures = {"ranks_most": engine.world, "share_most": engine.shares[0], "order": _order(session.admitted)}
         return replace(session, figures=session.figures | figures)
 
 
 def run_replicas(model: Any, requests: Sequence[Request], conditions: Conditions, seed: int = 0) -> Session:
-    """A round on as many engines as the conditions have, one after the other: each has its requests and its own cache.
+    """Run a round on all engines of the conditions, one after the other: each has its requests and its own cache.
 
     Returns:
-        One session of all: outcomes in the order of the requests, seconds summed, steps counted on from engine to
-        engine (but for the outcomes' schedules, whose steps are their engine's); its figures say what it did.
+        One session of all: outcomes in the order of the requests, seconds summed, steps numbered on from engine to
+            engine (except in the outcomes' schedules, whose steps are their engine's), and figures.
     """
     engine = make_engine("transformers", model)
     turns = route("round-robin", requests, conditions.replicas)
@@ -537,7 +523,7 @@ def run_replicas(model: Any, requests: Sequence[Request], conditions: Conditions
 
 
 def _order(admitted: Sequence[str]) -> int:
-    """A number that tells one order of admission from another, small enough for every reader of JSON."""
+    """A number that identifies an order of admission, small enough for every reader of JSON."""
     return int(hashlib.sha256(" ".join(admitted).encode()).hexdigest()[:12], 16)
 
 

@@ -1,9 +1,9 @@
 """transformers' own continuous batching, driven from a plan so that one seed means one sequence of batches.
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
-sharing. Ours are only the arrival times, what is written down, and at a temperature the draw of requests that bring a
-seed. Arrivals are counted in engine steps, not in seconds, and batching is synchronous: what runs in a step depends on
-the plan alone, never on the clock. Where the load asks for CUDA graphs steps are padded to a few sizes.
+sharing. Ours are only the arrival times, the records, and at a temperature the draw of requests with a seed. Arrivals
+are counted in engine steps, and batching is synchronous: what runs in a step depends on the plan only, never on the
+clock. Where the load requests CUDA graphs, steps are padded to a few sizes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nondet.sampling.speculation import Speculation, make_draft
 
 @contextmanager
 def pinned(threads: int | None) -> Iterator[None]:
-    """Pin the CPU threads: the thread count changes GEMM bits. The engine's own thread inherits what is set here."""
+    """Pin the CPU threads: the thread count changes GEMM bits. The engine's own thread inherits the setting."""
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -47,19 +47,19 @@ def pinned(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Python itself sets some hundreds of objects apart; whoever freezes a process with torch in it has many more.
+# Python itself freezes some hundreds of objects; a process that froze with torch loaded has many more.
 _SOMEBODY_FROZE = 10_000
 _set_apart = False  # within such a block
 
 
 @contextmanager
 def cheap_collections() -> Iterator[None]:
-    """What is alive now is set apart from the garbage collector, unless somebody did so already.
+    """Freeze what is alive now for the garbage collector, unless other code has frozen it already.
 
-    The engine collects twice a session, over all of torch and transformers: a third of a second each time.
+    The engine collects twice per session, over all of torch and transformers: a third of a second each time.
     """
     global _set_apart
-    if _set_apart or gc.get_freeze_count() > _SOMEBODY_FROZE:  # thawing theirs is not ours to do
+    if _set_apart or gc.get_freeze_count() > _SOMEBODY_FROZE:  # then thawing would undo other code's freeze
         yield
         return
     gc.freeze()
@@ -71,9 +71,9 @@ def cheap_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-# Steps as CUDA graphs are padded: query tokens to a multiple of so many at most, keys to such a share of the cache.
-# Finer steps pad less and capture more graphs, each of which costs two steps without one. A budget has four sizes at
-# least where 8 tokens allow it: with one alone no product would meet another number of rows.
+# Padding of steps as CUDA graphs: query tokens to a multiple of at most 64, keys to such a share of the cache. Finer
+# steps pad less and capture more graphs, each of which costs two steps without one. A budget has at least four sizes if
+# 8 tokens allow it, because with a single size no product would get another number of rows.
 _QUERY_STEP, _KEY_SHARE, _KEY_STEP, _SIZES_LEAST = 64, 4, 256, 4
 
 _GRAPHED, _ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
@@ -81,8 +81,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def query_step(requests: int, budget: int) -> int:
-    """Query tokens that a step under CUDA graphs is padded to a multiple of: what so many requests' decodes fill, and
-    no more than a quarter of the budget."""
+    """The multiple to which a step is padded under CUDA graphs: all requests' decodes, at most a quarter of the
+    budget."""
     decodes = 1 << (min(requests, budget) - 1).bit_length()
     return min(_QUERY_STEP, max(8, min(decodes, budget // _SIZES_LEAST // 8 * 8)))
 
@@ -93,14 +93,14 @@ def batching_config(
     """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed.
 
     Args:
-        pages: Of the KV cache, over all layers; None: so many that nobody is preempted.
-        model: Whose layers may be of several kinds of attention: 5.17 gives each group of layers blocks of its own.
+        pages: Of the KV cache, over all layers; None: enough that no request is preempted.
+        model: Its layers may have several kinds of attention: 5.17 gives each group of layers blocks of its own.
     """
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     known = {f.name for f in fields(ContinuousBatchingConfig)}
-    # pages for as many requests as a step takes, the longest ones: no more are ever alive, since running ones go first.
-    # running out makes the engine preempt, which is an axis of its own
+    # pages for as many requests as a step takes, the longest ones: no more are ever alive, because running ones go
+    # first. With fewer the engine would preempt, which is an axis of its own
     needed = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
     groups = 1
     if "page_size" not in known and model is not None:
@@ -108,7 +108,7 @@ def batching_config(
 
         groups = len(group_layers_by_attn_type(model.config)[0])
     blocks = sum(needed[: min(load.requests, load.budget)])
-    if load.graphs:  # so that a load's rounds have the same shapes: cuDNN plans for each, and each size of the cache
+    if load.graphs:  # so that a load's rounds have the same shapes: cuDNN plans for each, and for each cache size
         grain = _KEY_SHARE * _KEY_STEP
         blocks = ceil(ceil(blocks * load.page / grain) * grain / load.page)
     settings: dict[str, Any] = {
@@ -134,7 +134,7 @@ def batching_config(
 
 @contextmanager
 def stock_attention(model: Any, name: str = "") -> Iterator[None]:
-    """Keep the engine on scaled_dot_product_attention, or `name`, whether flash-attention packages are there or not."""
+    """Keep the engine on scaled_dot_product_attention, or `name`, even if flash-attention packages are installed."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     before = model.config._attn_implementation
@@ -143,7 +143,7 @@ def stock_attention(model: Any, name: str = "") -> Iterator[None]:
     if "auto_switch_to_flash" not in {f.name for f in fields(ContinuousBatchingConfig)}:
         model.set_attn_implementation(
             f"paged|{(name or before).removeprefix('paged|')}"
-        )  # transformers 5.17: "paged|" says that the choice is made
+        )  # transformers 5.17: "paged|" marks that the choice is made
     try:
         yield
     finally:
@@ -153,7 +153,7 @@ def stock_attention(model: Any, name: str = "") -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the engine's own log lines off the terminal: what goes wrong is in the outcomes."""
+    """Keep the engine's own log lines off the terminal: errors are in the outcomes."""
     logger = logging.getLogger("ContinuousBatchingLogger")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -164,11 +164,10 @@ def quiet() -> Iterator[None]:
 
 
 def why_no_graphs(config: Any) -> str:
-    """Why a model's steps are not run as CUDA graphs unless that is asked for; "" for plain dense decoders.
+    """Why a model's steps don't run as CUDA graphs by default; "" for plain dense decoders.
 
-    Experts are chosen by what the host reads back, and some rotary embeddings are scaled by it, which no graph can; a
-    sliding window's cache is updated by positions. None of these has been seen to its end inside of a graph, nor has
-    an architecture that is not listed.
+    The host reads back which experts are chosen, and scales some rotary embeddings, which no graph can; a sliding
+    window's cache is updated by positions. Neither these nor unlisted architectures have been tested inside of a graph.
     """
     text = config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
@@ -184,11 +183,11 @@ def why_no_graphs(config: Any) -> str:
 
 @contextmanager
 def masks_at_once(device: torch.device) -> Iterator[None]:
-    """The engine's mask of a step written by `write_mask`: the same numbers, by a few launches for any pack.
+    """Write the engine's mask of a step by `write_mask`: the same numbers, with a few launches for any pack.
 
-    transformers writes it request by request, with three launches and five views for each, which is what the host of a
-    small model on a GPU is busy with. On a CPU launches cost little, and its blocks are fewer numbers than the whole;
-    there, and in versions without that function, the engine is left as it is.
+    transformers writes it request by request, with three launches and five views for each, which dominates the host
+    time of a small model on a GPU. On a CPU launches are cheap, and its blocks are fewer numbers than the whole; there,
+    and in versions without that function, the engine is unchanged.
     """
     from transformers.generation.continuous_batching import input_outputs
 
@@ -212,7 +211,7 @@ def write_mask(
     """Write 0 where a query sees a key and the dtype's least number where it does not: transformers' own mask.
 
     Args:
-        attention_mask: [1, 1, queries, keys] or larger; what is past the last entries is left as it is.
+        attention_mask: [1, 1, queries, keys] or larger; the part after the last entries is unchanged.
         cumulative_seqlens_q: [requests + 1], and so the keys'; a request's last query sees its last key.
         sliding_window: Keys that a query sees at most, its own included; 1 for all.
     """
@@ -233,13 +232,13 @@ def write_mask(
     part.zero_().masked_fill_(hidden, torch.finfo(attention_mask.dtype).min)
 
 
-# Threads that engines' loops take turns on, on CUDA. torch keeps cuDNN's plans of attention thread by thread: 30 ms for
-# each shape on an H200, which an engine with a thread of its own pays again in each session.
+# Threads shared by engines' loops, on CUDA. torch keeps cuDNN's plans of attention per thread: 30 ms for each shape on
+# an H200, which an engine with a new thread would pay again in each session.
 _LOOPS = ThreadPoolExecutor(8, "nondet-engine")
 
 
 class Loop:
-    """An engine's loop on a thread that has run others before; to its manager a `threading.Thread`."""
+    """An engine's loop on a thread that has run others before; its manager uses it as a `threading.Thread`."""
 
     def __init__(self, target: Callable[[], None]) -> None:
         self._target = target
@@ -254,14 +253,14 @@ class Loop:
         return self._running is not None and not self._running.done()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, so many seconds at most."""
+        """Wait for its end, `timeout` seconds at most."""
         if self._running is not None:
             wait([self._running], timeout)
 
 
 def start(manager: Any, device: torch.device) -> None:
-    """Start the engine's thread, as the manager does, on CUDA with a `Loop`: on a CPU a new thread has the number of
-    threads that is set now, and one that has computed before does not."""
+    """Start the engine's thread, on CUDA with a `Loop`; on a CPU only a new thread has the current number of
+    threads."""
     if device.type != "cuda":
         manager.start()
         return
@@ -271,7 +270,7 @@ def start(manager: Any, device: torch.device) -> None:
 
 
 def stop_now(manager: Any) -> None:
-    """Stop the engine's thread and wait for it. Told and woken first: idle, it looks up but every tenth of a second."""
+    """Stop the engine's thread and wait for it. It is woken first, because it polls only every tenth of a second."""
     status = manager.background_thread_status
     status.request_stop(status.HARD_STOP, manager.distributed_helper.global_rank)
     for name in ("_wake_up_loop", "_has_new_requests"):  # the event that the idle thread waits for in 5.23, in 5.17
@@ -280,34 +279,35 @@ def stop_now(manager: Any) -> None:
     manager.stop(block=True, hard_stop=True)
 
 
-# A sampler whose draw belongs to (seed, position), and that gives a row the same token whatever the batch.
+# A sampler that draws by (seed, position), and gives a row the same token whatever the batch.
 #
-# Its steps are such that no order of operations can matter, so it is invariant by arithmetic and not by luck:
+# No order of operations can matter in its steps, so its invariance does not depend on kernels:
 #
 # 1. Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it),
 #    all distinct, so any sort or top-k gives one result.
 # 2. Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
-# 3. Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole.
-# 4. Draw: 53 bits of Philox4x32-10 with the seed as its key and the position as its counter, against the exact sum of
-#    the kept weights in the order of their token ids: a logit that moves a little moves the borders a little, where an
-#    order by logits would let two tokens change places.
+# 3. Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole. 4. Draw: 53 bits of Philox4x32-10
+# with the seed as its key and the position as its counter, against the exact sum of
+#    the kept weights in the order of their token ids: a logit that changes a little moves the boundaries a little,
+#        where
+#    an order by logits would let two tokens change places.
 #
-# What is left is the logits: if they are the same bits, so is the token. Weights below 2^-44 of the largest are never
-# drawn, a chance of less than 2^-26 for the largest vocabulary. Logprobs are the model's own, at temperature 1 over
-# the whole vocabulary, so that traces show a difference where the nucleus has a single token.
+# Only the logits remain: if they have the same bits, so has the token. Weights below 2^-44 of the largest are never
+# drawn, a probability of less than 2^-26 for the largest vocabulary. Logprobs are the model's own, at temperature 1
+# over the whole vocabulary, so that traces show a difference where the nucleus has a single token.
 
-_CERTAIN = 1.0e4  # a logit beside zeros: the engine's argmax takes it, and exp(-1e4) is 0 in every dtype
+_CERTAIN = 1.0e4  # a logit among zeros: the engine's argmax takes it, and exp(-1e4) is 0 in every dtype
 _BITS = 53
 _MASK = 0xFFFFFFFF
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 
 
 class Draw(NamedTuple):
-    """One token, and how near it was to being another one.
+    """One token, and how near it was to another one.
 
     Attributes:
-        logprob: ln p of the token at temperature 1 over the whole vocabulary; NaN where the logits are no numbers.
-        border: Distance of the draw from the nearest border between two tokens, as a share of the mass that is drawn
+        logprob: ln p of the token at temperature 1 over the whole vocabulary; NaN where the logits are not numbers.
+        border: Distance of the draw from the nearest boundary between two tokens, as a share of the mass that is drawn
             from; 1.0 where only one token is left.
         cut: Logit of the last token that top-k keeps minus that of the first it drops: 0.0 is an exact tie, which the
             token ids decide; NaN without top-k.
@@ -322,7 +322,7 @@ class Draw(NamedTuple):
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: four 32-bit words that belong to a counter and a key.
+    """Philox4x32-10: four 32-bit words for a counter and a key.
 
     Source: J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, Parallel random numbers: as easy as 1, 2, 3.
     """
@@ -352,7 +352,7 @@ def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list
     if any(whole):
         every, plain = np.arange(vocabulary), rows.cpu().numpy().astype(np.float64) + 0.0  # -0.0 and 0.0 are one logit
     if not all(whole):
-        # one more than is kept, to see how close the first that is dropped came
+        # one more than is kept, for the distance to the first dropped one
         widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in asked)
         ids, logits = largest(rows, min(vocabulary, widest))
     return [
@@ -376,7 +376,7 @@ def draw_row(
     """
     kept = min(sampling.top_k or len(ids), len(ids))
     cut = float(logits[kept - 1] - logits[kept]) if kept < len(ids) else math.nan
-    if not math.isfinite(logits[0]):  # no numbers to draw by: the trace will say so
+    if not math.isfinite(logits[0]):  # no numbers to draw by, as the trace shows
         return Draw(int(ids[0]), math.nan, 1.0, cut, math.nan)
     masses = weights(logits[:kept], logits[0] if top is None else top, sampling.temperature)
     sums = np.cumsum(masses)  # of integers: exact in any order
@@ -391,7 +391,7 @@ def draw_row(
     mass = int(sums[-1])
     point = (uniform_bits(sampling.seed, position) * mass) >> _BITS
     place = int(np.searchsorted(sums, point, side="right"))
-    # the outer ends are no borders: nothing lies beyond them
+    # the outer ends are not boundaries, because nothing is beyond them
     inner = [point - int(sums[place - 1])] if place else []
     inner += [int(sums[place]) - point] if int(sums[place]) < mass else []
     border = min(inner) / mass if inner else 1.0
@@ -400,8 +400,8 @@ def draw_row(
 
 
 class Drawing:
-    """Puts our draw in the place of the engine's, as a forward hook: it draws from the logits of each row, and hands on
-    logits of which the engine's own argmax can only take the drawn token.
+    """Replaces the engine's draw by ours, as a forward hook: it draws from each row's logits, and returns logits from
+    which the engine's own argmax takes the drawn token.
 
     Attributes:
         drawn: Request id -> its draws, in order.
@@ -414,7 +414,7 @@ class Drawing:
 
     @staticmethod
     def of(requests: Sequence[Request], log: SessionLog) -> Drawing | None:
-        """Of these requests; None where nobody's draw is ours."""
+        """For these requests; None where we draw for none of them."""
         ours = [r.sampling is not None and r.sampling.seeded for r in requests]
         if any(ours) and not all(ours):
             raise ValueError("a session draws for all of its requests, or for none")
@@ -444,7 +444,7 @@ class Drawing:
 
 
 def generation(requests: Sequence[Request]) -> dict[str, Any]:
-    """transformers' own sampling, where the draw is left to it; else greedy, which takes what our draw hands on."""
+    """transformers' own sampling, where the draw is left to it; else greedy, which takes the token that we drew."""
     sampling = next((r.sampling for r in requests if r.sampling is not None), None)
     if sampling is None or sampling.seeded:
         return {"do_sample": False}
@@ -454,7 +454,7 @@ def generation(requests: Sequence[Request]) -> dict[str, Any]:
 def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
     """The outcome of a request whose tokens were drawn here: with the model's logprobs, and how near each draw was.
 
-    One whose tokens are not those that were drawn is an error, never a completion: a hook was left out, or run twice.
+    If its tokens are not the drawn ones, it is an error, never a completion: a hook was skipped, or ran twice.
     """
     if outcome.finish in ("error", "cut") or outcome.request.sampling is None:
         return outcome
@@ -467,13 +467,12 @@ def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
     return replace(outcome, logprobs=logprobs, border=border, cut=cut, nucleus=nucleus)
 
 
-# How long the main thread waits for a result before it looks whether the engine's thread is still alive, and whether
-# a watcher has seen what it came for.
+# How often the main thread checks whether the engine's thread is alive, and whether a watcher is done.
 _POLL_SECONDS, _WATCHED_SECONDS = 0.5, 0.02
 
 
 class TransformersEngine:
-    """transformers' continuous batching as a member of the table of engines, see `nondet.sampling.plan`."""
+    """transformers' continuous batching, for the table of engines in `nondet.sampling.plan`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -516,14 +515,14 @@ def run_session(
     Args:
         eos: Token ids that end a completion; none by default, so that all completions have one length.
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
-        forced: Request id -> the tokens that it is fed, whatever it chose; a request that is not named goes its own
-            way. The logprobs stay those of the tokens that it would have chosen.
-        watcher: Looks on from inside of the engine's thread; once it is `done` the session is cut short, and requests
+        forced: Request id -> the tokens that it is fed, whatever it chose; other requests are not forced. The logprobs
+            stay those of the tokens that it would have chosen.
+        watcher: Watches from inside of the engine's thread; once it is `done` the session is cut short, and requests
             that have not finished by then have the finish "cut".
         until: The session is likewise cut short once this request has finished.
 
     Raises:
-        UserError: the engine refuses the model or the sizes, or runs the model and does not serve it.
+        UserError: the engine refuses the model or the sizes, or runs the model without serving it.
         KeyboardInterrupt: Ctrl-C; the engine's thread has ended by then.
     """
     if load.graphs and watcher is not None:
@@ -558,13 +557,13 @@ def run_session(
             raise UserError(
                 f"the engine's cache does not fit: {reason_of(error)}", "Use a smaller --load, prompt or --max-tokens."
             ) from error
-        if isinstance(error, UserError):  # no smaller load would help: the model is refused from inside
+        if isinstance(error, UserError):  # a smaller load would not help: the model is refused from inside
             raise error
         if error is not None:
             fatal = f"the engine stopped in step {log.steps}: {reason_of(error)}"
         cut = log.cut()
         if cut:
-            stop_now(manager)  # a step may be under way: it ends while its hooks are in place
+            stop_now(manager)  # a step may be running: it ends while its hooks are in place
         if log.steps and not fatal:
             log.kept.check()  # of a session that was one step long
         log.drain()
@@ -595,13 +594,13 @@ def run_session(
 def _finished(
     manager: Any, count: int, over: Callable[[], bool] = lambda: False, wait: float = _POLL_SECONDS
 ) -> Iterator[Any]:
-    """So many results of requests, as they finish; fewer where it is over, or the engine's thread has ended."""
+    """Yield `count` results of requests, as they finish; fewer where it is over, or the engine's thread has ended."""
     while count and not over():
         result = manager.get_result(timeout=wait)
         if result is None:
             if manager.is_running():
                 continue
-            result = manager.get_result()  # what came between the last look and the thread's end
+            result = manager.get_result()  # what arrived between the last look and the thread's end
             if result is None:
                 return
         if result.is_finished():
@@ -613,16 +612,16 @@ _Above: Any = object  # transformers' FIFOScheduler, in the class that a session
 
 
 class Arrivals(_Above):
-    """Before transformers' FIFO scheduler: holds requests back until their arrival step, notes every batch in `log`."""
+    """Extends transformers' FIFO scheduler: holds requests back until their arrival step, notes batches in `log`."""
 
     log: SessionLog
-    setting: Setting  # whose chunk size is kept to
-    order: Order  # who is offered to the engine first
-    speculation: Speculation | None  # adds drafts to what the requests that decode bring to a step
+    setting: Setting  # for its chunk size
+    order: Order  # which requests are offered to the engine first
+    speculation: Speculation | None  # adds drafts to the tokens of decoding requests
     waiting_requests_order: deque[str]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """The next step's requests, of those who have arrived."""
+        """The next step's requests, of those that have arrived."""
         log = self.log
         if log.cut():
             return [], False, 0, 0  # nothing to do, until the session is stopped
@@ -631,14 +630,14 @@ class Arrivals(_Above):
             self.speculation.propose(self.active_requests.values(), self.cache)
         waiting = list(self.waiting_requests_order)
         if not self.active_requests and waiting:
-            # nobody is being served: jump to the next arrival, an idle step would compute nothing
+            # no request is running: jump to the next arrival, because an idle step would compute nothing
             log.clock = max(log.clock, min(log.arrivals[name] for name in waiting))
         held = [name for name in waiting if log.arrivals[name] > log.clock]
         arrived = [name for name in waiting if log.arrivals[name] <= log.clock]
         self.waiting_requests_order = deque(self.order.arrange(arrived))
         scheduled = super().schedule_batch(token_budget, cache_budget)
         self.waiting_requests_order.extend(held)
-        if scheduled[0]:  # None: the cache is full, and the engine asks again after making room
+        if scheduled[0]:  # None: the cache is full, and the engine tries again after making room
             for name in [f.state.request_id for f in scheduled[0] if f.state.request_id in waiting]:
                 log.admitted.append(name)
                 self.order.admitted(name)
@@ -649,19 +648,19 @@ class Arrivals(_Above):
 
     def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *more: Any) -> None:
         if self.speculation is not None and self.speculation.cut(state, token_budget):
-            return  # it decodes: what it brings is settled
+            return  # it decodes: its tokens are settled
         if self.setting.chunk is not None and state.status.name != "DECODING":
             token_budget = min(token_budget, self.setting.chunk)
         super()._schedule_request(state, request_tokens, token_budget, *more)
 
     def add_waiting_request(self, state: Any) -> None:
-        """A request comes, or comes back: its cache was given up."""
+        """A request arrives, or returns after its cache was freed."""
         if state.request_id in self.log.entries:
             self.log.preempted.append(state.request_id)
         super().add_waiting_request(state)
 
     def finish_request(self, request_id: str) -> None:
-        """A request has its tokens."""
+        """A request has all its tokens."""
         self.log.ended = time.perf_counter()
         super().finish_request(request_id)
 
@@ -679,7 +678,7 @@ def _engine_of(
     speculation: Speculation | None = None,
     drawing: Drawing | None = None,
 ) -> Iterator[Any]:
-    """A manager not yet started, our scheduler and hooks in place till the end."""
+    """Yield a manager that is not yet started, with our scheduler and hooks in place."""
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching import scheduler as schedulers
 
@@ -729,7 +728,7 @@ def _engine_of(
 
 
 def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> Speculation:
-    """What the setting asks for; forced tokens and CUDA graphs, where nothing can be verified, are refused."""
+    """The setting's speculation; refused with forced tokens, and under CUDA graphs, where nothing can be verified."""
     if load.graphs or log.forced:
         what = "CUDA graphs" if load.graphs else "forced tokens"
         raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
@@ -777,25 +776,25 @@ def _outcome(
 
 # On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
 _WARM_REQUESTS, _WARM_TOKENS = 16, 3
-# Every size up to here is one that a step may have; of larger ones, a full budget.
+# Steps may have every size up to here; of larger ones, a full budget.
 _SIZES_MOST = 256
 
 
 def warm_up(
     model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
 ) -> Session | None:
-    """Meet what the rounds will meet, under the implementation that is on.
+    """Run everything once that the rounds will run, under the implementation that is on.
 
-    On CUDA that is a matter of each size met (a kernel is compiled, a library's algorithm proven, cuDNN plans). So the
-    model's layers are called at the sizes that steps may have, and the whole first round is played. What a later round
-    still meets for the first time is proven off its clock, see `nondet.core.launch`.
+    On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the model's layers are
+    called at the sizes that steps may have, and the whole first round is run. First uses in later rounds are left out
+    of the timings, see `nondet.core.launch`.
 
     Args:
         model: Whose layers are called; None: they are in other processes.
-        progress: Told of the calls of layers and of the round, one call more: whenever it compiles or proves something.
+        progress: Called with the calls of layers, and one for the round, and at each compilation or proof.
 
     Returns:
-        The first round, where it was played whole.
+        The first round, where the whole of it was run.
     """
     if device == "cuda":
         if model is None:

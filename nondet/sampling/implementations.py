@@ -1,4 +1,4 @@
-"""Which kernels a model runs on, by name: stock, one of its named backends, or what `batch_invariant()` puts there."""
+"""Which kernels a model runs on, by name: stock, one of its named backends, or those of `batch_invariant()`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nondet.sampling.plan import kernels_of
 
 # Stock with torch's own FlashAttention over each request's keys, under transformers' continuous batching.
 #
-# transformers takes such an attention from the flash-attn packages where one is installed. Without one it computes a
-# masked product of everybody's queries with everybody's keys, and a comparison with that flatters whatever replaces
-# it. So here torch's kernel, the same FlashAttention 2, stands under the name that the engine takes, on a GPU.
+# transformers uses the flash-attn packages for that where one is installed. Otherwise it computes a masked product of
+# all requests' queries with all keys, and a comparison with that flatters any replacement. So here torch's kernel, the
+# same FlashAttention 2, is registered under the name that the engine uses, on a GPU.
 
 STOCK_FLASH = "stock-flash"
 _NAMES = ("sdpa", "paged|sdpa")
@@ -26,7 +26,7 @@ _NAMES = ("sdpa", "paged|sdpa")
 
 @contextmanager
 def stock_flash() -> Iterator[None]:
-    """While it is entered, a paged call of `sdpa` runs torch's FlashAttention; without a CUDA device a `UserError`."""
+    """Inside the block a paged call of `sdpa` runs torch's FlashAttention; without a CUDA device a `UserError`."""
     if not torch.cuda.is_available():
         raise UserError(f"{STOCK_FLASH} needs a CUDA device", "Use --impl stock.")
     from transformers.modeling_utils import AttentionInterface
@@ -86,16 +86,11 @@ RANK_FREE = "rank-free"
 def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counter[str]]]:
     """Put the implementation under every model in this process: stock, invariant, or invariant:FAMILY[+FAMILY].
 
-    "rank-free" is invariant, with the row-parallel layers of `model` in a class that does not follow the ranks.
-    Names that differ in the draw alone are those of their kernels, see `nondet.sampling.plan`.
-    "stock-no-cudnn" is stock with cuDNN's attention switched off, so that torch takes its next choice; "stock-flash"
-    has FlashAttention over each request's keys.
-
-    Yields:
-        What the dispatcher says so far: "replaced: mm", "left stock: mm float64" or "at risk: mm bfloat16" -> calls.
-
-    Raises:
-        UserError: no such implementation or family.
+    "rank-free" is invariant, with the row-parallel layers of `model` in a class that does not follow the ranks. Names
+    that differ only in the draw have the same kernels, see `nondet.sampling.plan`. "stock-no-cudnn" is stock with
+    cuDNN's attention switched off, so that torch takes its next choice; "stock-flash" has FlashAttention over each
+    request's keys. Yields a function that gives the dispatcher's counts: "replaced: mm", "left stock: mm float64" or
+    "at risk: mm bfloat16" -> calls. Raises UserError: no such implementation or family.
     """
     name = kernels_of(name)
     stocks: dict[str, Callable[[], AbstractContextManager[None]]] = {
@@ -119,8 +114,8 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
             stack.enter_context(rank_free(model))
         elif model is not None and "matmul" in invariance.families:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "nondet: pack")  # a matter of speed, where there is a copy to keep
-                invariance.pack(model)  # nobody trains here: the weights are those that were loaded
+                warnings.filterwarnings("ignore", "nondet: pack")  # only speed is lost where there is no copy
+                invariance.pack(model)  # the weights don't change here
         yield invariance.coverage().counts
 
 
@@ -128,8 +123,8 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
 def _no_cudnn_attention() -> Iterator[None]:
     """scaled_dot_product_attention without cuDNN, in every thread.
 
-    cuDNN builds a plan for each new length of keys, which costs the host more than the attention of a small model costs
-    the GPU; a comparison of kernels wants this out of the way.
+    cuDNN builds a plan for each new length of keys, which costs the host more time than the attention of a small model
+    costs the GPU; a comparison of kernels leaves this out.
     """
     if not torch.cuda.is_available():
         raise UserError(f"{STOCK_NO_CUDNN} needs a CUDA device: there is no cuDNN to switch off", "Use --impl stock.")

@@ -1,4 +1,4 @@
-"""Loading a causal LM and its tokenizer, random weights too, with every way that this goes wrong said in one line."""
+"""Loading a causal LM and its tokenizer, or making random weights, with every error reported in one line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from nondet.errors import UserError, one_line, reason_of, suggestion
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Weights below this size are identified by their contents; larger ones by name and size alone, since reading a
-# hundred gigabytes twice tells a reader little.
+# Weights below this size are identified by their contents; larger ones only by name and size, because reading a hundred
+# gigabytes twice is not worth its time.
 _HASHED_BYTES = 256 * 2**20
 _INDEX, _INDEX_MOST = "model.safetensors.index.json", 64 * 2**20
 _COPY = "Copy or download it again; weights must be safetensors."
@@ -58,7 +58,7 @@ def local_folder(where: str) -> Path | None:
 
 
 def offline(name: str) -> bool:
-    """Whether the hub can't be reached, so that only a cached copy will do; a `UserError` where there is none."""
+    """Whether the hub is unreachable, so that only a cached copy can be used; a `UserError` where there is none."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
@@ -113,7 +113,7 @@ def read_tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> A
     try:
         plain = None if local is None else local / "tokenizer.json"
         if plain is not None and plain.is_file() and not plain.with_name("tokenizer_config.json").is_file():
-            # taken as it is: AutoTokenizer would guess a class from the model's type, and cut text in another way
+            # taken as it is: AutoTokenizer would guess a class from the model's type, and cut text differently
             return PreTrainedTokenizerFast(tokenizer_file=str(plain))
         return AutoTokenizer.from_pretrained(local or where, **options)
     except Exception as error:
@@ -123,14 +123,12 @@ def read_tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> A
 
 
 def weight_names(where: str, local: Path | None, config: Any, options: dict[str, Any]) -> list[str]:
-    """Names, relative to the model, of the files that transformers will take the weights from: all are safetensors.
+    """Names, relative to the model, of the files from which transformers takes the weights: all are safetensors.
 
     An index of safetensors may name anything: transformers would unpickle a .bin, and leave the folder by "..". A
-    symbolic link is followed, as a hub's cache consists of them: the suffix of the name decides what the file is read
-    as, so no link makes it a pickle, and the digest reads the same name.
-
-    Raises:
-        UserError: another suffix, a path out of the folder, no regular file, a broken index, or an adapter.
+    symbolic link is followed, because a hub's cache consists of them: the suffix of the name decides how the file is
+    read, so no link makes it a pickle, and the digest reads the same name. Raises UserError: another suffix, a path out
+    of the folder, not a regular file, a broken index, or an adapter.
     """
     from transformers.utils import cached_file
 
@@ -164,7 +162,7 @@ def weight_names(where: str, local: Path | None, config: Any, options: dict[str,
 
 
 def _inside(where: str, name: Any, suffix: str) -> str:
-    """The name, which stays in its folder and ends so."""
+    """The name, checked to stay in its folder and to have this suffix."""
     if not (isinstance(name, str) and name.endswith(suffix)):
         raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, no {suffix}", _COPY)
     if Path(name).is_absolute() or {"..", ""} & set(re.split(r"[/\\]", name)) or ":" in name:
@@ -173,7 +171,7 @@ def _inside(where: str, name: Any, suffix: str) -> str:
 
 
 def commit_of(where: str, local: Path | None) -> str | None:
-    """The hub's commit that a model was taken from, once it is loaded; None of a folder."""
+    """The hub's commit of a model, once it is loaded; None of a folder."""
     from transformers.utils import cached_file
 
     kept = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
@@ -182,7 +180,7 @@ def commit_of(where: str, local: Path | None) -> str | None:
 
 
 def weights_digest(folder: Path, names: Iterable[str]) -> str:
-    """What tells weights apart: the contents of these files of the folder, of large ones names and sizes."""
+    """A digest of the contents of these files of the folder, of large ones of names and sizes."""
     files = [folder / name for name in sorted(names)]
     sha = hashlib.sha256()
     if sum(f.stat().st_size for f in files) > _HASHED_BYTES:
@@ -196,7 +194,7 @@ def weights_digest(folder: Path, names: Iterable[str]) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' bars and tables off the terminal: what goes wrong becomes one line."""
+    """Keep transformers' bars and tables off the terminal: errors become one line."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -210,21 +208,21 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# Models with random weights, for measuring speed and batch dependence at a size that no weights are at hand for.
+# Models with random weights, for measuring speed and batch dependence at sizes without trained weights.
 #
 # "random:qwen3-12x1024" is a Qwen3 of 12 layers, 1024 wide, with the embedded model's tokenizer; "random:qwen3-8b" has
-# the very shapes of Qwen3-8B, its vocabulary too. Everything is made here from a fixed seed; nothing is downloaded.
-# What such a model says is gibberish, but its operators, shapes and launches are those of a trained model of the size.
+# exactly the shapes of Qwen3-8B, its vocabulary too. All of it is made from a fixed seed; nothing is downloaded. The
+# text is gibberish, but operators, shapes and launches are those of a trained model of the size.
 
 PREFIX = "random:"
 _HINT = "Write random:qwen3-12x1024: an architecture, layers, width; or random:qwen3-0.6b, random:qwen3-8b."
 _CONTEXT = 4096
 _WIDTH_STEP = 128
-_LAYERS, _WIDTH = 200, 16384  # more is a typing error rather than a model
-# Wide enough that logits differ, so that greedy completions are no race between equals at every step.
+_LAYERS, _WIDTH = 200, 16384  # a larger number is more likely a typing error
+# Wide enough that logits differ, so that greedy completions are not near-ties at every step.
 _SPREAD = 0.05
 
-# architecture -> what its config needs beside the common sizes
+# architecture -> what its config needs in addition to the common sizes
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
@@ -232,8 +230,8 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 128, "layer_types": "full_attention"},
 }
 
-# The shapes of models as they are published. Their weights are drawn on the device that they are for, which is quick
-# for the largest, too; so they are others on a GPU than on a CPU. Layers, width, heads, tied tables:
+# The shapes of published models. Their weights are drawn on the model's device, which is quick even for the largest, so
+# they differ between GPU and CPU. Layers, width, heads, tied tables:
 _PUBLISHED: dict[str, tuple[int, int, int, bool]] = {
     "qwen3-0.6b": (28, 1024, 16, True),
     "qwen3-8b": (36, 4096, 32, False),
@@ -247,17 +245,15 @@ def is_published(source: str) -> bool:
 
 
 def is_random(source: str | None) -> bool:
-    """Whether `--model` asks for random weights."""
+    """Whether `--model` means random weights."""
     return source is not None and source.startswith(PREFIX)
 
 
 def random_config(source: str, vocabulary: int) -> Any:
-    """The config that "random:ARCHITECTURE-LAYERSxWIDTH" stands for: heads of 128, twice as wide in all as the model.
+    """The config of "random:ARCHITECTURE-LAYERSxWIDTH": heads of 128, in total twice as wide as the model.
 
-    Qwen3-0.6B's proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072.
-
-    Raises:
-        UserError: another form, an unknown architecture, or sizes that make no model.
+    Qwen3-0.6B's proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another
+    form, an unknown architecture, or impossible sizes.
     """
     from transformers import AutoConfig
 
@@ -291,13 +287,13 @@ def random_config(source: str, vocabulary: int) -> Any:
 
 
 def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Refuse, as a `UserError`, a model that does not fit into memory, before the first tensor of it is made."""
+    """Refuse, as a `UserError`, a model that does not fit into memory, before its first tensor is made."""
     width, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     layer = 2 * width * (heads + kv_heads) + 3 * width * inner
     tables = 1 if config.tie_word_embeddings else 2
     count = config.num_hidden_layers * layer + tables * config.vocab_size * width
-    # beside the weights, the float32 numbers that the largest matrix is drawn as
+    # in addition to the weights, the float32 numbers for the largest matrix
     needed = count * dtype.itemsize + 4 * max(config.vocab_size, inner, heads) * width
     free = free_memory() if device == "cpu" else torch.cuda.mem_get_info()[0]
     if needed > free:
@@ -308,7 +304,7 @@ def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cp
 
 
 def random_model(config: Any, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """A causal LM of that config, its matrices uniform around 0, its norms as they begin.
+    """A causal LM of that config, its matrices uniform around 0, its norms as initialized.
 
     uniform_ and not normal_: the latter's values differ between CPUs for one seed.
     """
@@ -330,11 +326,11 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, and what a run's header says of it.
+    """A model on its device, and its description for a run's header.
 
     Attributes:
         name: "embedded", or the folder or hub name as given.
-        context: Positions that it has; None where the config names no limit.
+        context: Positions that it has; None where the config has no limit.
         identity: What decides its bits: class, parameters, dtype, commit, weights. JSON-able, for the header: a run is
             resumed only under an equal one.
     """
@@ -362,23 +358,20 @@ class LoadedModel:
 
 
 def embedded_folder() -> Path:
-    """Where the model that ships with nondet lies."""
+    """The folder of the model that ships with nondet."""
     return Path(__file__).resolve().parent.parent / "embedded"
 
 
 def load_model(
     source: str | None, dtype: str, device: str, *, trust_remote_code: bool = False, attention: str = "sdpa"
 ) -> LoadedModel:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer. Raises UserError: it is missing, incomplete, not a causal LM, or can't run here.
 
     Args:
         source: None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
-            weights, see `nondet.sampling.model`.
+            weights.
         dtype: A key of `DTYPES`.
-        attention: The form that transformers gives it; where another engine runs the model any serves.
-
-    Raises:
-        UserError: it isn't there, is half-written, is no causal LM, or can't run here; what, and what to try.
+        attention: The form that transformers gives it; where another engine runs the model any works.
     """
     from transformers import AutoModelForCausalLM
 
@@ -392,7 +385,7 @@ def load_model(
             options["local_files_only"] = offline(where)
         # the config first: a tokenizer is looked up by it, and would be blamed for a broken one
         config: Any = None if random else read_config(where, local, options)
-        given = getattr(config, "quantization_config", None)  # transformers takes it away where it makes plain weights
+        given = getattr(config, "quantization_config", None)  # transformers removes it when it makes plain weights
         names = ["model.safetensors"] if random else weight_names(where, local, config, options)
         tokenizer = read_tokenizer(where, local, options)
         if random:
@@ -405,10 +398,10 @@ def load_model(
             options |= {"dtype": torch_dtype, "attn_implementation": attention}
             model = read_weights(AutoModelForCausalLM, where, local, config, options)
     if not tokenizer.encode("one word", add_special_tokens=False):
-        # transformers makes an empty tokenizer up where a folder has none
+        # transformers makes up an empty tokenizer where a folder has none
         raise UserError(f"{where} has no tokenizer, or an empty one", "Put its tokenizer.json beside config.json.")
     rows = check_vocabulary(where, model, tokenizer)
-    tokenizer.model_max_length = 10**9  # check_lengths speaks in one line; transformers would warn in its own way
+    tokenizer.model_max_length = 10**9  # check_lengths reports in one line; transformers would warn in its own way
     try:
         model = model.to(device).eval()
     except torch.OutOfMemoryError as error:
@@ -434,11 +427,11 @@ def load_model(
 def load_libraries() -> None:
     """Start the CUDA libraries of products and attention on another thread, while a model is being loaded.
 
-    Their first call reads hundreds of megabytes, seconds on a machine that has not done so before.
+    Their first call on a machine reads hundreds of megabytes, which takes seconds.
     """
 
     def first_calls() -> None:
-        with suppress(RuntimeError):  # whoever needs what is missing says so
+        with suppress(RuntimeError):  # the code that needs a missing library raises
             x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
             torch.nn.functional.scaled_dot_product_attention(x @ x, x, x, attn_mask=x)  # with a mask, as the engine
 
@@ -446,7 +439,7 @@ def load_libraries() -> None:
 
 
 def quantization_of(given: Any, model: Any, dtype: str) -> dict[str, str]:
-    """How the weights that were read are quantized, and whether the model computes with plain ones made of them."""
+    """How the weights were quantized in their files, and whether the model computes with dequantized ones."""
     if given is None:
         return {}
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
@@ -489,13 +482,11 @@ def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
 def read_weights(
     auto: Any, where: str, local: Path | None, config: Any, options: dict[str, Any], extra: str = ""
 ) -> Any:
-    """The model, by a class such as AutoModelForCausalLM.
+    """The model, by a class such as AutoModelForCausalLM. Raises UserError: its weights can't be loaded, or are
+    missing.
 
     Args:
         extra: Part of the names of tensors that may be missing.
-
-    Raises:
-        UserError: its weights can't be loaded, or some are missing.
     """
     named: dict[str, Any] = {"config": config, "use_safetensors": True, "output_loading_info": True}
     try:
@@ -510,7 +501,7 @@ def read_weights(
         raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", _COPY) from error
     absent = sorted(name for name in info["missing_keys"] if not extra or extra not in name)
     if absent:
-        # transformers would go on with random numbers in their place
+        # transformers would use random numbers instead
         raise UserError(f"{where} is half-written: {len(absent)} tensors are missing, {absent[0]} first", _COPY)
     return model
 
@@ -547,7 +538,7 @@ def _eos(model: Any, config: Any) -> tuple[int, ...]:
 
 
 def piece_of(loaded: LoadedModel) -> Callable[[int], str]:
-    """The text that a token adds after another one: decoded alone, some tokenizers drop its leading space."""
+    """The text that a token adds after another one: decoded by itself, some tokenizers drop its leading space."""
     before = loaded.encode_plain("a")
     head = loaded.decode(before)
 

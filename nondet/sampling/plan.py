@@ -1,7 +1,7 @@
 """The load plan: which requests arrive when, under what setting and temperature, and what an engine is. No torch.
 
 Only the parameters go into a run's header; the plan is rebuilt from them (and from the tokenizer and the text that the
-background prompts are cut from, which the plan's digest covers). Nothing here depends on Python's hash seed.
+background prompts are cut from, which the plan's digest covers). It doesn't depend on Python's hash seed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# Drawing at a temperature: what a request asks for, and which implementation draws how. Plain data, no torch.
+# Drawing at a temperature: a request's parameters, and which implementation draws how. Plain data, no torch.
 #
 # Two things make a text at T > 0 depend on the batch: the logits, and the draw. A sampler with one generator for the
-# whole batch gives a request other numbers in other company, whatever the logits; a draw that belongs to the seed and
-# the position leaves the logits alone to blame. So the implementations are told apart:
+# whole batch gives a request other numbers if the other requests change, whatever the logits; a draw by seed and
+# position leaves the logits as the only cause. So the implementations are distinguished:
 #
 #     stock                stock logits, drawn as transformers' engine draws: one generator for the batch
 #     stock-seeded         stock logits, our draw
 #     unseeded-invariant   invariant logits, drawn as the engine draws
 #     invariant            invariant logits, our draw
 
-# Implementations that exist at a temperature alone -> the kernels they run on.
+# Implementations that exist only at a temperature -> the kernels they run on.
 DRAWN = {"stock-seeded": "stock", "unseeded-invariant": "invariant"}
 # Implementations whose draw is left to the engine.
 UNSEEDED = ("stock", "unseeded-invariant")
@@ -50,10 +50,10 @@ class Sampling:
 
     Attributes:
         temperature: Logits are divided by it; above 0.
-        top_k: The largest logits that are kept, exactly so many, ties by the smaller token id; 0 keeps all.
+        top_k: The number of largest logits that are kept, ties by the smaller token id; 0 keeps all.
         top_p: The nucleus: of these the fewest, the largest first, that hold this share of their mass; 1.0 keeps all.
-        seed: What the draws belong to, together with the position.
-        seeded: Whether they do: False leaves the draw to the engine, which has one generator for everybody.
+        seed: Decides the draws, together with the position.
+        seeded: False leaves the draw to the engine, which has one generator for all requests.
     """
 
     temperature: float
@@ -75,7 +75,7 @@ def is_sampling(values: Mapping[str, Any]) -> bool:
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float, seeds: int) -> bool:
-    """Whether anything is to be drawn; a `UserError` of a value that makes no sense, or an option at temperature 0."""
+    """Whether anything is drawn; a `UserError` of an invalid value, or an option at temperature 0."""
     if not (math.isfinite(temperature) and 0.0 <= temperature <= _HOTTEST):
         raise UserError(f"--temperature {temperature:g} makes no sense", f"Give 0 (greedy) to {_HOTTEST:g}.")
     if top_k < 0:
@@ -90,7 +90,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float, seeds: int) -> 
 
 
 def kernels_of(impl: str) -> str:
-    """The implementation whose kernels it runs on."""
+    """The implementation that provides its kernels."""
     return DRAWN.get(impl, impl)
 
 
@@ -99,18 +99,18 @@ def draws_itself(impl: str) -> bool:
     return impl in UNSEEDED
 
 
-# What an engine session may be told beside its load: chunks, order of service, cache size, drafts, attention.
+# Settings of an engine session in addition to its load: chunks, order, cache size, drafts, attention.
 #
-# All defaults together are the engine as it is without an axis varied; see `nondet.sampling.axes`.
+# The defaults are the engine without a varied axis; see `nondet.sampling.axes`.
 
 
 @dataclass(frozen=True)
 class Setting:
     """The engine's own settings, each at its default."""
 
-    chunk: int | None = None  # most prompt tokens of one request in one step; None: as many as the budget has room for
-    order: str = "fifo"  # who is admitted first, a key of `nondet.sampling.schedule.ORDERS`
-    pages: int | None = None  # pages of the KV cache; None: enough for everybody, so that nobody is preempted
+    chunk: int | None = None  # most prompt tokens of one request in one step; None: as many as fit into the budget
+    order: str = "fifo"  # which request is admitted first, a key of `nondet.sampling.schedule.ORDERS`
+    pages: int | None = None  # pages of the KV cache; None: enough that no request is preempted
     drafts: str = ""  # where speculated tokens come from, a key of `nondet.sampling.speculation.DRAFTERS`; "" for none
     draft_tokens: int = 4  # most tokens drafted for one request in one step: k drafts make k + 1 query tokens
     draft_model: str = ""  # with drafts "model": folder or hub name, or "embedded"
@@ -121,27 +121,27 @@ class Setting:
 PLAIN = Setting()
 
 
-# Characters cut per background token before encoding: byte-level BPE gives 3 to 5 characters a token on English prose,
-# so 12 leaves enough tokens to cut the prompt from.
+# Characters cut per background token before encoding: byte-level BPE gives 3 to 5 characters per token of English
+# prose, so 12 leaves enough tokens to cut the prompt from.
 _CHARACTERS_PER_TOKEN = 12
 
 
 @dataclass(frozen=True)
 class RoundLoad:
-    """Who is in a round, whatever serves it. All lengths are in tokens."""
+    """The requests of a round, whatever serves it. All lengths are in tokens."""
 
     others: int  # background requests in each round
-    targets: int  # requests under study in each round; they are load to one another too
+    targets: int  # requests under study in each round; they are load for one another too
     prompt: tuple[int, int]  # shortest and longest background prompt
     tokens: tuple[int, int]  # shortest and longest background completion
 
 
 @dataclass(frozen=True)
 class Load(RoundLoad):
-    """What runs alongside, and the engine's limits that turn it into batches."""
+    """Concurrent requests, and the engine's limits that turn them into batches."""
 
     spread: int  # arrivals are drawn evenly over engine steps 0 ... spread-1
-    budget: int  # query tokens that one engine step may take: prefills longer than what is left of it are chunked
+    budget: int  # query tokens that one engine step may take: longer prefills are chunked
     requests: int  # requests that one engine step may take
     page: int = 16  # tokens in a page of the KV cache: the grain of prefix sharing
     sharing: bool = True  # whether requests share the cached pages of a common prefix
@@ -149,7 +149,7 @@ class Load(RoundLoad):
 
 
 PRESETS: dict[str, Load] = {
-    # one request a step, nothing shared: every completion meets the same shapes, so this is the control
+    # one request per step, nothing shared: the control, because every completion gets the same shapes
     "none": Load(others=0, targets=50, spread=1, prompt=(1, 1), tokens=(1, 1), budget=64, requests=1, sharing=False),
     "light": Load(others=6, targets=10, spread=96, prompt=(4, 48), tokens=(8, 64), budget=32, requests=32),
     "default": Load(others=16, targets=40, spread=24, prompt=(8, 96), tokens=(8, 40), budget=96, requests=64),
@@ -205,7 +205,7 @@ class Plan:
 
 
 def parse_load(spec: str) -> Load:
-    """Read `--load`: a preset, or changes to one ("default" where none is named); a `UserError` names what is wrong."""
+    """Read `--load`: a preset, or changes to one ("default" where none is named); a `UserError` names the error."""
     load = changed_load(
         spec, PRESETS, {f.name: ({"others": 0, "page": 4}.get(f.name, 1), _MOST) for f in fields(Load)}, _HINT
     )
@@ -242,7 +242,6 @@ def changed_load(spec: str, presets: Mapping[str, L], ranges: Mapping[str, tuple
 
 
 def _value(key: str, text: str, before: object, least: int, most: int) -> int | bool | tuple[int, int]:
-    """Of the kind that the key had before."""
     if isinstance(before, bool):
         if text not in ("on", "off"):
             raise UserError(f"--load: {key}={text} makes no sense", f"Write {key}=on or {key}=off.")
@@ -276,15 +275,15 @@ def background_text() -> list[str]:
     return [topics[name] for name in sorted(topics) if len(topics[name]) > 2000]
 
 
-# Attention's key tiles begin to matter at 129 keys, and a tile or a split may be of 256 or 512: beside a short default
-# prompt one is cut to some 250 tokens, and one to more than 600, in characters, as a server's tokenizer is its own.
+# Attention's key tiles begin to matter at 129 keys, and a tile or a split may be of 256 or 512: so, in addition to a
+# short default prompt, one is cut to some 250 tokens, and one to more than 600, in characters.
 _LONG_PROMPTS = (1_100, 2_900)
 RIDERS_EVERY = 40
-KEYS_LEAST = 512  # a test in which no request has more keys than this does not speak of long ones
+KEYS_LEAST = 512  # with fewer keys in every request, a test does not cover long ones
 
 
 def long_prompts() -> list[str]:
-    """What is completed beside the default prompt: two pieces of Python's documentation."""
+    """What is completed in addition to the default prompt: two pieces of Python's documentation."""
     text = next((t for t in background_text() if len(t) > sum(_LONG_PROMPTS)), "")
     ends = [0, *itertools.accumulate(_LONG_PROMPTS)]
     return [text[a:b].strip() for a, b in itertools.pairwise(ends)] if text else []
@@ -306,13 +305,13 @@ def build_plan(
 ) -> Plan:
     """Draw the plan.
 
-    Subjects are prompts, or at a temperature each prompt with each seed, seeds fastest. They take turns, so that
-    the completions of one are spread over as many rounds as there are: rounds are independent, their members are not.
+    Subjects are prompts, or at a temperature each prompt with each seed, seeds fastest. They take turns, so that the
+    completions of one are spread over all rounds: rounds are independent, their members are not.
 
     Args:
         n: Targets of each subject, over all rounds; the last round holds what is left.
         prompt: Token ids of the request under study, where there is one.
-        samplings: For each prompt, one a seed; () for greedy requests. Background requests draw likewise, each with a
+        samplings: For each prompt, one per seed; () for greedy requests. Background requests draw likewise, each with a
             seed of its own.
         riders: Further prompts, each twice for every `RIDERS_EVERY` targets, in one round: one computes its keys, one
             may find them cached. Their subjects follow the others'; at a temperature their seeds take turns by round.
@@ -326,7 +325,7 @@ def build_plan(
     subjects = [(p, sampling) for p in several for sampling in (samplings or (None,))]
     rounds = []
     for index, first in enumerate(range(0, n * len(subjects), load.targets)):
-        # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
+        # a string seeds through SHA-512, so that neither the hash seed nor earlier rounds matter
         rng = random.Random(f"nondet load plan {seed} {index}")  # noqa: S311 - a load plan, not a secret
         requests = []
         for i in range(first, min(first + load.targets, n * len(subjects))):
@@ -362,18 +361,17 @@ def _background(
     ids = encode(text[start : start + wanted])
     if not ids:
         raise ValueError("the tokenizer gives no tokens for the background text")
-    while len(ids) < length:  # a tokenizer with very long tokens, or a text shorter than wanted
+    while len(ids) < length:  # a tokenizer with very long tokens, or a text that is too short
         ids = ids + ids
     return Request(name, False, tuple(ids[:length]), new, rng.randrange(load.spread))
 
 
-# What an engine is to nondet: requests under a load go in, a session with what each request met comes out.
+# An engine takes requests under a load, and returns a session with what happened to each request.
 #
-# Another engine is another file and a line in `ENGINES`. Only token ids are asked of all of them: logprobs, margins
-# and the schedule are what an engine can give, and everything that needs them says so where they are empty. An engine
-# that can force tokens and be watched from the inside can be traced; one that cannot can still be sampled.
+# Another engine is another file and a line in `ENGINES`. All of them give token ids; logprobs, margins and the schedule
+# are optional. An engine that can force tokens and be watched can be traced; any other can still be sampled.
 
-# name -> where its class is; it is made with the loaded model
+# name -> target of its class, which takes the loaded model
 ENGINES: dict[str, str] = {
     "transformers": "nondet.sampling.engine:TransformersEngine",
 }
@@ -390,16 +388,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request.
+    """The result of one request.
 
     Attributes:
         logprobs: Little-endian float32, one for each token; empty where the engine gives none.
         margins: Little-endian float32, top-1 minus top-2 logit of each step; empty where not recorded.
         runner_up: The better of the two top tokens that was not chosen, for each step.
         finish: "length", "eos", "error", or "cut" where a watched session ended before the request did.
-        schedule: Run-length list of [first_step, steps, query_tokens]; empty where the engine does not tell.
+        schedule: Run-length list of [first_step, steps, query_tokens]; empty where the engine does not report it.
         border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
-            `nondet.sampling.engine.Draw`; empty where nothing was drawn by us.
+            `nondet.sampling.engine.Draw`; empty where we drew nothing.
         batch_min, batch_max: Query tokens in the steps that it took part in; 0 if it never ran.
     """
 
@@ -428,19 +426,19 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """One engine session.
+    """One engine session. Entries that the engine does not report are empty.
 
     Attributes:
         outcomes: One for each request, in the plan's order.
-        tokens: Tokens generated for everybody.
+        tokens: Tokens generated for all requests.
         seconds: From the first step's beginning to the last request's end, without `first_use_seconds`.
         fatal: Why the engine died; "" if it did not.
-        packs: Step -> who was in it, in the order of the rows; empty where the engine does not tell.
+        packs: Step -> its requests, in the order of the rows.
         tops: Request id -> the two largest logits of each generated token and their ids, cut requests included.
-        figures: What the session did, counted: see `nondet.sampling.schedule`; empty where the engine does not tell.
-        admitted: Requests in the order in which they got their first steps; empty where the engine does not tell.
-        pace: Each step's time and tokens; empty where the engine does not tell.
-        first_use_seconds: Of these steps, spent on compiling kernels and proving members, once for all runs to come.
+        figures: Counts, see `nondet.sampling.schedule`.
+        admitted: Requests in the order in which they got their first steps.
+        pace: Each step's time and tokens.
+        first_use_seconds: Of these steps, spent on compiling kernels and proving members, once for all later runs.
     """
 
     outcomes: list[Outcome]
@@ -457,19 +455,19 @@ class Session:
 
 
 class StepLog(Protocol):
-    """What a watcher is told, during a step."""
+    """What a watcher can read during a step."""
 
     @property
     def pack(self) -> tuple[Span, ...]:
-        """Who is in it."""
+        """The requests of the step."""
 
 
 class Watcher(Protocol):
-    """Something that looks on from inside of the engine while it runs."""
+    """Code that watches from inside of the engine while it runs."""
 
     @property
     def done(self) -> bool:
-        """Whether it has seen what it came for: the session may end."""
+        """Whether it needs nothing more: the session may end."""
 
     def attached(self, model: Any, log: StepLog) -> AbstractContextManager[None]:
         """Put its hooks in place for one session."""
@@ -479,7 +477,7 @@ class Engine(Protocol):
     """One way to serve a model."""
 
     def describe(self) -> dict[str, Any]:
-        """What is fixed beside the load: name, version, attention, and what it gives. JSON-able."""
+        """What is fixed in addition to the load: name, version, attention, and what it gives. JSON-able."""
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
         """Run the requests from an empty engine to an empty one; options as of `nondet.sampling.engine.run_session`."""
@@ -494,41 +492,37 @@ def make_engine(name: str, model: Any) -> Engine:
     return load_object(ENGINES[name])(model)
 
 
-# Prompt sets: a file of prompts, read within bounds, with every way that this goes wrong said in one line.
+# Prompt sets: a file of prompts, read within bounds, with every error reported in one line.
 #
-# JSON lines (a field), plain text (one prompt a line), CSV (a column) or Parquet (a column, with pyarrow), by its
-# suffix. A prompt that can't be used is named by its place in the file, and nothing is sampled: a set that silently
-# lost one would be another set.
+# JSON lines (a field), plain text (one prompt per line), CSV (a column) or Parquet (a column, with pyarrow), by its
+# suffix. If a prompt can't be used, its line is named and nothing is sampled, because dropping it changes the set.
 
 # Each prompt has its own completions, figures and section of a report; ten thousand of them are a benchmark's size.
 PROMPTS_MOST = 10_000
-# A row is read no further than this; a prompt of so many bytes is beyond the context of any model here.
+# A row is read up to this length; a longer prompt is beyond the context of any model here.
 _ROW_BYTES = 4 * 2**20
 _COLUMN = "prompt"
 
 
 class PromptLine(str):
-    """A prompt that knows where it stands, for messages."""
+    """A prompt with its position in a file, for messages."""
 
     place: str  # "prompts.txt, line 3"
 
     def __new__(cls, text: str, place: str) -> PromptLine:
-        """A string like any other, with its place beside it."""
+        """A string with its position in a file."""
         line = super().__new__(cls, text)
         line.place = place
         return line
 
 
 def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
-    """The prompts of a file, in its order; equal prompts stay apart.
+    """The prompts of a file, in its order; equal prompts stay separate. Raises UserError: no such file or column,
+    another format, not UTF-8, an empty or missing prompt, no prompt at all, or more than `PROMPTS_MOST`.
 
     Args:
         path: .jsonl or .ndjson, .txt, .csv (with a header), or .parquet.
         column: Field or column that holds the prompt; None: "prompt", or the only one there is. Not for .txt.
-
-    Raises:
-        UserError: no such file or column, another format, not UTF-8, an empty or missing prompt (its place is named),
-            no prompt at all, or more than `PROMPTS_MOST`.
     """
     suffix = path.suffix.lower()
     read = _READERS.get(suffix)
@@ -538,7 +532,7 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
         raise UserError(f"--column {column}: {path.name} is plain text and has no columns", "Leave --column out.")
     prompts: list[PromptLine] = []
     try:
-        regular(path)  # a FIFO would be waited for
+        regular(path)  # opening a FIFO would wait
         for place, value in read(path, column):
             where = f"{path.name}, {place}"
             if len(prompts) == PROMPTS_MOST:
@@ -561,7 +555,7 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
 
 
 def _lines(path: Path, _: str | None = None) -> Iterator[tuple[str, str]]:
-    """(place, text without its line end): split at line feeds alone, as text may hold other separators."""
+    """(position, text without its line end): split only at line feeds, because text may hold other separators."""
     with path.open("rb") as stream:
         for number in itertools.count(1):
             if not (line := stream.readline(_ROW_BYTES + 1)):
@@ -604,7 +598,7 @@ def _csv(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
             return
         place = header.index(_named(path.name, "column", header, column))
         begins = rows.line_num + 1
-        # a quoted field may go over lines: a row is named by the line that it begins in
+        # a quoted field may contain line ends: a row is named by its first line
         for row in rows:
             if len(row) != len(header):
                 raise UserError(
@@ -658,7 +652,6 @@ _READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
 
 
 def _named(where: str, kind: str, names: list[str], column: str | None) -> str:
-    """The field or column to read."""
     wanted = column if column is not None else _COLUMN
     if wanted in names:
         return wanted
@@ -671,18 +664,18 @@ def _named(where: str, kind: str, names: list[str], column: str | None) -> str:
     raise UserError(f"{where} has no {kind} {shown!r}", hint)
 
 
-# A prompt shorter than this is followed by its own completion, so that there is something to chunk or share.
+# A shorter prompt is followed by its own completion, so that there is something to chunk or share.
 LONG = 44
 _EVERY = 8
 
 
 def long_prompt(prompt: Sequence[int], completion: Sequence[int], context: int) -> tuple[int, ...]:
-    """The prompt, with as much of its own completion behind it as makes `LONG` tokens of a short one."""
+    """The prompt, with its own completion appended up to `LONG` tokens if it is short."""
     if len(prompt) >= LONG:
         return tuple(prompt)
     return (*prompt, *completion)[: max(len(prompt), min(LONG, context - 1))]
 
 
 def earlier_text(completion: Sequence[int]) -> tuple[int, ...]:
-    """The completion as it was before somebody edited it: every eighth token is the one that stood before it."""
+    """The completion before an edit: every eighth token is replaced by the one before it."""
     return tuple(completion[i - 1] if i % _EVERY == _EVERY - 1 else token for i, token in enumerate(completion))

@@ -1,4 +1,4 @@
-"""The continuous-batching engine over several ranks: outside as an engine of `nondet sample`, and in each rank."""
+"""The continuous-batching engine over several ranks: as an engine of `nondet sample`, and in each rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from nondet.sampling.model import (
 from nondet.sampling.plan import Load, Outcome, Request, Session
 
 # In a rank: a model of transformers, cut by its own tensor-parallel plan, and the continuous-batching engine over it.
-# Every rank runs the same requests in the same order, and the collectives keep them in step. What comes back is rank
-# 0's session and every rank's digest of it, so that ranks that came to different answers are seen.
+# Every rank runs the same requests in the same order, and the collectives synchronize them. The result is rank 0's
+# session and every rank's digest of it, so that different answers of ranks are detected.
 
 # implementation -> see `nondet.sampling.implementations.implementation`
 RANK_WAYS = ("stock", "stock-no-cudnn", "stock-flash", "invariant", RANK_FREE)
@@ -39,7 +39,7 @@ _model: Any = None
 
 
 def load(folder: str, device: torch.device, *, dtype: torch.dtype | str = "auto") -> Any:
-    """The model on this rank: cut by its plan over all ranks, or whole where there is one."""
+    """The model on this rank: cut by its plan over all ranks, or whole if there is only one."""
     from transformers import AutoModelForCausalLM
 
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -50,11 +50,11 @@ def load(folder: str, device: torch.device, *, dtype: torch.dtype | str = "auto"
 
 
 def _by_plan() -> Any:
-    """How transformers cuts a model by its own plan over all ranks, without a word."""
+    """How transformers cuts a model by its own plan over all ranks, without output."""
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
-    # its bar comes with a lock of several processes, which a rank that is ended would leave behind
+    # its bar uses a lock of several processes, which a rank that is ended would leave behind
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     return DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
@@ -62,21 +62,20 @@ def _by_plan() -> Any:
 
 @dataclass(frozen=True)
 class Played:
-    """What one rank has to say of a session."""
+    """One rank's result of a session."""
 
     digest: str = ""  # SHA-256 (first 16 hex digits) over ids, logprob bits and schedules of all requests
     session: Session | None = None  # rank 0's; None of the others
-    coverage: Counter[str] = field(default_factory=Counter)  # what the dispatcher says, and what launchers noted
+    coverage: Counter[str] = field(default_factory=Counter)  # the dispatcher's counts, and the launchers' notes
     ran: Counter[str] = field(default_factory=Counter)
-    refusal: tuple[str, str] | None = None  # what the engine refuses, and what to try; None where it does not
+    refusal: tuple[str, str] | None = None  # the engine's refusal, and a hint; None where it does not refuse
 
 
 def open_model(folder: str, dtype: str, device: str, threads: int) -> int:
-    """Have this rank's share of the model, in parameters; what ranks don't divide is transformers' `ValueError`.
+    """Load this rank's share of the model; returns its parameters. transformers' `ValueError` if ranks don't divide it.
 
     Args:
-        threads: Of this rank on a CPU. The caller's own number: bits follow it, so that ranks can only be held against
-            one process at the same.
+        threads: Of this rank on a CPU: the caller's own number, because ranks are compared with one process.
     """
     global _model
     torch.set_num_threads(threads)
@@ -89,7 +88,7 @@ def open_model(folder: str, dtype: str, device: str, threads: int) -> int:
 
 def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, Any]) -> Played:
     """One session of the engine on this rank, under `impl`; `options` as of `nondet.sampling.engine.run_session`."""
-    model = _model if impl == RANK_FREE else None  # weights are packed where there are no ranks alone
+    model = _model if impl == RANK_FREE else None  # weights are packed only where there are no ranks
     with report_failures(), implementation(impl, model) as counted, listen() as ran, torch.no_grad():
         try:
             session = run_session(_model, requests, load, **options)
@@ -105,7 +104,7 @@ def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, 
 
 @contextmanager
 def report_failures() -> Iterator[None]:
-    """Tell of what ends the engine's thread before the engine looks for the other ranks.
+    """Report what ends the engine's thread before the engine looks for the other ranks.
 
     It waits for them to end their step first, and a step that waits for this rank never ends.
     """
@@ -114,7 +113,7 @@ def report_failures() -> Iterator[None]:
     handle = Manager._handle_critical_error
 
     def told(self: Any, error: Exception, processor: Any) -> None:
-        if not isinstance(error, MemoryError):  # of all ranks alike: it has an answer of its own
+        if not isinstance(error, MemoryError):  # raised in all ranks alike, and handled separately
             fail_now(error)
         handle(self, error, processor)
 
@@ -127,26 +126,24 @@ def report_failures() -> Iterator[None]:
 
 # The continuous-batching engine over several ranks, as an engine of `nondet sample`.
 #
-# The caller is no rank: it hands the plan to a group of its own (see `nondet.ranks.group`), in which each rank runs
-# transformers' engine over its share of the model. One request's bits can then follow the batch in one more way (the
-# order of a sum over ranks goes by the message's size) and the number of ranks in another (another cut of K).
+# The caller is not a rank: it passes the plan to a group of its own (see `nondet.ranks.group`), in which each rank runs
+# transformers' engine over its share of the model. One request's bits can then depend on the batch in one more way (the
+# order of a sum over ranks depends on the message's size) and on the number of ranks in another (another cut of K).
 
 IN_RANK = "nondet.sampling.ranks"
 LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 
 class RanksEngine:
-    """A group of ranks that holds one model. Close it, or use it in a `with` statement.
+    """A group of ranks that holds one model. Close it, or use it in a `with` statement. Raises UserError: ranks that
+    are not available, or a model that can't be cut over them.
 
     Args:
-        loaded: The model as the caller loaded it: its tokenizer, its identity and its weights are what the ranks get.
-        world: Ranks; 1 too, for a comparison by one means.
+        loaded: The model as the caller loaded it: the ranks get its tokenizer, its identity and its weights.
+        world: Ranks; 1 too, for a comparison by the same means.
 
     Attributes:
         shares: Parameters that each rank holds.
-
-    Raises:
-        UserError: ranks that can't be had, or a model that can't be cut over them.
     """
 
     def __init__(self, loaded: LoadedModel, world: int) -> None:
@@ -197,7 +194,7 @@ class RanksEngine:
 
     @contextmanager
     def implementation(self, name: str) -> Iterator[Callable[[], Counter[str]]]:
-        """Put the implementation under the model in every rank; yields what rank 0's dispatcher has said so far."""
+        """Put the implementation under the model in every rank; yields a function that gives rank 0's counts so far."""
         if name not in RANK_WAYS:
             raise UnknownNameError("implementation under --ranks", name, RANK_WAYS)
         before, self.impl, self._coverage = self.impl, name, Counter()
@@ -207,7 +204,8 @@ class RanksEngine:
             self.impl = before
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
-        """See `run_session`; finished requests are told at its end. Watched, cut short or refused: a `UserError`."""
+        """See `run_session`; finished requests are reported at its end. A `UserError` if watched, cut short or
+        refused."""
         on_token_count = options.pop("on_token_count", None)
         if options.pop("watcher", None) is not None or options.pop("until", None) is not None:
             raise UserError("a session over ranks can't be watched or cut short", "Trace the model on one rank.")
@@ -242,13 +240,13 @@ def _lost(requests: Sequence[Request], reason: str, steps: int = 0) -> Session:
 
 
 def check_loader() -> None:
-    """Refuse, as a `UserError`, where the package is missing by which transformers loads a model in shares."""
+    """Refuse, as a `UserError`, if the package is missing with which transformers loads a model in shares."""
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("a model over ranks needs the package accelerate", "pip install accelerate")
 
 
 def check_heads(name: str, config: Any, world: int) -> None:
-    """Refuse, as a `UserError`, what transformers would cut in the middle of a head."""
+    """Refuse, as a `UserError`, a model that transformers would cut in the middle of a head."""
     text = config.get_text_config()
     for key, what in (("num_key_value_heads", "key heads"), ("num_attention_heads", "heads")):
         heads = getattr(text, key, None)
@@ -258,7 +256,7 @@ def check_heads(name: str, config: Any, world: int) -> None:
 
 @contextmanager
 def model_folder(loaded: LoadedModel) -> Iterator[Path]:
-    """Where another process loads it from: the model's own folder, else its weights as they are here, for a while."""
+    """A folder from which another process can load it: the model's own, else its weights written to a temporary one."""
     if loaded.name == EMBEDDED:
         yield embedded_folder()
         return

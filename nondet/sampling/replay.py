@@ -1,6 +1,4 @@
-"""Rounds and completions played again: the tape of a round, the same batches once more, alone, and in the least
-company.
-"""
+"""Rounds and completions replayed: a round's recording, the same batches again, solo, and with the fewest others."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Sessi
 
 
 def make_tape(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple[Span, ...]], **named: Any) -> Tape:
-    """The tape of a session that went through; `named` as in `Tape`: impl, round, seed, eos, engine, weights."""
+    """The recording of a completed session; `named` as in `Tape`: impl, round, seed, eos, engine, weights."""
     prompts: dict[tuple[int, ...], int] = {}
     for request in requests:
         prompts.setdefault(request.prompt, len(prompts))
@@ -73,7 +71,7 @@ def load_of(tape: Tape) -> Load:
 
 
 def first_other_step(tape: Tape, requests: Sequence[Request], packs: Mapping[int, tuple[Span, ...]]) -> int | None:
-    """The first step in which somebody else, or other positions, ran than on the tape; None where none did."""
+    """The first step with other requests, or other positions, than in the recording; None where none has."""
     played = _expand(_run_lengths(packs, {r.id: i for i, r in enumerate(requests)}))
     taped = _expand(tape.steps)
     return next((step for step in sorted(played.keys() | taped.keys()) if played.get(step) != taped.get(step)), None)
@@ -88,12 +86,10 @@ def _expand(entries: Sequence[Sequence[Any]]) -> dict[int, list[list[int]]]:
 
 
 def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
-    """The recorded completions of these requests; "divergent" stands for all whose trace is not the commonest.
+    """The recorded completions of these requests; "divergent" means all whose trace is not the most common.
 
-    The commonest of its own prompt, in its own arm: those of another prompt are answers to another question.
-
-    Raises:
-        UserError: no such request, or several implementations have it and none was named.
+    The most common of its own prompt, in its own arm. Raises UserError: no such request, or several implementations
+    have it and none was named.
     """
     impls = list(dict.fromkeys(c.impl for c in run.completions))
     if impl is not None and impl not in impls:
@@ -129,7 +125,7 @@ def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> lis
 
 
 def tape_of(run: Run, completion: Completion) -> Tape:
-    """The tape of a completion's round; a `UserError` where the run has none."""
+    """The recording of a completion's round; a `UserError` where the run has none."""
     for tape in run.tapes:
         if (tape.impl, tape.round) == (completion.impl, completion.round):
             _check_whole(tape, completion, run.source)
@@ -146,7 +142,7 @@ def tape_of(run: Run, completion: Completion) -> Tape:
 
 
 def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
-    """Refuse a tape that can't be played: a file comes from anywhere."""
+    """Refuse an inconsistent recording, because any file may be read."""
     ids = {r.id for r in tape.requests}
     limits = [tape.load.get(name) for name in ("budget", "requests", "page")]
     whole = (
@@ -166,7 +162,7 @@ def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
 
 
 def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
-    """Refuse, as a `UserError`, weights of another digest than those on the tape."""
+    """Refuse, as a `UserError`, weights with another digest than the recording's."""
     if tape.weights != weights:
         raise UserError(
             f"the weights of {loaded.name} have digest {weights}, those of {source} had {tape.weights}",
@@ -176,9 +172,8 @@ def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) ->
 
 # Running rounds again: whether the same requests in the same batches give the same bits.
 #
-# That is what tells batch-dependent from run-to-run nondeterministic, and it tells for the rounds that were run again
-# alone. The first round always is. Where a prompt parted and its completions in that round agree, further rounds are
-# chosen, as few as will do.
+# That separates batch-dependent from run-to-run nondeterministic, but only for the rounds that were run again: always
+# the first, and as few others as needed where a prompt diverged but its completions in that round agree.
 
 
 def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
@@ -204,7 +199,7 @@ def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
 
 
 def seed_of(outcome: Outcome) -> int | None:
-    """What its draws belong to; None of greedy ones."""
+    """Of its draws; None of greedy ones."""
     return None if outcome.request.sampling is None else outcome.request.sampling.seed
 
 
@@ -214,13 +209,13 @@ def digest_of(outcome: Outcome) -> str:
 
 
 def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
-    """Rounds to run again beside the first, so that each prompt that parted does so within rounds that were run twice.
+    """Rounds to repeat in addition to the first, so that each prompt that diverged does so within repeated rounds.
 
     Greedy: the round that settles most prompts first, the earlier one among equals. A prompt may need two rounds.
 
     Args:
         completions: Of one implementation, those that succeeded; all that there will be.
-        most: Rounds at most; prompts that would need more stay open, and their verdict says so.
+        most: Rounds at most; prompts that would need more stay open, as their verdict reports.
     """
     traces: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for c in completions:
@@ -248,7 +243,7 @@ def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
 
 
 def repeat_key(loaded: LoadedModel, impl: str, index: int = 0) -> tuple[str, ...]:
-    """What a resumed run knows the row of a repeated round by."""
+    """The key of a repeated round's row, for a resumed run."""
     return ("row", "sample", _case(index), loaded.dtype, loaded.device, impl)
 
 
@@ -257,11 +252,11 @@ def _case(index: int) -> str:
 
 
 def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, started: float) -> Row:
-    """The first round, twice: tokens, logprobs, margins and schedules of everybody, bit for bit.
+    """The first round, twice: tokens, logprobs, margins and schedules of all requests, bit for bit.
 
     Under CUDA graphs the first step of each size runs without one, and then is captured: each session has an engine of
-    its own, so that two equal ones do so in the same steps. Where they did not, a step that ran without a graph would
-    stand against a replay, and what parts would be no work of chance: such a pair has no answer.
+    its own, so that two equal ones do so in the same steps. If they did not, a step without a graph would be compared
+    with a replay, and a difference would not be random: such a pair has no answer.
     """
     failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
     captured = [[number for number, step in enumerate(s.pace) if step.captured] for s in (once, again)]
@@ -281,9 +276,9 @@ def settling_row(
     again: Session,
     started: float,
 ) -> Row:
-    """A round, the second time held against its completions on disk: traces and schedules, background left out.
+    """A round run again and compared with its completions on disk: traces and schedules, without the background.
 
-    So is the first one of a run that was stopped: what another process gives otherwise is no work of the batch.
+    So is the first one of a stopped run: a difference between two processes is not an effect of the batch.
 
     Args:
         before: The round's completions by key, those that succeeded.
@@ -321,7 +316,7 @@ def _row(
             "requests_parted": parted,
             "tokens": again.tokens,
             "steps": again.steps,
-            # of the second time alone: every kernel is compiled, proven and planned by then
+            # only of the second time: every kernel is compiled, proven and planned by then
             "seconds_again": again.seconds,
             "tokens_per_second_again": again.tokens / again.seconds if again.seconds > 0 else 0.0,
             **({"round": index} if index else {}),
@@ -338,7 +333,7 @@ T = TypeVar("T")
 def minimal(items: Sequence[T], still: Callable[[Sequence[T]], bool]) -> list[T]:
     """The smallest sublist found by delta debugging for which `still` holds: no member of it can be left out.
 
-    `still` must hold for all items; it is asked of sublists in the order of `items`. (Zeller & Hildebrandt, 2002.)
+    `still` must hold for all items; it is called with sublists in the order of `items`. (Zeller & Hildebrandt, 2002.)
     """
     kept, pieces = list(items), 2
     while len(kept) > 1:
@@ -365,7 +360,7 @@ def minimal(items: Sequence[T], still: Callable[[Sequence[T]], bool]) -> list[T]
 
 @dataclass
 class Player:
-    """Plays one tape."""
+    """Replays one recording."""
 
     engine: Engine
     tape: Tape
@@ -382,7 +377,7 @@ class Player:
         return session
 
     def as_recorded(self, completions: Sequence[Completion], traces: dict[str, Trace]) -> list[Replayed]:
-        """The whole round once, and what became of these completions of it."""
+        """The whole round once, and these completions' results in it."""
         started = time.perf_counter()
         session = self.play()
         step = first_other_step(self.tape, requests_of(self.tape), session.packs)
@@ -403,7 +398,7 @@ class Player:
         return replays
 
     def alone(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
-        """The request with nobody else there, held against the recorded completion."""
+        """The request without others, compared with the recorded completion."""
         started = time.perf_counter()
         outcome = _outcome(self.play([completion.request]), completion.request)
         token, logprob = apart = _apart(traces.get(completion.trace), outcome)
@@ -418,12 +413,10 @@ class Player:
         return _replayed(completion, outcome, apart, how="alone", company=[], **took)
 
     def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
-        """The smallest company found in which the request does not come out as it does alone.
+        """The smallest set of concurrent requests found with which the request differs from its solo completion.
 
-        "Part" means tokens where the recorded completion's tokens part from those alone, else logprob bits.
-
-        Raises:
-            UserError: it comes out alone as recorded: there is nothing to shrink.
+        Tokens are compared where the recorded completion's tokens differ from the solo ones, else logprob bits. Raises
+        UserError: the solo completion equals the recorded one, so that there is nothing to shrink.
         """
         started, before = time.perf_counter(), self.sessions
         name = completion.request

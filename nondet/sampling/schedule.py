@@ -16,18 +16,18 @@ from nondet.core.launch import FirstUses
 from nondet.errors import UserError
 from nondet.sampling.plan import Outcome, Pace, Request, Span
 
-# Who is admitted first: the scheduling policies, as orders over the requests that wait.
+# The scheduling policies, as orders over the waiting requests.
 #
-# The engine serves those who decode before those who prefill, and admits waiting requests in the order given here
-# while there is room in the step. Only the order of admission is a policy's; the rest of a step is the engine's.
+# The engine serves decodes before prefills, and admits waiting requests in the order given here while there is room in
+# the step. A policy decides only the order of admission.
 
-# Tokens that a client may take before the others' turn comes: about one prompt of the default loads.
+# Tokens that a client may take before the others' turn: about one prompt of the default loads.
 _QUANTUM = 64
-_CLIENTS = 3  # the requests under study are one client's; the company is that of two others, in turn
+_CLIENTS = 3  # one client has the requests under study; two others share the concurrent requests
 
 
 def client_of(request: Request) -> str:
-    """Whose request it is: "targets" for those under study, "others 0" and "others 1" for the company."""
+    """ "targets" for requests under study, "others 0" and "others 1" for the concurrent ones."""
     if request.target:
         return "targets"
     return f"others {sum(map(ord, request.id)) % (_CLIENTS - 1)}"
@@ -35,7 +35,7 @@ def client_of(request: Request) -> str:
 
 @dataclass
 class Order:
-    """Arranges those who wait, and hears who was admitted: here first come, first served."""
+    """An order of waiting requests: here first come, first served."""
 
     requests: dict[str, Request]
 
@@ -44,11 +44,11 @@ class Order:
         return list(waiting)
 
     def admitted(self, name: str) -> None:
-        """Told once for each request that gets its first step, and once more for each that comes back."""
+        """Called once for each request that gets its first step, and again when it returns after preemption."""
 
 
 class _ShortestFirst(Order):
-    """The request with the fewest tokens, prompt and completion together, goes first; ties as they came."""
+    """The request with the fewest tokens, prompt and completion together, goes first; ties by arrival."""
 
     def arrange(self, waiting: Sequence[str]) -> list[str]:
         return sorted(waiting, key=lambda n: len(self.requests[n].prompt) + self.requests[n].max_new_tokens)
@@ -58,11 +58,11 @@ class _ShortestFirst(Order):
 class _ByPrefix(Order):
     """The request whose prompt shares the longest prefix with a prompt admitted before goes first, as in SGLang.
 
-    What was admitted stands for what is cached: pages that were given up since are counted as if they were there.
+    Every admitted prompt counts as cached, even if its pages were freed since.
     """
 
     seen: list[tuple[int, ...]] = field(default_factory=list)
-    known: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> prompts looked at, longest match
+    known: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> (prompts compared, longest match)
 
     def arrange(self, waiting: Sequence[str]) -> list[str]:
         return sorted(waiting, key=lambda name: -self._match(name))
@@ -121,22 +121,18 @@ ORDERS: dict[str, Callable[[dict[str, Request]], Order]] = {
 }
 
 
-# Which of several replicas serves a request: three routers, over prompts that each replica has seen.
-#
-# A router knows what it sent where, and nothing of a replica's cache: what was sent stands for what is cached there.
+# Routing between replicas: three routers, which count what they sent to a replica as cached there.
 
-# A replica is passed over in spite of its prefixes once it has more than twice the least load, and four prompts on top.
+# A replica is passed over in spite of its prefixes once it has more than twice the least load, plus four prompts.
 _OVERLOAD, _SLACK = 2.0, 4
 _QUANTUM_ROUTING = 128  # tokens of credit that a client gets on each replica at a time
 
 
 @dataclass
 class _Replicas:
-    """What was sent where."""
-
     count: int
-    prompts: list[list[tuple[int, ...]]] = field(init=False)  # distinct ones of each, whose prefixes it holds
-    load: list[int] = field(init=False)  # tokens: of prompts those that it has no prefix of, and of completions
+    prompts: list[list[tuple[int, ...]]] = field(init=False)  # distinct ones per replica, whose prefixes it holds
+    load: list[int] = field(init=False)  # tokens: of prompts those without a cached prefix, and of completions
     credit: Counter[tuple[str, int]] = field(default_factory=Counter)  # (client, replica) -> tokens left
 
     def __post_init__(self) -> None:
@@ -147,7 +143,7 @@ class _Replicas:
         return [max((shared_length(request.prompt, p) for p in seen), default=0) for seen in self.prompts]
 
     def send(self, request: Request, replica: int) -> int:
-        """Note it; returns the tokens that it costs there."""
+        """Record the request; returns the tokens that it costs there."""
         cost = len(request.prompt) - self.matches(request)[replica] + request.max_new_tokens
         self.load[replica] += cost
         if request.prompt not in self.prompts[replica]:
@@ -156,15 +152,14 @@ class _Replicas:
 
 
 def _round_robin(index: int, request: Request, replicas: _Replicas) -> int:
-    """In turn."""
     return index % replicas.count
 
 
 def _prefix_and_load(index: int, request: Request, replicas: _Replicas) -> int:
     """E2 of Preble (Srivatsa et al., 2024): exploit a long prefix, else explore where it is cheapest.
 
-    Where more of the prompt is held than has to be computed, the replica with the longest prefix is taken, unless it is
-    overloaded; otherwise the one whose load and missing tokens are least.
+    Where more of the prompt is cached than has to be computed, the replica with the longest prefix is taken, unless it
+    is overloaded; otherwise the one whose load and missing tokens are least.
     """
     matches = replicas.matches(request)
     best = max(range(replicas.count), key=lambda i: (matches[i], -replicas.load[i], -i))
@@ -176,7 +171,7 @@ def _prefix_and_load(index: int, request: Request, replicas: _Replicas) -> int:
 
 def _deficit_prefix(index: int, request: Request, replicas: _Replicas) -> int:
     """Deficit longest prefix match (Cao et al., 2025, for several workers): the longest prefix among the replicas on
-    which the client has credit; where it has none anywhere it gets a quantum on each."""
+    which the client has credit; without any credit it gets a quantum on each."""
     client, matches = client_of(request), replicas.matches(request)
     while not (able := [i for i in range(replicas.count) if replicas.credit[client, i] > 0]):
         for i in range(replicas.count):
@@ -207,10 +202,9 @@ def route(policy: str, requests: Sequence[Request], count: int) -> list[int]:
 
 # The two largest logits of every step of a CUDA graph, kept on the device by the graph itself.
 #
-# A replay runs no Python, so a hook on the model runs twice for each graph (once for the step that comes before its
-# capture, once while it is captured) and never again. What it launches is in the graph. So it writes to a ring of
-# places on the device and moves on by a counter that lies there, too; the host reads the ring when it is full, and at
-# the end.
+# A replay runs no Python, so a hook on the model runs only twice for each graph: in the step before its capture and
+# during the capture. What it launches is in the graph. So it writes to a ring of slots on the device and advances a
+# counter there; the host reads the ring when it is full, and at the end.
 
 _PLACES = 512
 
@@ -218,8 +212,7 @@ _PLACES = 512
 def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Values (float32) and token ids (int64), [rows, 2], of logits [rows, vocabulary]; reads only.
 
-    Maxima rather than topk: among equals topk may choose by the number of rows, and the tool would be part of what it
-    looks for.
+    Maxima rather than topk: among equal values topk may choose by the number of rows.
     """
     rows = logits.float()
     first = rows.max(dim=-1, keepdim=True)
@@ -235,7 +228,7 @@ def requested_logits(kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
 
 
 class TopRing:
-    """Places for the two largest logits of `rows` rows, those that fill a graph included, in each of many steps."""
+    """Slots for the two largest logits of `rows` rows, padding included, in each of many steps."""
 
     def __init__(self, rows: int, device: torch.device, places: int = _PLACES) -> None:
         self.places = places
@@ -245,7 +238,7 @@ class TopRing:
         self._read = 0
 
     def write(self, logits: torch.Tensor) -> None:
-        """Launch what keeps the step's two largest of logits [rows, vocabulary], and moves on."""
+        """Launch what keeps the step's two largest of logits [rows, vocabulary], and advances the counter."""
         values, ids = two_largest(logits)
         place = self._steps % self.places
         self._values[:, : len(values)].index_copy_(0, place, values[None])
@@ -253,11 +246,11 @@ class TopRing:
         self._steps += 1
 
     def full(self, steps: int) -> bool:
-        """Whether the next step would overwrite one that nobody has read, after so many steps in all."""
+        """Whether the next step, after `steps` in all, would overwrite an unread one."""
         return steps - self._read >= self.places
 
     def read(self, rows: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What was not read yet, on the host: the first `rows` of each step. One that crashed has left none."""
+        """The unread steps, on the host: the first `rows` of each. A step that crashed has left none."""
         values, ids, ran = self._values.cpu(), self._ids.cpu(), int(self._steps)
         if ran > len(rows):
             raise RuntimeError(f"{ran} forwards for {len(rows)} steps: which step a margin belongs to is not known")
@@ -270,17 +263,16 @@ class TopRing:
         self.write(requested_logits(kwargs, output))
 
 
-# Whether the engine serves a model: every layer has to keep its keys in the paged cache, once a step.
+# Whether the engine serves a model: every layer has to write its keys to the paged cache, once per step.
 #
-# transformers packs the requests of a step into one row and leaves it to its attention functions to fill the cache and
-# to tell the requests apart. A model whose layers compute attention by code of their own (Falcon), have a state that
-# is no keys (RecurrentGemma), or call those functions twice (DiffLlama, whose second values replace the first ones)
-# runs through the engine all the same. Its requests then read each other's tokens, or forget their own past: what
-# comes out follows the batch, and no kernel is to blame.
+# transformers packs the requests of a step into one row, and its attention functions fill the cache and separate the
+# requests. A model whose layers compute attention by code of their own (Falcon), have another state than keys
+# (RecurrentGemma), or call those functions twice (DiffLlama, whose second values replace the first ones) runs without
+# an error. Its requests then read each other's tokens, or forget their own past, so the output depends on the batch.
 
 
 class UnservedError(UserError):
-    """Layers of the model go around the engine's cache, or overwrite what they have there."""
+    """Layers of the model bypass the engine's cache, or overwrite what they have there."""
 
 
 class KeptKeys:
@@ -298,10 +290,10 @@ class KeptKeys:
 
         def update(*args: Any, **kwargs: Any) -> Any:
             self.note(kwargs["layer_idx"] if "layer_idx" in kwargs else args[2])
-            return type(own()).update(own(), *args, **kwargs)  # the class's own of this moment: a trace changes it
+            return type(own()).update(own(), *args, **kwargs)  # the class's current method: a trace changes it
 
         cache.update = update
-        cache.note_written = self.note  # for attention that writes past `update`
+        cache.note_written = self.note  # for attention that writes without `update`
 
     def note(self, layer: int) -> None:
         """Count one write of that layer."""
@@ -314,7 +306,7 @@ class KeptKeys:
         if cache is None:
             return
         del cache.update, cache.note_written
-        # all that the cache has room for; 5.17 and 5.23 keep them under different names
+        # all groups of the cache; 5.17 and 5.23 name them differently
         names = ("layer_to_allocator", "layer_index_to_group_indices")
         layers = set(next(getattr(cache, name) for name in names if hasattr(cache, name)))
         absent = sorted(layers - set(self._written))
@@ -333,22 +325,23 @@ class SessionLog:
     """The steps of one session."""
 
     arrivals: dict[str, int]
-    clock: int = 0  # the current engine step. It jumps over steps in which nobody has arrived
+    clock: int = 0  # the current engine step. It skips steps before the next arrival
     steps: int = 0
     entries: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # request -> (step, query tokens)
     batch: dict[int, int] = field(default_factory=dict)  # step -> query tokens of the whole batch
-    rows: list[list[str]] = field(default_factory=list)  # who gets a token, in the order of the logits' rows
+    rows: list[list[str]] = field(default_factory=list)  # requests that get a token, in the order of the logits' rows
     top: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # float32 logits, int64 ids, [rows, 2]
-    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)  # step -> who is in it, in the order of rows
-    forced: Mapping[str, Sequence[int]] = field(default_factory=dict)  # request -> what it is fed, whatever it chose
-    cut: Callable[[], bool] = lambda: False  # says whether nothing more is to be scheduled
+    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)  # step -> its requests, in the order of rows
+    # request -> the tokens that it is fed, whatever it chose
+    forced: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    cut: Callable[[], bool] = lambda: False  # whether nothing more is to be scheduled
     page: int = 0  # tokens in a page of the cache, and CPU threads, as the engine's own thread has them
     threads: int = 0
-    admitted: list[str] = field(default_factory=list)  # by first steps; one that was preempted comes again
-    preempted: list[str] = field(default_factory=list)  # who lost its cache, once for each time
+    admitted: list[str] = field(default_factory=list)  # by first steps; a preempted one appears again
+    preempted: list[str] = field(default_factory=list)  # requests that lost their cache, once for each time
     started: float = 0.0  # clock times of the first step's beginning and the last request's end
     ended: float = 0.0
-    first_uses: FirstUses = field(default_factory=FirstUses)  # no part of any step's time
+    first_uses: FirstUses = field(default_factory=FirstUses)  # not part of any step's time
     marks: list[float] = field(default_factory=list)
     captures: set[int] = field(default_factory=set)  # steps in which a CUDA graph was captured, from 0
     ring: TopRing | None = None
@@ -359,7 +352,7 @@ class SessionLog:
 
     @property
     def pack(self) -> tuple[Span, ...]:
-        """Who is in the step that runs now."""
+        """The requests of the step that runs now."""
         return self.packs[self.clock - 1]
 
     def record_step(self, scheduled: Iterable[Any]) -> None:
@@ -380,7 +373,7 @@ class SessionLog:
         self.ended = time.perf_counter()
 
     def before_step(self, cache: Any, states: Iterable[Any]) -> None:
-        """Look at the engine's cache, make room in the ring, and give active RequestStates their forced tokens."""
+        """Check the engine's cache, make room in the ring, and give active RequestStates their forced tokens."""
         self.page, self.threads = page_of(cache), torch.get_num_threads()
         if self.steps:
             self.kept.check()
@@ -397,7 +390,7 @@ class SessionLog:
 
     def record_logits(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: keep the two largest logits of each row. Reads only, so no bit of the model's changes."""
-        # one row for each request of the batch; those past the requests that get a token are filler
+        # one row for each request of the batch; those after the requests that get a token are padding
         self.keep_tops(requested_logits(kwargs, output)[: len(self.rows[-1])])
 
     def keep_tops(self, logits: torch.Tensor) -> None:
@@ -409,7 +402,7 @@ class SessionLog:
         self.captures.add(self.steps - 1)
 
     def drain(self) -> None:
-        """Take what the graphs have kept since the last time; between steps."""
+        """Read what the graphs have kept since the last time; between steps."""
         if self.ring is not None:
             self.top += self.ring.read([len(names) for names in self.rows])
 
@@ -439,7 +432,7 @@ class SessionLog:
 
 
 def page_of(cache: Any) -> int:
-    """Tokens in a page of the engine's cache, by what the cache itself says (5.17 calls it a block)."""
+    """Tokens in a page of the engine's cache, as the cache reports it (5.17 calls it a block)."""
     if hasattr(cache, "block_size"):
         return int(cache.block_size)
     return int(next(iter(cache.cache_allocators.values())).tokens_per_page)
@@ -461,12 +454,12 @@ def session_figures(outcomes: Sequence[Outcome], log: SessionLog) -> dict[str, i
 
     Returns:
         "page": tokens in a page, as the engine's cache has it. "step_most": most query tokens of a step. "cached":
-        positions that nobody computed for the request, since a page of another one had them. "hits": requests under
-        study with such positions. "piece_most": most prompt tokens of one request in one step. "in_pieces": requests
-        under study whose prompt took several steps. "preempted": times that a request lost its cache.
-        "preempted_targets": requests under study that did. "recomputed": positions computed more than once on that
-        account. "drafted" and "accepted": speculated tokens.
-        "graphs": 1 if steps ran as CUDA graphs. The engine adds "ran dtype X", "ran attention X" and "ran threads N".
+            positions that were not computed for the request, because another request's page had them. "hits": requests
+            under study with such positions. "piece_most": most prompt tokens of one request in one step. "in_pieces":
+            requests under study whose prompt took several steps. "preempted": times that a request lost its cache.
+            "preempted_targets": requests under study that did. "recomputed": positions computed more than once because
+            of that. "drafted" and "accepted": speculated tokens. "graphs": 1 if steps ran as CUDA graphs. The engine
+            adds "ran dtype X", "ran attention X" and "ran threads N".
     """
     spans: dict[str, list[tuple[int, int]]] = {}
     for pack in log.packs.values():

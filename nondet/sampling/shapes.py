@@ -1,8 +1,7 @@
-"""The shapes that a sampled run really met, and its operators compared at exactly these.
+"""The shapes that a sampled run had, and its operators compared at exactly these.
 
-Where nothing diverged, a reader asks what was compared. `shapes_met` reads the batch of every step off the run;
-`explain_no_divergence` puts the model's own linear layers and norms, and attention, to these sizes, one row of a run
-file for each.
+Where nothing diverged, this shows what was compared. `shapes_met` reads the batch of every step from the run;
+`explain_no_divergence` compares the model's own linear layers, norms and attention at these sizes, one row for each.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from nondet.sampling.model import LoadedModel
 
 # Keys that the query in question attends to; packed among the other keys of the step, as the engine packs them.
 _OWN_KEYS = 48
-# Packings tried for attention: every size met would repeat itself, and the largest take long on a CPU.
+# Packings tried for attention: all of them would repeat themselves, and the largest take long on a CPU.
 _PACKINGS = 64
 
 
@@ -34,10 +33,9 @@ class Shapes:
 
     Attributes:
         tokens: Query tokens of a step: M of every layer but the last, rows of every norm.
-        requests: Requests of a step: M of the output projection, which sees one row for each.
-        keys: (query tokens, keys) of a step: attention packs the keys of all requests into one row. Keys counts what
-            the schedule shows; keys that a shared prefix saved are not in it. Empty where steps ran as CUDA graphs,
-            which pad the keys as well, to what the schedule does not show.
+        requests: Requests of a step: M of the output projection, which has one row for each.
+        keys: (query tokens, keys) of a step: attention packs the keys of all requests into one row. Only keys in the
+            schedule count, not those of a shared prefix. Empty where steps ran as CUDA graphs, which pad the keys.
     """
 
     tokens: tuple[int, ...]
@@ -74,9 +72,9 @@ def shapes_met(run: Run, impl: str) -> Shapes:
 
 
 def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, seed: int = 0) -> list[Row]:
-    """Compare the model's operators at the shapes met, under stock: one row for each operator and size.
+    """Compare the model's operators at the shapes of the run, under stock: one row for each operator and size.
 
-    Linear layers and norms are the model's own modules, weights included, and see row 0 among M rows. Attention is
+    Linear layers and norms are the model's own modules, weights included, and get row 0 among M rows. Attention is
     scaled_dot_product_attention as the engine calls it under stock: one query among those of other requests, its keys
     among theirs, hidden from one another by an additive mask.
     """
@@ -132,7 +130,7 @@ def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
 
     def packed(queries: int, keys: int) -> Callable[[], torch.Tensor]:
         def compute() -> torch.Tensor:
-            # the query in question comes last, and so do its keys: theirs before them are the other requests'
+            # the query in question comes last, and so do its keys, after those of the other requests
             mask = torch.full((1, 1, queries, keys), torch.finfo(dtype).min, dtype=dtype, device=loaded.device)
             mask[..., -1, -_OWN_KEYS:] = 0.0
             mask[..., :-1, : keys - _OWN_KEYS] = 0.0
@@ -168,5 +166,5 @@ def _compare(
         impl="stock",
         status="",
     )
-    # a model's kernels are named by its own run: here only bits are asked
+    # a model's kernels are named by its own run: here only bits are compared
     return measure(head, [Trial(value, compute) for value, compute in variants], profile=False)

@@ -1,12 +1,11 @@
-"""Speculative decoding inside of transformers' continuous batching, and where speculated tokens come from.
+"""Speculative decoding inside of transformers' continuous batching, and the sources of drafts.
 
-A request that decodes brings its last token *and* k drafted ones to the step: k + 1 query tokens over the same paged
-cache, in the same forward pass as everybody else's. The model's choice after each of them is compared with the draft;
-the drafts that it would have chosen itself are kept, with its choice after the last of them, as in greedy verification
-(Leviathan et al., 2023). The position falls back to what was kept: keys of rejected drafts are written over before
-anybody reads them.
+A decoding request adds its last token *and* k drafted ones to the step: k + 1 query tokens over the same paged cache,
+in the same forward pass as all others. The model's choice after each of them is compared with the draft; the drafts
+that it would have chosen itself are kept, with its choice after the last of them, as in greedy verification (Leviathan
+et al., 2023). Keys of rejected drafts are overwritten before they are read.
 
-With exact arithmetic the ids are those of plain greedy decoding. A completion that parts shows that the bits of a
+With exact arithmetic the ids are those of plain greedy decoding. A completion that differs shows that the bits of a
 position depend on how many query tokens are computed with it.
 """
 
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
 
 
-# Where speculated tokens come from: the text so far, a smaller model, an earlier text that is being edited.
+# Sources of drafts: the text so far, a smaller model, an earlier text that is being edited.
 #
-# A draft is a guess. Whether it is kept is decided by the model under study alone, so a poor drafter costs steps and
-# no correctness.
+# Only the model under study decides whether a draft is kept, so a poor drafter costs steps but no correctness.
 
-# contexts (prompt and what was generated, of each request), most tokens -> drafts of each
+# (contexts: prompt and generated tokens of each request, most tokens) -> drafts of each
 Draft = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
 
 # name -> what it is, in words
@@ -62,12 +60,12 @@ def make_draft(setting: Setting, model: Any) -> Draft:
 
 
 def look_up(context: Sequence[int], most: int) -> list[int]:
-    """Prompt lookup: what came after the latest earlier place where the last 3, 2 or 1 tokens stood."""
+    """Prompt lookup: what came after the latest earlier occurrence of the last 3, 2 or 1 tokens."""
     return _after(context[:-1], context, most, latest=True)
 
 
 def edit(context: Sequence[int], most: int, earlier: Sequence[int]) -> list[int]:
-    """The editing form: the earlier text goes on from the first place where the last 3, 2 or 1 tokens stand in it."""
+    """The editing form: the earlier text continues after the first occurrence of the last 3, 2 or 1 tokens in it."""
     return _after(earlier, context, most, latest=False)
 
 
@@ -84,7 +82,7 @@ def _after(text: Sequence[int], context: Sequence[int], most: int, *, latest: bo
 def draft_from_layers(model: Any) -> Draft:
     """Greedy tokens of the first half of the model's own layers, with its own embedding, norm and head.
 
-    Its weights are a copy: the engine switches the attention of the model's own layers.
+    Its weights are a copy, because the engine switches the attention of the model's own layers.
     """
     return _greedy(_half(model))
 
@@ -92,12 +90,12 @@ def draft_from_layers(model: Any) -> Draft:
 def draft_from_model(name: str, model: Any) -> Draft:
     """Greedy tokens of another model, in the dtype and on the device of the model that verifies them."""
     small = _draft_model(name, str(model.dtype).removeprefix("torch."), model.device.type).model
-    # rows that fill a matrix up stand for no token of the model that verifies
+    # padding rows are not a token of the model that verifies
     return _greedy(small, model.get_input_embeddings().weight.shape[0])
 
 
 def check_draft_model(name: str, loaded: LoadedModel) -> dict[str, Any]:
-    """What the run's header says of the draft model; a `UserError` where its tokens are not those of `loaded`."""
+    """The draft model's description for the run's header; a `UserError` where its tokens are not those of `loaded`."""
     draft = _draft_model(name, loaded.dtype, loaded.device)
     if draft.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
         raise UserError(
@@ -115,10 +113,7 @@ def _draft_model(name: str, dtype: str, device: str) -> LoadedModel:
 
 
 def _greedy(small: Any, rows: int | None = None) -> Draft:
-    """The model's likeliest tokens, of the first `rows`.
-
-    The last tokens of each context are all it sees, and it keeps no cache.
-    """
+    """The model's most likely tokens, of the first `rows`, from the last tokens of each context; without a cache."""
 
     @torch.no_grad()
     def draft(contexts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
@@ -138,12 +133,11 @@ def _greedy(small: Any, rows: int | None = None) -> Draft:
 
 
 def has_halves(model: Any) -> bool:
-    """Whether the model's layers are where decoders of transformers keep them."""
+    """Whether the model's layers are at transformers' usual attribute."""
     return isinstance(getattr(model.base_model, "layers", None), torch.nn.ModuleList)
 
 
 def _half(model: Any) -> Any:
-    """A copy of the model with the first half of its layers; the others are not copied."""
     if not has_halves(model):
         raise UserError(
             f"no draft model can be made of a {type(model).__name__}: its layers are elsewhere",
@@ -171,14 +165,14 @@ class Speculation:
         self._cache: Any = None
 
     def propose(self, states: Iterable[Any], cache: Any) -> None:
-        """Put drafts behind the last token of each request that decodes, before the step is scheduled."""
+        """Append drafts to the last token of each decoding request, before the step is scheduled."""
         self._cache = cache
         self._drafts, self._states, self._futures = {}, {}, {}
         ready = [s for s in states if s.status.name == "DECODING" and s.generated_tokens]
         contexts = [[*s.initial_tokens, *s.generated_tokens] for s in ready]
         drafts = self.draft(contexts, self.most) if ready else []
         for state, tokens in zip(ready, drafts, strict=True):
-            # the token after the last draft is the model's own, so that one fewer than are missing may be drafted
+            # the token after the last draft is the model's own, so one fewer than are missing may be drafted
             kept = tokens[: max(0, state._new_tokens_limit - len(state.generated_tokens) - 1)]
             state.tokens_to_process = [state.generated_tokens[-1], *kept]
             self._states[state.request_id], self._drafts[state.request_id] = state, kept
@@ -193,11 +187,11 @@ class Speculation:
         return True
 
     def scheduled(self, futures: Iterable[Any]) -> None:
-        """Note who is in the step (transformers' FutureRequestStates)."""
+        """Note the requests of the step (transformers' FutureRequestStates)."""
         self._futures = {f.state.request_id: f for f in futures}
 
     def widen(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Forward pre-hook: ask for the logits after every draft, not only after the last one."""
+        """Forward pre-hook: request the logits after every draft, not only after the last one."""
         if "logits_to_keep" in kwargs:
             wanted = kwargs["logits_indices"]
             extra = torch.tensor(self._rows(), dtype=wanted.dtype, device=wanted.device)
@@ -205,7 +199,7 @@ class Speculation:
         return args, kwargs
 
     def _drafting(self) -> list[tuple[str, list[int], int]]:
-        """(request, its drafts, its first row in the step) of those who have drafts in the step."""
+        """(request, its drafts, its first row in the step) of the requests with drafts."""
         drafting, row = [], 0
         for span in self.log.pack:
             if self._drafts.get(span.request):
@@ -244,14 +238,14 @@ class Speculation:
         self._record(own, extra, kept)
 
     def _settle(self, name: str, mine: list[tuple[int, float]], agreed: int) -> None:
-        """Have the engine's own bookkeeping take several tokens at once when it hands this request its token."""
+        """Have the engine's own bookkeeping take several tokens at once when it adds this request's token."""
         state = self._states[name]
         plain = type(state).update_and_check_completion
 
         def update(token: int, logprob: float | None) -> bool:
-            del state.update_and_check_completion  # this step's alone
+            del state.update_and_check_completion  # for this step only
             before = state.position_offset - len(mine) - 1
-            # where all drafts were right the token after the last one, which the engine chose, comes on top
+            # where all drafts were right the token after the last one, which the engine chose, is added
             tokens = [*mine, (token, logprob)] if agreed == len(mine) else mine[: agreed + 1]
             done, taken = False, 0
             for chosen, its_logprob in tokens:
@@ -266,8 +260,8 @@ class Speculation:
         state.update_and_check_completion = update
 
     def _record(self, own: torch.Tensor, extra: torch.Tensor, kept: dict[str, int]) -> None:
-        """The log's rows of this step, in the order of the tokens: those that were kept, of everybody."""
-        names, pieces, at = [], [own[:0]], 0  # a step in which nobody gets a token has its entry, too
+        """The log's rows of this step, in the order of the tokens: the kept ones, of all requests."""
+        names, pieces, at = [], [own[:0]], 0  # a step in which no request gets a token has its entry, too
         for row, name in enumerate(self.log.rows[-1]):
             count = len(self._drafts.get(name, []))
             agreed = kept.get(name, 0)
@@ -282,10 +276,8 @@ class Speculation:
 
 
 def _completed(cache: Any, before: Any, start: int, rows: int) -> Any:
-    """Pages that `rows` tokens from position `start` on complete, as the engine counts them.
-
-    transformers 5.17 has a number, later ones a number for each kind of layer.
-    """
+    """Pages that `rows` tokens from position `start` on complete, as the engine counts them: in transformers 5.17 one
+    number, in later versions a number for each kind of layer."""
     if isinstance(before, int):
         return (start % cache.block_size + rows) // cache.block_size
     sizes = {name: cache.cache_allocators[name].tokens_per_page for name in cache.cache_allocators} if before else {}

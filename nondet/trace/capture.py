@@ -136,10 +136,7 @@ def changed_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path
 
 def find_layers(model: Any) -> list[tuple[str, Any]]:
     """The decoder layers by their paths, in order: the outermost list of modules that is as long as the config says.
-
-    Raises:
-        UserError: no such list.
-    """
+    Raises UserError: no such list."""
     from torch import nn
 
     count = model.config.get_text_config().num_hidden_layers
@@ -361,11 +358,8 @@ class CoarseCapture(RowHashes):
 
 
 def _rows(hidden: torch.Tensor, what: str) -> torch.Tensor:
-    """The step's rows [tokens, width] of a hidden state [1, tokens, width].
-
-    Raises:
-        UserError: it has another form, as Gemma 3n's several predictions of each token.
-    """
+    """The step's rows [tokens, width] of a hidden state [1, tokens, width]. Raises UserError: it has another form, as
+    Gemma 3n's several predictions of each token."""
     if hidden.dim() != 3 or hidden.shape[0] != 1:
         raise UserError(
             f"{what} has shape {tuple(hidden.shape)}, not one row for each token, so its rows can't be followed",

@@ -93,11 +93,8 @@ class RecordedCall:
     def prepared(
         self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
     ) -> Callable[[], Any]:
-        """The same call, its tensors selected already: what runs when it is called is the operator alone.
-
-        Raises:
-            NotImplementedError: other numbers for a weight that is made of other tensors, as torchao's are.
-        """
+        """The same call, its tensors selected already: what runs when it is called is the operator alone. Raises
+        NotImplementedError: other numbers for a weight that is made of other tensors, as torchao's are."""
 
         def pick(path: str, tensor: torch.Tensor) -> torch.Tensor:
             given = tensor if change is None else change(path, tensor)
@@ -490,11 +487,8 @@ _MOST_WEIGHTS = 2**26  # elements of a weight whose trees are asked: it is held 
 
 
 def _product(call: RecordedCall, name: str) -> MeasuredSum:
-    """The row of a product of rows and a weight of no row, over the weight's columns.
-
-    Raises:
-        NotImplementedError: it is no such product, or too large.
-    """
+    """The row of a product of rows and a weight of no row, over the weight's columns. Raises NotImplementedError: it is
+    no such product, or too large."""
     own = [path for path in call.tensors() if call.axis in call.roles.get(path, ())]
     shared = [path for path, x in call.tensors().items() if path not in own and x.is_floating_point() and x.dim() == 2]
     x, weight = (call.tensors()[paths[0]] if len(paths) == 1 else None for paths in (own, shared))

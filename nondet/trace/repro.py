@@ -109,11 +109,8 @@ if __name__ == "__main__":
 
 
 def write_and_run(path: Path, guilty: Guilty) -> str:
-    """Write the script and its inputs, run it in a process of its own, and say what it showed.
-
-    Raises:
-        UserError: the disk is full, or the path can't be written.
-    """
+    """Write the script and its inputs, run it in a process of its own, and say what it showed. Raises UserError: the
+    disk is full, or the path can't be written."""
     from safetensors.torch import save
 
     function = _callable_name(guilty.calls[1].function)

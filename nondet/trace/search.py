@@ -87,11 +87,7 @@ class Arm:
         return next(r.prompt for r in self.requests if r.id == self.request)
 
     def run(self, engine: Engine, watcher: Watcher | None = None) -> Session:
-        """A session of this arm.
-
-        Raises:
-            EngineStoppedError: the engine died, or the request failed in it.
-        """
+        """A session of this arm. Raises EngineStoppedError: the engine died, or the request failed in it."""
         session = engine.run(self.requests, self.load, seed=self.seed, forced=self.forced, watcher=watcher)
         if session.fatal:
             raise EngineStoppedError(f"arm {self.title}: {session.fatal}")
@@ -358,14 +354,12 @@ def name_culprit(
     opaque_attention: bool,
     steady: bool = True,
 ) -> Guilty:
-    """Run both arms to the site, set their calls side by side, and replay the guilty one.
+    """Run both arms to the site, set their calls side by side, and replay the guilty one. Raises EngineStoppedError: an
+    arm died.
 
     Args:
         coarse: The coarse records that led to the site: the fine pass must meet their bits again.
         steady: Whether an arm gives the same bits each time; where it does not, the coarse bits can't be asked for.
-
-    Raises:
-        EngineStoppedError: an arm died.
     """
     site = naming.site
     if site.record == "logprob":

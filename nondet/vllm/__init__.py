@@ -1,7 +1,7 @@
-"""nondet's kernels under vLLM, through its entry point `vllm.general_plugins`; what a user reads is docs/vllm.md.
+"""nondet's kernels under vLLM, through its entry point `vllm.general_plugins`; the user's guide is docs/vllm.md.
 
-Importing this package imports neither torch nor vLLM. `plugin` is what vLLM calls in each of its processes, `operators`
-and `attention` are loaded by it, where vLLM is there and NONDET_BATCH_INVARIANT=1.
+Importing this package imports neither torch nor vLLM. vLLM calls `plugin` in each of its processes; with
+NONDET_BATCH_INVARIANT=1 that loads `operators` and `attention`.
 """
 
 ASKED, ALLOWED, WRITTEN = "NONDET_BATCH_INVARIANT", "NONDET_ALLOW_AT_RISK", "NONDET_COVERAGE"

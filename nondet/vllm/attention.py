@@ -1,16 +1,17 @@
 """nondet's class "segments" as an attention backend of vLLM: prefill, chunks of it, decode, warm prefixes, one class.
 
-The cache is FlashAttention's, [blocks, 2, page, heads, dim], and so is the writing of keys and values into it. For
-each step one small kernel writes down where every key lies in the flat cache, from the block tables, into a buffer that
-stays where it is: captured graphs read it. K is then the flat cache without its last page and V the one without its
-first, [tokens, heads, dim] both, and a request's keys are looked up by `Call.key_index`. From vLLM 0.26 on K and V of a
-token are one row (`IN_ROWS`), [blocks, heads, page, 2 dim], laid token by token: K and V are then the rows' halves.
+The cache is FlashAttention's, [blocks, 2, page, heads, dim], and so is the writing of keys and values into it. For each
+step one small kernel writes every key's index in the flat cache, from the block tables, into a buffer with a fixed
+address, which captured graphs read. K is then the flat cache without its last page and V the one without its first,
+[tokens, heads, dim] both, and a request's keys are looked up by `Call.key_index`. From vLLM 0.26 on K and V of a token
+are one row (`IN_ROWS`), [blocks, heads, page, 2 dim], token by token: K and V are then the rows' halves.
 
 A step is cut into launches: the requests of one query together, further requests together, and each chunk that is large
-enough for the dense prefill alone, its keys and values gathered first. Which launch serves a request changes no bit: a
-query's bits follow from its position and its keys (`nondet.kernels.attention.cuda`), and each way is proven at start.
+enough for the dense prefill by itself, its keys and values gathered first. Which launch serves a request changes no
+bit: a query's bits follow from its position and its keys (`nondet.kernels.attention.cuda`), and each way is proven at
+start.
 
-Imports vLLM at its top: vLLM loads it by name.
+Imports vLLM at its top, because vLLM loads it by name.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ from nondet.vllm.operators import float32_default
 _ELSE = "Unset NONDET_BATCH_INVARIANT for this model."
 _CACHES = (None, "auto", "float16", "bfloat16")
 _DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
-# Queries times keys times heads from which it is: below, gathering and a launch of its own cost more than the quicker
-# kernel saves. Four times this took 3% off the prefill of 8B's shape. Of 16 heads 2,048 queries over 1,536 keys are
-# above it, of 32 heads over 768. Speed alone: the dense prefill is proven at start to have the bits of the other way.
+# Queries times keys times heads above which it is: below, gathering and an extra launch cost more than the quicker
+# kernel saves. Four times this took 3% off the prefill of 8B's shape. Only speed depends on it: the dense prefill is
+# proven at start to have the bits of the other way.
 _DENSE_WORK = 3 << 24
-_shape = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)  # gone from vLLM 0.29 on: layouts have names there
+# missing from vLLM 0.29 on: layouts have names there
+_shape = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)
 IN_ROWS = _shape is None or len(_shape(2, 16, 3, 64)) == 4
 RESERVED: list[torch.Tensor] = []  # indexes of keys that no builder has taken yet
-_LARGE_SPAN = 4  # segments of one program where a chunk's queries alone do not fill a GPU
+_LARGE_SPAN = 4  # segments of one program where a chunk's queries by themselves do not fill a GPU
 _FEW_PROGRAMS = 66
 
 
@@ -71,7 +73,7 @@ class Piece(NamedTuple):
 
     Attributes:
         queries, keys: The most of a request.
-        dense: (first query, end) of a chunk that is computed alone, over as many keys; else None.
+        dense: (first query, end) of a chunk that is computed by itself, over as many keys; else None.
     """
 
     first: int
@@ -122,8 +124,8 @@ def places_kernel(cu_ptr, table_ptr, out_ptr, stride, page_step, PAGE: tl.conste
 def way_for(call: Call) -> Way:
     """The way that a call is launched in, one of those that `warm` has proven and compiled.
 
-    One query a request: spans of segments are powers of two. More: the largest block, one program a block or one for
-    each `_LARGE_SPAN` segments. Speed alone, as in `nondet.kernels.attention.cuda.quickest`.
+    One query per request: spans of segments are powers of two. More: the largest block, one program per block or one
+    for each `_LARGE_SPAN` segments. Only speed depends on it, as in `nondet.kernels.attention.cuda.quickest`.
     """
     heads, dim = call.q.shape[1], call.q.shape[3]
     way = quickest(call)
@@ -139,24 +141,25 @@ def way_for(call: Call) -> Way:
 
 @dataclass
 class SegmentsMetadata(FlashAttentionMetadata):
-    """What FlashAttention's has, each key's place in the cache, and the step's launches."""
+    """FlashAttention's metadata, each key's index in the cache, and the step's launches."""
 
     cu_k: torch.Tensor | None = None
     key_index: torch.Tensor | None = None
     pieces: list[Piece] = field(default_factory=list)
     bounds: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of a piece: cu_q and cu_k
-    places: dict[int, torch.Tensor] = field(default_factory=dict)  # of a chunk that is computed alone, by its request
+    # of a chunk that is computed by itself, by its request
+    places: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class SegmentsBuilder(FlashAttentionMetadataBuilder):
     """Metadata of a step. Buffers that a captured graph reads are made once."""
 
-    # the place of each key would stay that of the other block table
+    # the index of each key would stay that of the other block table
     supports_update_block_table: bool = False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Whole graphs for steps of one query a request; other steps' attention runs between pieces of graphs."""
+        """Whole graphs for steps of one query per request; other steps' attention runs between pieces of graphs."""
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -177,7 +180,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         return False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SegmentsMetadata:
-        """The step's metadata, and on the device where its keys lie."""
+        """The step's metadata, with the keys' indexes on the device."""
         common = common_attn_metadata
         if common.causal is not True:
             raise UserError("nondet's attention under vLLM is causal", _ELSE)
@@ -217,10 +220,8 @@ def _index(keys: int, device: torch.device) -> torch.Tensor:
 
 
 def reserve(model: torch.nn.Module, config: Any) -> None:
-    """Make the indexes of keys before vLLM measures memory: as many as there will be builders, one a group of layers.
-
-    vLLM makes groups of so many layers as its rarest kind, of one window, has.
-    """
+    """Allocate the indexes of keys before vLLM measures memory: one for each builder, that is per group of layers.
+    vLLM's groups have as many layers as the rarest kind, of one window, has."""
     impls: list[Any] = [getattr(one, "impl", None) for one in model.modules()]
     kinds = Counter(impl.sliding_window for impl in impls if isinstance(impl, SegmentsImpl))
     groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
@@ -248,7 +249,7 @@ def ways_of(
             keys = min(segments * SEGMENT, longest)
             call = impl.call((q, k, v, torch.empty_like(q)), (count, queries, keys), (places,) * 3, page)
             ways.setdefault(way_for(call), call)
-    # other numbers of requests and keys choose the same blocks with other spans: every power of two that is one
+    # other numbers of requests and keys choose the same blocks with other spans: every power of two up to theirs
     steps = [(way, call) for way, call in ways.items() if call.tq == 1]
     for split in [way for way, _ in steps if way.span][:1]:
         for (way, call), power in itertools.product(steps, range((-(-longest // SEGMENT) - 1).bit_length())):
@@ -269,7 +270,8 @@ def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, 
             lanes = False
             for way, call in ways.items():
                 if stands(call, way):
-                    prove_way(form_of(call), way, device, dry=True)  # where a certificate spared a proof it compiles
+                    # where a certificate made a proof unnecessary it compiles
+                    prove_way(form_of(call), way, device, dry=True)
                     lanes = lanes or way.lanes
             if lanes:
                 compile_merges(dtype, impl.head_size, -(-longest // SEGMENT), device)
@@ -284,7 +286,7 @@ def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, 
 
 
 def warmed(*asked: Any) -> None:
-    """`warm`, and a line of the log that says what it took."""
+    """`warm`, and a line of the log with its cost."""
     began = time.perf_counter()
     with first_uses() as uses:
         what = f"attention in {warm(*asked)} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
@@ -292,11 +294,8 @@ def warmed(*asked: Any) -> None:
 
 
 def flat_of(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """(tokens of a page, K, V), both [tokens, heads, dim] and views of one layer's cache; see the module.
-
-    Raises:
-        RuntimeError: a cache that does not lie token by token.
-    """
+    """(tokens of a page, K, V), both [tokens, heads, dim] and views of one layer's cache; see the module. Raises
+    RuntimeError: a cache that is not stored token by token."""
     if IN_ROWS:
         _, heads, page, width = cache.shape
         k, v = cache.transpose(1, 2).view(-1, heads, width).split(width // 2, -1)
@@ -352,14 +351,12 @@ class SegmentsImpl(FlashAttentionImpl):
     def call(self, operands: tuple[Any, ...], sizes: tuple[int, int, int], packed: tuple[Any, ...], page: int) -> Call:
         """A launch of this layer's attention.
 
-        operands: q, k, v, out [1, H, T, D].
-        sizes: Requests, the most queries and keys of one.
-        packed: cu_q and cu_k [requests + 1], index [keys].
-        page: Tokens of a block of the cache.
+        operands: q, k, v, out [1, H, T, D]. sizes: Requests, the most queries and keys of one. packed: cu_q and cu_k
+        [requests + 1], index [keys]. page: Tokens of a block of the cache.
         """
         window = None if self.sliding_window[0] < 0 else self.sliding_window[0] + 1
         cap = self.logits_soft_cap or None
-        together = min(page & -page, 128)  # what the copy engine brings at once
+        together = min(page & -page, 128)  # what the copy engine fetches at once
         q, k, v, out = operands
         cu_q, cu_k, index = packed
         return Call(q, k, v, out, *sizes, self.scale, True, window, cap, cu_q, cu_k, None, index, together)
@@ -396,7 +393,7 @@ class SegmentsImpl(FlashAttentionImpl):
             operands = (as_dense(query[:upto]), k, v, as_dense(out[:upto]))
             sizes, packed = (last - first, piece.queries, piece.keys), (cu_q, cu_k, meta.key_index)
             what = ("paged", *sizes, page, self.scale, self.sliding_window, self.logits_soft_cap)
-            if again(what, *operands, *packed) is None:  # else a layer before it was launched alike
+            if again(what, *operands, *packed) is None:  # else an earlier layer had an equal launch
                 call = self.call(operands, sizes, packed, page)
                 compute(call, way_for(call), what=what)
         return output
@@ -406,18 +403,18 @@ class SegmentsBackend(FlashAttentionBackend):
     """Registered as vLLM's CUSTOM attention backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    # what FlashAttention's says yes to: the last is a window that ends at the prompt, of later versions
+    # FlashAttention's allows them: the last is a window that ends at the prompt, of later versions
     supports_non_causal = supports_mm_prefix = supports_sink = classmethod(lambda cls: False)
     supports_per_head_quant_scales = supports_rswa = supports_non_causal
 
     @staticmethod
     def get_name() -> str:
-        """The name of the place in vLLM's list that it is registered under."""
+        """The name in vLLM's list under which it is registered."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[SegmentsImpl]:
-        """What a layer computes by."""
+        """What computes a layer."""
         return SegmentsImpl
 
     @staticmethod
@@ -432,19 +429,19 @@ class SegmentsBackend(FlashAttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """The same, as vLLM asks for it where a cache is `IN_ROWS`."""
+        """The same, for a vLLM with `IN_ROWS`."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBNHC,)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """What it is for."""
+        """Always."""
         return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders alone."""
+        """Only decoders."""
         return attn_type == AttentionType.DECODER
 
     @classmethod
@@ -454,5 +451,5 @@ class SegmentsBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """Half precision alone."""
+        """Only half precision."""
         return kv_cache_dtype in _CACHES

@@ -1,8 +1,8 @@
 """vLLM itself as an engine of `nondet sample`: in a process of its own for each implementation, followed step by step.
 
-The process holds vLLM's engine core (no second one behind it), so each step's batch is read where the scheduler decides
-it, requests arrive at the step that the plan says, and what the prefix cache gave and who was preempted is counted.
-vLLM is never needed by nondet: where it is not installed one line says so.
+The process holds vLLM's engine core (without a second process behind it), so each step's batch is read in the
+scheduler, requests arrive at the planned step, and prefix-cache hits and preemptions are counted. nondet never needs
+vLLM: where it is not installed one line reports that.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from nondet.vllm import ASKED, OWN, WRITTEN
 WAYS = {"stock": ("0", "0"), "vllm-invariant": ("1", "0"), "invariant": ("1", "1")}
 _QUIET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # requests are found again by their names
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # requests are found by their names
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-GRAINS = {"cuda": 16, "cpu": 32}  # tokens that a page is a multiple of, as vLLM's attention asks
+GRAINS = {"cuda": 16, "cpu": 32}  # tokens that a page is a multiple of, as vLLM's attention requires
 _START_S, _ROUND_S = 900.0, 3600.0
 _SPARE = 1.5  # a cache of keys is this much larger than the load needs: layers of several kinds do not share evenly
 
@@ -55,7 +55,7 @@ def check_installed() -> None:
 
 
 def cache_bytes(config: Any, tokens: int, itemsize: int = 2) -> int:
-    """Bytes of K and V of so many tokens in all layers of a transformers config; 0 where it does not say its heads."""
+    """Bytes of K and V of `tokens` tokens in all layers of a transformers config; 0 where it has no number of heads."""
     text = config.get_text_config()
     heads, layers = getattr(text, "num_key_value_heads", None), getattr(text, "num_hidden_layers", None)
     if not isinstance(heads, int) or not isinstance(layers, int):
@@ -65,7 +65,7 @@ def cache_bytes(config: Any, tokens: int, itemsize: int = 2) -> int:
 
 
 def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int, config: Any = None) -> dict[str, Any]:
-    """What vLLM's LLM is made with.
+    """The arguments of vLLM's LLM.
 
     Args:
         longest: Most tokens of a request, its completion among them.
@@ -83,7 +83,7 @@ def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int
         "enable_chunked_prefill": True,
         "enable_prefix_caching": load.sharing,
         "enforce_eager": not load.graphs,
-        "async_scheduling": False,  # a step is decided when it is run, so that arrivals meet theirs
+        "async_scheduling": False,  # a step is decided when it is run, so that arrivals are on time
         "disable_log_stats": True,
     }
     if device != "cuda":
@@ -91,7 +91,7 @@ def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int
     page = -(-load.page // GRAINS["cuda"]) * GRAINS["cuda"]
     tokens = made["max_num_seqs"] * -(-(longest + page) // page) * page
     needed = cache_bytes(config, tokens, 4 if dtype == "float32" else 2) if config is not None else 0
-    # with a size given, the share is only what has to be free when it starts
+    # with a size given, the share only has to be free when it starts
     share = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(_SPARE * needed)}
     return made | {"block_size": page} | (share if needed else {"gpu_memory_utilization": 0.9})
 
@@ -102,7 +102,7 @@ class Played(NamedTuple):
     Attributes:
         answers: Request id -> (token ids, logprobs or None, finish, cached prompt tokens).
         steps: Of each step the tokens that each request had in it.
-        preempted: Times that a request was.
+        preempted: Number of preemptions.
         page: Tokens in a page of its cache.
         graphs: Whether its steps may run as CUDA graphs.
     """
@@ -120,7 +120,7 @@ def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: li
 
     Args:
         engine: vLLM's LLMEngine.
-        taken: Where the scheduler's outputs arrive, one a step.
+        taken: Where the scheduler's outputs arrive, one per step.
     """
     from vllm import SamplingParams
 
@@ -142,7 +142,7 @@ def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: li
                     temperature=0.0,
                     max_tokens=request.max_new_tokens,
                     stop_token_ids=list(eos),
-                    ignore_eos=True,  # those of nondet's own reading of the model stop it
+                    ignore_eos=True,  # nondet's own stop tokens stop it
                     logprobs=0 if request.target else None,
                     detokenize=False,
                 ),
@@ -166,7 +166,7 @@ def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: li
 
 
 def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mapping[str, Any], eos: list[int]) -> None:
-    """The other process: vLLM, and one answer a question. What it prints goes into a file."""
+    """The other process: vLLM, and one answer per request. Its output goes into a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -193,7 +193,7 @@ def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mappin
             with looker.attached(llm, taken) if looker is not None else nullcontext():
                 played = play(llm.llm_engine, requests, eos, taken)
             pipe.send(("played", (played, looker)))
-    except EOFError:  # the parent has what it wanted
+    except EOFError:  # the parent has finished
         return
     except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the parent has to hear of it
         with suppress(OSError):
@@ -202,7 +202,7 @@ def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mappin
 
 
 def reason_of(error: BaseException) -> str:
-    """What vLLM raised, in a line: the last of its own, and not what pydantic says of itself around it."""
+    """vLLM's error in a line: the last of its own, without pydantic's text around it."""
     if isinstance(error, UserError):
         return error.what
     lines = [line.strip() for line in str(error).splitlines()]
@@ -216,7 +216,7 @@ class VllmEngine:
     Args:
         loaded: The model as nondet loaded it: vLLM loads the same folder, or the weights written to one.
         longest: Most tokens of a request, its completion among them.
-        more: Further arguments of vLLM's LLM, which count before those that follow from the load.
+        more: Further arguments of vLLM's LLM, which override those of the load.
     """
 
     def __init__(self, loaded: LoadedModel, load: Load, longest: int, **more: Any) -> None:
@@ -229,12 +229,12 @@ class VllmEngine:
         self._covered: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Forget what was written for vLLM to load."""
+        """Delete the files written for vLLM."""
         self._end()
         self._stack.close()
 
     def describe(self) -> dict[str, Any]:
-        """What is fixed beside the load."""
+        """What is fixed in addition to the load."""
         kept = {name: value for name, value in self._arguments.items() if name != "model"}
         return {"name": "vllm", "sampling": "greedy", **kept}
 
@@ -267,7 +267,7 @@ class VllmEngine:
         """One round from an empty cache. An engine that died gives a session with its reason.
 
         Args:
-            looker: Goes to vLLM's process, looks on there as `attached(llm, taken)`, and brings back what it saw.
+            looker: Goes to vLLM's process, watches there as `attached(llm, taken)`, and returns what it saw.
         """
         told = options.pop("on_token_count", None)
         kind: str = "failed"
@@ -316,7 +316,7 @@ class VllmEngine:
 
 
 class VllmArms:
-    """vLLM along the axes of `nondet sample --vary`: started anew where an arm, or the implementation, begins.
+    """vLLM along the axes of `nondet sample --vary`: restarted for each arm and implementation.
 
     Args:
         loaded, longest: As `VllmEngine`.
@@ -348,7 +348,7 @@ class VllmArms:
         return self._running.run(requests, conditions.load)
 
     def close(self) -> None:
-        """End the one that runs."""
+        """End the running one."""
         self._key = None
         self._stack.close()
 
@@ -358,7 +358,7 @@ def _cached(played: Played) -> int:
 
 
 def _coverage(path: Path) -> Counter[str]:
-    """What the plugin wrote of the layers, as the dispatcher would say it; nothing under another implementation."""
+    """The plugin's coverage of the layers, in the dispatcher's form; empty under another implementation."""
     from nondet.core.runfile import read_run
 
     if not path.exists():
@@ -396,7 +396,8 @@ def session_of(played: Played, requests: Sequence[Request]) -> Session:
 
 
 def _figures(played: Played, outcomes: Sequence[Outcome], most: int) -> dict[str, int]:
-    """As `nondet.sampling.schedule.session_figures`, as far as vLLM says it. Of what was preempted the first pieces."""
+    """As `nondet.sampling.schedule.session_figures`, as far as vLLM reports it. Preempted requests have their first
+    pieces."""
     figures = {"page": played.page, "graphs": int(played.graphs), "step_most": most, "preempted": played.preempted}
     figures |= dict.fromkeys(("cached", "hits", "piece_most", "in_pieces"), 0)
     for outcome in outcomes:

@@ -1,20 +1,20 @@
-"""What vLLM's layers compute by under the plugin: opaque operators over nondet's kernels, and their proofs at start.
+"""What computes vLLM's layers under the plugin: opaque operators over nondet's kernels, and their proofs at start.
 
-An operator is opaque to torch.compile, so Inductor, which tunes its own reductions anew in every process, has none of
-these to tune, and the member of a class is chosen by the real number of rows, when it is launched or captured.
+torch.compile does not look into an operator, so Inductor, which tunes its reductions in every process, can't change
+these, and the member of a class is chosen by the real number of rows, at launch or capture.
 
-Products: class "chain" (`nondet.kernels.matmul.cuda`). Members are certified for the row counts that `row_counts` lists
-and for no other; any other M is padded to the next one, with whatever lies in memory: no row minds its neighbours.
-Norms: class "lanes" (`nondet.kernels.rows.cuda`), rounded once.
+Products: class "chain" (`nondet.kernels.matmul.cuda`). Members are certified only for the row counts of `row_counts`;
+any other M is padded to the next one, with whatever memory holds, because no row depends on its neighbours. Norms:
+class "lanes" (`nondet.kernels.rows.cuda`), rounded once.
 
-Quantized layers keep their own kernel where it stands, in an operator as well (`OwnMethod`), and so is vLLM's sum over
-ranks kept: both at the same certified row counts and at no other. So few of them are proven whatever the largest step.
+Quantized layers keep their own kernel where it is invariant, in an operator as well (`OwnMethod`), and so is vLLM's sum
+over ranks: both run only at the certified row counts.
 
-An FP8 layer whose kernel does not stand gets class "chain-fp8" (`nondet.kernels.scaled`): activations quantized by
-vLLM's own kernels (a maximum over a row, or over 128 numbers of it, and then each number by itself: a row depends on
-itself alone), the product at certified row counts as plain ones are, and the whole of it asked for the same bits at
-each of these as at the largest. One scale for all activations of a step is the batch's by its meaning, and no product
-mends it: such a layer stays as it is, at risk.
+An FP8 layer whose own kernel is not invariant gets class "chain-fp8" (`nondet.kernels.scaled`): activations are
+quantized by vLLM's own kernels (a maximum over a row, or over 128 numbers of it, and then each number by itself: a row
+depends only on itself), the product is certified as plain ones are, and the whole must give the same bits at each row
+count as at the largest. One scale for all activations of a step depends on the batch by definition, and no product
+fixes that: such a layer stays as it is, at risk.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 _FINE, _COARSE, _FINE_TO = 64, 256, 2048  # rows between certified counts, up to _FINE_TO rows and above
 _MOST_BOUND = 2**16
-_ALIGNED = 256  # bytes at which every allocation begins
+_ALIGNED = 256  # bytes to which every allocation is aligned
 
 _counts: list[int] = []
-_met: set[int] | None = None  # addresses of the weights that operators ran with; None while nobody watches
+_met: set[int] | None = None  # addresses of the weights that operators ran with; None while not watching
 _bound: dict[tuple[Any, ...], Product] = {}
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address of a weight -> the layer that keeps its kernel
 
@@ -69,25 +69,25 @@ def use_counts(counts: Iterable[int]) -> None:
 
 
 def room_for(rows: int) -> int:
-    """The next certified number of rows; above the last a multiple of `_COARSE`, which is proven when it is met."""
+    """The next certified number of rows; above the last a multiple of `_COARSE`, which is proven at its first use."""
     place = bisect.bisect_left(_counts, rows)
     return _counts[place] if place < len(_counts) else -(-rows // _COARSE) * _COARSE
 
 
 def watch() -> None:
-    """From now on keep which weights the operators below run with, until `not_met` asks."""
+    """From now on record the weights with which the operators below run, until `not_met`."""
     global _met
     _met = set()
 
 
 def note(weight: torch.Tensor) -> None:
-    """Keep, where somebody watches, that an operator ran with this weight."""
+    """Record, while watching, that an operator ran with this weight."""
     if _met is not None:
         _met.add(weight.data_ptr())
 
 
 def not_met(weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of those weights that no operator ran with since `watch`, which ends here; nobody watched: none."""
+    """Names of the weights that no operator ran with since `watch`, which ends here; none without `watch`."""
     global _met
     met, _met = _met, None
     return [] if met is None else [name for name, weight in weights.items() if weight.data_ptr() not in met]
@@ -115,14 +115,14 @@ def padded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
         wide[:count].copy_(rows)
         rows = wide
     elif not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:
-        rows = rows.clone(memory_format=torch.contiguous_format)  # what was certified begins at such an address
+        rows = rows.clone(memory_format=torch.contiguous_format)  # certified calls begin at such an address
     out = compute(rows)
     out = out[:count] if room != count else out
     return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 def padded_sum(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """x [..., N] added over ranks by compute, at a row count that was certified; as it is where there are none yet."""
+    """x [..., N] added over ranks by compute, at a certified row count; at its own where there are none yet."""
     return padded(compute, x) if _counts and x.ndim > 1 else compute(x)
 
 
@@ -178,8 +178,8 @@ def scaled_product(
     Args:
         weight: float8_e4m3fn, [K, N], or in blocks [N, K].
         scales: float32, [1, N], or in blocks of 128x128 [K / 128, N / 128].
-        static: One scale of all activations that was there before; None: one a row, or one for 128 numbers of it.
-        limit: Largest number that a row's scale is made for.
+        static: One given scale of all activations; None: one per row, or one for 128 numbers of it.
+        limit: Largest number for which a row's scale is made.
     """
     note(weight)
 
@@ -202,14 +202,13 @@ def scaled_product(
 
 
 def _in_blocks(weight: torch.Tensor) -> bool:
-    """Whether a weight lies by rows, [N, K], as vLLM keeps those with scales in blocks."""
+    """Whether a weight is stored by rows, [N, K], as vLLM keeps those with scales in blocks."""
     return weight.stride(0) != 1
 
 
 def _quantized_by_vllm(
     rows: torch.Tensor, static: torch.Tensor | None, limit: torch.Tensor | None, *, blocks: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 numbers and their scales, in one launch."""
     if blocks:
         from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
@@ -226,13 +225,13 @@ def own_product(x: torch.Tensor, weight: torch.Tensor, width: int, bias: torch.T
     note(weight)
     layer = _owners[weight.data_ptr()]
     own: OwnMethod = layer.quant_method
-    # a head meets more rows than requests where prompts have logprobs
+    # a head gets more rows than requests where prompts have logprobs
     parts = x.reshape(-1, x.shape[-1]).split(own.most)
     made = [padded(lambda rows: own.method.apply(layer, rows, bias), part) for part in parts]
     return (made[0] if len(made) == 1 else torch.cat(made)).view(*x.shape[:-1], width)
 
 
-# name under torch.ops.vllm -> what computes it, what a tracer is told
+# name under torch.ops.vllm -> (what computes it, what a tracer gets)
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "nondet_product": (product, lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0]))),
     "nondet_scaled_product": (
@@ -250,8 +249,8 @@ class Certified(NamedTuple):
     """What was done for one shape of weights.
 
     Attributes:
-        proofs: New ones: of a machine's second start there are none.
-        compiled: Kernels that Triton had not on disk.
+        proofs: New ones: a machine's second start needs none.
+        compiled: Kernels that Triton did not have on disk.
     """
 
     seconds: float
@@ -261,7 +260,7 @@ class Certified(NamedTuple):
 
 @contextmanager
 def float32_default() -> Iterator[None]:
-    """A proof draws its inputs in float32; vLLM loads weights under the model's own dtype."""
+    """Set float32, in which a proof draws its inputs; vLLM loads weights under the model's own dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -271,7 +270,7 @@ def float32_default() -> Iterator[None]:
 
 
 def certified(work: Callable[[], object]) -> Certified:
-    """What was done in work(), which launches what is then proven."""
+    """What was done in work(), which launches what needs a proof."""
     began = time.perf_counter()
     with float32_default(), torch.inference_mode(), first_uses() as uses:
         work()
@@ -279,12 +278,12 @@ def certified(work: Callable[[], object]) -> Certified:
 
 
 def certify_product(weight: torch.Tensor, bias: torch.Tensor | None, counts: Sequence[int]) -> Certified:
-    """Prove a member for each number of rows that this weight can meet, as `product` will ask for it."""
+    """Prove a member for each number of rows that this weight can get, as `product` looks it up."""
     return certified(lambda: [product(weight.data.new_zeros((m, weight.shape[1])), weight, bias) for m in counts])
 
 
-# A quantized layer keeps its own kernel, which is asked whether it is invariant: at each number of rows that it can
-# meet against itself at the largest, on ordinary and on hard inputs, its rows at the beginning and at the end of that.
+# A quantized layer keeps its own kernel if that is invariant: each number of rows is compared with the largest, on
+# ordinary and on hard inputs, as its first and as its last rows.
 _KINDS = ("bell", "wide", "outlier", "cancel")
 
 
@@ -295,16 +294,13 @@ def stands_alone(
     device: torch.device | str,
     counts: Sequence[int],
 ) -> int | None:
-    """Has compute([M, width]) in every row the bits of the largest call? The first M where not, else None.
+    """The first M at which compute([M, width]) differs in a row's bits from the largest call; None if there is none.
+    Raises RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
+
+    Nothing is kept for the next start, because a quantized layer's kernel depends on settings that are not in our keys.
 
     Args:
-        counts: Every M that is asked; the largest is what the others are compared with.
-
-    Nothing is kept for the next start: which kernel a quantized layer has follows from settings that no key of ours
-    would name.
-
-    Raises:
-        RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
+        counts: Every M that is tested; the largest is the reference.
     """
     most, kept = max(counts), Certificates({"device": str(device)}, None)
     whole: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -332,16 +328,14 @@ def sum_over_ranks_stands(
     counts: Sequence[int],
     graphs: Sequence[int],
 ) -> int | None:
-    """`stands_alone` of vLLM's sum over ranks, whose order may follow the message's size and a number's place in it.
+    """`stands_alone` of vLLM's sum over ranks, whose order may depend on the message's size and a number's position in
+    it. Raises Exception: it failed, perhaps on this rank only: then the others wait in a sum until this process ends.
 
     Args:
         group: vLLM's GroupCoordinator. All ranks call this, with the same arguments.
         capture: vLLM's graph_capture(device).
-        counts: Every M that is asked without a graph, ascending.
+        counts: Every M that is tested without a graph, ascending.
         graphs: Those that are captured and replayed as well; without effect off CUDA.
-
-    Raises:
-        Exception: it failed, on this rank alone perhaps: then the others wait in a sum until this process ends.
     """
     device = group.device
     captured: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
@@ -358,9 +352,9 @@ def sum_over_ranks_stands(
 
     def summed(x: torch.Tensor) -> torch.Tensor:
         mine = x.roll(group.rank_in_group, -1)
-        mine[:, 0] = -0.0  # on all: who adds to a zero of his own, or keeps -0.0 for "not there yet", loses the sign
+        mine[:, 0] = -0.0  # on all ranks: adding to a local zero, or using -0.0 for "not there yet", loses the sign
         again = replayed if device.type == "cuda" and len(x) in graphs else group.all_reduce
-        # every rank sees the bits of all, so that they judge alike, and none waits for another
+        # every rank compares the bits of all, so that all decide alike, and none waits for another
         return group.all_gather(torch.cat((group.all_reduce(mine), again(mine)), -1), -1)
 
     return stands_alone(summed, width, dtype, device, counts)
@@ -373,11 +367,11 @@ def _from(
 
 
 class OwnMethod:
-    """In the place of a quantized layer's method: that method, in an operator and at certified row counts.
+    """Replaces a quantized layer's method: calls that method in an operator and at certified row counts.
 
     Args:
-        weight: The name of the parameter that the layer is found by.
-        width: Of what it gives.
+        weight: The name of the parameter that identifies the layer.
+        width: Of the result.
         most: The largest number of rows that was proven.
     """
 
@@ -392,13 +386,11 @@ class OwnMethod:
 
 
 def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
-    """Have a quantized layer's own kernel run at these row counts alone, which are certified.
+    """Have a quantized layer's own kernel run only at these certified row counts.
 
-    It is found by its largest parameter: an operator with the layer's name would be another one in each layer, and
-    torch.compile would compile each anew.
-
-    Raises:
-        RuntimeError: it gives another dtype than it takes, or has no parameter; the layer is as it was.
+    The layer is found by its largest parameter: with the layer's name in the operator, torch.compile would compile each
+    layer separately. Raises RuntimeError: it gives another dtype than it takes, or has no parameter; the layer is
+    unchanged.
     """
     sizes = {name: weight.numel() for name, weight in layer.named_parameters(recurse=False)}
     name, method = max(sizes, key=lambda one: sizes[one], default=""), layer.quant_method
@@ -410,7 +402,7 @@ def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
     if made.dtype != dtype:
         raise RuntimeError(f"it gives {made.dtype} for {dtype}")
     _owners[weight.data_ptr()] = layer
-    vars(layer).pop("input_quant_key", None)  # else a kernel before it would hand it quantized numbers
+    vars(layer).pop("input_quant_key", None)  # else a kernel before it would pass it quantized numbers
     layer.quant_method = OwnMethod(method, name, made.shape[-1], counts[-1])
 
 
@@ -419,9 +411,9 @@ def width_of(layer: Any) -> int:
     return int(getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or 0)
 
 
-# Another kernel than its own, for FP8 layers.
+# FP8 layers by another kernel than their own.
 
-# vLLM's kernels whose weights lie as they were loaded: by columns [K, N], or in blocks [N, K]
+# vLLM's kernels whose weights are stored as they were loaded: by columns [K, N], or in blocks [N, K]
 _BY_ROWS = frozenset(
     (
         *("CutlassFP8ScaledMMLinearKernel", "FlashInferFP8ScaledMMLinearKernel"),
@@ -435,11 +427,11 @@ _IN_BLOCKS = frozenset(
     )
 )
 _GIVEN = ("input_scale", "input_scale_ub")  # of a layer: the one scale of its activations, the limit of theirs
-_SCALES = "nondet_scales"  # of a layer that is replaced: [1, N], or in blocks [K / 128, N / 128]
+_SCALES = "nondet_scales"  # of a replaced layer: [1, N], or in blocks [K / 128, N / 128]
 
 
 class ScaledMethod:
-    """In the place of a layer's method: the product that `replace_scaled` proved."""
+    """Replaces a layer's method by the product that `replace_scaled` proved."""
 
     def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
         """As vLLM's linear methods are called; Dynamo traces it and keeps the operator whole."""
@@ -448,7 +440,7 @@ class ScaledMethod:
 
 
 def unfit_scaled(layer: Any) -> str:
-    """Why a layer is not one that `ScaledMethod` computes; "" where it is."""
+    """Why `ScaledMethod` can't compute a layer; "" where it can."""
     method = getattr(layer, "quant_method", None)
     kernel: Any = getattr(method, "fp8_linear", None) or getattr(getattr(layer, "scheme", None), "fp8_linear", None)
     name, weight = type(kernel).__name__, getattr(layer, "weight", None)
@@ -480,14 +472,11 @@ def _scales_of(layer: Any) -> torch.Tensor:
 def replace_scaled(
     layer: Any, counts: Sequence[int], dtype: torch.dtype, known: dict[tuple[Any, ...], Certified]
 ) -> None:
-    """Give a layer that fits the product of ours, proven at each of these numbers of rows.
+    """Give a layer our product, proven at each of these numbers of rows. Raises NotImplementedError: no member is
+    proven here, or the whole has other bits at one number of rows than at the largest; the layer is unchanged.
 
     Args:
         known: What was proven before, by the layout of a layer; layers of one layout are proven once.
-
-    Raises:
-        NotImplementedError: no member is proven here, or the whole has other bits at one number of rows than at the
-            largest; the layer is as it was.
     """
     scales, weight = _scales_of(layer), layer.weight.data
     scales = scales.t() if _in_blocks(weight) else scales.reshape(1, -1).expand(1, weight.shape[1])
@@ -506,5 +495,5 @@ def replace_scaled(
     if key not in known:
         known[key] = certified(prove_all)
     layer.register_buffer(_SCALES, given[1], persistent=False)
-    vars(layer).pop("input_quant_key", None)  # else a kernel before it would hand it quantized numbers
+    vars(layer).pop("input_quant_key", None)  # else a kernel before it would pass it quantized numbers
     layer.quant_method = ScaledMethod()

@@ -1,12 +1,10 @@
-"""What vLLM calls at start in each of its processes: nothing at all, or batch invariance by nondet's kernels.
+"""The vLLM plugin: vLLM calls it at start in each of its processes; by default it does nothing.
 
-`register` is the entry point. Where NONDET_BATCH_INVARIANT=1 it checks every seam of this vLLM by its signature before
-it touches the first, so vLLM is never half-patched; then it sets vLLM's own flag underneath (which keeps cascade
-attention, fused sums over ranks and split products off), registers the operators, and puts itself before two calls:
-where the engine's configuration is made, to say what it needs and to refuse what it does not do; and where a worker has
-loaded the weights, to prove members for them, look at every layer, and refuse to start with one at risk.
-
-Whoever asked for invariance gets it, or an error that names what stands against it.
+`register` is the entry point. With NONDET_BATCH_INVARIANT=1 it first checks the signature of every function of vLLM
+that it replaces, so vLLM is never half-patched. Then it sets vLLM's own flag (which keeps cascade attention, fused sums
+over ranks and split products off), registers the operators, and wraps two calls: the engine's configuration, to set
+what it needs and to refuse what it does not support; and the loading of weights in a worker, to prove members for them,
+check every layer, and refuse to start with one at risk. You get invariance, or an error that names the obstacle.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ if TYPE_CHECKING:
     from nondet.core.records import LayerStanding
     from nondet.vllm import operators
 
-TRIED = ("0.25.1",)  # versions of vLLM whose seams fit, and that were run
+TRIED = ("0.25.1",)  # versions of vLLM whose signatures fit, and that were run
 _BACKEND = "nondet.vllm.attention.SegmentsBackend"
 _BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # 1: no torch.compile. From 0.31 on vLLM's own mode sets it for many shapes
 _STOCK = "Unset NONDET_BATCH_INVARIANT to run vLLM as it is."
 
 
 class Seam(NamedTuple):
-    """A place in vLLM that the plugin builds on: "module:attribute", and the names of its parameters there."""
+    """A hook: "module:attribute" in vLLM that the plugin relies on, and the names of its parameters there."""
 
     place: str
     takes: str
@@ -50,7 +48,7 @@ _NORMS = ("RMSNorm", "GemmaRMSNorm")
 _APPLY = f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply"
 _ROUTING = f"{_LAYERS}.fused_moe.router.fused_topk_router:FusedTopKRouter._compute_routing"
 _SUM = "vllm.distributed.parallel_state:GroupCoordinator._all_reduce_out_place"
-_OURS = "_nondet_proven"  # set on a router and on a layer of experts that ours compute
+_OURS = "_nondet_proven"  # set on a router and on a layer of experts that nondet's kernels compute
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 SHAPE = f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape"
 SEAMS = (
@@ -87,15 +85,15 @@ SEAMS = (
     Seam("vllm.v1.worker.gpu_worker:Worker.sleep", "self level"),
     Seam("vllm.v1.worker.gpu_worker:Worker.add_lora", "self lora_request"),
 )
-# Where a seam that is not there lies in later versions: from 0.29 on a backend asks for a layout, and gives no shape.
+# Where a missing hook is in later versions: from 0.29 on a backend is queried for a layout, and gives no shape.
 MOVED = {SHAPE: Seam("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
 _HOOK = "_of_nondet"
 _NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
-_done: list[int] = []  # the process that has registered: a fork inherits what was patched, and patches nothing again
+_done: list[int] = []  # the process that has registered: a fork inherits the patches, and patches nothing again
 
 
 def asked() -> bool:
-    """Whether the environment asks for the plugin. Raises UserError: a value that means nothing."""
+    """Whether the environment enables the plugin. Raises UserError: an invalid value."""
     value = os.environ.get(ASKED, "")
     if value not in ("", "0") and not hasattr(sys.excepthook, _HOOK):
         _say_in_one_line(sys.excepthook)
@@ -105,7 +103,7 @@ def asked() -> bool:
 
 
 def _say_in_one_line(before: Callable[..., Any]) -> None:
-    """From now on a `UserError` that nobody catches, in `vllm serve` as well, is one line and no traceback."""
+    """From now on print an uncaught `UserError`, in `vllm serve` as well, as one line without a traceback."""
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
         if isinstance(error, UserError):
@@ -118,12 +116,8 @@ def _say_in_one_line(before: Callable[..., Any]) -> None:
 
 
 def register() -> None:
-    """vLLM's entry point: does nothing unless NONDET_BATCH_INVARIANT=1.
-
-    Raises:
-        UserError: no Linux, no NVIDIA GPU, a vLLM whose seams do not fit, or another plugin in the way. Nothing was
-            changed then.
-    """
+    """vLLM's entry point: does nothing unless NONDET_BATCH_INVARIANT=1. Raises UserError, before any change: no Linux,
+    no NVIDIA GPU, a vLLM whose signatures do not fit, or another plugin in the way."""
     before = {name: os.environ.get(name) for name in (OWN, _BREAKABLE)}
     try:
         if asked() and not _done:
@@ -132,7 +126,7 @@ def register() -> None:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
-        # vLLM asks each plugin once a process: who tried again after a refusal would get vLLM as it is, in silence
+        # vLLM loads each plugin once per process: after a refusal, a second attempt would silently get unpatched vLLM
         loader = sys.modules.get("vllm.plugins")
         if loader is not None:
             loader.plugins_loaded = False  # type: ignore[attr-defined] # vLLM's own
@@ -159,7 +153,7 @@ def _register() -> None:
 
 
 def seam_at(place: str) -> Any:
-    """What is at "module:attribute.attribute". Raises ImportError or AttributeError."""
+    """The object at "module:attribute.attribute". Raises ImportError or AttributeError."""
     module, _, path = place.partition(":")
     found = importlib.import_module(module)
     for name in path.split("."):
@@ -174,7 +168,7 @@ def parameters(found: Any) -> str:
 
 
 def owner_of(found: Any) -> str:
-    """The module that a seam is of; of a wrapper, which goes by the name of what it wraps, that of its own code."""
+    """The module of a hook's object; of a wrapper, which has the name of what it wraps, that of its own code."""
     found = getattr(found, "__func__", found)
     while inspect.isfunction(found) and hasattr(found, "__wrapped__"):
         written = found.__globals__["__name__"]
@@ -185,11 +179,7 @@ def owner_of(found: Any) -> str:
 
 
 def check_seams() -> dict[str, Any]:
-    """Every seam by its place.
-
-    Raises:
-        UserError: one that is not there, takes other parameters, or is not vLLM's own any more.
-    """
+    """Every hook's object by its place. Raises UserError: one is missing, takes other parameters, or was replaced."""
     import vllm
 
     found = {}
@@ -231,7 +221,7 @@ def _known_layout(asked: Any) -> bool:
 def _path_of(backend: Any) -> str:
     try:
         return str(backend.get_path())
-    except ValueError:  # CUSTOM that nobody has registered
+    except ValueError:  # CUSTOM without a registered backend
         return ""
 
 
@@ -241,7 +231,7 @@ def _misfit(version: str, what: str) -> UserError:
 
 
 def _install(found: Mapping[str, Any]) -> None:
-    """Put everything in place; nothing here can fail on a seam that was checked."""
+    """Patch everything; nothing here can fail on a checked hook."""
     import torch
 
     from nondet.vllm import operators
@@ -276,7 +266,6 @@ def _install(found: Mapping[str, Any]) -> None:
 
 
 def _install_norms() -> None:
-    """Ours before vLLM's, whichever of its forwards a norm's class is dispatched to."""
     import torch
 
     def normed(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
@@ -301,7 +290,6 @@ def _install_norms() -> None:
 
 
 def _install_experts(found: Mapping[str, Any]) -> None:
-    """Ours before vLLM's, for those routers and layers that `start` marks."""
     import torch
 
     theirs, chosen_by = found[_APPLY], found[_ROUTING]
@@ -332,7 +320,7 @@ def _install_experts(found: Mapping[str, Any]) -> None:
 
 
 def _install_sum(theirs: Callable[..., Any]) -> None:
-    """vLLM's sum over tensor-parallel ranks, at the row counts that `start` certifies."""
+    """Replace vLLM's sum over tensor-parallel ranks by itself at the row counts that `start` certifies."""
     from nondet.vllm.operators import padded_sum
 
     def _all_reduce_out_place(self: Any, input_: Any) -> Any:
@@ -394,11 +382,7 @@ def sources() -> str:
 
 
 def prepare(arguments: Any) -> None:
-    """Say in the engine's arguments what the plugin needs.
-
-    Raises:
-        UserError: somebody asked for something else.
-    """
+    """Set what the plugin needs in the engine's arguments. Raises UserError: an argument requests something else."""
     if os.environ.get(OWN) != "1":
         what = f"{OWN} is {os.environ.get(OWN) or 'not set'} since nondet's kernels are in place, which need it at 1"
         raise UserError(what, "Set it to 1 again, or start a new process without NONDET_BATCH_INVARIANT.")
@@ -408,19 +392,19 @@ def prepare(arguments: Any) -> None:
     wanted = getattr(getattr(place, field), "name", getattr(place, field))
     if wanted not in (None, "CUSTOM", "FLASH_ATTN"):
         raise UserError(f"--attention-backend {wanted} and {ASKED}=1 exclude each other", "Leave the option out.")
-    if wanted == "FLASH_ATTN":  # as vLLM takes by itself, and its own determinism tests name
+    if wanted == "FLASH_ATTN":  # vLLM's own default, which its own determinism tests name
         log("warning: --attention-backend FLASH_ATTN computes nothing here; attention is nondet's, over its cache.")
     setattr(place, field, custom)
     for name in ("rms_norm", "fused_add_rms_norm"):
         if any(_get(arguments, f"{place}ir_op_priority.{name}") for place in ("", "kernel_config.")):
             log(f"warning: --ir-op-priority {name} computes nothing here: norms are nondet's.")
-    # SiLU by ours, rotary and FP8's numbers by vLLM's own kernels: Inductor fuses nothing anew, nor in a kept kernel
+    # SiLU by ours, rotary and FP8's numbers by vLLM's own kernels, so that Inductor fuses none of them
     operators = arguments.compilation_config.custom_ops
     for name in ("silu_and_mul", "rotary_embedding", "quant_fp8"):
         if not {f"+{name}", f"-{name}"} & set(operators):
             operators.append(f"+{name}")
     passes = arguments.compilation_config.pass_config
-    for name in _fusions(passes):  # else vLLM turns on those of norms and SiLU, as it sees ours there
+    for name in _fusions(passes):  # else vLLM turns on those of norms and SiLU, because they are custom operators
         if getattr(passes, name) is None:
             setattr(passes, name, False)
     if not isinstance(arguments.additional_config, dict):
@@ -430,10 +414,10 @@ def prepare(arguments: Any) -> None:
 
 
 def _fusions(passes: Any) -> list[str]:
-    """vLLM's own rewritings of a traced model: they put its kernels, fused ones, in the place of the operators there.
+    """vLLM's own rewritings of a traced model: they replace the operators there by fused kernels.
 
-    Such a kernel may add in another order for another number of tokens: fused_add_rms_norm_static_fp8_quant takes 1024
-    threads below 256 tokens, 256 above, batch-invariant mode or not.
+    Such a kernel may add in another order for another number of tokens: fused_add_rms_norm_static_fp8_quant uses 1024
+    threads below 256 tokens, 256 above, in batch-invariant mode or not.
     """
     return [name for name in vars(passes) if name.startswith(("fuse_", "enable_"))]
 
@@ -442,7 +426,7 @@ _GRAPH_STEP, _GRAPHED_TO = 128, 2048  # tokens
 
 
 def sizes_given(arguments: Any) -> bool:
-    """Whether somebody chose the sizes of CUDA graphs in the engine's arguments."""
+    """Whether the engine's arguments set the sizes of CUDA graphs."""
     places = (arguments, arguments.compilation_config)
     return any(
         getattr(place, name, None) is not None
@@ -454,8 +438,8 @@ def sizes_given(arguments: Any) -> bool:
 def graph_prefill(compilation: Any, tokens: int) -> None:
     """Let vLLM capture its graphs between attentions also for steps with prompts in them, up to `_GRAPHED_TO` tokens.
 
-    vLLM stops at 512, where its own launches cost little beside a step's work. Ours start in Python, and of a small
-    model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step among them.
+    vLLM stops at 512, where its own launches cost little compared with a step's work. Ours start in Python, so with a
+    small model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step among them.
 
     Args:
         compilation: vLLM's CompilationConfig, its sizes as vLLM chose them; none without CUDA graphs.
@@ -479,7 +463,7 @@ def _get(config: Any, path: str, default: Any = None) -> Any:
 
 
 def refuse(config: Any) -> None:
-    """Refuse, as a `UserError`, whatever of a configuration the plugin does not do, by its name."""
+    """Refuse, as a `UserError`, each unsupported setting of a configuration, by its name."""
     cache = str(_get(config, "cache_config.cache_dtype", "auto"))
     worker = str(_get(config, "parallel_config.worker_cls", "auto"))
     passes = _get(config, "compilation_config.pass_config")
@@ -509,7 +493,7 @@ def refuse(config: Any) -> None:
         raise UserError(f"nondet's batch invariance under vLLM does not cover {', '.join(given)}", _STOCK)
 
 
-# Coverage: what each layer of a loaded model computes by.
+# Coverage: which kernels compute each layer of a loaded model.
 
 REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK = "replaced", "certified stock", "elementwise", "at risk"
 # Layers without a sum of their own: vLLM's, by the name of a class that they are or descend from, and torch's.
@@ -522,7 +506,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-# Whose forward asks the layer's method for the product, and nothing else.
+# Their forward calls the layer's method for the product, and nothing else.
 _BY_METHOD = frozenset(
     (
         *("LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"),
@@ -532,12 +516,12 @@ _BY_METHOD = frozenset(
 _EXPERTS = "experts in class grouped, certified at start"
 _PRODUCTS = "products in class chain, certified at start"
 _SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel is not proven"
-_PROVEN = (_EXPERTS, _PRODUCTS)  # at start, and not before
-_METHODS: dict[Any, tuple[str, str]] = {}  # what computes a product, or a norm -> its standing, and why; see `_install`
+_PROVEN = (_EXPERTS, _PRODUCTS)  # only at start
+_METHODS: dict[Any, tuple[str, str]] = {}  # method or norm -> its standing, and why; see `_install`
 
 
 class Standing(NamedTuple):
-    """What one layer, or the configuration as a whole, computes by, and why that is said."""
+    """What computes one layer, or the configuration as a whole, and why it has this standing."""
 
     layer: str
     kind: str
@@ -552,7 +536,7 @@ def _ancestors(module: Any) -> set[str]:
 def standing_of(
     name: str, module: Any, own: Callable[[str, Any], Standing], *, installed: bool = True
 ) -> Standing | None:
-    """What a module computes by; None of one that only holds others.
+    """The standing of a module; None if it only holds others.
 
     Args:
         own: own(name, module) -> the standing of a layer's own kernel.
@@ -572,7 +556,7 @@ def standing_of(
         around = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
         if around not in _BY_METHOD:
             return said(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
-        # whatever its name: another plugin may have put its own there since
+        # whatever its name: another plugin may have replaced it since
         apply = getattr(method, "apply", None)
         ours = _METHODS.get(getattr(apply, "__func__", apply)) if installed else None
         return said(*ours) if ours is not None else own(name, module)
@@ -601,7 +585,7 @@ def standing_of(
 
 
 def _of_experts(module: Any, ancestors: set[str], said: Callable[[str, str], Standing], *, installed: bool) -> Standing:
-    """Of a mixture of experts: a runner chooses them, the layer in it holds their weights; each is looked at."""
+    """The standing of a mixture of experts: of its runner, which chooses them, and of the layer with their weights."""
     if not installed or not {"MoERunner", "RoutedExperts"} & ancestors:
         return said(AT_RISK, "experts by vLLM's own kernels, which are not proven")
     chooses = "MoERunner" in ancestors
@@ -611,13 +595,12 @@ def _of_experts(module: Any, ancestors: set[str], said: Callable[[str, str], Sta
     return said(REPLACED, "experts chosen token by token, ties decided" if chooses else _EXPERTS)
 
 
-# Experts: a layer of them is replaced where it is one that `nondet.kernels.experts.cuda` computes, and its products are
-# proven at start; else it keeps vLLM's kernels, and is at risk. vLLM calls all of it inside of one operator, which
-# torch.compile leaves whole: nothing of ours is traced there.
+# Experts: a layer of them is replaced if `nondet.kernels.experts.cuda` can compute it, and its products are proven at
+# start; else it keeps vLLM's kernels, and is at risk. All of it is inside of one operator of vLLM, which is not traced.
 
 
 def _unfit_router(runner: Any) -> str:
-    """Why the choice of experts of vLLM's MoERunner, or what it adds to them, is not ours; "" where it is."""
+    """Why we can't compute the choice of experts of vLLM's MoERunner, or what it adds to them; "" where we can."""
     router, moe = runner.router, runner.moe_config
     faults = {
         f"a runner of its own ({type(runner).__name__})": type(runner).__name__ != "MoERunner",
@@ -634,7 +617,7 @@ def _unfit_router(runner: Any) -> str:
 
 
 def _unfit_experts(layer: Any) -> str:
-    """Why the experts of vLLM's RoutedExperts are not ours; "" where they are, once they are proven."""
+    """Why we can't compute the experts of vLLM's RoutedExperts; "" where we can, once they are proven."""
     method = layer.quant_method
     if type(method).__name__ != "UnquantizedFusedMoEMethod":
         return f"experts by {type(method).__name__}"
@@ -659,13 +642,10 @@ def _unfit_experts(layer: Any) -> str:
 
 
 def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
-    """Prove every tile that a step can meet, and compile what stands around it.
+    """Prove every tile that a step can use, and compile the kernels. Raises NotImplementedError: a product has no tile.
 
     Args:
         counts: Numbers of tokens: all of them are run, and one more for each pair of tiles that lies between.
-
-    Raises:
-        NotImplementedError: a product of no tile is proven here.
     """
 
     from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
@@ -686,10 +666,10 @@ def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
 
 
 def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standing]:
-    """What of a configuration, beside its layers, has to be proven: what ranks exchange.
+    """The standing of the sum over ranks, the part of a configuration outside of its layers that needs a proof.
 
     Args:
-        counts: Numbers of rows that the sum over ranks is asked for; none: no sum is asked for any.
+        counts: Numbers of rows for which the sum over ranks is tested; none: it is not tested.
     """
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
@@ -700,13 +680,11 @@ def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standi
 
 
 def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]:
-    """(standing, why) of vLLM's sum over ranks, at the row counts that it is filled up to; all else is copied.
+    """(standing, why) of vLLM's sum over ranks, at the row counts to which it is padded; all else is copied.
 
-    Of two ranks as well: two numbers have one sum, but it may travel in fewer bits.
-
-    Raises:
-        UserError: the sum failed, on this rank alone perhaps. NONDET_ALLOW_AT_RISK=1 is no help: two ranks that went
-            on would wait for each other, or add what does not belong together.
+    Two ranks are tested as well: two numbers have one sum, but it may be sent in fewer bits. Raises UserError, even
+    with NONDET_ALLOW_AT_RISK=1, if the sum failed, perhaps on this rank only: otherwise two ranks could wait for each
+    other, or add what does not belong together.
     """
     from nondet.vllm.operators import sum_over_ranks_stands
 
@@ -736,7 +714,7 @@ def limits_of(config: Any) -> tuple[list[int], int, int]:
 
 
 def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Callable[[Any], Any], int]]:
-    """(norm of [M, W], W) as a model calls it: of tokens, with and without what is added before; of all their heads."""
+    """(norm of [M, W], W) as a model calls it: of tokens, with and without a residual; of all their heads."""
     import torch
 
     model, width = config.model_config, int(weight.shape[-1])
@@ -756,17 +734,17 @@ def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Calla
 
 
 def rows_of(layer: Any, counts: Sequence[int], requests: int) -> Sequence[int]:
-    """Those numbers of rows that a layer meets: a head has a row a request."""
+    """The numbers of rows that a layer can get: a head has one row per request."""
     from nondet.vllm.operators import room_for
 
     return [m for m in counts if m <= room_for(requests)] if "VocabParallelEmbedding" in _ancestors(layer) else counts
 
 
 def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], Standing]:
-    """Asks a layer's own kernel, a product's or a norm's; layers of one kind and shape once.
+    """A function that tests a layer's own kernel, a product's or a norm's; layers of one kind and shape once.
 
     Args:
-        counts: Every number of rows that it will be asked for; none: all that a step can have, up to the largest.
+        counts: All numbers of rows that it can get; none: all that a step can have, up to the largest.
     """
     from nondet.vllm.operators import stands_alone, width_of
 
@@ -815,7 +793,7 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
 def _prove(
     standing: Standing, module: Any, counts: Sequence[int], requests: int, seen: dict[Any, operators.Certified]
 ) -> Standing:
-    """Certify what a layer's standing says it computes by, once for layers alike; where that fails it is at risk."""
+    """Certify a layer's kernel, once for equal layers; where that fails it is at risk."""
     from nondet.vllm import operators
 
     weight = getattr(module, "weight", None)
@@ -838,18 +816,15 @@ def _prove(
 
 
 def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
-    """Prove members for a loaded model's products, look at every layer, write down what it computes by.
-
-    Raises:
-        UserError: a layer at risk, and NONDET_ALLOW_AT_RISK is not 1.
-    """
+    """Prove members for a loaded model's products, check every layer, record its standing. Raises UserError: a layer at
+    risk, and NONDET_ALLOW_AT_RISK is not 1."""
     import torch
 
     from nondet.vllm import operators
 
     graphs, tokens, requests = limits_of(config)
     counts = operators.row_counts(graphs, tokens)
-    unproven = "not proven, because the start is refused"  # which it is at once: nothing of it will run
+    unproven = "not proven, because the start is refused"  # no proof is needed, because nothing will run
 
     def looked_at(own: Callable[[str, Any], Standing]) -> list[tuple[Standing, Any]]:
         looked = [(s, m) for name, m in model.named_modules() if (s := standing_of(name, m, own)) is not None]
@@ -862,7 +837,7 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     found = [one for one in config_standings(config) if not one.layer.startswith("tensor")]  # whose sum is tested below
     looked_at(lambda name, layer: Standing(name, type(layer).__name__, CERTIFIED, unproven))
     operators.use_counts(counts)
-    attention = sys.modules.get(f"{__package__}.attention")  # where vLLM has loaded it
+    attention = sys.modules.get(f"{__package__}.attention")  # if vLLM has loaded it
     if attention is not None:
         attention.reserve(model, config)
     found[:] = config_standings(config, counts)
@@ -879,14 +854,11 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
 
 
 def check_met(model: Any, found: Sequence[Standing]) -> None:
-    """Did vLLM's runs at start, its compiled model and graphs among them, ask our operators for what they compute?
+    """Check that vLLM's runs at start, its compiled model and graphs included, called our operators.
 
-    Products, norms, experts and kept kernels are looked for by their weights. Not looked for: attention, tables of
-    embeddings and heads, and Gemma's norms, whose weight is made anew at each call.
-
-    Raises:
-        UserError: a layer that none of them ran with, as where vLLM put another kernel there, and
-            NONDET_ALLOW_AT_RISK is not 1.
+    Products, norms, experts and kept kernels are recognized by their weights. Not checked: attention, tables of
+    embeddings and heads, and Gemma's norms, whose weight is recomputed at each call. Raises UserError: a layer that no
+    operator ran with, for example because vLLM put another kernel there, and NONDET_ALLOW_AT_RISK is not 1.
     """
     from nondet.vllm import operators
 
@@ -911,7 +883,7 @@ def check_met(model: Any, found: Sequence[Standing]) -> None:
 def _kept_or_scaled(
     own: Callable[[str, Any], Standing], counts: Sequence[int], config: Any, seen: dict[Any, operators.Certified]
 ) -> Callable[[str, Any], Standing]:
-    """A layer's own kernel; where that does not stand nondet's FP8 product, if it is one and that is proven."""
+    """A layer's own kernel; if that is not invariant, nondet's FP8 product, if it fits and is proven."""
     from nondet.vllm import operators
 
     dtype, requests = config.model_config.dtype, limits_of(config)[2]
@@ -954,10 +926,10 @@ def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank:
 
 
 class Look:
-    """Goes into vLLM's process and says what each layer of the loaded model computes by, whoever's kernels these are.
+    """Goes into vLLM's process and records what computes each layer of the loaded model, with the plugin or without.
 
     Attributes:
-        found: Of the configuration and of every layer; all of it once attached.
+        found: Of the configuration and of every layer; complete once attached.
     """
 
     def __init__(self) -> None:
@@ -965,7 +937,7 @@ class Look:
 
     @contextmanager
     def attached(self, llm: Any, _taken: Any) -> Iterator[None]:
-        """Asks before anything is played."""
+        """Test before any request runs."""
         [model] = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
         config = llm.llm_engine.vllm_config
         own, installed = own_kernel(config), bool(_done)
@@ -988,10 +960,10 @@ def grouped(found: Sequence[Standing]) -> list[LayerStanding]:
 
 
 def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int = 0) -> Path | None:
-    """The run file that `nondet report` reads; None where there is no place for one.
+    """The run file that `nondet report` reads; None where none can be written.
 
-    NONDET_COVERAGE names it; where that is there it keeps what it says, and this one's name has the date and the
-    process besides. Else it lies in nondet's cache folder, under both.
+    NONDET_COVERAGE names it; if that file exists it is kept, and this one's name also gets the date and the process. By
+    default it is in nondet's cache folder, with both in its name.
     """
     from nondet.core.certificates import cache_folder
     from nondet.core.environment import collect
@@ -1023,7 +995,7 @@ def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, An
         for record in grouped(found):
             writer.write(record)
         writer.finish()
-    except (UserError, OSError, ValueError) as error:  # a full disk or a name that is none: the log has the same
+    except (UserError, OSError, ValueError) as error:  # a full disk or an invalid name: the log has the same
         log(f"no coverage file: {error}")
         return None
     return path
