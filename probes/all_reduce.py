@@ -1,9 +1,9 @@
-"""Sums over ranks: one row of a message while the number of rows, its place, the run and the rank change.
+"""Sums over ranks: one row of a message while the number of rows, its position, the run and the rank change.
 
-The ranks are processes of the probe's own (`nondet.ranks.group`): gloo's on a CPU, so that every laptop has the
-question; NCCL's on GPUs. A library chooses its algorithm, and cuts a message into pieces that start their sums at
-different ranks, by the message's size, so that an element's order of additions can follow from the number of rows.
-Of two ranks there is one order only: a + b has the bits of b + a. All-gather copies, and stands here for contrast.
+The ranks are processes of the probe's own (`nondet.ranks.group`): gloo's on a CPU, so that it runs on every laptop;
+NCCL's on GPUs. A library chooses its algorithm, and cuts a message into pieces that start their sums at different
+ranks, by the message's size, so that an element's order of additions can depend on the number of rows. Two ranks have
+only one order: a + b has the bits of b + a. All-gather copies, and is included for contrast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST = {"cpu": 256, "cuda": 8192}  # rows: 64 MiB of bfloat16 on CUDA
 _PLACES = 8
 _RUNS = {"cpu": 10, "cuda": 100}
 _CPU_SWEEP = (1, 2, 3, 4, 5, 8, 16, 17, 32, 64, 100, 128)
-# What NCCL can be held to; "full" asks about each
+# What NCCL can be set to; "full" tests each
 _PINNED = tuple((a, p) for a in ("Ring", "Tree") for p in ("LL", "LL128", "Simple"))
 
 
@@ -37,10 +37,10 @@ class AllReduce(Probe):
     name = "all-reduce"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each number of ranks and dtype: both ends of the batch over M, places, runs, ranks; then the other two.
+        """Per number of ranks and dtype: first and last row over M, positions, runs, ranks; then the other operators.
 
         Raises:
-            UserError: ranks that can't be had, as `check_ranks` says.
+            UserError: ranks that are not available, as in `check_ranks`.
         """
         cuda = options.device == "cuda"
         gpus = torch.cuda.device_count() if cuda else 0
@@ -92,10 +92,10 @@ class AllReduce(Probe):
             yield case(what, "batch_size", largest, steps, environment=environment)
 
     def prepare(self, case: Case, device: str, seed: int) -> Message:
-        """The message as it is at its largest; the ranks make their parts of it themselves.
+        """The message at its largest; the ranks make their parts of it themselves.
 
         Raises:
-            UserError: there are too few GPUs for a number of ranks that nobody asked for by name.
+            UserError: there are too few GPUs for a default number of ranks.
         """
         if case.data["missing"]:
             raise UserError(case.data["missing"])
@@ -103,18 +103,18 @@ class AllReduce(Probe):
         return message
 
     def trials(self, case: Case, inputs: Message, operator: Operator) -> Iterator[Trial]:
-        """The row at every M, place, run or rank."""
+        """The row at every M, position, run or rank."""
         changed = {"batch_size": "rows", "position": "place", "rank": "answers"}.get(case.varied)
         for value in case.data["values"]:
             message = replace(inputs, **{changed: value}) if changed else inputs
             yield Trial(value, partial(operator, message))
 
     def reference(self, case: Case, inputs: Message) -> torch.Tensor | None:
-        """The row in float64, added on the CPU's or the GPU's own draw of the ranks' numbers."""
+        """The row in float64, added from the ranks' numbers as drawn on the CPU or the GPU."""
         return reference(inputs).cpu()
 
     def extra(self, case: Case, inputs: Message, results: list[torch.Tensor]) -> dict[str, Any]:
-        """What the ranks were, and the variables that were set for them."""
+        """The ranks, and the variables that were set for them."""
         backend = "nccl" if inputs.device == "cuda" else "gloo"
         return {"ranks": inputs.world, "backend": backend, "environment": dict(inputs.environment)}
 

@@ -1,7 +1,7 @@
-"""index_add and scatter_add: the same call again and again.
+"""index_add and scatter_add: the same call repeated.
 
-On a GPU the stock kernels add with atomics, in whatever order threads arrive. An LLM's forward pass has none of them;
-the backward pass of an embedding and of some attention kernels does. On a CPU they add one after the other.
+On a GPU the stock kernels add with atomics, in the order in which threads arrive. An LLM's forward pass has none of
+them; the backward pass of an embedding and of some attention kernels does. On a CPU they add one after the other.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_b
 
 _ROWS = 16
 _COLUMNS = 64
-_SOURCES = {"cpu": 512, "cuda": 8192}  # index_add takes about 15 us a source on a CPU
+_SOURCES = {"cpu": 512, "cuda": 8192}  # index_add takes about 15 us per source on a CPU
 _RUNS = {"cpu": 200, "cuda": 200}
-_MINE = 4  # rows that are asked about in batches: a quarter of the sources are theirs
-_SHARES = (0, 1, 8, 64)  # of 64 of the others' sources that come along
+_MINE = 4  # rows that are compared in batches: a quarter of the sources are theirs
+_SHARES = (0, 1, 8, 64)  # 64ths of the others' sources that are added in the same call
 
 
 class Atomics(Probe):
@@ -54,7 +54,7 @@ class Atomics(Probe):
         return make("bell", (case.shape["R"], *columns), case.torch_dtype, device, rng), index, source
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """The same call, again and again; or the first rows', while others' sources come along, or do not."""
+        """The same call repeated; or the first rows', with and without others' sources."""
         if case.varied == "batch_size":
             for share in _SHARES:
                 yield Trial(share * case.shape["n"] // 64, partial(_among, operator, inputs, share))
@@ -69,7 +69,7 @@ class Atomics(Probe):
 
 
 def _among(operator: Operator, inputs: Any, share: int) -> torch.Tensor:
-    """The first rows with all of their sources, beside so many 64ths of all sources that are for others."""
+    """The first rows with all of their sources, and this many 64ths of the other rows' sources."""
     target, index, source = inputs
     come = (index < _MINE) | (torch.arange(len(index), device=index.device) * 64 < share * len(index))
     at = torch.nonzero(come)[:, 0]

@@ -1,10 +1,10 @@
 """Attention: one query's output while the batch, the chunk that it is computed in, or the cache before it change.
 
-A request's tokens go through attention in other company each time: alone as a decode step, in a chunk of a prefill,
-in a batch of ragged requests, after a cache hit. A kernel that picks its tile, or the number of parts that it splits
-the keys into, by those sizes adds the same terms in another order. Keys reduced in blocks apart from the new ones
-break the order where the cache ends: 80 cached and 48 new keys in blocks of 32 are 3 + 2 blocks, not 4 (He & Thinking
-Machines Lab 2025, doi 10.64434/tml.20250910).
+A request's tokens run through attention with other requests each time: solo as a decode step, in a chunk of a prefill,
+in a batch of ragged requests, after a cache hit. A kernel that chooses its tile, or the number of parts that it splits
+the keys into, by those sizes adds the same terms in another order. If cached keys are reduced in blocks separate from
+the new ones, the order changes where the cache ends: 80 cached and 48 new keys in blocks of 32 are 3 + 2 blocks, not 4
+(He & Thinking Machines Lab 2025, doi 10.64434/tml.20250910).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from nondet.kernels import reference
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds
 
-# Calls of each size met, each on numbers of its own: a trace met one, in which one element of hundreds may differ.
+# Calls of each size, each with its own numbers: a trace saw one call, in which one element of hundreds may differ.
 _DRAWS = 32
 
 
 def packed_trials(
     operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: int, met: Sequence[tuple[int, int]]
 ) -> Iterator[Trial]:
-    """The last query and the last `own` keys, alone and among as many rows and keys of others as were met.
+    """The last query and the last `own` keys, solo and among as many rows and keys of others as the trace saw.
 
-    Its keys are the first of the call, in its middle, and the last: vectors and tails are reached by where they stand.
+    Its keys are the first of the call, in its middle, and the last, because vector bodies and tails depend on position.
 
     Args:
         operator: Stock attention, which takes an additive `mask`.
-        q: [B, Hq, Tq, D], k, v: [B, Hkv, Tk, D]: of the largest sizes met, for B calls of one packed row each.
+        q: [B, Hq, Tq, D], k, v: [B, Hkv, Tk, D]: of the largest sizes, for B calls of one packed row each.
     """
 
     def last(rows: int, keys: int, start: int) -> torch.Tensor:
@@ -78,7 +78,8 @@ class _Sizes(NamedTuple):
     dtypes: tuple[str, ...]
 
 
-# Heads of Qwen3-8B on a GPU. Every new length costs cuDNN a plan of tens of milliseconds, hence no long sweeps of them.
+# Heads of Qwen3-8B on a GPU. cuDNN plans for tens of milliseconds for every new length, so there are no long sweeps of
+# them.
 _SIZES = {
     "cuda": _Sizes(_Heads(32, 8, 128), 512, 2048, (1, 2, 3, 4, 8, 16, 32, 64), ("bfloat16",)),
     "cpu": _Sizes(_Heads(8, 2, 64), 256, 512, (1, 2, 3, 4, 8, 16), ("bfloat16", "float32")),
@@ -86,17 +87,17 @@ _SIZES = {
 _FULL = {"cuda": (2048, 8192), "cpu": (1024, 2048)}  # tokens, cache
 _CHUNKS = {"cuda": (256, 100, 65), "cpu": (256, 100, 64, 33, 17)}
 _FULL_CHUNKS = (512, 256, 128, 100, 64, 33, 32, 17, 16, 7, 1)
-# Position 0 has one key: nothing is summed there, and cuDNN refuses it, which would lose its whole row.
+# Not position 0, which has one key and so no sum; cuDNN refuses it, which would lose its whole row.
 _POSITIONS = (1, 2, 15, 16, 31, 33, 63, 64, 100, 127, 128, 200, 255, 300, 511, 512, 777, 1023, 1024, 1500, 2047)
 _FEW_POSITIONS = (1, 15, 31, 64, 127, 200, 300, 511)
-# tokens in all; the last ones compared; how many of the others were cached before
+# all tokens; the last ones, which are compared; how many of the others were cached before
 _BOUNDARY = (128, 48, (0, 32, 64, 72, 80))
-# Caches that end at, before and after the borders of blocks and splits; some of them are drawn, and one at random.
+# Caches that end at, before and after the boundaries of blocks and splits; some of them and one other are drawn.
 _CACHES = (1, 2, 15, 17, 31, 33, 63, 65, 127, 128, 129, 191, 255, 256, 257, 511, 513, 769, 1023, 1025)
 _HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 192, 256)
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 _REQUESTS = 2  # in each call of a prefill, a chunk, a cached prompt
-_DENSE = 16  # every number of requests up to here is asked
+_DENSE = 16  # every number of requests up to here is tested
 _LONG = (256, 257, 280, 299)
 _SEEN_OF = (40, 100)  # tokens that are compared, of a prompt's
 _SCALE = 0.25  # of the scores, where a model gives one of its own
@@ -104,13 +105,14 @@ _JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request 
 
 
 class Attention(Probe):
-    """Grouped-query attention under every backend: decode in a batch, prefill, chunks, a growing prompt, company."""
+    """Grouped-query attention under every backend: decode in a batch, prefill, chunks, longer prompts, other
+    requests."""
 
     name = "attention"
     answers = EXACT
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """The heads of `options.config` if it names any; --m, --k and --n are not attention's and are not looked at."""
+        """The heads of `options.config` if it names any; --m, --k and --n are not attention's and are ignored."""
         sizes, config = _SIZES[options.device], options.config
         heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if "heads" in config else sizes.heads
         asked = dtypes(options, "attention", sizes.dtypes)
@@ -139,21 +141,21 @@ class Attention(Probe):
         k = make(of_k, (B, case.shape["Hkv"], T, D), dtype, device, rng)
         wide = (B, case.shape["Hkv"], case.shape.get("Dv", D), T)
         v = make("bell" if kind == "mixed" else kind, wide, dtype, device, rng).mT.contiguous()
-        if kind in ("order", "mixed"):  # a key's twin has its weight, and a value of the other sign: the result is 0
+        if kind in ("order", "mixed"):  # a key's twin has its weight, and the negative of its value: the result is 0
             places = torch.randperm(T // 2, generator=rng, device=device)
             every = slice(None) if kind == "order" else slice(1, None, 2)
             for x, sign in ((k[every], 1), (v[every], -1)):
                 x[:, :, T // 2 : T // 2 * 2] = sign * x[:, :, places]
             v[every, :, T // 2 * 2 :] = 0
         elif kind in EXACT:
-            q.zero_()  # all weights are 1 / Tk; of the values of a column a number of sixteenths are 1, the others 0
+            q.zero_()  # all weights are 1 / Tk; in each column some sixteenths of the values are 1, the others 0
             ones = torch.randint(1, 16, (*v.shape[:2], 1, v.shape[3]), generator=rng, device=device) * T // 16
             turned = torch.randint(0, T, ones.shape, generator=rng, device=device)
             v = ((torch.arange(T, device=device)[:, None] + turned) % T < ones).to(dtype)
         return {"q": q, "k": k, "v": v}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """See `cases`; the first variant is the one that the others are held against."""
+        """See `cases`; the others are compared with the first variant."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         T = k.shape[2]
         if form := _form(case):
@@ -163,7 +165,7 @@ class Attention(Probe):
             operator = _where_it_serves(operator)
 
         def upto(start: int, stop: int, kept: slice | list[int] = slice(None)) -> torch.Tensor:
-            """Queries start ... stop - 1, with all keys up to the last of them; the queries `kept` of these."""
+            """Queries start ... stop - 1, with all keys up to the last of them; returns the queries `kept` of these."""
             return operator(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop])[:, :, kept]
 
         def in_pieces(pieces: list[tuple[int, int]]) -> torch.Tensor:
@@ -217,7 +219,7 @@ class Attention(Probe):
         return out[:, :, -case.data["new"] :] if case.varied == "cache" else out
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Which positions differ between prefill and decode, of any request; whether an exact answer was given."""
+        """Which positions differ between prefill and decode, for any request; whether an exact answer was right."""
         if "positions" not in case.data:
             return super().extra(case, inputs, results)  # noqa: S610 - not Django's
         differ = [~same(results[0], r).transpose(0, 2).flatten(1).all(-1) for r in results[1:]]
@@ -230,31 +232,30 @@ class Attention(Probe):
 
 
 def _form(case: Case) -> dict[str, Any]:
-    """The keywords that its calls have."""
     return {name: case.data[name] for name in ("causal", "scale") if name in case.data}
 
 
 def _where_it_serves(operator: Operator) -> Operator:
-    """What refuses operands of these shapes is not asked about them."""
+    """The operator, which skips operands of these shapes where it refuses them."""
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         try:
             return operator(*tensors)
         except WrongResultError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it says of them
+        except Exception as error:  # noqa: BLE001 - any refusal skips them
             raise NotImplementedError(f"the case is not for it: {reason_of(error)}") from None
 
     return run
 
 
 def _turned(operator: Operator, *by_token: torch.Tensor) -> torch.Tensor:
-    """Of tensors [T, H, B, D], and the result so."""
+    """The operator on tensors [T, H, B, D], with a result in the same layout."""
     return operator(*(x.transpose(0, 2).contiguous() for x in by_token)).transpose(0, 2)
 
 
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> base.Call:
-    """Decode steps; of three requests in a row the second is asked about, of which one is even and one odd."""
+    """Decode steps; the second of three requests in a row is compared, of which one is even and one odd."""
     request = torch.arange(len(q), device=q.device)
     mine = request % 3 == 1
     others = request[~mine]
@@ -295,7 +296,7 @@ class _Maker:
         return Case(name, "attention", shape, self.dtype, varied, kind, axis=axis, **more)
 
     def packed(self, options: Options) -> Case:
-        """One query and its keys among those of others, at the sizes that a trace met.
+        """One query and its keys among those of others, at the sizes that a trace saw.
 
         Only stock attention is called with a mask: ours keep the requests of a pack apart.
         """
@@ -305,7 +306,7 @@ class _Maker:
         return self._of(name, "load", _DRAWS, rows, keys, impls=("stock",), data=data)
 
     def case(self, name: str, varied: str, keys: int, kind: str = "bell", **data: Any) -> Case:
-        """A case over `keys` keys; a `UserError` of one that does not fit in memory."""
+        """A case over `keys` keys; a `UserError` for one that does not fit in memory."""
         batch = max(data["values"]) if varied == "batch_size" else 6 if varied in base.AXES else _REQUESTS
         queries, heads = 1 if varied == "batch_size" and data.get("causal", True) else keys, self.heads
         elements = batch * heads.dim * (2 * heads.key * keys + 2 * heads.query * queries)
@@ -316,7 +317,7 @@ class _Maker:
 
 
 def _tokens(options: Options) -> tuple[int, int]:
-    """Of a prompt, and keys of a decode step."""
+    """Tokens of a prompt, and keys of a decode step."""
     return _FULL[options.device] if options.full else _SIZES[options.device][1:3]
 
 
@@ -335,7 +336,7 @@ def _decodes(options: Options, maker: _Maker) -> Iterator[Case]:
 
 
 def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
-    """A prompt at once against single positions, chunks, a longer prompt, and a cached part."""
+    """A prompt at once compared with single positions, chunks, a longer prompt, and a cached part."""
     tokens, _ = _tokens(options)
     few = tuple(p for p in _FEW_POSITIONS if p < tokens)
     many = tuple(p for p in _POSITIONS if p < tokens) if options.full or options.device == "cpu" else few
@@ -355,7 +356,7 @@ def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
 
 
 def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
-    """An encoder's attention, a scale of the model's own, long prompts, and other numbers of key heads."""
+    """An encoder's attention, a model's own scale, long prompts, and other numbers of key heads."""
     few = (1, 2, 3, 5)
     yield plain.case(
         "requests of 40 tokens in batches of B, not causal", "batch_size", 40, "order", values=few, causal=False
@@ -380,8 +381,8 @@ def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
 
 
 def _drawn(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
-    """Cache lengths, and unless a model was named a number of heads and their size, anew for each seed."""
-    rng, seed = random.Random(options.seed), f"drawn from seed {options.seed}"  # noqa: S311 - sizes, nothing secret
+    """Cache lengths, and unless a model was named a number of heads and their size, new for each seed."""
+    rng, seed = random.Random(options.seed), f"drawn from seed {options.seed}"  # noqa: S311 - sizes, not a secret
     listed = rng.sample(_CACHES, len(_CACHES) if options.full else 2)
     for length in sorted({*listed, rng.randint(2, 1200), rng.randint(1025, 3000)}):
         name = f"decode of 5 requests in batches of B, {length} keys, {seed}"

@@ -1,13 +1,13 @@
-"""Gradients: whether their bits follow the batch, the micro-batch, or the moment.
+"""Gradients: whether their bits depend on the batch, the micro-batch, or the run.
 
-`invariant` is what a trainer gets under `nondet.batch_invariant(training=True)`, forward and backward both inside of
-the block; `stock` is torch's autograd. Three questions:
+`invariant` is what a trainer gets under `nondet.batch_invariant(training=True)`, with forward and backward inside the
+block; `stock` is torch's autograd. It tests:
 
-- What a gradient gives to a row, or to a request of attention, in batches of M.
-- What it gives to a weight, a sum over all tokens, where the same sequences come in micro-batches of 1, 2, 4 ... and
-  each adds to `.grad`. The order is the micro-batch's then, by meaning, so only stock is tested.
-- The same call again, of every operator, so that what a batch changes is told from what a moment does: on a GPU torch
-  adds with atomics in embeddings, gathers and attention's queries.
+- The gradient of a row, or of a request of attention, in batches of M.
+- The gradient of a weight, a sum over all tokens, where the same sequences come in micro-batches of 1, 2, 4 ... and
+each adds to `.grad`. There the order depends on the micro-batch by definition, so only stock is tested.
+- The same call again, of every operator, to distinguish the batch's effect from the run's: on a GPU torch adds with
+atomics in embeddings, gathers and attention's queries.
 
 Errors are those of the first variant, compared with torch's autograd in float64.
 """
@@ -27,7 +27,7 @@ from nondet.core.measure import Trial
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory, size
 
-# Of x [M, W]; a weight [W] and a bias [W] where there are such, which are not learnt here.
+# Of x [M, W], and a weight [W] and a bias [W] where there are any, which get no gradient here.
 ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "silu_backward": lambda x, _: F.silu(x),
     "softmax_backward": lambda x, _: x.softmax(-1),
@@ -44,7 +44,7 @@ WEIGHTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
 }
 AGAIN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "embedding_dense_backward": lambda weight, ids: F.embedding(ids, weight),
-    "index_put_accumulate": lambda weight, ids: weight[ids],  # the gradient of what is gathered
+    "index_put_accumulate": lambda weight, ids: weight[ids],  # the gradient of a gather
 }
 _LOGITS = ("softmax_backward", "log_softmax_backward", "cross_entropy_backward")
 _VOCABULARY = 40
@@ -63,7 +63,7 @@ class Backward(Probe):
     name = "backward"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """Rows and requests in batches, weights in micro-batches, and what is run again; --m, --k, --n: M, W and N."""
+        """Rows and requests in batches, weights in micro-batches, and repeated calls; --m, --k, --n: M, W and N."""
         for dtype in dtypes(options, "backward", ("bfloat16", "float32")):
             for kind in kinds(options, ("bell",)):
                 yield from self._rows(options, dtype, kind)
@@ -113,7 +113,7 @@ class Backward(Probe):
         return Case(title, name, shape, dtype, varied, kind, impls, data=data)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """x of rows [M, 2, W] beside their gradients, or requests [M, heads, T, D]; or a weight, x, ids, gradient."""
+        """x of rows [M, 2, W] with their gradients, or requests [M, heads, T, D]; or a weight, x, ids, gradient."""
         rng, dtype, shape = generator(seed, device), case.torch_dtype, case.shape
         if case.operator == "attention_backward":
             count = max(shape.get("M", 0), case.data["rows"])
@@ -128,7 +128,7 @@ class Backward(Probe):
         return make("bell", at, dtype, device, rng), x, ids, above
 
     def own(self, case: Case, impl: str) -> Operator:
-        """Autograd, or the same under `batch_invariant(training=True)`."""
+        """Autograd, plain or under `batch_invariant(training=True)`."""
         compute = _weight_gradient if case.operator in WEIGHTS else _gradient
         if impl == "stock":
             return compute
@@ -146,7 +146,7 @@ class Backward(Probe):
         return run
 
     def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
-        """One block for all variants: to enter the first block takes longer than a variant does."""
+        """One block for all variants, because entering the first block takes longer than a variant."""
         from nondet.kernels.dispatch.block import batch_invariant
 
         return batch_invariant(training=True) if impl == "invariant" else nullcontext()
@@ -180,7 +180,7 @@ class Backward(Probe):
 
 
 def _gradient(name: str, *tensors: torch.Tensor) -> torch.Tensor:
-    """The gradient of the first tensor by autograd; of attention that of q, k and v, heads beside each other."""
+    """The gradient of the first tensor by autograd; for attention those of q, k and v, concatenated along the heads."""
     with torch.enable_grad():
         if name == "attention_backward":
             return _attention(tensors[0])
@@ -207,7 +207,7 @@ def _attention(packed: torch.Tensor) -> torch.Tensor:
 def _weight_gradient(
     name: str, tokens: int, weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, above: torch.Tensor
 ) -> torch.Tensor:
-    """`weight.grad` after micro-batches of so many tokens each."""
+    """`weight.grad` after micro-batches of this many tokens each."""
     leaf = weight.detach().clone().requires_grad_()
     with torch.enable_grad():
         for seen, looked_up, gradient in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):

@@ -1,8 +1,8 @@
-"""What a probe is, what each asks of the user's options, and the questions that are the same for every operator.
+"""The definition of a probe, what probes take from the user's options, and the cases that all operators share.
 
-A case is one question: variants of one computation that ought to give equal bits. The runner computes every variant
-under every implementation, sorts the results into classes, and writes a row. A probe only says what the cases are, what
-the variants compute, and what the float64 reference is.
+A case is a set of variants of one computation that ought to give equal bits. The runner computes every variant under
+every implementation, sorts the results into classes, and writes a row. A probe only defines the cases, what the
+variants compute, and the float64 reference.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongSh
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for. None means: the probe's own default list.
+    """The options of the command line. None means the probe's own default list.
 
     Attributes:
         device: "cpu" or "cuda".
-        dtypes: Dtypes to ask about.
+        dtypes: Dtypes to test.
         m, k, n: Sizes given by the user; a probe takes those that its operator has.
         layers: (name, K, N) of real linear layers, from a preset or a model's config.
         config: Sizes of a model (heads, head_dim, hidden, vocabulary), from a preset or a model's config.
@@ -45,10 +45,10 @@ class Options:
         ranks: Numbers of ranks to start, for probes of collectives.
         full: The long sweep instead of the default list of under 20 s.
         map: "mn" or "mk": every M at some N, or at some K, instead of the default list; "": no map.
-        met: (rows, keys, products or 0) that a trace met, see `nondet.probes.runner`: they are among what is asked.
+        met: (rows, keys, products or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes.
         own: Keys that the row in question saw there.
-        operator: What it met, where the probe asks several.
-        one_of_all: All probes were named at once: what takes long here is left to whoever names this one.
+        operator: The operator in the trace, where the probe tests several.
+        one_of_all: All probes were named at once: slow cases are only run if this probe is named.
     """
 
     device: str = "cpu"
@@ -72,7 +72,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Case:
-    """One question.
+    """One case: variants that ought to give equal bits.
 
     Attributes:
         name: Unique within the probe, device and dtype; it is part of the key that a resumed run skips by.
@@ -82,9 +82,9 @@ class Case:
         varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
         axis: The kind of what varies, an `Axis` of `nondet.core.records`; None: what `varied` usually is.
         demonstration: The probe built the operator to show a cause: no verdict on what a library runs.
-        exact: Every partial sum is exact, so that all orders must agree and what parts is a bug; None: by `inputs`.
-        impls: The implementations that the case is put to; None: those the user asked for.
-        data: Whatever else `prepare` and `trials` need.
+        exact: Every partial sum is exact, so all orders must agree and a difference is a bug; None: by `inputs`.
+        impls: The implementations of the case; None: the user's.
+        data: Other data of `prepare` and `trials`.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Probe:
         """The cases for these options. Cheap: no tensors are made here.
 
         Raises:
-            UserError: a size or dtype that makes no sense for the operator.
+            UserError: a size or dtype that the operator can't have.
         """
         raise NotImplementedError
 
@@ -136,28 +136,28 @@ class Probe:
         raise NotImplementedError
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """The variants, with `operator` the launcher of the implementation in hand."""
+        """The variants, with `operator` the launcher of the current implementation."""
         raise NotImplementedError
 
     def own(self, case: Case, impl: str) -> Operator:
-        """What computes a case whose operator is a name of the probe's own; a probe may do without."""
+        """The computation of a case whose operator is a name of the probe's own; optional."""
         return _no_operator
 
     def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
-        """What is entered around all variants of a case; a probe may do without."""
+        """A block around all variants of a case; optional."""
         return nullcontext()
 
     def join(self, case: Case, parts: Any) -> torch.Tensor:
-        """One tensor of what a variant gives, unseen by the profiler; as it is, where that is one."""
+        """One tensor of a variant's result, not profiled; the result itself, if it is one."""
         whole: torch.Tensor = parts
         return whole
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """What the first variant ought to be, in float64; None where there is no such thing."""
+        """The first variant's result in float64; None where there is none."""
         return None
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """What only this probe can say of the distinct results (representatives, by class), as JSON-able data.
+        """The probe's own findings about the distinct results (representatives, by class), as JSON-able data.
 
         Here: the layer's name, where it has one; of `answers`, whether every class is the known one, rounded once.
         """
@@ -168,12 +168,11 @@ class Probe:
         return said
 
 
-# What every implementation of an operator owes whoever calls it: the result's dtype and its whole shape.
-#
-# A probe compares parts of results. A kernel that gives 1,000 rows for 1,200, or float32 for bfloat16, would have
-# equal bits in every part that is looked at; so whatever a probe calls is called through `checked`.
+# Checks of an operator's result: its dtype and its whole shape. A probe compares parts of results. A kernel that gives
+# 1,000 rows for 1,200, or float32 for bfloat16, would have equal bits in every part that is compared; so probes call
+# everything through `checked`.
 
-# By the signatures in nondet/kernels/reference.py. What is not listed is not checked.
+# By the signatures in nondet/kernels/reference.py. Operators that are not listed are not checked.
 _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "linear": lambda x, weight, *_: (*x.shape[:-1], weight.shape[0]),
     "grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
@@ -195,16 +194,16 @@ def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
     """
     try:
         inspect.signature(call).bind(*arguments, **keywords)
-    except ValueError:  # a builtin does not tell its arguments
+    except ValueError:  # a builtin may not report its arguments
         return
     except TypeError as error:
         raise NotImplementedError(f"the case is not for it: {error}") from None
 
 
 def checked(operator: str, call: Operator) -> Operator:
-    """`call`, with every result held to the operator's shape and to the dtype of the first argument.
+    """`call`, with every result checked for the operator's shape and for the dtype of the first argument.
 
-    Attributes and signature of `call` stay visible. No data is read: it costs microseconds a call.
+    Attributes and signature of `call` stay visible. No data is read: it costs microseconds per call.
     """
 
     expected = _SHAPES.get(operator)
@@ -229,28 +228,28 @@ def checked(operator: str, call: Operator) -> Operator:
     return run
 
 
-# What torch's own operators compute in. The float8 and float4 formats are for storage: no operator here takes them.
+# What torch's own operators compute in. The float8 and float4 formats are for storage only.
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
-# Powers of two and their neighbours, and what lies between: tiles, waves and heuristics change there.
+# Powers of two and their neighbours, and sizes between them: tiles, waves and heuristics change there.
 SWEEP = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 160),
     *(192, 224, 255, 256, 257, 320, 384, 448, 511, 512, 513, 640, 768, 1023, 1024, 1025, 1536, 2048, 3072, 4096),
 )
-_DENSE = 64  # a dense sweep holds every size up to here: a window of few sizes may lie anywhere
+_DENSE = 64  # a dense sweep holds every size up to here: a window of few sizes may be anywhere
 # Every size up to this one is tried in a full sweep on a CPU, where a product of 4096 rows takes a second or so.
 _DENSE_ON_CPU = 512
 
 
 def size(flag: str, value: int | None, default: int) -> int:
-    """The size given with `flag`, or the default; a `UserError` of one that is not positive."""
+    """The size given with `flag`, or the default; a `UserError` if it is not positive."""
     if value is not None and value < 1:
         raise UserError(f"{flag} {value} is not a size", "Give 1 or more.")
     return default if value is None else value
 
 
 def given_layer(options: Options) -> tuple[int, int] | None:
-    """K and N of the one layer that --k and --n name; either stands for both. None: neither was given."""
+    """K and N of the one layer that --k and --n name; one of them gives both. None: neither was given."""
     if options.k is None and options.n is None:
         return None
     K = size("--k", options.k, options.n or 0)
@@ -258,24 +257,24 @@ def given_layer(options: Options) -> tuple[int, int] | None:
 
 
 def weight_scale(K: int) -> float:
-    """To give weights the variance 1/K, about, as in a trained layer; a power of two keeps every digit drawn."""
+    """To give weights the variance 1/K, about, as in a trained layer; a power of two keeps every drawn digit."""
     return 2.0 ** -round(math.log2(K) / 2)
 
 
 def largest_batch(options: Options, default: int) -> int:
-    """Rows of the largest batch: --m or the default, and at least what a trace met."""
+    """Rows of the largest batch: --m or the default, and at least those of a trace."""
     return max([size("--m", options.m, default), *(rows for rows, _ in options.met)])
 
 
 def runs(options: Options, default: int) -> int:
-    """Repetitions of a run-to-run case; a `UserError` of fewer than two, which compare with nothing."""
+    """Repetitions of a run-to-run case; a `UserError` for fewer than two, which compare nothing."""
     if options.runs is not None and options.runs < 2:
         raise UserError(f"--runs {options.runs} compares nothing", "Give 2 or more.")
     return default if options.runs is None else options.runs
 
 
 def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[str, ...]:
-    """The dtypes asked for, each once, or the default ones; an error of what the operator does not have."""
+    """The requested dtypes, each once, or the default ones; an error for one that the operator does not have."""
     for name in options.dtypes or ():
         if name not in COMPUTE_DTYPES:
             raise UserError(f"{operator} does not compute in {name}", f"It does in {', '.join(COMPUTE_DTYPES)}.")
@@ -283,7 +282,7 @@ def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[s
 
 
 def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
-    """The kinds of input asked for, each once, or the default ones; an `UnknownNameError` of what is no kind."""
+    """The requested kinds of input, each once, or the default ones; an `UnknownNameError` for an unknown kind."""
     for name in options.inputs or ():
         if name not in KINDS:
             raise UnknownNameError("kind of input", name, KINDS)
@@ -291,7 +290,7 @@ def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
 
 
 def drawn(largest: int, options: Options, count: int = 3, above: int = 1) -> set[int]:
-    """Up to so many sizes between `above` and `largest` that no list holds: another seed asks about others."""
+    """At most `count` sizes between `above` and `largest` that no list holds: another seed draws others."""
     unlisted = sorted(set(range(above + 1, largest)) - set(SWEEP))
     return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes, nothing secret
 
@@ -302,12 +301,12 @@ def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
 
 
 def sweep(largest: int, options: Options, start: int = 1, *, dense: bool = False) -> list[int]:
-    """Sizes from `start` to `largest`, both included: a few dozen, or all that are affordable if `options.full`.
+    """Sizes from `start` to `largest`, both included: a few dozen, or all affordable ones if `options.full`.
 
-    Some are drawn, and those that a trace met are among them, however large.
+    Some are drawn, and those of a trace are included, however large.
 
     Args:
-        dense: Every size up to 64 is, too.
+        dense: Include every size up to 64.
     """
     every = _DENSE if dense else 0
     chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=max(every, 1))}
@@ -323,7 +322,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def available_bytes(device: str) -> int:
-    """Memory that can be had on the device type now; a `UserError` where there is no such device."""
+    """Memory that is available on the device type now; a `UserError` where there is no such device."""
     if device == "cuda":
         if not torch.cuda.is_available():
             raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
@@ -334,9 +333,9 @@ def available_bytes(device: str) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _free_on_gpu(index: int, second: int) -> int:
-    """Free bytes, asked once a second: a plan asks for each of its cases, and a driver that is busy takes its time.
+    """Free bytes, queried once a second, because a plan needs them for each case, and a busy driver is slow.
 
-    A process that only plans has no context on the device, and is given none for this.
+    A process that only plans has no context on the device, and gets none for this.
     """
     in_use: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
     if not in_use(index):
@@ -347,11 +346,11 @@ def _free_on_gpu(index: int, second: int) -> int:
 
 
 def require_memory(device: str, needed: int, what: str) -> None:
-    """Refuse, as a `UserError`, sizes whose tensors can't exist here, before any is made.
+    """Refuse, as a `UserError`, sizes whose tensors do not fit here, before any is made.
 
     Args:
         needed: Bytes of everything that is alive at once.
-        what: The sizes, as the user knows them.
+        what: The sizes, in the user's words.
     """
     available = available_bytes(device)
     if needed > available:
@@ -368,30 +367,30 @@ def _human(count: int) -> str:
     return f"{count} bytes"
 
 
-# Questions that are the same for every operator: what the others hold, where operands lie, what was called before.
-#
-# A request's bits may depend on its company without any size changing: a scale taken over other people's rows, a NaN
-# that leaks from a neighbour's, memory that nobody initialized. And the same call may give other bits at another
-# moment: the first of a process, after an autotuner changed its mind, while its result's buffer is used again, or when
-# a cache did not notice that the inputs were written to.
+# Cases that all operators share: other rows' values, operands' layout, and earlier calls. A request's bits may depend
+# on concurrent requests without any size changing: a scale taken over other requests' rows, a NaN that leaks from a
+# neighbour's, uninitialized memory. And the same call may give other bits at another time: the first of a process,
+# after an autotuner changed its choice, while its result's buffer is used again, or when a cache did not notice that
+# the inputs were written to.
 
-# What `Case.varied` is called for the questions asked here, and what a case of it is about.
+# The values of `Case.varied` for these cases, and the subject of each.
 AXES = {
     "neighbour_values": "while other rows hold other values",
     "alignment": "at other addresses",
     "history": "first, later, after other calls, held, written in place",
 }
 _OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
-LARGER = 256  # rows of the largest call between: a workspace may have grown since, or a tuner chosen anew
-# Rows more than the asked ones have, where another call of a size is its first, and where the asked one is. A stretch
-# of sizes that holds one list holds a part of the other, and sizes that all of one list are multiples of hold neither.
+LARGER = 256  # rows of the largest call between: a workspace may have grown since, or a tuner chosen again
+# Rows in addition to the compared ones: in sizes first called with other rows, and in sizes first called with these. A
+# range of sizes that holds one list holds a part of the other, and sizes of which all of one list are multiples hold
+# neither.
 _NEW_SIZES = ((1, 3, 6), (2, 5, 9))
-_DIRTY = 16  # blocks of a result's size that held NaN when the allocator got them back
+_DIRTY = 16  # blocks of a result's size that held NaN when they were freed
 _SHIFTS = (0, 1, 3, 8)  # elements past an aligned address
 
 
 class Call(NamedTuple):
-    """One call of an operator, and whose rows of it are asked about.
+    """One call of an operator, and which of its rows are compared.
 
     Attributes:
         tensors: As the operator takes them.
@@ -404,11 +403,11 @@ class Call(NamedTuple):
     kept: torch.Tensor
 
     def ask(self, operator: Operator) -> torch.Tensor:
-        """The rows asked about."""
+        """The compared rows."""
         return operator(*self.tensors).index_select(0, self.kept)
 
     def resized(self, rows: int) -> Call:
-        """As many rows, of these in turn; where integers say how many each expert has, as many as it can have."""
+        """The call with this many rows, cycling through these; counts of rows per expert are adjusted."""
         count = len(self.tensors[0])
         turn = torch.arange(rows, device=self.tensors[0].device) % count
 
@@ -420,7 +419,7 @@ class Call(NamedTuple):
         return self.replaced(map(of, self.tensors, self.others))
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Call:
-        """The same question of other tensors."""
+        """The same call with other tensors."""
         return self._replace(tensors=tuple(tensors))
 
 
@@ -433,11 +432,11 @@ def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
     fills: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "as drawn": torch.clone,
         "zeros": torch.zeros_like,
-        "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # ordinary products of it are finite
+        "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # its ordinary products are finite
         "one outlier": _with_outlier,
         "NaN": lambda x: torch.full_like(x, torch.nan),
         "infinite": lambda x: torch.full_like(x, torch.inf),
-        "hidden": lambda x: torch.full_like(x, -torch.inf),  # wholly, as rows of a batch that is padded
+        "hidden": lambda x: torch.full_like(x, -torch.inf),  # completely, as rows of a padded batch
         "negated": torch.neg,
         "larger by one": lambda x: x + 1,  # no column is zero any more
         "in another order": lambda x: x.flip(0),
@@ -458,7 +457,7 @@ def _with_outlier(x: torch.Tensor) -> torch.Tensor:
 def _with_neighbours(
     call: Call, operator: Operator, fill: Callable[[torch.Tensor], torch.Tensor] | None, *, begin: bool = False
 ) -> torch.Tensor:
-    """The asked rows beside others that are filled anew; without `fill` each is one of the asked rows, or begins so."""
+    """The compared rows among others that are filled; without `fill` each is a copy of a compared row, or begins so."""
     filled = []
     for tensor, others in zip(call.tensors, call.others, strict=True):
         if others is not None and len(others) and tensor.is_floating_point():
@@ -475,12 +474,12 @@ def _with_neighbours(
 
 
 def _raw(x: torch.Tensor) -> torch.Tensor:
-    """float8 as bytes: torch moves these on every device."""
+    """float8 as bytes: torch can copy these on every device."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _filled(x: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Other numbers; of float8, which has no arithmetic, the nearest, and the largest where they are too large."""
+    """The filled numbers; for float8, which has no arithmetic, the nearest, saturated."""
     if x.element_size() > 1:
         return fill(x)
     most = torch.finfo(x.dtype).max
@@ -488,7 +487,7 @@ def _filled(x: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> to
 
 
 def _opposite(x: torch.Tensor) -> torch.Tensor:
-    """Other values of the same size: in another order along the first axis, with their signs turned."""
+    """Other values of the same size: in another order along the first axis, with their signs flipped."""
     if not x.is_floating_point():
         return x
     return (x.view(torch.uint8) ^ 128).flip(0).view(x.dtype) if x.element_size() == 1 else -x.flip(0)
@@ -504,7 +503,7 @@ def _shifted(call: Call, operator: Operator, shift: int) -> torch.Tensor:
 
 
 def _at_address(x: torch.Tensor, shift: int) -> torch.Tensor:
-    """The same numbers and strides, starting so many elements past an aligned address."""
+    """The same numbers and strides, starting `shift` elements past an aligned address."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     boundary = 64 // x.element_size()
     storage = x.new_zeros(extent + 2 * boundary + shift)
@@ -513,7 +512,7 @@ def _at_address(x: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
-    """The same call at other moments; what is called between has the same shapes and other values."""
+    """The same call at other times; calls between have the same shapes and other values."""
     other = call.replaced(map(_opposite, call.tensors))
 
     def held() -> torch.Tensor:
@@ -529,7 +528,7 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
     def over_nan() -> torch.Tensor:
         shaped = operator(*other.tensors)
         dirty = [torch.full_like(shaped, torch.nan) for _ in range(_DIRTY)]
-        del dirty  # the allocator hands the same memory out again
+        del dirty  # the allocator returns the same memory again
         return call.ask(operator)
 
     yield Trial("first", partial(call.ask, operator))
@@ -551,17 +550,17 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
 
 
 def _after(between: Call, call: Call, operator: Operator) -> torch.Tensor:
-    """The rows asked about, after a call of another size; what does not serve that size is not called."""
+    """The compared rows, after a call of another size, which is left out where it is not supported."""
     with suppress(Exception):
         operator(*between.tensors)
     return call.ask(operator)
 
 
 def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
-    """The rows asked about, in calls of sizes that were met with other values first, where that decides their bits.
+    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits.
 
-    It does where all these sizes agree, and those that were met with the asked rows first agree on other bits. A kernel
-    that keeps what it got at the first call of a shape is told from one that chooses by the shape.
+    It does where all these sizes agree, and the sizes that first ran with the compared rows agree on other bits. That
+    distinguishes a kernel that keeps the choice of a shape's first call from one that chooses by the shape.
     """
     found = []
     try:
@@ -571,7 +570,7 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
                 operator(*first.resized(len(call.tensors[0]) + rows).tensors)
                 given.append(call.resized(len(call.tensors[0]) + rows).ask(operator))
             found.append(given)
-    except Exception:  # noqa: BLE001 - what does not serve these sizes is not asked about them
+    except Exception:  # noqa: BLE001 - unsupported sizes are left out
         return call.ask(operator)
     (values, *later), (own, *others) = found
     steady = all(identical(values, result) for result in later) and all(identical(own, result) for result in others)
@@ -579,7 +578,7 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
 
 
 def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch.Tensor:
-    """One argument's storage held other values in the call before: a cache must notice."""
+    """The call after the storage of one argument held other values: a cache must notice."""
     buffer = other.tensors[place].clone(memory_format=torch.preserve_format)
     tensors = [buffer if i == place else x for i, x in enumerate(call.tensors)]
     operator(*tensors)
@@ -587,7 +586,7 @@ def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch
     return call.replaced(tensors).ask(operator)
 
 
-# What torch, NumPy and authors of kernels say of operands that do not fit each other, whatever they hold.
+# Messages of torch, NumPy and authors of kernels about operands that do not fit each other.
 _MISFIT = re.compile(
     "cannot be multiplied|must match the (existing )?size|(size|dimension|shape) mismatch|incompatible (dimen|shape)"
     "|shapes .* not aligned|(could|does) not (be )?broadcast|first two dimensions|mismatch in its core dimension",
@@ -597,13 +596,13 @@ _MISCALLED = re.compile("(takes|missing|expected).*argument")
 
 
 def fitted(operator: str, call: Operator, who: str) -> Operator:
-    """A user's function, whose fault is told from its form's: for its first case, before it fails in all of them.
+    """A user's function whose form is checked at its first case, before it fails in all of them.
 
     Operands that do not fit each other, a result of another shape and a call that can't be made are faults of the form.
-    Whatever else it raises is its own affair, of this case alone.
+    Any other exception belongs only to this case.
 
     Raises:
-        MisfitError: when called, as said.
+        MisfitError: when called, for a fault of the form.
     """
 
     @functools.wraps(call)
@@ -627,11 +626,11 @@ def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.
     """The first `rows` rows of x, each computed in a batch of exactly M rows.
 
     A larger batch holds one half of them at its head and the other at its tail, where the last tile may be partly
-    filled, with the rows after them in between. Smaller batches cut them; the last one begins early enough.
-    All pieces are contiguous, so that on a GPU they are joined by copies and no kernel runs but the operator's.
+    filled, with the rows after them in between. Smaller batches divide them; the last one begins early enough. All
+    pieces are contiguous, so that on a GPU they are joined by copies and only the operator's kernels run.
 
     Args:
-        operator: Of a batch [M, ...]; its result's first axis is the batch's.
+        operator: Takes a batch [M, ...]; its result's first axis is the batch's.
         x: [rows or more, ...], contiguous, with at least M rows.
     """
     if rows <= M:
@@ -647,7 +646,7 @@ def in_slices(compute: Callable[[int, int], torch.Tensor], rows: int, M: int) ->
     """Rows 0 ... rows - 1 in batches of exactly M of them; the last batch begins early enough.
 
     Args:
-        compute: compute(start, stop) gives the results of these rows, computed as one batch.
+        compute: compute(start, stop) returns the results of these rows, computed as one batch.
     """
     parts = [compute(start, start + M) for start in range(0, rows - M + 1, M)]
     rest = rows % M
@@ -665,7 +664,7 @@ def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def at_every_place(operator: Operator, x: torch.Tensor, places: int) -> torch.Tensor:
-    """Every row of x [R, ...] at every place of a batch, by R batches in which they take turns: [places, R, ...]."""
+    """Every row of x [R, ...] at every position of a batch, in R batches that rotate the rows: [places, R, ...]."""
     rows = len(x)
     place = torch.arange(places, device=x.device)
     turns = torch.stack([operator(x[(place + turn) % rows]) for turn in range(rows)])

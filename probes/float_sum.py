@@ -1,11 +1,10 @@
-"""The order of a sum alone: float addition is not associative, so one list of numbers has many sums.
+"""The order of a single sum: float addition is not associative, so one list of numbers has many sums.
 
 He & Thinking Machines Lab (2025, doi 10.64434/tml.20250910) sum eight numbers in 10,000 shuffled orders and print 102
-distinct results. That figure is reproduced here, together with what it depends on: it is what the built-in `sum` of
-Python 3.12 and 3.13 gives, which compensates the rounding of floats but not of the integers 1 and -1 in the list
-(Neumaier's algorithm; `builtin_sum` in CPython's bltinmodule.c). Plain additions, as Python 3.11 and every loop do
-them, give 258, and math.fsum gives 1. The arithmetic of each is written out below, so the result does not depend on the
-Python that runs it.
+distinct results. That figure is reproduced here, with its causes: it is what the built-in `sum` of Python 3.12 and 3.13
+gives, which compensates the rounding of floats but not of the integers 1 and -1 in the list (Neumaier's algorithm;
+`builtin_sum` in CPython's bltinmodule.c). Plain additions, as in Python 3.11 and every loop, give 258, and math.fsum
+gives 1. The arithmetic of each is written out below, so the result does not depend on the Python that runs it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _EXACT = "integers"
 
 
 def add_plainly(numbers: Iterable[float]) -> float:
-    """Left to right, one rounding each: a loop, and Python's `sum` up to 3.11."""
+    """Left to right, one rounding per addition: a loop, and Python's `sum` up to 3.11."""
     total = 0.0
     for x in numbers:
         total += x
@@ -40,7 +39,7 @@ def add_plainly(numbers: Iterable[float]) -> float:
 
 
 def add_compensated(numbers: Iterable[float]) -> float:
-    """As `sum` of Python 3.12 and 3.13: what rounding takes from a float is kept, what it takes from an int is lost."""
+    """As `sum` of Python 3.12 and 3.13: it compensates the rounding of a float, but not of an int."""
     total, correction, started = 0.0, 0.0, False
     for x in numbers:
         grown = total + x
@@ -60,7 +59,7 @@ _PYTHON_SUMS: dict[str, Callable[[Iterable[float]], float]] = {
 
 
 class FloatSum(Probe):
-    """One list of numbers in many orders: 10,000 shuffles in Python, and the orders that reductions really use."""
+    """One list of numbers in many orders: 10,000 shuffles in Python, and the orders of real reductions."""
 
     name = "float-sum"
 
@@ -92,7 +91,7 @@ class FloatSum(Probe):
             x = torch.randint(-1, 2, (length,), generator=rng).to(case.torch_dtype)
         else:
             x = make(case.inputs, (length,), torch.float32, "cpu", rng)
-            # the numbers are drawn in float32: a third of one has digits enough to be rounded in float64, too
+            # the numbers are drawn in float32: a third of one is rounded in float64, too
             x = x.double() / 3.0 if case.dtype == "float64" else x.to(case.torch_dtype)
         orders = {"sequential": torch.arange(length), "reversed": torch.arange(length).flip(0)}
         orders |= {f"shuffle {i}": torch.randperm(length, generator=rng) for i in range(1, _TENSOR_SHUFFLES + 1)}
@@ -114,7 +113,7 @@ class FloatSum(Probe):
         return torch.tensor(math.fsum(inputs["x"].tolist()), dtype=torch.float64, device=inputs["x"].device)
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The number of sums and their range; for tensors, each order's sum beside math.fsum's."""
+        """The number of sums and their range; for tensors, each order's sum with math.fsum's."""
         sums = sorted(float(r) for r in results)
         said: dict[str, Any] = {"distinct_sums": len(set(sums)), "smallest": sums[0], "largest": sums[-1]}
         if "how" in case.data:
@@ -141,7 +140,7 @@ def _shuffled_sums(add: Callable[[Iterable[float]], float]) -> torch.Tensor:
 
 
 def _tensor_sum(case: Case, inputs: Any, order: str) -> torch.Tensor:
-    """One order's sum, as a scalar of the case's dtype; the sequential orders are computed side by side, once."""
+    """One order's sum, as a scalar of the case's dtype; the sequential orders are computed together, once."""
     sums: dict[str, torch.Tensor] = inputs["sums"]
     if order not in sums:
         accumulator: torch.dtype = getattr(torch, case.data["accumulator"])
@@ -161,7 +160,7 @@ def _tensor_sum(case: Case, inputs: Any, order: str) -> torch.Tensor:
 
 
 def _one_by_one(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of each row of [R, N], column after column, rounding to the rows' dtype at every addition. Gives [R]."""
+    """Sum of each row of [R, N], column after column, rounding to the rows' dtype at every addition. Returns [R]."""
     total = torch.zeros_like(rows[:, 0])
     for column in rows.unbind(1):
         total = total + column

@@ -1,9 +1,9 @@
-"""Any function under the questions that nondet asks: the records that its commands write, without a command.
+"""Tests of any function: the records that nondet's commands write, without a command.
 
-`check_operator` puts a function in the place of a known operator and asks the operator's probe about it: hard inputs,
-every place, other company, other moments, and the float64 oracle. `check` asks about any callable: its results for
-batches of several sizes, row by row. What a result is compared by, when it is computed again and when it is wrong is
-`nondet.core.measure`'s, as in every command.
+`check_operator` tests a function as an implementation of a known operator, with the operator's probe: hard inputs,
+every position, other rows, other call orders, and the float64 oracle. `check` tests any callable: its results for
+batches of several sizes, row by row. `nondet.core.measure` decides how a result is compared, when it is computed again
+and when it is wrong, as in every command.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run, Status
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line
 
-# A function and the inputs that somebody makes for it, as variants to measure: the same requests in other batches.
-#
-# A divergence means something only if the requests were the same. So inputs are held to that before results are.
+# A function and the inputs that a user makes for it, as variants to measure: the same requests in other batches. A
+# divergence only means something if the requests were the same, so inputs are checked for that before results.
 
 Inputs = Any
-_EACH_MOST = 256  # of the largest batch's requests so many are made again without the others, spread over it
+_EACH_MOST = 256  # requests of the largest batch, spread over it, that are computed again without the others
 # Of the results' elements those that differ where a sum over K of 256 to 4,096 is cut in two and added in float32:
 # 0.8 to 1.5 in 10,000 of bfloat16 and 5 to 14 of float16, measured on ordinary numbers (float32: 62 of 100).
 _SHARE = {"bfloat16": 1e-4, "float16": 1e-3}
-_SEEN = 3.0  # that many expected are none by chance in one of 20
+_SEEN = 3.0  # if this many are expected, none occurs by chance in one of 20
 Select = Callable[[Any, Value], torch.Tensor]
 
 
 class BadInputsError(UserError):
-    """make_inputs gave other requests, so that what `fn` gives may differ for that alone."""
+    """make_inputs gave other requests, so so `fn` may differ only because of them."""
 
 
 def checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
-    """What varies, as a list; a `UserError` of a value that is none, or of what compares nothing.
+    """The values that vary, as a list; a `UserError` for an invalid value, or for a list that compares nothing.
 
     Args:
         sizes: The values are batch sizes.
@@ -74,7 +73,7 @@ class Subject:
     """A function with its inputs, as variants to measure.
 
     Attributes:
-        dtype: Of the compared results; "unknown" until there is one.
+        dtype: The compared results' dtype; "unknown" until there is one.
         shape: The largest batch, where values are sizes, and the axes of what is compared.
         device: Type of the device that the inputs are on.
     """
@@ -91,12 +90,12 @@ class Subject:
         self._leading: dict[str, dict[bool, tuple[torch.Tensor, ...]]] = {}
         self._first: tuple[torch.Size, torch.dtype] | None = None
         self._expected: torch.Size | None = None
-        self._sizes: dict[tuple[int, ...], int] = {}  # shapes of whole results, and for how many requests
+        self._sizes: dict[tuple[int, ...], int] = {}  # shape of a whole result -> its number of requests
         self.dtype, self.shape = "unknown", dict[str, int]()
         self.device = next((tensor.device.type for _, tensor in _tensors(self.inputs(values[0]))), "cpu")
 
     def inputs(self, value: Value) -> Inputs:
-        """The inputs of a value, held to those of the values before it."""
+        """The inputs of a value, compared with those of the values before it."""
         inputs = self._make(value)
         prints = fingerprint(inputs)
         before = self._prints.setdefault(value, prints)
@@ -114,11 +113,11 @@ class Subject:
     def _same_requests(self, name: str, tensor: torch.Tensor, value: int) -> None:
         first, shape = self._shapes.setdefault(name, (value, tensor.shape))
         batched = shape[:1] == (first,) and tensor.shape[:1] == (value,)
-        if not batched and shape != tensor.shape:  # ragged, packed or padded: nothing is known of its layout
+        if not batched and shape != tensor.shape:  # ragged, packed or padded: its layout is unknown
             return
         rows = tensor[: self.kept] if tensor.dim() else tensor
         prints = {True: fingerprint(rows)[""], False: fingerprint(tensor)[""]}
-        leading = self._leading.setdefault(name, prints)  # of the first tensor of this name, whichever it will be
+        leading = self._leading.setdefault(name, prints)  # of the first tensor of this name
         if _parted(leading[batched], prints[batched]):
             part = f"its first {self.kept} rows" if batched else "it"
             raise BadInputsError(
@@ -127,7 +126,7 @@ class Subject:
             )
 
     def asked_of(self, oracle: Callable[..., Any]) -> torch.Tensor:
-        """What the oracle gives for the first value, in float64; results are held to its shape."""
+        """The oracle's result for the first value, in float64; results must have its shape."""
         value = self.values[0]
         reference = self._kept(_called(oracle, self.inputs(value)), value)
         if reference.dtype != torch.float64:
@@ -136,7 +135,7 @@ class Subject:
         return reference
 
     def compute(self, value: Value) -> torch.Tensor:
-        """What is compared of the result for one value.
+        """The compared part of the result for one value.
 
         Raises:
             WrongResultError: it is empty, of another shape or dtype than before, or an input was written to.
@@ -162,7 +161,7 @@ class Subject:
         return result
 
     def windows(self) -> list[int]:
-        """Where the requests of the largest batch begin that can be made again in the smallest, `_EACH_MOST` of them.
+        """Starts of at most `_EACH_MOST` requests of the largest batch that can be computed again in the smallest.
 
         Raises:
             ValueError: they can't be cut out of its inputs, and why.
@@ -173,24 +172,24 @@ class Subject:
         return [starts[i * (len(starts) - 1) // (many - 1)] for i in range(many)]  # the first and the last among them
 
     def apart(self, starts: Sequence[int]) -> torch.Tensor:
-        """What `fn` gives for the requests from each start, as many as the smallest batch has, without the others."""
+        """The result of `fn` for the requests from each start, as many as in the smallest batch, without others."""
         small, large = self.inputs(self.kept), self.inputs(self.largest)
         cut = (self._cut(small, large, start) for start in starts)
         return torch.cat([self._kept(_called(self._fn, inputs), self.kept) for inputs in cut])
 
     def among(self, starts: Sequence[int]) -> torch.Tensor:
-        """The same requests' parts of what it gives for the largest batch."""
+        """The same requests' parts of the result for the largest batch."""
         result = self._kept(_called(self._fn, self.inputs(self.largest)), self.largest, whole=True)
         each = len(result) // self.largest
         return torch.cat([result[start * each : (start + self.kept) * each] for start in starts])
 
     def _cut(self, small: Any, large: Any, start: int) -> Any:
-        """The part of the inputs that is those requests': rows of tensors as long as the batch, and what is shared."""
+        """The part of the inputs of those requests: rows of tensors as long as the batch, and shared values."""
         if isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor):
             if small.shape == large.shape:
                 return large
             if (small.shape[:1], large.shape[:1]) == ((self.kept,), (self.largest,)):
-                return large[start : start + self.kept].clone()  # at an address of its own, aligned as any
+                return large[start : start + self.kept].clone()  # a copy, at an aligned address
             raise ValueError("a tensor among the inputs has another layout in each batch")
         if isinstance(small, Mapping) and isinstance(large, Mapping) and small.keys() == large.keys():
             return {key: self._cut(small[key], large[key], start) for key in large}
@@ -248,7 +247,7 @@ def _argument(name: str) -> str:
     return f"argument {name}" if name else "the tensor"
 
 
-# What is asked of an operator unless the caller says: one layer, and a sweep that takes a second or two on a CPU.
+# Default sizes for an operator: one layer, and a sweep that takes a second or two on a CPU.
 _SIZES: dict[str, dict[str, int]] = {"linear": {"m": 64, "k": 768, "n": 320}}
 _ROWS = {"m": 64, "k": 1024}
 
@@ -261,7 +260,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def probe_of(operator: str) -> str:
-    """The probe that asks about an operator; an `UnknownNameError` where none does."""
+    """The probe that tests an operator; an `UnknownNameError` where there is none."""
     probes = {name: OPERATOR_PROBES.get(name, name.replace("_", "-")) for name in operators()}
     known = {name: probe for name, probe in probes.items() if probe in PROBES}
     if operator not in known:
@@ -284,7 +283,7 @@ def check_operator(
     full: bool = False,
     seed: int = 0,
 ) -> Run:
-    """Ask the operator's probe about `fn`, as `nondet probe --impl` would: a run with a row for each question.
+    """Test `fn` with the operator's probe, as `nondet probe --impl` does: a run with a row for each case.
 
     Args:
         fn: Takes what the operator takes (`nondet.kernels.reference`), tensors on `device`.
@@ -292,13 +291,14 @@ def check_operator(
         m: Largest M of the sweep.
         k, n: Sizes of the operator's axes.
         config: Sizes of a model, for attention: heads, kv_heads, head_dim.
-        inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: those of the probe, the hard ones among them.
-        varied: What is asked: batch_size, position, run, neighbour_values, ...; None: everything.
+        inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: those of the probe, including the hard ones.
+        varied: What to test: batch_size, position, run, neighbour_values, ...; None: everything.
         full: The long sweep.
 
     Raises:
-        UserError: an unknown operator, or sizes that make no sense for it; none of its cases was chosen; `fn` takes
-            other arguments than the operator, or at its first call no operands of these shapes.
+        UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` takes other arguments than
+            the
+            operator, or no operands of these shapes at its first call.
     """
     from nondet.probes.base import Options
     from nondet.probes.runner import Job, run_jobs
@@ -352,31 +352,33 @@ def check(
     allowed: float | None = None,
     name: str = "",
 ) -> Run:
-    """Compare what `fn` gives for the same requests in batches of other sizes: a run of a row or two.
+    """Compare the results of `fn` for the same requests in batches of other sizes: a run of one or two rows.
 
-    For each value of `over`, `make_inputs(value)` gives the inputs: a tensor, a tuple for `fn(*inputs)`, or a mapping
-    for `fn(**inputs)`. It is called more than once for a value, and must give the same bits each time.
+    For each value of `over`, `make_inputs(value)` returns the inputs: a tensor, a tuple for `fn(*inputs)`, or a mapping
+    for `fn(**inputs)`. It is called more than once for a value, and must return the same bits each time.
 
     Without `select` the values are batch sizes. Then the leading requests, as many as the smallest batch has, must be
     the same in every batch, and their part of the result, along its first axis, is compared. A second row compares
     every request of the largest batch with itself in the smallest (solo, where that is 1), so that position and
-    neighbours are varied too: its inputs are the rows of tensors as long as the batch. Where inputs can't be cut so,
-    the first row says why, and the leading requests alone were compared. Inputs are held to it: tensors of one shape in
-    all batches must be equal, and tensors whose first axis is the batch must begin with the same rows.
+    neighbours vary too: its inputs are the rows of tensors as long as the batch. Where inputs can't be cut this way,
+    the first row has the reason, and only the leading requests are compared. Inputs are checked: tensors of one shape
+    in all batches must be equal, and tensors whose first axis is the batch must begin with the same rows.
 
-    So few elements of a narrow dtype that a sum cut in two would not show in them are a warning, and a note of the row.
+    If a narrow dtype has too few elements for a sum cut in two to show in them, there is a warning and a note in the
+    row.
 
     Args:
         over: Two or more batch sizes, or with `select` any numbers or names.
         varied: What `over` holds, for the row: batch_size, position, neighbour_values, run, ...
         select: select(result, value) is the tensor to compare. Inputs are then not compared with each other.
-        oracle: Takes the inputs of the first value and gives what `fn` ought to, in float64.
-        allowed: The largest ||result - oracle|| / ||oracle|| that is right. None: NaN and infinity alone are wrong.
+        oracle: Takes the inputs of the first value and returns the right result, in float64.
+        allowed: The largest ||result - oracle|| / ||oracle|| that is right. None: only NaN and infinity are wrong.
             Without an oracle they are where a result holds nothing else.
-        name: What the function is called in the row.
+        name: The name of the function in the row.
 
     Raises:
-        UserError: fewer than two values, inputs that are not the same requests, or that `fn` can't be called with.
+        UserError: fewer than two values, inputs that are not the same requests, or inputs that `fn` can't be called
+            with.
     """
     started = time.perf_counter()
     values = checked_values(over, sizes=select is None)
@@ -421,7 +423,7 @@ def check(
 
 
 def _too_few(dtype: str, compared: int) -> str:
-    """Why nothing that is seen in so many elements says little; "" where there are enough."""
+    """Why this many equal elements show little; "" where there are enough."""
     share = _SHARE.get(dtype)
     if share is None or not compared or compared * share >= _SEEN:
         return ""
@@ -432,7 +434,7 @@ def _too_few(dtype: str, compared: int) -> str:
 
 
 def _each(head: Row, subject: Subject, first: Row) -> tuple[list[Row], str]:
-    """Every request of the largest batch, in it and in the smallest batch, as one row; or none, and a note why."""
+    """Every request of the largest batch, in that batch and in the smallest, as one row; or none, and a note why."""
     if first.status not in (Status.IDENTICAL, Status.DIVERGENT) or not subject.kept:
         return [], ""
     started, sizes = time.perf_counter(), (subject.kept, subject.largest)
@@ -456,10 +458,10 @@ def _each(head: Row, subject: Subject, first: Row) -> tuple[list[Row], str]:
 def _check_call(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any], name: str, given: str
 ) -> None:
-    """Refuse a function that can't be called so, before each call of it fails."""
+    """Refuse a function that can't be called with these arguments, before each call of it fails."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin that does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(*arguments, **keywords)

@@ -1,8 +1,8 @@
-"""The products of a mixture of experts: one token at one expert while the other tokens change, or where they go does.
+"""The products of a mixture of experts: one token at one expert while the other tokens or their routing change.
 
-Tokens are sorted by expert, and each expert's rows are multiplied by its weight. How many rows an expert gets follows
-from the whole batch. Where a library chooses tiles, or its way to add up K, by that number (as a loop of plain products
-does, with a GEMV for an expert with a single row), a token's bits depend on what other requests are routed to.
+Tokens are sorted by expert, and each expert's rows are multiplied by its weight. The number of rows of an expert
+depends on the whole batch. Where a library chooses tiles, or its way to add up K, by that number (as a loop of plain
+products does, with a GEMV for an expert with a single row), a token's bits depend on the routing of other requests.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _LARGEST = {"cuda": 4096, "cpu": 256}  # rows, each a token at one of its expert
 _PLACES = {"cuda": 200, "cpu": 50}  # rows of one expert that are equal in the position case
 _RUNS = {"cuda": 50, "cpu": 10}
 _HARD = ("wide", "cancel", "outlier")
-_ROWS = 16  # of which every batch size is asked
-_FEW = (1, 2, 5, 17, 64)  # batch sizes of inputs that show less than the order-revealing ones
-_ROUTED = 4  # of which every routing is asked
+_ROWS = 16  # rows that are tested at every batch size
+_FEW = (1, 2, 5, 17, 64)  # batch sizes for inputs that reveal less of the order
+_ROUTED = 4  # rows that are tested under every routing
 _WHOLE_TILES = (127, 128, 129, 255, 256)  # rows of one expert
 _BEYOND = "half of the others after the last expert's rows"
 _TILE = 64
-_SHARE = 80  # rows of one expert up to which every number is asked
+_SHARE = 80  # rows of one expert up to which every number is tested
 
 
 class _Batch(NamedTuple):
-    """One call: the rows of x in the order of their experts, where each expert's rows end, where the asked ones are."""
+    """One call: the rows of x by expert, the end of each expert's rows, the positions of the compared rows."""
 
     order: torch.Tensor
     offsets: torch.Tensor
@@ -52,13 +52,13 @@ Plan = tuple[int | str, list[_Batch]]
 
 
 class GroupedMatmul(Probe):
-    """Rows at their experts: among M rows, under other routings, in other company, at every place, and run to run."""
+    """Rows at their experts: among M rows, under other routings, with other rows, at every position, and run to run."""
 
     name = "grouped-matmul"
     answers = EXACT
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each layer a sweep over M and one over routings; for the first all other questions, too."""
+        """For each layer a sweep over M and one over routings; for the first all other cases, too."""
         default, given = _LAYERS[options.device], base.given_layer(options)
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[options.device])
         layers = default if given is None else (("", options.config.get("experts", default[0][1]), *given),)
@@ -74,7 +74,7 @@ class GroupedMatmul(Probe):
                     if kind == "integers" or (shortened and (kind != "order" or not first)):
                         sizes = some(_FEW, largest, options)
                     yield _case(layer, dtype, kind, "batch_size", largest, values=sizes)
-                drawn = random.Random(options.seed).randrange(experts)  # noqa: S311 - an expert, nothing secret
+                drawn = random.Random(options.seed).randrange(experts)  # noqa: S311 - an expert, not a secret
                 for home in dict.fromkeys((0, experts // 2, experts - 1, drawn)):
                     yield _case(layer, dtype, "order", "routing", max(largest, _ROUTED), home=home)
                 if first:
@@ -118,7 +118,7 @@ class GroupedMatmul(Probe):
         return {"x": x, "weight": w.mT, "plans": there}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """The asked rows in every plan; or the rows that equal the first; or the whole product at other moments."""
+        """The compared rows in every plan; or the rows that equal the first; or the whole product at other moments."""
         if case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(inputs), operator)
             return
@@ -145,11 +145,11 @@ class GroupedMatmul(Probe):
 
 
 def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip: int = 0, last: bool = False) -> _Batch:
-    """A call of the rows, sorted by expert; among its first rows those from `skip` to `asked` are asked about.
+    """A call of the rows, sorted by expert; those from `skip` to `asked` of its first rows are compared.
 
     Args:
         at: The expert of each row of x; `experts` itself: it comes after the last expert's rows.
-        last: The asked rows come last among their experts' rows, not first.
+        last: The compared rows come last among their experts' rows, not first.
     """
     arranged = rows.flip(0) if last else rows
     order = arranged[torch.sort(at[arranged], stable=True).indices]
@@ -160,7 +160,7 @@ def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip:
 
 
 def _batches(M: int, spread: torch.Tensor, experts: int) -> Iterator[_Batch]:
-    """The first `_ROWS` rows in calls of exactly M rows; the last one begins early enough, and asks about the rest."""
+    """The first `_ROWS` rows in calls of exactly M rows; the last one begins early enough, and has the rest."""
     if M >= _ROWS:
         yield _batch(spread, torch.arange(M), _ROWS, experts)
         return
@@ -170,7 +170,7 @@ def _batches(M: int, spread: torch.Tensor, experts: int) -> Iterator[_Batch]:
 
 
 def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
-    """Names and calls; the asked rows are at their own expert in all of them."""
+    """Names and calls; the compared rows are at their own expert in all of them."""
     mine = torch.arange(len(spread)) < _ROUTED
     every = torch.arange(len(spread))
     here = torch.full_like(spread, home)
@@ -197,15 +197,15 @@ def _asked(inputs: Any, batches: list[_Batch], operator: Operator) -> torch.Tens
 
 
 def _where_served(call: Callable[[], torch.Tensor], plain: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A function that computes rows of experts alone is not asked about others."""
+    """The result, or the plain one where an implementation does not serve rows without an expert."""
     try:
         return call()
-    except Exception:  # noqa: BLE001 - whatever it says of them
+    except Exception:  # noqa: BLE001 - any refusal
         return plain()
 
 
 def _call(inputs: Any) -> base.Call:
-    """Every third row is asked about; the others share their experts."""
+    """Every third row is compared; the others share their experts."""
     _, (batch,) = inputs["plans"][0]
     place = torch.arange(len(batch.order), device=batch.order.device)
     mine = place % 3 == 1 if len(place) > 1 else place == 0

@@ -1,4 +1,4 @@
-"""A probe run shared out over worker processes on one device: started, told what to measure, and ended."""
+"""A probe run divided among worker processes on one device: started, given jobs, and ended."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from nondet.probes.runner import Job
 
 # From measurements on an H200 with 16 cores: more workers than this wait for one another on the GPU, unless they mostly
-# compile, as on a machine that has proven nothing. A worker's driver has threads of its own.
+# compile, as on a machine without certificates. A worker's driver has threads of its own.
 _MOST, _CORES_EACH = 8, 2
 _MOST_COLD, _CORES_EACH_COLD = 12, 4 / 3
 _MEMORY_EACH = 8 * 2**30  # bytes of the device: a context, and the operands and oracles of the largest case
-_JOBS_EACH = 20  # below, starting a worker takes longer than what it would measure
+_JOBS_EACH = 20  # below, starting a worker takes longer than its measurements
 _COUNT_MOST = 256
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Order(NamedTuple):
-    """What a worker plans its jobs from, as this process has planned its own."""
+    """What a worker plans its jobs from, as this process did."""
 
     probes: list[str]
     impls: list[str]
@@ -59,7 +59,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, probes: Sequence[str], impls: Sequence[str], options: Options, seed: int) -> Order:
-        """With this process's threads and current device."""
+        """An order with this process's threads and current device."""
         import torch
 
         gpu = torch.cuda.current_device() if options.device == "cuda" else None
@@ -67,24 +67,24 @@ class Order(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A worker's first word: its jobs, and whatever decides bits in it."""
+    """A worker's first message: its jobs, and the settings in it that decide bits."""
 
     jobs: str
     deciding: dict[str, Any]
 
 
 class Stopped(NamedTuple):
-    """A worker's last word: it can measure nothing more, and why."""
+    """A worker's last message: why it can measure nothing more."""
 
     reason: str
 
 
 class Worker:
-    """A process, its pipe, and what it was last given.
+    """A process, its pipe, and its current jobs.
 
     Attributes:
-        left: Places of jobs that were given to it and have no row yet.
-        group: What it measures cases of; None: nothing yet.
+        left: Positions of jobs that were given to it and have no row yet.
+        group: The group of its cases; None: nothing yet.
     """
 
     def __init__(self, process: Any, pipe: Any) -> None:
@@ -94,7 +94,7 @@ class Worker:
         self.ready = self.briefed = False
 
     def brief(self, order: Order) -> None:
-        """Send it its order, once. If it is gone by now, the next look at its pipe says so, and what became of it."""
+        """Send it its order, once. If it has ended by now, the next look at its pipe reports that, with the cause."""
         if not self.briefed:
             self.briefed = True
             with suppress(OSError):
@@ -105,7 +105,7 @@ class Worker:
         """A process that loads what it needs, and waits for its order.
 
         Args:
-            copied: It is a copy of this process, which has loaded what a worker needs and used none of it yet.
+            copied: Fork this process, which has loaded what a worker needs and used none of it yet.
         """
         context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         ours, theirs = context.Pipe()
@@ -113,25 +113,25 @@ class Worker:
         # not a daemon: the probe of collectives starts ranks
         process = context.Process(target=target, args=args, name="nondet-worker", daemon=False)
         with no_interrupts(), nullcontext() if copied else no_main(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy's threads, which know of forks
+            warnings.simplefilter("ignore", DeprecationWarning)  # about NumPy's threads, which handle forks
             process.start()
         theirs.close()
         return cls(process, ours)
 
     def end(self) -> None:
-        """Now: one that compiles or waits for the device hears nothing softer."""
+        """Kill it now, because one that compiles or waits for the device does not react to anything less."""
         self.process.kill()
         self.process.join(5.0)
         self.pipe.close()
 
 
 class Crew:
-    """Workers that are started before anybody knows what they will measure: a context and a profiler take seconds.
+    """Workers that are started before their jobs are known, because a context and a profiler take seconds.
 
-    Loading torch takes longer, four seconds of each of nine processes that do it at once. So where nobody has loaded it
-    yet this process does, before it touches a device or computes anything, and workers are its copies.
+    Loading torch takes longer: four seconds in each of nine processes that do it at once. So where it is not loaded
+    yet, this process loads it before it touches a device or computes anything, and forks the workers.
 
-    A context manager: it ends those that nobody took.
+    A context manager that ends the workers that were not taken.
     """
 
     def __init__(self, count: int = 0) -> None:
@@ -141,7 +141,7 @@ class Crew:
 
     def __enter__(self) -> Crew:
         """Start them."""
-        # a process can be forked on Linux, while it is of one thread, and nothing of torch in use
+        # forking is safe on Linux while this process has one thread and has not used torch
         one = sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
         copied = self._count > 0 and one
         if copied:
@@ -159,16 +159,16 @@ class Crew:
         self.close()
 
     def take(self) -> Worker:
-        """One of them, or where there is none a new one; whoever takes it ends it."""
+        """One of them, or else a new one; the caller ends it."""
         return self._workers.pop() if self._workers else Worker.started()
 
     def brief(self, order: Order) -> None:
-        """Send all of them their order: they plan while their parent still does."""
+        """Send all of them their order: they plan while their parent does."""
         for worker in self._workers:
             worker.brief(order)
 
     def outlive(self, workers: Sequence[Worker]) -> None:
-        """Take back workers that were told to end: they are waited for with the crew."""
+        """Take back workers that are ending: `close` waits for them."""
         self._leaving += workers
 
     def close(self) -> None:
@@ -181,10 +181,10 @@ class Crew:
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
-    """How many workers are sure to be of use, as far as can be told before torch is loaded: of "all" on a GPU.
+    """How many workers are certain to be useful, before torch is loaded: for "all" on a GPU.
 
     Args:
-        count: As asked for; None: the default.
+        count: The number of the command line; None: the default.
     """
     there = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
@@ -197,7 +197,7 @@ def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count
 
 
 def _most() -> int:
-    """Workers that the cores feed: more where there are no certificates of a GPU yet."""
+    """The most workers for these cores: more where a GPU has no certificates yet, so that they compile."""
     from nondet.core.certificates import cache_folder
 
     folder = cache_folder()
@@ -207,11 +207,11 @@ def _most() -> int:
 
 @functools.cache
 def _takes_several() -> bool:
-    """Whether every GPU takes several processes at a time, as its driver says: a cluster's may be set to take one."""
+    """Whether every GPU takes several processes at a time, by its driver: a cluster's may be set to take one."""
     count, handle, mode = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_uint()
     with nvml() as driver, suppress(AttributeError):
         if driver is None:
-            return True  # nobody tells
+            return True  # it is not known
         driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
         for place in range(count.value):
             driver.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(place), ctypes.byref(handle))
@@ -221,7 +221,7 @@ def _takes_several() -> bool:
 
 
 def _cores() -> int:
-    """That this process may use: a container's share of a large machine may be a few."""
+    """Cores that this process may use: a container may have a small share of a large machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, _, period = _QUOTA.read_text(encoding="ascii").strip().partition(" ")
@@ -231,12 +231,12 @@ def _cores() -> int:
 
 
 def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
-    """How many processes measure a plan where nobody said: on a CPU one, which has all cores anyway.
+    """The default number of processes for a plan: on a CPU one, which has all cores anyway.
 
-    A user's function is measured here, where it may be what this process made of it.
+    A user's function is measured in this process, because it may depend on the process's state.
 
     Args:
-        jobs: That are to be measured.
+        jobs: Number of jobs to measure.
     """
     if device != "cuda" or any(":" in impl for impl in impls) or not _takes_several():
         return 1
@@ -247,18 +247,18 @@ def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
 
 
 def digest(jobs: Sequence[Job]) -> str:
-    """Of the jobs' keys, in order: two processes that have the same mean the same jobs by a place."""
+    """A digest of the jobs' keys, in order: processes with equal digests mean the same jobs by a position."""
     return hashlib.sha256(repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def check_workers(count: int | None) -> None:
-    """Refuse, as a `UserError`, a number that makes no sense."""
+    """Refuse, as a `UserError`, an impossible number."""
     if count is not None and not 1 <= count <= _COUNT_MOST:
         raise UserError(f"--jobs {count} makes no sense", f"Give a number of processes from 1 to {_COUNT_MOST}.")
 
 
 def serve(pipe: Any) -> None:
-    """A worker's life, which its parent ends: an `Order` comes first, then places of jobs."""
+    """The loop of a worker, which its parent ends: it receives an `Order` first, then positions of jobs."""
     threading.Thread(target=end_with_parent, args=(lambda: os._exit(1),), daemon=True).start()
     try:
         _measure(pipe)
@@ -267,14 +267,14 @@ def serve(pipe: Any) -> None:
     except MisfitError as error:
         pipe.send(error)
         os._exit(0)
-    except BaseException as error:  # noqa: BLE001 - a context that is lost, or whatever it is: the parent is told
+    except BaseException as error:  # noqa: BLE001 - any error, such as a lost context, is sent to the parent
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
         pipe.send(Stopped(f"{type(error).__name__}: {line}"))
         os._exit(1)
 
 
 def serve_forked(pipe: Any, parents: Any, parent: int) -> None:
-    """As `serve`, in a copy of process number `parent`, whose end of the pipe was copied with it."""
+    """As `serve`, in a copy of process number `parent`, whose end of the pipe was copied too."""
     die_with_parent(parent)
     parents.close()
     serve(pipe)
@@ -295,7 +295,7 @@ def _measure(pipe: Any) -> None:
     from nondet.core.measure import profile_variants
     from nondet.probes.runner import plan_jobs, run_jobs
 
-    if torch.cuda.is_available():  # a context and a profiler, while the parent finds out what is to be measured
+    if torch.cuda.is_available():  # a context and a profiler, while the parent still plans
         with profile_variants("cuda"):
             pass
     order: Order = pipe.recv()
@@ -312,27 +312,25 @@ def _measure(pipe: Any) -> None:
             pipe.send(row)
 
 
-# A probe run shared out over worker processes on one device: each measures cases, and their rows come back here.
-#
-# Most of a first run is one core's work: kernels are compiled, members of classes proven, libraries loaded. Every
-# worker plans the same jobs and is told which to measure, all implementations of a case at a time. A worker stays with
-# one probe and dtype as long as there is something left of it, since its cases share kernels; then it takes from what
-# is largest. Each has a CUDA context and a profiler of its own, and sees no kernel but its own.
-#
-# What a row says does not depend on who measured it: workers must have the switches of this process, or it measures by
-# itself. A worker that dies is a row with its reason, and another takes its place. What ran out of memory beside
-# others is measured again alone. No worker outlives its parent, however that ends.
+# Each worker measures cases, and their rows come back to this process. Most of a first run is one core's work: kernels
+# are compiled, members of classes proven, libraries loaded. Every worker plans the same jobs and is told which to
+# measure, all implementations of a case at a time. A worker stays with one probe and dtype while any of it is left,
+# since its cases share kernels; then it takes from the largest group. Each has a CUDA context and a profiler of its
+# own, and sees no kernel but its own. A row does not depend on the process that measured it: workers must have the
+# settings of this process, or it measures by itself. If a worker dies, its job becomes a row with the reason, and
+# another takes its place. A job that ran out of memory next to others is repeated by itself. No worker outlives its
+# parent.
 
-# A job's tenths of a second on an H200 that has compiled nothing, one being the usual: what takes long begins first.
+# A job's tenths of a second on an H200 that has compiled nothing, 1 being typical: long jobs begin first.
 _WEIGHTS = {
     "all-reduce": 10, "atomics": 8, "attention": 8, "matmul": 4, "grouped-matmul": 4, "softmax": 3, "log-softmax": 3,
     "rms-norm": 2, "split-k": 2,
 }  # fmt: skip
-# What a group's kernels take to be compiled and proven, however few its cases are.
+# The time in which a group's kernels are compiled and proven, however few its cases are.
 _FIRST_WEIGHTS = {"attention": 50}
-# Collectives start ranks of their own on all GPUs: a second group beside the first would wait for the same ones.
+# Collectives start ranks of their own on all GPUs, so a second group would wait for the first.
 _BY_ONE = frozenset({"all-reduce"})
-# How rows say that memory ran out: torch's errors, cuBLAS's, Triton's, the host's.
+# How rows report that memory ran out: torch's errors, cuBLAS's, Triton's, the host's.
 _MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED", "MemoryError")
 
 
@@ -347,8 +345,8 @@ class SharedRun:
     """The rows of a plan's jobs, measured by `count` processes. A context manager: it ends them.
 
     Args:
-        jobs: As `plan_jobs` made them of `order`.
-        done: Keys of rows that there are already.
+        jobs: From `plan_jobs` with `order`.
+        done: Keys of rows that exist already.
         say: Takes a line for the user.
         crew: Workers that were started already.
     """
@@ -399,14 +397,14 @@ class SharedRun:
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
-        """End the workers, now. Leaving a GPU takes a process a while: a crew waits for it at its own end."""
+        """End the workers, now. A process needs a while to leave a GPU: a crew waits for it at its own end."""
         for worker in self._workers:
             worker.process.kill()
         self._crew.outlive(self._workers + self._dismissed)
         self._workers, self._dismissed = [], []
 
     def rows(self) -> Iterator[Row]:
-        """Every row that was missing, as it is finished."""
+        """Every missing row, as it is finished."""
         while self._workers and (self._units or any(worker.left for worker in self._workers)):
             waiting = {worker.pipe: worker for worker in self._workers}
             ready: list[Any] = connection.wait(list(waiting))
@@ -419,14 +417,14 @@ class SharedRun:
             self._say(f"nondet: measured by one process: {self._alone}.")
         rest = [place for unit in self._units for place in unit.places]
         if rest or self._again:
-            self._crew.close()  # what is measured alone has the device to itself
+            self._crew.close()  # the remaining jobs then have the device to themselves
         self._units = []
         places = sorted(rest + self._again)
         untried = {self._jobs[place].impl for place in self._firsts.intersection(places)}
         yield from run_jobs([self._jobs[place] for place in places], self._order.seed, set(), untried)
 
     def _heard(self, worker: Worker) -> Iterator[Row]:
-        """What a worker said, or that it says nothing more."""
+        """The rows of a worker's message, or of its end."""
         try:
             word = worker.pipe.recv()
         except (EOFError, OSError):
@@ -434,7 +432,7 @@ class SharedRun:
         if isinstance(word, Row):
             place = worker.left.popleft()
             if self._count > 1 and word.status == Status.ERROR and any(text in word.reason for text in _MEMORY):
-                self._again.append(place)  # the neighbours' memory may be what was missing
+                self._again.append(place)  # other workers may have had the memory
             else:
                 yield word
             self._give(worker)
@@ -450,7 +448,7 @@ class SharedRun:
             yield from self._mourn(worker, word.reason)
 
     def _difference(self, word: Ready) -> str:
-        """Why the worker's rows would not be this process's; "" where nothing says so."""
+        """Why the worker's rows would differ from this process's; "" where no reason is known."""
         from nondet.core.environment import moved
 
         names = moved(self._deciding, word.deciding)
@@ -459,7 +457,7 @@ class SharedRun:
         return "" if word.jobs == self._digest else "workers would plan other cases"
 
     def _mourn(self, worker: Worker, reason: str) -> Iterator[Row]:
-        """A worker is gone: the job in its hands is a row with the reason, and its others are somebody else's."""
+        """A worker has ended: its current job is a row with the reason, and its others go to another worker."""
         self._end(worker)
         if not worker.ready:
             self._say(f"nondet: a worker did not start: {reason}.")
@@ -487,7 +485,7 @@ class SharedRun:
         """The next unit, if the worker is free and there is one."""
         if not worker.ready or worker.left:
             return
-        if not self._units:  # leaving a GPU takes a process a while: the others measure meanwhile
+        if not self._units:  # a process needs a while to leave a GPU: the others measure meanwhile
             worker.process.kill()
             self._workers.remove(worker)
             self._dismissed.append(worker)
@@ -498,12 +496,12 @@ class SharedRun:
         try:
             worker.pipe.send(unit.places)
         except OSError:
-            return  # it is gone: the next look at its pipe says so, and what became of it
+            return  # it has ended: the next look at its pipe reports that
 
     def _next(self, worker: Worker) -> int:
-        """A first case; of its own group while there is any; then of one that is nobody's; then of that with most left.
+        """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest.
 
-        Of another's group it takes the last: it is the one least like what the other compiles just now.
+        From another worker's group it takes the last, which is least like what that worker compiles now.
         """
         first = next((i for i, unit in enumerate(self._units) if self._firsts.intersection(unit.places)), None)
         if first is not None:
@@ -531,7 +529,8 @@ def first_places(jobs: Sequence[Job]) -> set[int]:
 
 
 def _group(job: Job) -> tuple[str, ...]:
-    """Whose cases share kernels: those of a probe and dtype; of attention, of one kind of heads, decoding or not."""
+    """Cases of a group share kernels: those of a probe and dtype; in attention, of one kind of heads, decoding or
+    not."""
     name, shape = job.probe.name, job.case.shape
     if name in _BY_ONE:
         return (name,)
@@ -542,7 +541,7 @@ def _group(job: Job) -> tuple[str, ...]:
 
 
 def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
-    """Neighbours of one case; of probes that one worker has, all of a group."""
+    """Consecutive jobs of one case; for probes that only one worker runs, all of a group."""
 
     def of(place: int) -> tuple[tuple[str, ...], int]:
         job = jobs[place]

@@ -1,9 +1,9 @@
-"""A product of a batch with a weight, alone or among others: rows of it while batch size, place or company change.
+"""A product of a batch with a weight: some rows of it while batch size, position or the other rows change.
 
-GEMM libraries choose tiles, and whether to split K, by the sizes: where the choice changes the order of the sum over
-K, the bits of a row depend on how many rows ride along. The sweep maps M onto classes of equal bits. Stream-K goes
-further: its split of K follows from a tile's place in the grid, so that the same row at another place may differ (He
-& Thinking Machines Lab 2025, doi 10.64434/tml.20250910).
+GEMM libraries choose tiles, and whether to split K, by the sizes: where the choice changes the order of the sum over K,
+the bits of a row depend on the number of rows in the batch. The sweep maps M onto classes of equal bits. Stream-K goes
+further: its split of K depends on a tile's position in the grid, so that the same row at another position may differ
+(He & Thinking Machines Lab 2025, doi 10.64434/tml.20250910).
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
 from nondet.probes.reduction_order import trees_of_product
 
-# Maps: every M at some N, or some K.
-
 _MAPPED = {"cuda": 512, "cpu": 128}  # the largest M
-_LINES = 16  # of N, or of K; of a full map four times as many
+_LINES = 16  # of N, or of K; a full map has four times as many
 
 
 def _map_cases(options: Options) -> Iterable[Case]:
-    """A line of the map each: every M, since nothing says that classes are contiguous."""
+    """A line of the map per case: every M, since nothing says that classes are contiguous."""
     axis, device = options.map[1].upper(), options.device
     largest = base.largest_batch(options, _MAPPED[device])
     if largest > LISTED_VARIANTS:
@@ -57,21 +55,21 @@ def _lines(largest: int, count: int) -> list[int]:
 
 
 def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
-    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row whose bits are not row 0's; else row 0 again.
+    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row with other bits; else row 0 again.
 
-    So results are of one class where row 0 has equal bits and each call gave all of its rows these bits, or the same
-    other ones first. Nothing here waits for a device.
+    So results are of one class if row 0 has equal bits, and the first deviating row, if any, too. Does not wait for a
+    device.
     """
     pattern = bits(result)
     odd = (pattern != pattern[:1]).any(1).to(torch.uint8).argmax()  # of equals the first: row 0 where none is odd
     return result.index_select(0, torch.stack([torch.zeros_like(odd), odd]))
 
 
-# Products in batches, as a trace met them.
+# Products in batches, as a trace saw them.
 
 
 def _batched_cases(options: Options) -> Iterable[Case]:
-    """The sizes met, for each kind of input; and one product alone of each size."""
+    """The sizes of a trace, for each kind of input; and a single product of each size."""
     K, N = options.k or 1, options.n or 1
     B, M = max(batch for _, batch in options.met), max(rows for rows, _ in options.met)
     sizes = sorted({(rows, b) for rows, batch in options.met for b in (1, batch)})
@@ -85,7 +83,7 @@ def _batched_cases(options: Options) -> Iterable[Case]:
 
 
 def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
-    """a [B, M, K] and b [B, K, N] of the largest sizes."""
+    """a [B, M, K] and b [B, K, N] at the largest sizes."""
     B, M, K, N = (case.shape[axis] for axis in "BMKN")
     a, b = product_operands(case.inputs, (B * M, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
     b *= weight_scale(K)
@@ -127,33 +125,34 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
         ("", 768, 320),
     ),
 }
-# What the questions of company, layout and moments are put to, unless the user chose a layer.
+# The layer for other rows, layouts and call orders, unless the user chose one.
 _SMALL: dict[str, Layer] = {"cuda": _LAYERS["cuda"][0], "cpu": _LAYERS["cpu"][3]}
 _DTYPES = ("bfloat16", "float32")
-_LAYER_DTYPES = {"cuda": _DTYPES[:1], "cpu": _DTYPES[1:]}  # of layers that get a sweep alone
+_LAYER_DTYPES = {"cuda": _DTYPES[:1], "cpu": _DTYPES[1:]}  # of layers that only get a sweep
 _LARGEST = {"cuda": 4096, "cpu": 256}
 _PLACES = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
 _RUNS = {"cuda": 100, "cpu": 20}
 _HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
 _LINSPACE_ON_CPU = 64  # of the 2,048 rows, unless the sweep is full: 137 GFLOP more would take as long as all the rest
-_ROWS = 16  # of which every batch size is asked; a row has N sums, each with a rounding of its own
+_ROWS = 16  # rows that are tested at every batch size; a row has N sums, each with its own rounding
 _ROWS_PER_PLACE = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
-_FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others of the same layer
-_MORE_SIZES = (*range(65, 129), 257, 258, 300, 384, 512, 513, 600)  # of the inputs that show an order, at one layer
+_FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others
+_MORE_SIZES = (*range(65, 129), 257, 258, 300, 384, 512, 513, 600)  # for inputs that show an order, at one layer
 _LAYOUTS = (
     *("bias", "strided rows", "3-D", "x stored [K, M]"),
     *("columns of a wider weight", "rows of a fused weight", "weight stored [K, N]"),
 )
-# Columns that are left out, so that a tuner which knows a product by K and N meets it anew: of those whose first call
+# Columns that are left out, so that a tuner which identifies a product by K and N sees a new one: for products whose
+# first call has one row, and for those whose first has many. No sound rule of N has the one and not the other.
 # has one row, and of those whose first has many. No rule of N that is sound has the one and not the other.
 _ANEW = ((1, 4), (2, 3))
 _OWN_NUMBERS = ("denormal", "infinite")
 
 
 class Matmul(Probe):
-    """A block of rows in batches of M rows, the same rows at every place, other company, other moments, run to run."""
+    """A block of rows in batches of M rows, the same rows at every position, other rows, call orders and runs."""
 
     name = "matmul"
     answers = EXACT
@@ -162,7 +161,7 @@ class Matmul(Probe):
         self._operator: Operator | None = None
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each layer a sweep over M; for the first one all other questions; one layer is drawn from the seed."""
+        """For each layer a sweep over M; for the first one all other cases; one layer is drawn from the seed."""
         if options.map:
             yield from _map_cases(options)
             return
@@ -225,7 +224,7 @@ class Matmul(Probe):
         if layout == "bias":
             kind = "integers" if case.inputs in EXACT else "bell"
             bias = make(kind, (N,), case.torch_dtype, device, generator(seed + 2, device))
-            # beside bare rounding errors of their size: a larger one would hide them
+            # as small as the rounding errors: a larger bias would hide them
             bias *= 2.0**-14 if case.inputs in ("order", "mixed") else 1.0
         elif layout == "columns of a wider weight":
             w = torch.nn.functional.pad(w, (0, 8))[:, :K]
@@ -237,7 +236,7 @@ class Matmul(Probe):
         return {"x": x, "w": w, "bias": bias}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """A block of rows for every M; some rows at every place; or the whole product at other moments."""
+        """A block of rows for every M; some rows at every position; or the whole product at other times."""
         if "batched" in case.data:
             yield from _batched_trials(case, inputs, operator)
             return
@@ -272,7 +271,7 @@ class Matmul(Probe):
                 yield Trial(M, partial(base.in_batches, laid_out, x, _ROWS, M))
 
     def join(self, case: Case, parts: Any) -> torch.Tensor:
-        """Of a map's calls two rows that tell of all."""
+        """For a map, two rows that represent all rows of a call."""
         return _first_and_odd(parts) if "map" in case.data else super().join(case, parts)
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
@@ -290,7 +289,7 @@ class Matmul(Probe):
         return reference.linear(x, w, inputs["bias"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Where classes part over M, the reduction tree of row 0 in each, where the case asks for it."""
+        """Where classes change over M, and the reduction tree of row 0 in each, if the case has it."""
         said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
         if "map" in case.data:
             odd = [i for i, (first, other) in enumerate(results) if not identical(first, other)]
@@ -301,7 +300,7 @@ class Matmul(Probe):
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
-    """The layers to ask about, and whether the user chose them."""
+    """The layers to test, and whether the user chose them."""
     given = base.given_layer(options)
     if given is None:
         return (options.layers, True) if options.layers else (default, False)
@@ -318,11 +317,11 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
 
 
 def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, anew: bool) -> Iterator[Case]:
-    """The questions of `nondet.probes.base`, and the sweep where operands lie otherwise or hold other numbers."""
+    """The shared cases of `nondet.probes.base`, and the sweep with other strides or other numbers."""
     for layout in ("", "bias"):
         yield _case(layer, dtype, "mixed", "history", rows=min(largest, 8), layout=layout)
     name, K, N = layer
-    if anew and _ANEW[0][-1] < N:  # small, and of one dtype: a kernel may be compiled and proven anew as well
+    if anew and _ANEW[0][-1] < N:  # small, and of one dtype: a kernel may also be compiled and proven again
         case = _case((name, min(K, 256), min(N, 128)), dtype, "order", "history", rows=min(largest, 8))
         title = case.name.replace(base.AXES["history"], "where the first call of a size is of one row, or of many")
         yield replace(case, name=title, data={**case.data, "anew": True})
@@ -333,19 +332,19 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, ane
     for layout in _LAYOUTS:
         yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
     asked = options.inputs or ("bell", "integers")
-    for kind in () if options.inputs else _OWN_NUMBERS:  # asked for by name, they have the sweep of their own
+    for kind in () if options.inputs else _OWN_NUMBERS:  # requested by name, they have their own sweep
         sizes = some(_FEWEST, min(largest, max(_FEW)), options)
         yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
-    if "bell" in asked:  # a bias as large as what it is added to: dropped, shifted or rounded once more it shows
+    if "bell" in asked:  # a bias as large as what it is added to: so that it shows if dropped, shifted or rounded twice
         sizes = sweep(largest, options, dense=True)
         yield _case(layer, dtype, "bell", "batch_size", sizes, rows=max(largest, _ROWS), layout="bias")
-    if "integers" in asked and dtype in ("float32", "float64"):  # shorter ones round the product first: not exact
+    if "integers" in asked and dtype in ("float32", "float64"):  # shorter dtypes round the product first: not exact
         yield _case(layer, dtype, "integers", "batch_size", few, rows=max(*few, _ROWS), layout="bias")
 
 
 def _drawn(options: Options) -> tuple[Layer, list[int]]:
-    """A layer and batch sizes that no list holds: drawn anew for each seed, and the same again for the same one."""
-    rng = random.Random(options.seed)  # noqa: S311 - sizes, nothing secret
+    """A layer and batch sizes that no list holds: drawn from the seed."""
+    rng = random.Random(options.seed)  # noqa: S311 - sizes, not a secret
     small = options.device == "cpu"
     K, N = rng.randint(64, 6000 if small else 20000), rng.randint(16, 1500 if small else 8192)
     limit = 200 if small else 2000
@@ -369,7 +368,7 @@ def _case(
 
 
 def _call(inputs: Any) -> base.Call:
-    """Rows of others before, between and after the kept ones."""
+    """A call with other rows before, between and after the compared ones."""
     tensors = tuple(t for t in (inputs["x"], inputs["w"], inputs["bias"]) if t is not None)
     x, *weights = tensors
     rows = torch.arange(len(x), device=x.device)
@@ -378,14 +377,14 @@ def _call(inputs: Any) -> base.Call:
 
 
 def _step(N: int) -> int:
-    """Columns that are left out at a time: whole tiles of 16, where there are enough."""
+    """Columns that are left out per step: whole tiles of 16, where there are enough."""
     return 16 if 16 * _ANEW[0][-1] < N else 1
 
 
 def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
-    """The asked rows of products that are met for the first time with one row, or with many.
+    """The compared rows of products whose first call has one row, or many.
 
-    What is given for different N has to be alike in each half, or N itself decides: then nothing is said.
+    The results for different N must be equal in each half; otherwise N itself decides, and nothing is concluded.
     """
     x, w = call.tensors
     step = _step(len(w))

@@ -13,7 +13,7 @@ from nondet.errors import UnknownNameError, UserError
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What the probes take from a model.
+    """The sizes that the probes take from a model.
 
     Attributes:
         name: The preset's name, or the path of the config.
@@ -50,7 +50,7 @@ PRESETS: dict[str, tuple[int, int, int, int, int, int, int]] = {
 }
 
 
-# Keys of architectures whose projections have other shapes than these rules would give.
+# Keys of architectures whose projections do not have the shapes of these rules.
 _OTHER_LAYERS = {
     "kv_lora_rank": "latent attention",
     "linear_num_key_heads": "linear attention",
@@ -60,10 +60,10 @@ _OTHER_LAYERS = {
 
 
 def preset(name: str) -> ModelSizes:
-    """The sizes of a model that this file knows.
+    """The sizes of a model in this file.
 
     Raises:
-        UnknownNameError: it does not know it.
+        UnknownNameError: the model is not here.
     """
     if name.lower() not in PRESETS:
         raise UnknownNameError("preset", name, PRESETS)
@@ -74,7 +74,7 @@ def read_config(path: Path) -> ModelSizes:
     """The sizes in a model folder's config.json, or in the file itself.
 
     Raises:
-        UserError: it is missing, not JSON, or not the config of a causal language model of the usual architecture.
+        UserError: it is missing, not JSON, or not the config of a causal language model of a common architecture.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -91,11 +91,11 @@ def read_config(path: Path) -> ModelSizes:
 def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     """The sizes in a config, as transformers writes it.
 
-    Of a mixture of experts the layers of one expert are listed, and dense ones where it has any; of a model of several
-    modalities, the language model's.
+    For a mixture of experts, the layers of one expert, and dense ones where it has any; for a model of several
+    modalities, those of the language model.
 
     Raises:
-        UserError: a size is missing or no positive integer, or the attention is not made of q, k, v and o projections.
+        UserError: a size is missing or not a positive integer, or the attention has no q, k, v and o projections.
     """
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]

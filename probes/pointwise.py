@@ -1,8 +1,8 @@
 """Pointwise operators: one element in the vector body of a loop, and in its scalar tail.
 
-Taken as batch-invariant, since no element reads another. But a loop over n elements runs in vectors and finishes the
+They seem batch-invariant, since no element reads another. But a loop over n elements runs in vectors and finishes the
 rest one by one or masked, and where the two compute a function differently (another polynomial, another rounding to
-bfloat16), an element's bits depend on its place and on n.
+bfloat16), an element's bits depend on its position and on n.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pointwise(Probe):
     name = "pointwise"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """Every operator, or the one that a trace met; --k is the number of elements."""
+        """Every operator, or the one that a trace saw; --k is the number of elements."""
         count = size("--k", options.k, _ELEMENTS)
         pieces = sorted({*_PIECES, *(elements for elements, _ in options.met if elements < count)})
         for op in [options.operator] if options.operator else OPERATORS:

@@ -1,13 +1,13 @@
-"""In which order a sum is added: its reduction tree, found by masks and proven by predicting bits.
+"""The order in which a sum is added: its reduction tree, found by masks and proven by predicting bits.
 
-Where +big and -big meet, what was added to either before is lost: how much of the rest survives tells the size of the
-smallest partial sum that holds both (FPRev, USENIX ATC 2025). A tree found so is a claim; it is proven when an exact
-emulator (`nondet.kernels.emulator`) that adds numbers in that order gives the implementation's very bits, in all sums
-tested: of ordinary and of hard inputs, of both signs and of one. Where it does not, the row says that the tree is
-unproven, and what it failed on: the function may be no sum, or round where no tree shows.
+Where +big and -big meet, what was added to either before is lost: how much of the rest survives gives the size of the
+smallest partial sum that holds both (FPRev, USENIX ATC 2025). The tree is then proven if an exact emulator
+(`nondet.kernels.emulator`) that adds numbers in that order gives exactly the implementation's bits, in all sums tested:
+of ordinary and of hard inputs, of both signs and of one. Otherwise the row lists the tree as unproven, with the sums
+that failed: the function may not be a sum, or may round where no tree shows it.
 
-The masks are columns of the weight, or one row of x at a time; never more rows than the M in question, since the number
-of rows is what the order may follow from.
+The masks are columns of the weight, or one row of x at a time; never more rows than the M in question, since the order
+may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -37,45 +37,45 @@ from nondet.ranks.operators import Message
 
 _WIDTHS = {"sum": (1000, 4096), "mean": (1000,)}
 _LAYERS = {"cpu": ((1000, 64), (4096, 1), (4096, 64)), "cuda": ((4096, 1), (4096, 4096), (12288, 4096))}  # K, N
-_LONGEST = 16384  # measured as well where the run is full
-_HEAD = 64  # of the attention that is measured, and its keys:
+_LONGEST = 16384  # also measured in a full run
+_HEAD = 64  # of attention, and its keys:
 _KEYS = {"cpu": 512, "cuda": 2048}
-_PARTS = 4  # of K, where the operator takes their number
+_PARTS = 4  # of K, for operators that take their number
 _RANKS, _WIDTH = 4, {"cpu": 64, "cuda": 4096}
-_LISTS = 1024  # of what ranks contribute, in turn over a message; its numbers that are checked of one order
+_LISTS = 1024  # of the ranks' terms, cycling over a message; numbers of it that are checked per order
 _PRODUCTS = ("linear", "split_k", "grouped_matmul")
 _BATCHES = {"cpu": (1, 2, 16, 64), "cuda": (1, 16, 64, 256)}
 # Inputs whose bits a proven tree predicts. The last two are this probe's own, see `_one_sign` and `_zeros`.
 _KINDS = ("bell", "wide", "cancel", "order", "outlier", "one sign", "zeros")
-_SUMS = 24  # of each kind, where a call gives one; of zeros six times as many
-_APART = 16  # columns, whose weights are all aligned alike: where orders differ by column, theirs may agree
-_MORE = 48  # further draws at most, where those did not refute each of:
-_WRONG = 4  # trees with two elements exchanged that the proof has to refute, each by as many sums as:
+_SUMS = 24  # of each kind, if a call gives one; six times as many of zeros
+_APART = 16  # every n-th column: their weights are aligned alike, so their orders may agree where others differ
+_MORE = 48  # further draws at most, until they refute each of:
+_WRONG = 4  # trees with two elements exchanged that the proof must refute, each by this many sums:
 _TELLING = 4
-_COLUMNS = 64  # of each kind, where it gives many
-_CLASSES = 12  # of one row, each with a tree of its own, and orders of one message
+_COLUMNS = 64  # of each kind, if a call gives many
+_CLASSES = 12  # classes of one row, each with its own tree, and orders of one message
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
-_CELLS = 2**20  # elements of rows that are made and copied at once
+_CELLS = 2**20  # elements of rows that are drawn and copied at once
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 _SEEDS = 1000
 
 
 class NotASumError(Exception):
-    """What the masks show is no sum of these terms."""
+    """The masks show that the function is not a sum of these terms."""
 
 
 class MeasuredSum(NamedTuple):
-    """One element of a result as a function of its terms, at one number of rows.
+    """An operator reduced to one element of its result, at one number of rows: the sum of K terms that we choose.
 
     Attributes:
         evaluate: (terms [at_once, K] of the dtype, n) -> [n]: the element, for each of the first n lists of terms.
-        sample: sample(kind, seed, *dropped) -> (x [n, K], y [n, K] or None, got [n]): random operands, and the
-            element for them. `dropped`: places that the sum ignores, so that sums near zero can be drawn.
+        sample: sample(kind, seed, *dropped) -> (x [n, K], y [n, K] or None, got [n]): random operands, and the element
+            for them. `dropped`: positions that the sum ignores, so that sums near zero can be drawn.
         at_once: Lists of terms that one call takes.
         K, dtype, device: Of the terms.
-        finishes: What may be done to the root, of `Arithmetic.finish`.
-        which: Of a product, the columns that are measured: "" for all.
-        fewer: The same sum of fewer columns, where those of all may have several trees.
+        finishes: Possible operations on the root, of `Arithmetic.finish`.
+        which: The measured columns of a product: "" for all.
+        fewer: The same sum with fewer columns, because all columns together may have several trees.
     """
 
     evaluate: Callable[[torch.Tensor, int], torch.Tensor]
@@ -90,13 +90,13 @@ class MeasuredSum(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A tree and what is known of it.
+    """A tree and its evidence.
 
     Attributes:
-        proven: The arithmetic with which it predicts every bit that was checked; None: there is none.
-        checked, missed: Sums predicted; of them, with the arithmetic that misses fewest, those of other bits.
+        proven: The arithmetic with which it predicts every bit that was checked; None if there is none.
+        checked, missed: Sums predicted; of them, sums with other bits under the arithmetic that misses fewest.
         failed_on: Kinds of input on which that arithmetic misses any, or why nothing could be predicted.
-        refuted: Trees like it, but for two elements exchanged, that did not predict every bit: else nothing is proven.
+        refuted: Trees with two elements exchanged that did not predict every bit: without any, nothing is proven.
     """
 
     tree: Tree
@@ -120,7 +120,7 @@ class Found(NamedTuple):
         return f"{said}: unproven, {self.failed_on}"
 
     def record(self) -> dict[str, Any]:
-        """As it is kept in a row. What lines leave out a digest tells, as in words."""
+        """The fields of a row. If `drawn` leaves lines out, it has the digest, like `words`."""
         said, ((depth, line), *lines) = words(self.tree), folded(self.tree)
         drawn = [(depth, line + said[said.rfind(" (digest ") :] * said.endswith(")")), *lines]
         return {
@@ -139,7 +139,7 @@ class Found(NamedTuple):
 
 
 def hidden(checked: int) -> str:
-    """What so many sums without a miss leave open at 95%: 1 - 0.05^(1 / n) of rows like them."""
+    """The bound at 95% after this many sums without a miss: 1 - 0.05^(1 / n) of rows like them."""
     share = 1.0 - 0.05 ** (1.0 / checked)
     return f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
 
@@ -148,7 +148,7 @@ def find(measured: MeasuredSum, seed: int = 0) -> Found:
     """The reduction tree of one element, and whether it predicts the element's bits.
 
     Raises:
-        NotASumError: the masks show no sum: a term alone is not given back, or ones are not counted.
+        NotASumError: the masks show that it is not a sum: it does not return a single term, or does not count ones.
     """
     masks = _Masks(measured)
     places = masks.places()
@@ -157,7 +157,7 @@ def find(measured: MeasuredSum, seed: int = 0) -> Found:
 
 
 class _Masks:
-    """Asks a sum about terms of +big, -big, one and nothing."""
+    """Evaluates a sum on terms of +big, -big, one and zero."""
 
     def __init__(self, measured: MeasuredSum) -> None:
         self._measured, self.count = measured, 0
@@ -182,7 +182,7 @@ class _Masks:
         return [int(place) for place in named]
 
     def survivors(self, masks: Sequence[Mask]) -> list[Array]:
-        """As `nondet.kernels.emulator.find_tree` asks: those of few js share calls."""
+        """For `nondet.kernels.emulator.find_tree`; masks with few js share calls."""
         found: list[Array] = [np.empty(0)] * len(masks)
         few: list[int] = []
         rows = 0
@@ -199,7 +199,7 @@ class _Masks:
         if few:
             self._together(masks, few, found)
         for mask, counts in zip(masks, found, strict=True):
-            # a short dtype rounds them, maybe upwards
+            # a short dtype rounds the counts, maybe upwards
             most = len(mask.ones) * (1 + 2.0 ** -_DIGITS[self._measured.dtype])
             odd = ~(np.isfinite(counts) & (counts >= 0) & (counts <= most))
             if odd.any():
@@ -215,7 +215,7 @@ class _Masks:
             found[at] = own
 
     def _set(self, masks: Sequence[Mask], rows: int = 0, start: int = 0) -> int:
-        """Each mask in so many rows, by default one for each of its js; where the next begins. Copied at once."""
+        """Write each mask to `rows` rows, by default one per j, in one copy; returns the index after them."""
         made = np.zeros((len(masks), self._measured.K), np.float32)
         for row, mask in zip(made, masks, strict=True):
             row[mask.ones] = self._one
@@ -228,10 +228,10 @@ class _Masks:
         return start + len(of)
 
     def _each(self, places: Array, value: float) -> Array:
-        """What is given where the term at each place in turn is `value`; the others are as they were set."""
+        """The results where the term at each position in turn is `value`, and the others are as set."""
         self.count += len(places)
         made = []
-        one = self._terms.new_full((), value)  # a number would be copied to a GPU, which is waited for
+        one = self._terms.new_full((), value)  # a Python number would be copied to a GPU synchronously
         for some in torch.from_numpy(places).to(self._terms.device).split(self._measured.at_once):
             rows = self._rows[: len(some)]
             before = self._terms[rows, some]
@@ -246,7 +246,7 @@ class _Masks:
 
 
 def _arithmetics(measured: MeasuredSum, tree: Tree, products: bool) -> list[Arithmetic]:
-    """What may add so, the simplest first; who adds more than two at once only where the tree has that."""
+    """Possible arithmetics, the simplest first; those that add more than two at once only where the tree does."""
     name = str(measured.dtype).removeprefix("torch.")
     accumulators = dict.fromkeys(("float32", "float64", name) if name != "float64" else ("float64",))
     units: list[tuple[str, emulator.Unit | None]] = [(name, None)]
@@ -271,7 +271,7 @@ def _arithmetics(measured: MeasuredSum, tree: Tree, products: bool) -> list[Arit
 
 
 def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
-    """Predict what the sum gives for real operands, under one arithmetic after the other until one misses no bit."""
+    """Predict the sum for real operands, under one arithmetic after the other until one predicts every bit."""
     drawn = [_drawn(measured, tree, kind, seed + _SEEDS) for kind in _KINDS]
     of = np.repeat(_KINDS, [len(got) for *_, got in drawn])  # all at once: a chain's links cost alike
     x, y, got = np.concatenate([x for x, *_ in drawn]), None, torch.cat([got for *_, got in drawn])
@@ -282,7 +282,7 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
     best, failed, least = ways[0], dict[str, int](), checked + 1
     sums, fits = np.empty(0), list[Arithmetic]()
     try:
-        for how in ways:  # until one of them misses none; then whatever else may have been done to the root
+        for how in ways:  # until one of them misses none; then the other operations on the root
             if fits and how._replace(finish=best.finish) != best:
                 continue
             said = emulator.predict(tree, x, y, how)
@@ -300,13 +300,13 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
     others = [] if failed else _exchanged(tree, seed)
 
     def telling(t: Tree, x: Array, y: Array | None, got: torch.Tensor, sums: Array) -> int:
-        """How many sums tell t from the tree, whose sums they are."""
+        """The number of sums that refute t; `sums` are the tree's predictions."""
         said = emulator.predict(t, x, y, best)
         new = said != sums
         return int(_wrong(measured, said[new], got[torch.from_numpy(new)]).sum()) if new.any() else 0
 
     left = [(t, n) for t in others if (n := _TELLING - telling(t, x, y, got, sums)) > 0]
-    for more in range(_MORE):  # sums that have to tell these from the tree
+    for more in range(_MORE):  # further sums that must refute these trees
         if not left:
             break
         kind = _KINDS[-1]
@@ -324,7 +324,7 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
         reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
     refuted = len(others) - len(left)
     proven = None if reason else best._replace(finish=" or ".join(how.finish for how in fits))
-    if proven is not None:  # what flushes them to 0 adds in that order all the same
+    if proven is not None:  # the order is the same even if these are flushed to 0
         x, y, got = _drawn(measured, tree, "tiny", seed + _SEEDS)
         if lost := int(_wrong(measured, emulator.predict(tree, x, y, best), got).sum()):
             aside = f"but for numbers that are not normal, or hardly: other bits in {lost:,} of {len(got):,} such sums"
@@ -333,27 +333,27 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
 
 
 def _drawn(measured: MeasuredSum, tree: Tree, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
-    """Real operands in float64, and the sums that were given for them."""
+    """Real operands in float64, and the measured sums of them."""
     x, y, got = measured.sample(kind, seed, *(tree.dropped if kind == "zeros" else ()))
     return x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy(), got
 
 
 def _wrong(measured: MeasuredSum, said: Array, got: torch.Tensor) -> Array:
-    """Of which of the sums `got` has other bits than was said."""
+    """Which of the sums `got` have other bits than `said`."""
     rounded = torch.from_numpy(emulator.round_to(said, str(measured.dtype).removeprefix("torch."))).to(got.dtype)
     other: Array = (bits(rounded) != bits(got.cpu())).numpy()
     return other
 
 
 def _exchanged(tree: Tree, seed: int) -> list[Tree]:
-    """Trees like it but for two elements, each another tree than it; fewer where hardly any is."""
+    """Trees with two elements exchanged, each different from the tree; fewer where hardly any is."""
     rng = np.random.default_rng(seed)
     named = sorted({c for node in tree.nodes for c in node if c < tree.leaves})
     made: list[Tree] = []
     for _ in range(_WRONG * 4 if len(named) > 2 else 0):
         one, other = (int(leaf) for leaf in rng.choice(named, 2, replace=False))
         new = {one: other, other: one}
-        if not any(one in node and other in node for node in tree.nodes):  # else the same partial sums would meet
+        if not any(one in node and other in node for node in tree.nodes):  # else the same partial sums occur
             made.append(Tree(tree.leaves, tuple(tuple(new.get(c, c) for c in node) for node in tree.nodes)))
         if len(made) == _WRONG:
             break
@@ -373,7 +373,7 @@ def _rows(
 
 
 def _lengthened(made: torch.Tensor, seed: int) -> torch.Tensor:
-    """float64 numbers of all digits: `make` draws them in float32, and such sums and products float64 holds exactly."""
+    """float64 numbers with all digits: `make` draws them in float32, whose sums and products float64 holds exactly."""
     if made.dtype != torch.float64:
         return made
     more = torch.rand(made.shape, generator=generator(seed, made.device), dtype=made.dtype, device=made.device)
@@ -381,7 +381,7 @@ def _lengthened(made: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _one_sign(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
-    """[rows, K]: numbers of which none has the other sign, as after ReLU, of exponentials and of squares, some zeros.
+    """[rows, K]: numbers of one sign, as after ReLU, of exponentials and of squares, with some zeros.
 
     In a short dtype a few of the terms lift the exact sum to the middle between two of its numbers, where any rounding
     on the way shows.
@@ -409,19 +409,19 @@ def _one_sign(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> 
 def _zeros(
     rows: int, K: int, dtype: torch.dtype, device: str, seed: int, dropped: Sequence[int] = (), kind: str = "zeros"
 ) -> torch.Tensor:
-    """[rows, K]: numbers and their negatives at random places, on all terms that are added or on few of them.
+    """[rows, K]: numbers and their negatives at random positions, on all terms that are added or on few of them.
 
-    Half of the numbers are so much larger than the others that adding one of each rounds, however short the dtype: in
-    float32, and in float64 in every third three rows. Each sum is 0 but for these roundings: a short result shows them.
-    In half of the rows the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry.
-    Of an odd number one is of their last digits instead. Rows are of many sizes, where the dtype has room.
-    Half of the rows have two more numbers, whose sum lies midway between two of the dtype: so a result shows the
-    roundings that is not small. Tiny ones lie about the least normal number.
+    Half of the numbers are so much larger than the others that adding one of each rounds, in any dtype: in float32, and
+    in float64 in a third of the rows. Each sum is 0 except for these roundings, so that a short result shows them. In
+    half of the rows the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry. If
+    the number of terms is odd, one has only their last digits instead. Rows are of many sizes, where the dtype has
+    room. Half of the rows have two more numbers, whose sum is midway between two of the dtype, so that a result that is
+    not small shows the roundings, too. Tiny ones are near the least normal number.
     """
     rng, own = np.random.default_rng(seed), _DIGITS[dtype]
     made, named = np.zeros((rows, K)), np.delete(np.arange(K), dropped)
     K, spread = len(named), 8 + int(np.log2(K)) // 2
-    for i, row in zip(rng.integers(0, 36, rows).tolist(), made, strict=True):  # of one row, too, any form
+    for i, row in zip(rng.integers(0, 36, rows).tolist(), made, strict=True):  # random forms, even for one row
         half = min(max(4, K // (1, 1, 4)[i % 3]), K) // 2
         high, digits = (12, 24) if dtype == torch.float16 else ((17, 24), (17, 24), (46, 53))[i // 3 % 3]
         places = rng.permutation(named)
@@ -466,7 +466,7 @@ def of_rows(
 
 
 def _in_turn(into: torch.Tensor, evaluate: Callable[[], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """What is given for rows [n, K], each in turn at one address, since alignment may decide on the order -> [n]."""
+    """The results for rows [n, K], each at the same address, since the order may depend on alignment -> [n]."""
     given = []
     for row in rows.unbind():
         into.copy_(row)
@@ -477,9 +477,9 @@ def _in_turn(into: torch.Tensor, evaluate: Callable[[], torch.Tensor], rows: tor
 def of_attention(
     operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, D: int = _HEAD, every: int = 1
 ) -> MeasuredSum:
-    """The last of M queries over K keys, all seen with equal scores: of each column of the values the mean.
+    """The last of M queries over K keys, all seen with equal scores: the mean of each column of the values.
 
-    A weight is exp(0) before it is divided: 1, or what torch's vectors take it for. After it is 1 / K, which is exact
+    A weight is exp(0) before it is divided: 1, or the result of torch's vectors. Afterwards it is 1 / K, which is exact
     where K is a power of two.
 
     Args:
@@ -508,7 +508,7 @@ def of_attention(
 def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
     """For each order in which a message's numbers are added over the ranks, the numbers that are added so.
 
-    A ring cuts a message into pieces that begin at different ranks: masks are put to each number of it.
+    A ring cuts a message into pieces that begin at different ranks, so each number has its own masks.
 
     Args:
         operator: message with `terms` -> all of its sums [rows * width].
@@ -526,7 +526,7 @@ def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
 
         def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
             row = terms[0].tolist()
-            if min(row) < 0 and row.index(min(row)) < row.index(max(row)):  # as much survives: computed once
+            if min(row) < 0 and row.index(min(row)) < row.index(max(row)):  # symmetric, so computed once
                 row = [-term if abs(term) == big else term for term in row]
             return given(tuple(row))[of[:1]]
 
@@ -543,7 +543,7 @@ def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
 
 
 def _numbers(of: torch.Tensor, every: int) -> str:
-    """As "numbers 16 to 31 of 64"."""
+    """ "numbers 16 to 31 of 64"."""
     runs = 1 + int((of.diff() != 1).sum())
     if runs == 1:
         return f"numbers {int(of[0]):,} to {int(of[-1]):,} of {every:,}"
@@ -568,12 +568,12 @@ def as_linear(name: str, operator: Operator) -> Operator:
 def of_product(
     operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, device: str, every: int = 1
 ) -> MeasuredSum:
-    """Row 0 of `operator(x [M, K], w [N, K]) -> [M, N]`, of every column or of some: a sum of its own in each."""
+    """Row 0 of `operator(x [M, K], w [N, K]) -> [M, N]`, in all or some columns: each has its own sum."""
     ones = torch.ones((M, K), dtype=dtype, device=device)
     columns = torch.arange(0, N, every, device=device)
     weight = torch.zeros((N, K), dtype=dtype, device=device)
     if dtype == torch.float16:
-        ones *= 16.0  # so that what survives is no subnormal number, unless partial sums have no room for that
+        ones *= 16.0  # so that the rest is not subnormal, unless partial sums have no room for that
         weight[:, 0], weight[:, 1:2] = _BIG[dtype][0], -_BIG[dtype][0]
         ones /= 1.0 if operator(ones, weight).isfinite().all() else 16.0
         weight.zero_()
@@ -592,7 +592,7 @@ def of_product(
         for i in range(-(-_SUMS * (6 if kind == "zeros" else 1) // len(few))):
             if kind in ("one sign", "zeros", "tiny"):
                 signed = [0.5, 1.0, 1.0, 2.0] if kind == "one sign" else [-2.0, -1.0, 1.0, 2.0]
-                powers = torch.tensor(signed, dtype=dtype, device=device)  # so products are as exact
+                powers = torch.tensor(signed, dtype=dtype, device=device)  # so that products are exact, too
                 a = powers[torch.randint(4, (M, K), generator=generator(seed + i, device), device=device)]
                 w = torch.zeros_like(weight)
                 w[few] = _rows(kind, K, dtype, device, seed + i, dropped, len(few))[: len(few)] / a[0]
@@ -610,7 +610,7 @@ def of_product(
 
 
 class ReductionOrder(Probe):
-    """The tree of row 0 at some M; where its bits part, the tree of each class."""
+    """The tree of row 0 at some M; where its bits differ, the tree of each class."""
 
     name = "reduction-order"
 
@@ -639,14 +639,14 @@ class ReductionOrder(Probe):
         if case.operator == "attention":
             v = make("order", (_HEAD, K), dtype, device, generator(seed, device)).T.contiguous()
             q, k = (torch.zeros((1, 1, n, _HEAD), dtype=dtype, device=device) for n in (M, K))
-            return {"q": q, "k": k, "v": v[None, None]}  # equal scores: what differs is the order of the values
+            return {"q": q, "k": k, "v": v[None, None]}  # equal scores: only the order of the values differs
         if case.operator not in _PRODUCTS:
             return {"x": make("order", (M, K), dtype, device, generator(seed, device))}
         x, w = product_operands("order", (M, K), (case.shape["N"], K), dtype, device, seed, weight_kind="bell")
         return {"x": x, "w": w * weight_scale(K)}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """Row 0 in batches of M; of attention the last query of M."""
+        """Row 0 in batches of M; for attention the last query of M."""
         self._operators[case.operator] = operator
         for M in case.data["values"]:
             yield Trial(M, partial(_result_of, case, operator, inputs, M))
@@ -712,7 +712,7 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
 
 
 def _sums_of(case: Case, operator: Operator, inputs: Any, M: int) -> list[MeasuredSum]:
-    """The sums whose trees are looked for: of a sum over ranks several."""
+    """The sums whose trees are measured: several for a sum over ranks."""
     if case.operator == "all_reduce":
         return of_ranks(operator, replace(inputs["message"], rows=M))
     return [_sum_of(case, operator, inputs, M)]
@@ -729,7 +729,7 @@ def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> MeasuredSum:
 
 
 def _result_of(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
-    """What is compared: row 0 of M, the last query of M, or a message's first row and its last."""
+    """The compared part: row 0 of M, the last query of M, or a message's first row and its last."""
     if case.operator == "all_reduce":
         message = replace(inputs["message"], rows=M)
         return operator(message).view(M, message.width)[[0, -1]].view(1, -1)
@@ -743,9 +743,9 @@ def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch
 
 
 def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[int]) -> dict[str, Any]:
-    """For a row's extra: the tree at each of these M, each of another class, and how neighbours differ.
+    """For a row's extra: the tree at each of these M, each of another class, and how consecutive ones differ.
 
-    Classes beyond those are counted.
+    Further classes are only counted.
     """
     left, sizes = len(sizes) - len(measured), sizes[: len(measured)]
     kept: list[dict[str, Any]] = []
@@ -761,7 +761,7 @@ def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[int]) -> dict[str,
 
 
 def _tree_of(one: MeasuredSum) -> tuple[MeasuredSum, Found | None, dict[str, Any]]:
-    """Its tree, or that of the first way to ask for fewer at once of which a tree is proven, and what is said of it."""
+    """The first tree that is proven, trying fewer columns at once; else the first tree; and its record."""
     kept, found, measured = one, None, one
     said = {"words": "no tree", "proven": False, "failed_on": "", "drawn": []}
     while found is None or found.proven is None:
@@ -771,7 +771,7 @@ def _tree_of(one: MeasuredSum) -> tuple[MeasuredSum, Found | None, dict[str, Any
                 kept, found = measured, again
         except NotASumError as error:
             said["failed_on"] = said["failed_on"] or str(error)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises at masks: the row's bits stand without a tree
+        except Exception as error:  # noqa: BLE001 - a kernel may raise anything at masks: the row then has no tree
             said["failed_on"] = said["failed_on"] or reason_of(error)
         if measured.fewer is None:
             break
@@ -782,7 +782,7 @@ def _tree_of(one: MeasuredSum) -> tuple[MeasuredSum, Found | None, dict[str, Any
 def trees_of_product(
     operator: Operator, x: torch.Tensor, w: torch.Tensor, values: Sequence[int], results: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """As `trees_of`, for the classes of a sweep over M whose row 0 has other bits; {} where it has the same in all.
+    """As `trees_of`, for the classes of a sweep over M whose row 0 differs; {} where it is the same in all.
 
     Args:
         x, w: [M, K] and [N, K].
@@ -810,7 +810,7 @@ def _between(a: Found, b: Found) -> str:
     said = compared(a.tree, b.tree)
     if a.tree.digest != b.tree.digest:
         return said
-    if a.proven is not None and a.proven == b.proven and not a.proven.aside:  # so no sum that was tested has other bits
+    if a.proven is not None and a.proven == b.proven and not a.proven.aside:  # so no tested sum has other bits
         return f"{said} and arithmetic, {a.proven.words}: what differs is not in the sums that were tested"
     if a.proven is not None and b.proven is not None:
         return f"{said}, and other bits: something else than the order ({a.proven.words}; and {b.proven.words})"

@@ -1,12 +1,12 @@
-"""What the probes of row operators share: some rows, computed in batches of other sizes and at other places.
+"""The common part of the probes of row operators: rows in batches of other sizes and at other positions.
 
-A kernel that gives each row to one thread block sums the row in an order of its own; one that shares few long rows
-among many blocks, or packs many short rows into one, sums in an order that follows from the number of rows.
+A kernel that gives each row to one thread block sums the row in an order of its own; one that divides few long rows
+among many blocks, or packs many short rows into one, sums in an order that depends on the number of rows.
 
-The order reaches a row's bits through a single number, its sum, and two orders often round to the same one: of rows of
-1,024 ordinary numbers, halves added onto halves and neighbours added to neighbours gave the same float32 sum of squares
-for 66 in 100, the same rsqrt of it for 86, and the same logarithm of a sum of exponentials for 95. So a case asks about
-dozens of rows, where a matmul, with a sum in every column, needs but one.
+The order affects a row's bits only through its sum, and two orders often round to the same one: of rows of 1,024
+ordinary numbers, halves added onto halves and neighbours added to neighbours gave the same float32 sum of squares for
+66 in 100, the same rsqrt of it for 86, and the same logarithm of a sum of exponentials for 95. So a case tests dozens
+of rows, where a matmul, with a sum in every column, needs only one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from nondet.core.registry import declared, load_object
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, some, sweep
 
-# The batch at most, in rows and in elements: 4096 rows of a vocabulary would be memory traffic and nothing else.
+# The batch at most, in rows and in elements: 4096 rows of a vocabulary would only be memory traffic.
 _LARGEST = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _ROWS = {"cpu": 64, "cuda": 32}
 _HARD = ("wide", "outlier")
-_PLACES = {100: 16, 300: 4}  # the rows that take turns there
-_WIDE = 16384  # of longer rows, of the drawn width, and of hard inputs fewer batch sizes are asked
-_NARROW, _FAR = 1024, 6001  # rows as wide at most are asked in a batch of so many
+_PLACES = {100: 16, 300: 4}  # width -> rows, which take turns there
+_WIDE = 16384  # of longer rows, of the drawn width, and of hard inputs fewer batch sizes are tested
+_NARROW, _FAR = 1024, 6001  # rows up to this width are tested in a batch of this many
 _FEW = (1, 2, 3, 7, 8, 16, 17, 27, 64, 129)
 _FEWEST = (1, 2, 8, 17, 32)
 
@@ -42,14 +42,14 @@ class RowProbe(Probe):
 
     Attributes:
         operators: Declared operators that take x, or x and a weight [W] if `weighted`.
-        axis: What the width is called in a row's shape.
-        widths: Of real models, and an odd one. The first gets the hard inputs and all questions but the sweep over M.
+        axis: The name of the width in a row's shape.
+        widths: Of real models, and an odd one. The first gets the hard inputs and all cases but the sweep over M.
         width_keys: Keys of `Options.config` that hold widths of this operator in a model.
         hard_scale: Factor on the hard inputs, for operators that would saturate.
         sums: Operators that add the elements themselves: rows whose sum is exactly 0 show their order, and integers
             have an exact answer. The others add squares or exponentials.
         exact: Those of them whose answer for integers is exact.
-        numbers: Further kinds of input that the operator meets: a mask's -inf, rows that are small beside an epsilon.
+        numbers: Further kinds of input: a mask's -inf, rows that are small compared with an epsilon.
     """
 
     answers = EXACT
@@ -65,7 +65,7 @@ class RowProbe(Probe):
 
     @classmethod
     def of(cls, operator: DeclaredOperator) -> RowProbe:
-        """The probe that the operator's declaration asks for, under the operator's name."""
+        """The probe of the operator's declaration, under the operator's name."""
         if operator.probe is None:
             raise ValueError(f"{operator.name} declares no probe")
         probe = cls()
@@ -77,12 +77,12 @@ class RowProbe(Probe):
         return probe
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each operator, width and dtype a sweep over M; at the first width all other questions, too.
+        """For each operator, width and dtype a sweep over M; at the first width all other cases, too.
 
         One more width is drawn from the seed.
         """
         widths, chosen = self._widths(options)
-        seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, nothing secret
+        seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:
             for width in (*widths, *(() if chosen else (seeded,))):
                 # on a CPU a vocabulary takes most of the time, and float32 shows an order best
@@ -118,7 +118,7 @@ class RowProbe(Probe):
             data = {"values": list(sizes) or asked(kind), "rows": rows}
             return Case(title, operator, shape, dtype, varied, kind, data=data)
 
-        if first:  # two orders of squares or exponentials mostly agree in a row: some dozen are held
+        if first:  # two orders of squares or exponentials mostly agree in one row, so dozens are compared
             held = 8 if adds else max(8, min(64, 2**17 // width))
             yield case("history", mixed, held, held)
         default = dict.fromkeys(("bell", best, *(_HARD if first else ())))
@@ -146,7 +146,7 @@ class RowProbe(Probe):
         return (configured, True) if configured else (self.widths, False)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """x of the rows asked about and of others to fill the largest batch; a weight [W] where there is one."""
+        """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
         rng = generator(seed, device)
         rows, width = case.data["rows"], case.shape[self.axis]
         count = rows if case.varied == "position" else max(rows, case.shape["M"])
@@ -156,7 +156,7 @@ class RowProbe(Probe):
         return {"x": x, "weights": (weight,) if self.weighted else ()}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """The rows in batches of M for every M; at every place of one batch; or in other company."""
+        """The rows in batches of M for every M; at every position of one batch; or with other rows."""
         x, weights, rows = inputs["x"], inputs["weights"], case.data["rows"]
 
         def of_batch(batch: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ class RowProbe(Probe):
     def _call(self, case: Case, inputs: Any) -> base.Call:
         x, weights = inputs["x"], inputs["weights"]
         row = torch.arange(len(x), device=x.device)
-        mine = (row % 3 == 1) | (case.varied == "history")  # there nobody else's rows are asked for
+        mine = (row % 3 == 1) | (case.varied == "history")  # there are no other rows in that case
         return base.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Cases times implementations into rows. A failed case is a row with its reason; the shapes may be what a trace met."""
+"""Runs cases under implementations. A failed case is a row with its reason; shapes may come from a trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nondet.errors import MisfitError, UserError, WrongResultError
 from nondet.probes.base import Case, Options, Probe, checked, fitted
 from nondet.probes.pointwise import OPERATORS
 
-# What torch calls it -> the probe that asks it.
+# torch's name of an operator -> the probe that tests it.
 _PROBES: dict[str, str] = {
     **dict.fromkeys(("linear", "matmul", "mm", "addmm", "bmm"), "matmul"),
     "grouped_mm": "grouped-matmul",
@@ -43,12 +43,12 @@ _PROBES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Met:
-    """A culprit as a probe can ask it.
+    """A culprit as a probe can test it.
 
     Attributes:
         shapes: Of the call in either arm: (rows, keys), (rows, products of the batch) or (elements, 0).
         own: Keys that the row in question sees.
-        operator: Which of the probe's, where it asks several.
+        operator: Which of the probe's, where it tests several.
         k, n: Sizes of the operator's axes; config: heads, where it has any.
     """
 
@@ -62,7 +62,7 @@ class Met:
     operator: str = ""
 
     def options(self, options: Options) -> Options:
-        """The options with these sizes; what the user gave himself stays."""
+        """The options with these sizes; the user's own stay."""
         return replace(
             options,
             k=self.k if options.k is None else options.k,
@@ -76,10 +76,10 @@ class Met:
 
 
 def met_in(run: Run) -> Met:
-    """The first guilty operator that the run's trace names.
+    """The first responsible operator in the run's trace.
 
     Raises:
-        UserError: the run names none, or one that no probe asks.
+        UserError: the run names none, or one that no probe tests.
     """
     culprit = next((c for c in run.culprits if c.call), None)
     if culprit is None:
@@ -138,7 +138,7 @@ def _met(probe: str, name: str, culprit: Culprit, shapes: list[dict[str, list[in
 
 
 def _batched(left: list[list[int]], right: list[list[int]], dtype: str) -> Met | None:
-    """Products in batches; None where their depth or width follows the batch: then they are no one question."""
+    """Products in batches; None where their depth or width follows the batch: then they are not one case."""
     sizes = {(a[-1], b[-1]) for a, b in zip(left, right, strict=True) if len(a) > 2 and a[:-2] == b[:-2]}
     if len(sizes) != 1 or any(len(a) < 3 for a in left):
         return None
@@ -151,9 +151,9 @@ class Job:
     """One case under one implementation.
 
     Attributes:
-        note: What a reader should know of how the implementation came to be asked this.
-        place: Among all jobs of the plan, from 0; None outside of one.
-        loaded: The implementation, where it is at hand; None: it is loaded by its name.
+        note: How the implementation came to be judged as this operator, for the reader.
+        place: Position among all jobs of the plan, from 0; None outside of one.
+        loaded: The implementation, if it is at hand; None: it is loaded by its name.
     """
 
     probe: Probe
@@ -166,7 +166,7 @@ class Job:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """As `Row.key`."""
+        """The `Row.key` of its row."""
         return self.head.key
 
     @property
@@ -192,7 +192,7 @@ class Job:
 
 
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
-    """Everything that will be measured, in order, before anything is.
+    """All jobs, in order, planned before the first is measured.
 
     Raises:
         UserError: an unknown probe or implementation, or sizes that make no sense.
@@ -230,11 +230,10 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
 
 
 def _expand(names: list[str], operator: str, device: str, own: list[str]) -> list[str]:
-    """The implementations of one operator that the names stand for.
+    """The implementations of one operator that the names select.
 
-    "stock" also stands for its named backends (stock-flash, ...), and names that only other operators have drop out. A
-    user's function computes one operator: "linear=module:function" says which, and where it doesn't, it is the probe's
-    first.
+    "stock" includes its named backends (stock-flash, ...), and names that only other operators have drop out. A user's
+    function computes one operator: "linear=module:function" names it, else it is the probe's first.
 
     Args:
         own: The operators of the probe, in the order of its cases.
@@ -242,16 +241,16 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
     if operator not in operators():
         return names
     known = implementation_names(operator, device)
-    chosen: dict[str, None] = {}  # each once, in the order asked for: two rows of one key can't be resumed
+    chosen: dict[str, None] = {}  # each once, in the given order: two rows of one key can't be resumed
     for name in names:
         if ":" in name:
             named = name.partition("=")[0] if "=" in name else own[0]
             if named == operator:
-                load_implementation(operator, name, device)  # if it is no such thing: said now, not in every row
+                load_implementation(operator, name, device)  # raises now if it can't be loaded, not in every row
                 chosen[name] = None
             continue
         if not any(o.implementation(name) for o in operators().values()):
-            load_implementation(operator, name, device)  # if there is no such thing: said now
+            load_implementation(operator, name, device)  # raises now if there is none
         if name in known:
             chosen[name] = None
         chosen.update((k, None) for k in known if k.startswith(f"{name}-"))
@@ -262,10 +261,10 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
     """Measure every job whose key is not in `done`, and yield its row at once. Inputs are shared between neighbours.
 
     Args:
-        untried: User's functions that have answered nothing yet.
+        untried: User's functions that have not been called yet.
 
     Raises:
-        MisfitError: at its first case one of them takes other operands than the operator's.
+        MisfitError: one of them takes other operands than its operator, at its first case.
     """
     prepared: _Prepared | None = None
     left = set(untried)
@@ -273,7 +272,8 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
         if job.key in done:
             continue
         started = time.perf_counter()
-        # torch says why a backend refuses in warnings, each once a process: kept for the row, and off the terminal
+        # torch explains in warnings why a backend refuses, each once per process: kept for the row, and off the
+        # terminal
         with kept_warnings() as caught:
             try:
                 if prepared is None or prepared.case is not job.case:
@@ -282,7 +282,7 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
                 row = _measure(job, prepared, started, untried=job.impl in left)
             except MisfitError:
                 raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
                 row = failed(job.head, error, started, caught)
                 prepared = None  # it may have written to them
                 check_device_alive(job.device, error)
@@ -292,11 +292,11 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
 
 
 class _Prepared(NamedTuple):
-    """What the implementations of one case share.
+    """The shared data of one case's implementations.
 
     Attributes:
         written: Sums of the inputs' bits, as they were made.
-        answers: The oracle, asked once for all; None: the case's operator has none.
+        answers: The oracle, computed once for all; None: the case's operator has none.
     """
 
     case: Case
@@ -316,7 +316,6 @@ def _prepare(job: Job, seed: int) -> _Prepared:
 
 
 def _extra(job: Job, inputs: Any, results: Any) -> dict[str, Any]:
-    """What the probe says of the results, and how the implementation is judged."""
     return job.probe.extra(job.case, inputs, results) | ({"judged_as": job.note} if job.note else {})  # noqa: S610 - not Django's
 
 
@@ -342,7 +341,7 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
             watch=watch,
             join=partial(job.probe.join, case),
             replay=registered and head.axis != Axis.RUN,
-            # what a probe computes by itself is thousands of elementwise launches, whose names explain nothing
+            # a probe's own computation is thousands of elementwise launches, whose names explain nothing
             profile=registered,
             warm=job.device == "cuda" and bool(head.claims_invariance),
             reference=prepared.reference,

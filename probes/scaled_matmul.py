@@ -1,10 +1,10 @@
-"""FP8 products with scales, and the step that makes FP8 of activations: what of a row depends on the rest of the batch.
+"""FP8 products with scales, and the step that makes FP8 of activations: whether a row depends on the rest of the batch.
 
 A library chooses tiles, splits of K, and after how many k a partial sum is promoted to float32, by the number of rows:
-an order of additions, as in any product. Where orders can be told apart by bits, classes are named by them: each is
-compared with sums that are computed exactly up to a promotion, as `nondet.kernels.scaled.cpu` does. And a scale that is
-taken over a whole batch puts the other requests' largest number into everybody's row: batch-dependent by meaning,
-whatever computes it, which is told from rounding by the scales that a quantizer gave.
+an order of additions, as in any product. Where bits distinguish orders, classes are named by them: each is compared
+with sums that are computed exactly up to a promotion, as in `nondet.kernels.scaled.cpu`. And a scale over a whole batch
+carries the other requests' largest number into every row: batch-dependent by definition, and distinguished from
+rounding by the scales that a quantizer returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nondet.probes.base import Case, Operator, Options, Probe, kinds, some, swee
 
 Layer = tuple[str, int, int]  # name, K, N
 
-# The first gets all questions, the others a sweep for each kind of scales.
+# The first gets all cases, the others a sweep for each kind of scales.
 _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cuda": (
         ("Qwen3-8B o_proj", 4096, 4096),
@@ -36,16 +36,17 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "cpu": (("", 1024, 256), ("", 2048, 128)),
 }
-# With one scale each oneDNN takes 150 ns for each product of two numbers, where it knows the CPU but no FP8 for it.
+# With one scale per operand oneDNN takes 150 ns for each product of two numbers, on a CPU that it knows, but without
+# FP8.
 _ONE_SCALE_ON_CPU: tuple[Layer, ...] = (("", 256, 8), ("", 1024, 2))
 _LARGEST = {"cuda": 4096, "cpu": 128}
 _PLACES = {"cuda": 200, "cpu": 40}
 _RUNS = {"cuda": 50, "cpu": 10}
-_ROWS = 16  # of which every batch size is asked
+_ROWS = 16  # rows that are tested at every batch size
 _FEW = (1, 2, 17, 64)
 _EXPERTS = 8
 _NAMES = {"tensor": "one scale each", "row": "a scale for each row", "block": "scales of 1x128 and 128x128"}
-_ANCHORS = {"cuda": "nondet.kernels.scaled.cuda:anchor"}  # of the class, whose sums no exact ones stand for
+_ANCHORS = {"cuda": "nondet.kernels.scaled.cuda:anchor"}  # of the class, whose sums have no exact model
 _MEANING = "its scale follows the batch: batch-dependent by meaning, not by rounding"
 _WORDS = {
     "batch_size": f"{_ROWS} rows in batches of M",
@@ -55,7 +56,7 @@ _WORDS = {
 
 
 class ScaledMatmul(Probe):
-    """A block of rows in batches of M rows, at every place, in other company, at experts; how rows are quantized."""
+    """A block of rows in batches of M rows, at every position, with other rows, at experts; how rows are quantized."""
 
     name = "scaled-matmul"
     answers = EXACT
@@ -78,13 +79,13 @@ class ScaledMatmul(Probe):
                     first = layer is layers[0] and dtype == left[0]
                     slow = layers is _LAYERS["cpu"] and how == "tensor"
                     asked = _ONE_SCALE_ON_CPU[layers.index(layer)] if slow else layer
-                    swept = dtype == left[0] or options.full  # of the other format fewer sizes are asked
+                    swept = dtype == left[0] or options.full  # fewer sizes of the other format are tested
                     yield from _products(options, asked, (dtype, how, results), largest, first=first, swept=swept)
         layer = layers[0]
         shared = {"dtype": left[0], "how": "row", "out": "bfloat16" if "bfloat16" in results else results[0]}
         for varied in ("batch_size", "run"):
             values = sweep(largest, options) if varied == "batch_size" else range(base.runs(options, _RUNS[device]))
-            kind = "order-wide" if varied == "batch_size" else "mixed"  # of the former the answer is zero
+            kind = "order-wide" if varied == "batch_size" else "mixed"  # the answer of the former is zero
             yield _case(layer, kind, varied, largest, values, **shared, operator="scaled_grouped_matmul")
         for varied, rows in (("batch_size", largest), ("neighbour_values", largest), ("position", min(largest, 512))):
             values = some(_FEW, largest, options)
@@ -105,7 +106,7 @@ class ScaledMatmul(Probe):
         return {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """A block of rows for every M; some rows at every place; or the whole call at other moments."""
+        """A block of rows for every M; some rows at every position; or the whole call at other moments."""
         if case.varied in base.AXES:
             yield from base.shared_trials(case.varied, _call(inputs), _shaped(case, operator))
             return
@@ -121,7 +122,7 @@ class ScaledMatmul(Probe):
                 yield Trial(value, partial(base.in_batches, call, every, _ROWS, value))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The rows that are compared, in float64, of the quantized operands; none of the quantization itself."""
+        """The rows that are compared, in float64, from the quantized operands; None for the quantization itself."""
         if case.operator == "quantize":
             return None
         if case.varied in base.AXES:
@@ -133,7 +134,7 @@ class ScaledMatmul(Probe):
         return _rows(_shaped(case, oracle), case, inputs, at)
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """Of the classes, what they are: orders that are known by their bits; a scale that others decided."""
+        """What the classes are: orders that are known by their bits; a scale that others decided."""
         said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
         if case.operator == "quantize":
             width = case.shape["K"]
@@ -192,7 +193,7 @@ def _case(
 
 
 def _shaped(case: Case, operator: Operator) -> Operator:
-    """The operator with the result's dtype; a quantizer's numbers and scales side by side, as one tensor of float32."""
+    """The operator with the result's dtype; a quantizer's numbers and scales concatenated, as one tensor of float32."""
     if case.operator == "quantize":
 
         def run(x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +206,7 @@ def _shaped(case: Case, operator: Operator) -> Operator:
 
 
 def _rows(call: Operator, case: Case, inputs: Any, at: torch.Tensor) -> torch.Tensor:
-    """One call of these rows alone."""
+    """One call of only these rows."""
     if case.operator == "quantize":
         return call(inputs["x"][at])
     a, b, scale_a, scale_b = inputs.values()
@@ -223,7 +224,7 @@ def _picked(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 def _call(inputs: Any) -> base.Call:
-    """Every third row is asked about; the others' scales are theirs, too."""
+    """Every third row is compared; the scales of the others are included."""
     tensors: tuple[torch.Tensor, ...] = tuple(inputs.values())
     rows = torch.arange(len(tensors[0]), device=tensors[0].device)
     mine = rows % 3 == 1 if len(rows) > 1 else rows == 0
@@ -233,7 +234,7 @@ def _call(inputs: Any) -> base.Call:
 
 
 def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, int]]]:
-    """Orders that are told apart: after how many exact k a sum goes to float32, and in how many parts K is."""
+    """Orders that are distinguished: after how many exact k a sum goes to float32, and in how many parts K is."""
     yield f"promoted to float32 every {BLOCK} k", {}
     sums = {BLOCK, 16, 32, 64, *(() if blocked else (256, 512))}
     for interval in sorted(sums - {BLOCK}):
@@ -252,7 +253,7 @@ def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _order_of(result: torch.Tensor, case: Case, inputs: Any) -> str:
-    """The orders whose very bits these rows have; "" for none."""
+    """The orders whose exact bits these rows have; "" for none."""
     a, b, scale_a, scale_b = inputs.values()
     scale = scale_a if len(scale_a) == 1 else scale_a[:_ROWS]
     given = a[:_ROWS], b, scale, scale_b, result.dtype

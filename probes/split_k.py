@@ -1,8 +1,8 @@
-"""One product with K cut into parts: what a library does to fill the device when M and N give it too few tiles.
+"""One product with K cut into parts, as a library does to fill the device when M and N give it too few tiles.
 
-The number of parts sets where the sum over K is broken, and so the bits, unless every partial sum is exact. Added in
-order the parts give equal bits every time; added by atomics they may not. A cut into chunks of fixed size gives equal
-bits however many workers share the chunks.
+The number of parts decides where the sum over K is cut, and so the bits, unless every partial sum is exact. Parts added
+in order give equal bits every time; parts added by atomics may not. Chunks of fixed size give equal bits however many
+workers share the chunks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _EXACT = ("ones", "integers")
 
 
 class SplitK(Probe):
-    """1 to 16 parts, added in order and by atomics; an implementation that takes `workers` gets as many of them."""
+    """1 to 16 parts, added in order and by atomics; an implementation that takes `workers` gets as many workers."""
 
     name = "split-k"
     answers = _EXACT
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each dtype and input the parts in order; by atomics they are held against serial, and run to run."""
+        """For each dtype and input the parts in order; by atomics they are compared with serial, and run to run."""
         given = (("--m", options.m), ("--k", options.k), ("--n", options.n))
         M, K, N = (base.size(*flag, default) for flag, default in zip(given, _SIZES[options.device], strict=True))
         where = f"M={M} K={K} N={N}"
@@ -44,7 +44,7 @@ class SplitK(Probe):
             return Case(title, "split_k", sizes, dtype, varied, kind, demonstration=True, data=data)
 
         for dtype in dtypes(options, "split-k", ("float32", "bfloat16")):
-            # partial sums are kept in float32, one product a part
+            # partial sums are kept in float32, one product per part
             needed = (M * K + K * N) * (base.element_bytes(dtype) + 12) + M * N * 4 * (max(_SPLITS) + 4)
             base.require_memory(options.device, needed, f"split-k of {where} in {dtype}")
             for kind in (*kinds(options, ("bell", "wide", "cancel")), *(() if options.inputs else _EXACT)):

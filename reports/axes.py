@@ -1,6 +1,6 @@
-"""What was varied alone, as a table: distinct texts and traces along each axis, what followed the axis, where first.
+"""The effect of each varied axis as a table: distinct texts and traces, which requests followed the axis, where first.
 
-The same in every report. Numbers in brackets are of the value that has most: there only the batch changes.
+Every reporter uses it. Numbers in brackets are those of the value with the most traces: there only the batch changes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ from nondet.verdict.samples import AxisTally, tally_axes
 
 @dataclass(frozen=True)
 class AxisCell:
-    """One axis under one implementation.
-
-    Attributes:
-        first: The first generated token at which anything differed; None where nothing did.
-    """
+    """One axis under one implementation; `first` is the first generated token at which anything differed, or None."""
 
     tally: AxisTally
     first: int | None
@@ -49,7 +45,7 @@ class AxisCell:
 
     @property
     def count(self) -> int:
-        """The traces that are drawn: over all values, or at the value with most."""
+        """The traces that are drawn: over all values, or at the value with the most."""
         return self.tally.traces if self.tally.held else self.tally.traces_within
 
     @property
@@ -58,18 +54,13 @@ class AxisCell:
         return self.tally.moved > 0 if self.tally.held else self.tally.traces_within > 1
 
     def moved(self, of: str) -> str:
-        """ "7 of 10": requests whose trace is not that of the same request at the base, if values may not differ."""
+        """ "7 of 10": requests whose trace is not that of the same request at the base."""
         return f"{self.tally.moved:,}{of}{self.tally.compared:,}" if self.tally.held else "may differ"
 
 
 @dataclass(frozen=True)
 class AxisLine:
-    """One axis.
-
-    Attributes:
-        proofs: (value, implementation, took effect, figures) of each, the base's first.
-        cells: By implementation; none where nothing was run, see `note`.
-    """
+    """One axis; `proofs` holds (value, implementation, took effect, figures), those of the base first."""
 
     axis: str
     changes: str
@@ -80,12 +71,12 @@ class AxisLine:
 
     @property
     def values(self) -> list[str]:
-        """Those that took effect."""
+        """The values that took effect."""
         return list(dict.fromkeys(value for value, _, holds, _ in self.proofs if holds))
 
     @property
     def unproven(self) -> list[str]:
-        """The others."""
+        """The values that did not."""
         lacking: dict[str, list[str]] = {}
         for value, impl, holds, _ in self.proofs:
             if not holds:
@@ -98,7 +89,7 @@ class AxesTable:
     """All axes of a run.
 
     Attributes:
-        n: Completions at each value.
+        n: Completions per value.
         lengthened: Tokens by which the prompt was lengthened with its own completion.
     """
 
@@ -121,7 +112,7 @@ class AxesTable:
 
 
 def axes_table(run: Run, traces: Mapping[str, Trace]) -> AxesTable | None:
-    """The table of a run of `nondet sample --vary`; None where no axis was begun."""
+    """The table of a run of `nondet sample --vary`; None where no axis was started."""
     if not run.axis_values:
         return None
     impls = tuple(sort_impls(record.impl for record in run.axis_values))
@@ -156,7 +147,6 @@ def _line(axis: str, changes: str, tallies: Mapping[str, AxisTally], traces: Map
 
 
 def _first(tally: AxisTally, traces: Mapping[str, Trace]) -> int | None:
-    """The first token at which two traces differ that ought not to, in the token or in the bits of its logprob."""
     groups = [set(v.traces) for v in tally.values]
     places = []
     for group in [set[str]().union(*groups)] if tally.held else groups:
@@ -174,7 +164,7 @@ def _apart(a: Trace, b: Trace) -> int:
 
 
 def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
-    """The prompt, a line an axis, the bars, and what proves that each value took effect."""
+    """The prompt, a line per axis, the bars, and what proves that each value took effect."""
     place = f"axes-run-{number}"
     head: list[Inline] = ["axis", "values"]
     for impl in table.impls:

@@ -1,4 +1,4 @@
-"""Bench cells as blocks of a report: sentences, tables and plots."""
+"""Benchmark cases as blocks of a report: sentences, tables and plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 class Timings(NamedTuple):
-    """The cells of a run, by section, and what they are held against."""
+    """The benchmark cases of a run by section, and the limits with which they are compared."""
 
     limits: Sequence[Limit]
     sections: Sequence[Section]
@@ -37,22 +37,21 @@ def time_text(us: float) -> str:
 
 
 def _rate_text(rate: float, unit: str) -> str:
-    """ "4.21 TB/s", "742 TFLOP/s"."""
     scale, prefix = next(((scale, prefix) for scale, prefix in _UNITS if rate >= scale), (1.0, ""))
     return f"{rate / scale:.3g} {prefix}{unit}"
 
 
 def cell_label(cell: Cell, section: Section) -> str:
-    """The sizes that tell it from others: "M=16 K=4096 N=6144", "B=8 Tk=4096"; heads only where they differ."""
+    """The sizes that distinguish a case: "M=16 K=4096 N=6144", "B=8 Tk=4096"; heads only where they differ."""
     varied = {k for k in cell.shape if len({c.shape.get(k) for c in section.cells}) > 1}
     keys = [k for k in cell.shape if k in varied or k not in _CONSTANT]
     if all(c.shape.get("Tq") in (1, c.shape.get("Tk")) for c in section.cells):
-        keys = [k for k in keys if k != "Tq"]  # a decode step or a whole prefill, as the section says
+        keys = [k for k in keys if k != "Tq"]  # a decode step or a whole prefill, as the section's title shows
     return one_line(" ".join(f"{k}={cell.shape[k]}" for k in keys), 120)
 
 
 def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
-    """How it was timed, then each section: what it comes to, the plot, a row for each cell."""
+    """How the cases were timed, then each section: summary, plot, and a row for each case."""
     limits = _limits_text(told)
     made: list[Block] = [Paragraph(limits, "soft", "bvmp")] if limits else []
     made.append(Paragraph(_method_text([cell for section in told.sections for cell in section.cells]), "soft"))
@@ -75,7 +74,7 @@ def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
 
 
 def speed_table(listed: Sequence[Section]) -> Table | None:
-    """The answer of a bench: a row for each implementation in each section; None where stock alone was timed."""
+    """A row for each implementation in each section; None where only stock was timed."""
     rows: list[tuple[Inline, ...]] = []
     for bench in listed:
         alike = {b.impl: _bits_text(b, bench) for b in bench.bits}
@@ -91,16 +90,16 @@ def speed_table(listed: Sequence[Section]) -> Table | None:
 
 
 def _listed(section: Section) -> Iterator[Comparison]:
-    """Of each cell the implementations that are not stock; its best stock where there is none."""
+    """The implementations of each case that are not stock; its best stock where there is none."""
     for compared in section.compared:
         mine = [c for c in compared if not is_stock(c.timed.impl)]
         yield from mine or [c for c in compared if c.timed is c.baseline]
 
 
 def cell_table(section: Section) -> Table:
-    """A row for each of what is listed.
+    """A row for each comparison.
 
-    A ratio is best stock over this one, "~" where its interval holds 1; bad below what the project holds itself to.
+    A ratio is the best stock's time over this one's, "~" where its interval holds 1, bad below the project's limit.
     """
     several = sum(map(is_stock, section.impls)) > 1
     rows = [_row(c, section, several) for c in _listed(section)]
@@ -137,20 +136,18 @@ def _row(c: Comparison, section: Section, several: bool) -> tuple[Inline, ...]:
 
 
 def _tokens(cell: Cell, timed: Timed) -> str:
-    """ " (2,584)": tokens a second in a run of the engine, whose times are of steps; as the table's head says."""
+    """ " (2,584)": tokens per second of an engine's run, whose times are of steps."""
     if not cell.tokens or not cell.calls or timed.median_us <= 0:
         return ""
     return f" ({cell.tokens / cell.calls / timed.median_us * 1e6:,.0f})"
 
 
 def _kernel(timed: Timed) -> str:
-    """What the profiler saw, or what the launchers noted where nothing was profiled."""
     names = list(dict.fromkeys(short_kernel(k) for k in timed.kernels)) or [one_line(r, 60) for r in timed.ran]
     return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _summary_text(summary: Summary, section: Section) -> str:
-    """The implementation over all cells, as one sentence without its full stop."""
     low, high = summary.interval
     text = (
         f"{summary.mean:.2f} times the speed of the best stock in geometric mean over "
@@ -164,19 +161,17 @@ def _summary_text(summary: Summary, section: Section) -> str:
 
 
 def _worst_text(summary: Summary, section: Section) -> str:
-    """ "worst 0.96 at M=64 K=4096 N=24576"."""
     return f"worst {summary.worst.ratio:.2f} at {cell_label(summary.worst.cell, section)}"
 
 
 def _bits_text(count: BitsCount, section: Section) -> str:
-    """ "one class of bits in 6 of 6 weight shapes"."""
     kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
     text = f"one class of bits in {count.one_class} of {plural(count.groups, kind)}"
     return text + (f" ({count.failed} not compared)" if count.failed else "")
 
 
 def _limits_text(told: Timings) -> str:
-    """The limits of a run, as one sentence; empty where no cell is held against one, as steps of the engine."""
+    """The limits of a run, as one sentence; empty where no case has one, such as steps of the engine."""
     if not told.limits and all(cell.tokens or cell.bus_bytes for section in told.sections for cell in section.cells):
         return ""
     named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in told.limits]
@@ -184,7 +179,6 @@ def _limits_text(told: Timings) -> str:
 
 
 def _method_text(cells: Sequence[Cell]) -> str:
-    """How they were timed, and what a ratio is."""
     replays = sorted({len(t.samples_us) for c in cells for t in c.timed if t.samples_us})
     if not replays:
         return "Nothing was timed."
@@ -225,12 +219,12 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def untimed(run: Run) -> list[tuple[str, str, str]]:
-    """(status, which, reason) of whatever was not timed."""
+    """(status, case, reason) of each case that was not timed."""
     return failures(sections(run))
 
 
 def bench_headline(run: Run) -> str:
-    """The geometric means of each implementation against stock, and its bits; what the cells are for a stock run."""
+    """Each implementation's geometric mean against stock, and its bits; for a run of stock only, what was timed."""
     benches = sections(run)
     several = len({section.dtype for section in benches}) > 1
     parts = []
@@ -249,10 +243,8 @@ def bench_headline(run: Run) -> str:
     return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in benches), 'cell')} timed, with nothing beside stock"
 
 
-# Plots: share of the limit over M, where the jigsaw of tiles shows, and the ratio under it.
-#
-# The share, not the rate, is drawn: over M = 1 ... 8192 the rate spans three decades, in which no jigsaw could be seen,
-# while the share has the limit as a straight line on top.
+# The share of the limit is drawn, not the rate: over M = 1 ... 8192 the rate spans three decades, which would hide the
+# jumps between tile sizes.
 
 # Fewer sizes than this are a table, not a curve.
 _POINTS_LEAST = 4
@@ -286,8 +278,6 @@ def bench_plots(section: Section) -> Plots | None:
 
 
 class _Marks(NamedTuple):
-    """Of one panel."""
-
     impls: Sequence[str]
     axis: str
     across: Scale

@@ -1,6 +1,4 @@
-"""Classes of equal bits: runs of values, the kernels of each class, what kind they are, and the geometry of class
-maps.
-"""
+"""Classes of equal bits: runs of values, each class's kernels and their kind, and the geometry of class maps."""
 
 from __future__ import annotations
 
@@ -16,14 +14,12 @@ from nondet.core.records import Role, Row, Value, role_of
 from nondet.errors import one_line
 from nondet.reports.plots import WIDTH, Tick
 
-# What a device kernel is, by its name: split-K, matrix-vector, tile, row reduction, atomics.
-#
-# The kind is what the name shows and no more: a tile whose name shows no split may still take another order than
-# another tile. `docs/classes.md` tells what each pattern usually means.
+# The kind of a device kernel is what its name shows and no more: a tile whose name shows no split may still add in
+# another order than another tile. `docs/classes.md` has what each pattern usually means.
 
 
 class Kind(NamedTuple):
-    """A kind of kernel: its name in style sheets, in a table or beside a mark, and in the words of a legend."""
+    """A kind of kernel: its name in style sheets, in a table or next to a mark, and in a legend."""
 
     key: str
     name: str
@@ -54,7 +50,7 @@ _TABLE: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 def kind_of(names: Sequence[str]) -> Kind:
-    """The kind of a set of kernels, by the one that decides its order: a split where any of them shows one."""
+    """The kind of a set of kernels, by the one that decides its order: a split where any name shows one."""
     if not names:
         return KINDS["unseen"]
     if any(_SPLIT.search(name) or _SPLIT_KEYS.search(name) for name in names):
@@ -65,17 +61,15 @@ def kind_of(names: Sequence[str]) -> Kind:
     return KINDS["other"]
 
 
-# Classes of equal bits over what varied: runs of values, kernels of each class, and the same as one line of text.
-#
 # Letters number the classes of one row by first appearance. They mean nothing across rows: A of stock and A of
-# invariant are different bits unless something else says so.
+# invariant are different bits unless a comparison shows otherwise.
 
 _ROW_OPERATORS = {"linear", "matmul", "grouped_matmul", "rms_norm", "rms_norm_residual", "softmax", "log_softmax"}
 _ROW_OPERATORS |= {"logsumexp", "sum", "mean"}
 
 
 class Segment(NamedTuple):
-    """Neighbouring values (in the order tried) of one class and one set of kernels.
+    """Consecutive values of one class and one set of kernels.
 
     Attributes:
         start, stop: Indices into `Row.values`, stop excluded.
@@ -92,12 +86,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassInfo:
-    """One class of one row.
-
-    Attributes:
-        ranges: Its values as text: "1-3, 8-15"; empty where values are not listed.
-        kernels: Sets of kernels that gave it, by first appearance.
-    """
+    """One class of one row: its values as text ("1-3, 8-15"; empty where not listed), and its sets of kernels."""
 
     label: int
     letter: str
@@ -113,12 +102,12 @@ def hue(impl: str, index: int = 0) -> int:
 
 
 def tint(label: int, row: Row | None = None) -> str:
-    """The colour of a class: its own; of a row's only one that of its implementation."""
+    """The colour of a class; the only class of a row has that of its implementation."""
     return f"c{label % 8}" if row is None or row.distinct > 1 else f"r{hue(row.impl)}"
 
 
 def letter(label: int) -> str:
-    """0 -> A, 25 -> Z, 26 -> AA, as columns of a spreadsheet."""
+    """0 -> A, 25 -> Z, 26 -> AA, like the columns of a spreadsheet."""
     out = ""
     label += 1
     while label:
@@ -151,7 +140,6 @@ def segments(row: Row) -> list[Segment]:
 
 
 def _stretches(row: Row) -> list[list[Segment]]:
-    """Segments of one class that stand together, and differ in kernels alone."""
     return [list(run) for _, run in itertools.groupby(segments(row), lambda s: s.label)]
 
 
@@ -214,18 +202,18 @@ def short_kernel(name: str, limit: int = 56) -> str:
     return head if len(head) <= limit else head[: limit - 1] + "…"
 
 
-# Geometry of class maps: numbers only, in the places of `plots`; templates draw them.
+# Geometry of class maps: only numbers, in the units of `plots`; templates draw them.
 
 _LANES_MOST = 64
 _NAMED_MOST = 16  # lanes beside which kernels have room
-# Cells of a lane that are told one by one; beyond them a lane is one shape a kind of kernel.
+# Segments of a lane that are drawn one by one; beyond them a lane is one shape per kind of kernel.
 _CELLS_MOST = 120
 
 
 def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What the page's macro draws: rows with listed values, together where they tried the same, over one axis.
+    """The data of the page's macro: rows with listed values, grouped where they tried the same values, over one axis.
 
-    Of each implementation a lane a class, with the kernels that gave it. Rows of too many classes are left out.
+    Each implementation has a lane per class, with the class's kernels. Rows with too many classes are left out.
     """
     groups: dict[tuple[Value, ...], list[Row]] = {}
     for row in rows:
@@ -243,19 +231,14 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ProductMap:
-    """Classes over M and one other size: rows that tried every M, a line each.
-
-    Attributes:
-        axis: The other size, "N" or "K".
-        rows: By implementation, of rising size.
-    """
+    """Classes over M and one other size, `axis`: a line for each row that tried every M, by rising size."""
 
     axis: str
     rows: dict[str, tuple[Row, ...]]
 
     @property
     def texts(self) -> list[tuple[str, str]]:
-        """(implementation, "N 20-320: M 1: A | 2-128: B"): lines of one text together."""
+        """(implementation, "N 20-320: M 1: A | 2-128: B"): equal lines are merged."""
         told = []
         for impl, rows in self.rows.items():
             ranges: dict[str, list[str]] = {}
@@ -267,7 +250,7 @@ class ProductMap:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """As one of `map_figures`: a lane a row, or one for all where each has one class; M on a log scale, no gaps."""
+        """Like an entry of `map_figures`: a lane per row, or one if rows have one class each; M on a log scale."""
         every = [row for rows in self.rows.values() for row in rows]
         values = max((row.values for row in every), key=len)
         places = [WIDTH * math.log2(m) / math.log2(len(values) + 1) for m in range(1, len(values) + 2)]
@@ -285,7 +268,7 @@ class ProductMap:
 
 
 def product_map(rows: Sequence[Row]) -> ProductMap | None:
-    """The map that these rows are, if they tried every M up to some: a row of a foreign file is believed in nothing."""
+    """The map of these rows, if they tried every M up to some; the row is checked, because a file may be edited."""
     axes = [row.extra["map"].get("axis") for row in rows if isinstance(row.extra.get("map"), dict)]
     axis = next((axis for axis in ("N", "K") if axes and axes == [axis] * len(rows)), "")
     lines: dict[str, list[Row]] = {}
@@ -297,7 +280,6 @@ def product_map(rows: Sequence[Row]) -> ProductMap | None:
 
 
 def _unequal(row: Row) -> str:
-    """Which classes are of calls whose equal rows got unequal bits."""
     found = row.extra.get("map")
     labels = found.get("unequal") if isinstance(found, dict) else None
     told = labels if isinstance(labels, list) else []
@@ -313,7 +295,7 @@ def _line_cells(row: Row, at: str, marks: Sequence[tuple[float, float]]) -> list
 def _marks(values: Sequence[Value], varied: str) -> tuple[list[tuple[float, float]], str]:
     """Left and right edge of each value's mark, in thousandths, and what the axis is besides a list of values.
 
-    On a log axis a mark stands for its value alone: what was not tried is left empty.
+    On a log axis a mark covers only its own value: what was not tried is left empty.
     """
     count = len(values)
     numbers = [v for v in values if isinstance(v, int)]
@@ -337,7 +319,6 @@ def _lanes(row: Row, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any
 
 
 def _kernels_text(used: Sequence[tuple[str, ...]]) -> str:
-    """The kernels of the first set, of each kind one, and how many other sets there are."""
     if not used:
         return ""
     ranked = sorted(dict.fromkeys(used[0]), key=lambda name: kind_of([name]).key == "other")
@@ -346,9 +327,9 @@ def _kernels_text(used: Sequence[tuple[str, ...]]) -> str:
 
 
 def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    """Neighbouring values of one class and one set of kernels: a shape, and what it is in words.
+    """A shape and its description for consecutive values of one class and one set of kernels.
 
-    Where they are too many to be told one by one, one shape for each kind of kernel.
+    Where they are too many to be shown one by one, one shape for each kind of kernel.
     """
     mine = [s for s in segments(row) if s.label == label]
     sets = kernel_sets(row)
@@ -377,7 +358,7 @@ def span_path(cells: Sequence[tuple[float, float]], height: float) -> str:
 
 
 def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], borders: Collection[int]) -> list[Tick]:
-    """The ends and the borders of classes where they fit, then round numbers; none on top of another, on a phone."""
+    """The ends and boundaries of classes where they fit, then round numbers; texts never overlap, even on a phone."""
     ticks: list[Tick] = []
     if any(isinstance(v, str) for v in values) and sum(len(str(v)) for v in values) > 60:
         return ticks  # names, not numbers: all of them or none
@@ -395,7 +376,6 @@ def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], 
 
 
 def _round_places(values: Sequence[Value], marks: Sequence[tuple[float, float]]) -> list[int]:
-    """Where a reader looks for a number."""
     count = len(values)
     if count <= 12 or any(isinstance(v, str) for v in values):
         return list(range(count))

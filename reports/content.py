@@ -1,4 +1,4 @@
-"""What a report says, gathered from run files once and written by every reporter in its own way."""
+"""The content of a report, gathered from run files once and written by every reporter in its own way."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ INCOMPLETE = "This run did not come to its end: every count is of what was measu
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
 _TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
-_HEADLINE_MOST = 5  # of several that agree, more are counted and told below
+_HEADLINE_MOST = 5  # of several that agree, more are counted and shown below
 
 
 def _load(place: str) -> Callable[..., Any]:
-    """A function of a section, "traces:story": a section is read where a run has something for it to tell."""
+    """A function of a section, "traces:story": imported only where a run has that section."""
     module, _, name = place.partition(":")
     function: Callable[..., Any] = getattr(import_module(f"nondet.reports.{module}"), name)
     return function
@@ -48,12 +48,7 @@ def _load(place: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case or request that gave no figure, or gave one that needs a warning.
-
-    Attributes:
-        kind: "failed", "skipped", "wrong" or "note".
-        count: Rows or requests that it stands for.
-    """
+    """A case or request without a figure, or with one that needs a warning; `count` rows or requests have it."""
 
     kind: str
     name: str
@@ -95,15 +90,14 @@ def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
 
 
 def _traced(run: Run) -> bool:
-    """Whether it has records of a trace, of replays, or of an encoder's passes."""
     traced = (run.trace_verdicts, run.controls, run.culprits, run.substitutions)
     return any((*traced, run.replayed, run.embed_passes, run.layer_standings))
 
 
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The completions' verdicts, where there are any: operators compared beside them are told below.
+    """The completions' verdicts, where there are any; the operators' verdicts are shown below.
 
-    Without partial replacements, which have a table, and sums in another order, which are no finding.
+    Without partial replacements, which have a table, and sums in another order, which are not a finding.
     """
     sampled = [v for v in verdicts if v.prompt is not None]
     main = [v for v in sampled or verdicts if v.role != Role.PART and v.finding != Finding.ORDER]
@@ -254,18 +248,18 @@ class RunSection:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it."""
+    """All runs of a report."""
 
     runs: tuple[RunSection, ...]
 
     @property
     def folded(self) -> bool:
-        """Whether there is so much that a page shows each part by its title and one sentence."""
+        """Whether the report is so long that a page shows each part by its title and one sentence."""
         return len(self.runs) > 1 or sum(len(p.families) for r in self.runs for p in r.probes) > 12
 
     @property
     def operators(self) -> list[str]:
-        """What the cases of probes ask of."""
+        """The operators of the probes' cases."""
         return sorted({one_line(c.head.operator, 80) for r in self.runs for p in r.probes for c in p.cases})
 
     @property
@@ -281,7 +275,7 @@ class Report:
 
 
 def build(runs: Sequence[Run]) -> Report:
-    """Gather everything. Sampled runs are read with the side file beside them.
+    """Gather everything. Side files are read from next to their runs.
 
     Raises:
         UserError: a side file is missing, malformed or another run's.
@@ -290,7 +284,7 @@ def build(runs: Sequence[Run]) -> Report:
 
 
 def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
-    """Traces and tokens' texts, of a run that has any."""
+    """Traces and tokens' texts, of a run that has a side file."""
     if not any(c.status == "ok" for c in run.completions):
         return {}, {}
     traces, pieces = read_traces(Path(run.source))
@@ -299,8 +293,7 @@ def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
 
 
 def _read(run: Run) -> RunSection:
-    """One run's part of the report, with what follows from its side file."""
-    if is_varied(run):  # completions of many settings are no one sample
+    if is_varied(run):  # completions of many settings are not one sample
         axes = _load("axes:axes_table")(run, side_file(run)[0]) if run.axis_values else None
         return section(run, [], axes=axes)
     traces, pieces = side_file(run)
@@ -332,7 +325,7 @@ def section(
     )
 
 
-# A run's part, in order: what it has of its own -> who tells of it, read only where there is something to tell.
+# The sections of a run's part in order, each with the function that writes it, imported only where needed.
 _TELLERS = {
     "story": "traces:story_blocks",
     "traced": "traces:trace_blocks",
@@ -347,7 +340,7 @@ _TELLERS = {
 
 
 def run_blocks(report: Report, number: int) -> list[Block]:
-    """All that is told of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
+    """all that is shown of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
     section = report.runs[number - 1]
     made = _head(report, section)
     for field, place in _TELLERS.items():
@@ -361,7 +354,7 @@ def run_blocks(report: Report, number: int) -> list[Block]:
 
 
 def _not_brief(block: Block) -> Block:
-    """Without a place among a terminal's 25 lines, nor what is in it."""
+    """The block and its contents, left out of a terminal's 25 lines."""
     if isinstance(block, Details):
         block = replace(block, blocks=[_not_brief(inner) for inner in block.blocks])
     return replace(block, only=block.only.replace(BRIEF, ""))
@@ -380,7 +373,7 @@ def _head(report: Report, section: RunSection) -> list[Block]:
         made.append(Paragraph(INCOMPLETE, "warn"))
         made.append(Paragraph("Go on with it by repeating its command with `--resume`.", "soft", "p"))
     if len(report.runs) > 1 or not (section.verdicts or section.story or run.trace_verdicts or run.cells):
-        made.append(Paragraph(end, "headline", "p"))  # of a lone run the first screen says it
+        made.append(Paragraph(end, "headline", "p"))  # of a lone run the first screen shows it
     if section.verdicts:
         title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
         verdicts = _verdicts(section)
@@ -389,7 +382,6 @@ def _head(report: Report, section: RunSection) -> list[Block]:
 
 
 def _verdicts(section: RunSection, only: str = "m") -> Items:
-    """A verdict an item, its findings marked in it, with what it does not cover."""
     items: list[Inline] = []
     for v in section.told:
         which = ""
@@ -444,4 +436,4 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
     title, said = "Environment and options", environment_line(environment)
     made.append(Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp"))
     made.append(Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "p"))
-    return [*made, replace(_verdicts(section), only="v")]  # the last thing on a terminal, where the eye is
+    return [*made, replace(_verdicts(section), only="v")]

@@ -23,7 +23,7 @@ Parting = Mapping[int, tuple[int | None, int | None]]
 
 
 def headline(diff: RunDiff) -> str:
-    """One sentence, which claims nothing that was not compared."""
+    """One sentence that claims nothing that was not compared."""
     parts = list(diff.verdicts)
     if diff.worse:
         parts.append(f"{plural(diff.worse, 'record')} got worse in B")
@@ -95,7 +95,6 @@ def _group(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> 
 
 
 def _group_parts(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> tuple[str, str]:
-    """Which completions, and what was seen of them."""
     name = ", ".join(part for part in (c.impl, c.arm, f"“{one_line(c.prompt, 40)}”") if part)
     if c.reason:
         return name, one_line(f"not compared: {c.reason}", 400)
@@ -127,7 +126,7 @@ def _group_parts(c: CompletionDiff, parting: tuple[int | None, int | None] | Non
 
 
 def blocks(diff: RunDiff, parting: Parting) -> list[Block]:
-    """What a page has of it below its head: the tables that have rows, and the notes."""
+    """What a page shows below its head: the tables that have rows, and the notes."""
     changes = [
         ("worse" if c.worse else "better" if c.better else "", Bit(c.name), Bit(one_line("; ".join(c.what), 400)))
         for c in diff.changes
@@ -167,8 +166,8 @@ def as_json(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
 
 
 def render(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
-    """The page. Its answer: "yes" where something of B is another thing than in A, "no" where all that was compared is
-    the same, "not known" where something was not compared."""
+    """The page. Its answer: "yes" where something of B differs from A, "no" where all that was compared is the same,
+    "not known" where something was not compared."""
     moved = diff.changes or diff.parted or diff.failed_more
     answer = "yes" if moved else "no" if diff.compared else "not known"
     first, second = (one_line(name, 200) for name in names)

@@ -1,6 +1,6 @@
 """A report as plain blocks, made once and printed by three renderers: terminal, markdown, HTML.
 
-Untrusted text stays text in every block: a renderer escapes or makes printable whatever stands in one.
+Untrusted text stays text in every block: a renderer escapes or makes printable its content.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Cells = Sequence[Inline]
 
 
 def bits(text: Inline) -> Iterator[Bit]:
-    """The stretches of a text. A plain string is prose: what stands between a pair of backticks is code."""
+    """The stretches of a text. A plain string is prose: the part between a pair of backticks is code."""
     for part in (text,) if isinstance(text, str | Bit) else text:
         if isinstance(part, Bit):
             yield part
-        elif part.count("`") % 2:  # one has no partner
+        elif part.count("`") % 2:  # an unpaired backtick
             yield Bit(part)
         else:
             yield from (Bit(piece, "code" if i % 2 else "") for i, piece in enumerate(part.split("`")) if piece)
 
 
 def flat(words: str, limit: int = 6000) -> str:
-    """A stretch on one line, made printable; a space at its ends, which parts it from its neighbours, stays."""
+    """A stretch on one line, made printable; a space at its ends, which separates it from its neighbours, is kept."""
     made = one_line(words, limit)
     return f"{' ' * words[:1].isspace()}{made}{' ' * words[-1:].isspace()}" if made else ""
 
@@ -52,7 +52,7 @@ def plain(text: Inline) -> str:
 
 @dataclass(frozen=True)
 class Heading:
-    """A title inside a run's part; `id` is its place on a page, `toc` its name in the page's contents."""
+    """A title inside a run's part; `id` is its anchor on a page, `toc` its name in the page's contents."""
 
     text: Inline
     id: str = ""
@@ -64,7 +64,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph; `style` as of a `Bit`, or a page's class: warn, headline. Of the 25 lines it has `room`, no more."""
+    """A paragraph; `style` as of a `Bit`, or a page's class (warn, headline). At most `room` lines are brief."""
 
     text: Inline
     style: str = ""
@@ -93,7 +93,7 @@ class Table:
 
     Attributes:
         kinds: For each column its page's class, if any: num, wide, nowrap, cell, kernels.
-        marks: For each row what a page's filter knows it by: data attribute -> value.
+        marks: For each row the keys of a page's filter: data attribute -> value.
         unshown: Names of columns that a terminal has no room for.
         clipped: A terminal cuts the last column off at its width, and folds none.
     """
@@ -117,16 +117,16 @@ class Table:
 
 
 def grid(items: Iterable[Any], columns: Mapping[str, tuple[str, Callable[[Any], Inline]]], **more: Any) -> Table:
-    """A row an item; of each column, by its name, the page's class and the cell. `more` are a table's other fields."""
+    """A row per item; a column per name, with the page's class and cell. `more` are a table's other fields."""
     rows = [tuple(cell(item) for _, cell in columns.values()) for item in items]
     return Table(tuple(columns), rows, tuple(kind for kind, _ in columns.values()), **more)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture: the page's macro `name` draws `data`. Other formats have blocks of their own beside it.
+    """A picture: the page's macro `name` draws `data`. Other formats have blocks of their own next to it.
 
-    `of` is what it shows: a page whose first screen has a picture of the same draws it there alone.
+    `of` is its subject: where a page's first screen has a picture of the same subject, only that one is drawn.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Code:
-    """Text that is not ours, as it is."""
+    """Text of others, unchanged."""
 
     text: str
     only: str = WHOLE
@@ -152,7 +152,7 @@ class Details:
     """Blocks behind a title.
 
     Attributes:
-        id: Of a part of a run: it has a heading, and `said` beside it on a page; markdown does not fold it.
+        id: Of a part of a run: it has a heading, and `said` next to it on a page; markdown does not fold it.
         fold: Whether markdown folds it although it has an id.
         opened: Whether a page shows it from the start.
     """
@@ -172,7 +172,7 @@ Block = Heading | Paragraph | Items | Table | Figure | Code | Details
 
 
 def shown(blocks: Iterable[Block], form: str) -> Iterator[Block]:
-    """Those of a format; a fold of nothing is none, and a brief one shows what is for it in folds that are not."""
+    """The blocks that a format prints; empty folds are left out, and a brief format shows a fold's brief content."""
     for block in blocks:
         if form == BRIEF and isinstance(block, Details) and form not in block.only:
             yield from shown(block.blocks, form)
@@ -181,5 +181,5 @@ def shown(blocks: Iterable[Block], form: str) -> Iterator[Block]:
 
 
 def contents(blocks: Iterable[Block]) -> list[tuple[str, str]]:
-    """(place, name) of what a page's contents list."""
+    """(anchor, name) of what a page's contents list."""
     return [(b.id, b.toc) for b in blocks if isinstance(b, Heading | Details) and b.toc and PAGE in b.only]

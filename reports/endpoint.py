@@ -1,4 +1,4 @@
-"""What a report says of servers: the contract, the arms and their proof, how far traces part, the times."""
+"""Servers in a report: the contract, the arms and their proof, how far traces differ, the times."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
 from nondet.verdict.served import ArmEvidence, Comparison, evidence, subjects
 
 _COMPARISONS_MOST = 40
-# Nats: where the likeliest token leads by so much, or a logprob moves by so much, no rounding of a layer did it.
+# In nats. Rounding alone explains neither a lead of the top token nor a change of a logprob that is larger.
 _FAR = 1.0
 
 
 @dataclass(frozen=True)
 class Parting:
-    """How one trace parts from another.
+    """How one trace differs from another.
 
     Attributes:
         token: Index of the first token that differs; None where none does.
         bits: Index of the first logprob that differs before that; None where none does.
-        gap: Largest difference of the logprob of a token that both have, up to where tokens part; 0.0 if none differs.
-        margin: Top-1 minus top-2 of the other trace where tokens part; None where it is not on record.
+        gap: Largest difference of a common token's logprob, up to where tokens differ; 0.0 if none differs.
+        margin: Top-1 minus top-2 of the other trace where tokens differ; None where it is not on record.
     """
 
     token: int | None
@@ -44,7 +44,7 @@ class Parting:
 
 
 def parting(base: Trace, other: Trace) -> Parting:
-    """Where and how far `other` parts from `base`."""
+    """Where and how far `other` differs from `base`."""
     a, b = (np.asarray(t.token_ids, dtype=np.int64) for t in (base, other))
     shared = min(len(a), len(b))
     differing = np.flatnonzero(a[:shared] != b[:shared])
@@ -71,12 +71,12 @@ class ArmFigures:
     Attributes:
         unit: What a prompt is called: a prompt with its seed is a subject of its own.
         requests: Completions and failures.
-        failed: What went wrong -> requests.
+        failed: Error -> requests.
         evidence: By prompt, of those that it completed.
-        partings: How each trace parts from the commonest solo one of its prompt and server (without solo: the arm's own
-            commonest), and how many requests gave it.
+        partings: How each trace differs from the most common solo one of its prompt and server (without solo: the arm's
+            own most common), and how many requests gave it.
         has_logprobs: Whether the server gave any; without them a trace is its tokens.
-        drawn: Whether tokens were drawn: then a margin says little.
+        drawn: Whether tokens were drawn: then a margin shows little.
         good: What is known of the answers that came.
     """
 
@@ -94,38 +94,38 @@ class ArmFigures:
 
     @property
     def first_token(self) -> int | None:
-        """The earliest token of any trace that parts; None where none does."""
+        """The earliest token of any trace that differs; None where none does."""
         return min((p.token for p, _ in self.partings if p.token is not None), default=None)
 
     @property
     def first_bits(self) -> int | None:
-        """The earliest logprob of any trace that parts; None where none does."""
+        """The earliest logprob of any trace that differs; None where none does."""
         return min((p.bits for p, _ in self.partings if p.bits is not None), default=None)
 
     @property
     def gap(self) -> float:
-        """The largest of any trace."""
+        """The largest gap of any trace."""
         return max((p.gap for p, _ in self.partings), default=0.0)
 
     @property
     def far(self) -> float:
-        """How far, in nats, some answer is from what rounding does: a margin at a fork, or a gap before one."""
+        """Largest distance in nats that rounding does not explain: a margin at a divergence, or a gap before one."""
         forks = [p.margin for p, _ in self.partings if p.margin is not None]
         return 0.0 if self.drawn else max([self.gap, *forks])
 
     @property
     def gap_requests(self) -> int:
-        """Requests whose logprobs part."""
+        """Requests whose logprobs differ."""
         return sum(count for p, count in self.partings if p.bits is not None)
 
     @property
     def in_flight(self) -> int:
-        """Requests under way at once."""
+        """Requests in flight at once."""
         return max((s.in_flight for s in self.good), default=0)
 
     @property
     def proof(self) -> str:
-        """What shows that the arm was what it is called: the words are one prompt's, the first of those proven."""
+        """The proof that the arm was what it is called, in the words of the first prompt that has one."""
         proven = [(prompt, e.proof_words) for prompt, e in self.evidence.items() if e.proof]
         if not proven:
             return f"unproven: {next(iter(self.evidence.values())).proof_words}"
@@ -137,18 +137,18 @@ class ArmFigures:
 
     @property
     def asked(self) -> str:
-        """Requests, and of how many prompts."""
+        """The number of requests and of prompts."""
         prompts = len(self.evidence)
         return counted(self.requests) + (f" of {counted(prompts)} {self.unit}s" if prompts > 1 else "")
 
     @property
     def completions(self) -> str:
-        """Distinct ones of a prompt, fewest and most."""
+        """Distinct completions per prompt, fewest and most."""
         return self._span([len(e.completions) for e in self.evidence.values() if e.n])
 
     @property
     def traces(self) -> str:
-        """The same."""
+        """Distinct traces per prompt, fewest and most."""
         return self._span([len(e.traces) for e in self.evidence.values() if e.n])
 
     def _span(self, counts: Sequence[int]) -> str:
@@ -178,7 +178,7 @@ def _kinds(counts: Mapping[str, int]) -> str:
 
 
 def _margins(f: ArmFigures) -> str:
-    """Top-1 minus top-2 at each place where tokens part, one for each request that parts there."""
+    """Top-1 minus top-2 at each position where tokens differ, one for each request that differs there."""
     margins = [m for p, count in f.partings for m in [p.margin] * count if m is not None]
     if f.drawn or not margins:
         return "–"
@@ -186,7 +186,6 @@ def _margins(f: ArmFigures) -> str:
 
 
 def _seconds(values: Iterable[float], share: float = 0.5) -> str:
-    """The median, or the value at that share."""
     took = sorted(values)
     if not took:
         return "not streamed"
@@ -194,7 +193,7 @@ def _seconds(values: Iterable[float], share: float = 0.5) -> str:
 
 
 def _rate(rounds: Sequence[Round]) -> float:
-    """Tokens a second of everybody, over the rounds' time."""
+    """Tokens per second of all requests, over the rounds' time."""
     seconds = sum(r.seconds for r in rounds)
     return sum(r.tokens for r in rounds) / seconds if seconds > 0 else 0.0
 
@@ -237,8 +236,7 @@ def arm_figures(run: Run, traces: Mapping[str, Trace]) -> list[ArmFigures]:
 
 
 def _partings(solo: ArmEvidence | None, arm: ArmEvidence, traces: Mapping[str, Trace]) -> Iterable[tuple[Parting, int]]:
-    """Every trace of the arm against the commonest; of equally common ones the first by name, whatever the file's
-    order."""
+    """Every trace of the arm against the most common; ties go to the first by name, whatever the file's order."""
     counts = solo.traces if solo is not None and solo.n else arm.traces
     base = min(counts, key=lambda digest: (-counts[digest], digest), default=None)
     if base is not None:
@@ -260,10 +258,9 @@ class EndpointSection:
 
     Attributes:
         servers: A line for each.
-        impls: The servers' names.
         contract: Each question with the (answer, evidence) of each server.
-        comparisons: (server, prompt, what was compared): all of few, else those in which something parted.
-        omitted: Comparisons left out for their number.
+        comparisons: (server, prompt, comparison): all where they are few, else those in which something differed.
+        omitted: Number of comparisons left out.
         figures: Of each arm.
     """
 
@@ -276,7 +273,7 @@ class EndpointSection:
 
     @property
     def parted(self) -> list[str]:
-        """What was seen, and the finding, of each comparison in which something parted; its prompt, of several."""
+        """What was seen and found in each comparison with a difference, with its prompt if there are several."""
         several = len({subject for _, subject, _ in self.comparisons}) > 1
         return [
             f"{f'prompt {s}, ' if several and s.isdecimal() else f'{s}, ' if several else ''}{c.text}: {c.finding}"
@@ -298,32 +295,32 @@ class EndpointSection:
 
     @property
     def not_rounding(self) -> str:
-        """A warning where answers differ by more than rounding does; else nothing."""
+        """A warning where answers differ by more than rounding explains; else ""."""
         far = max((f.far for f in self.figures if f.arm != "first"), default=0.0)
         said = f"Some answers differ by {number_text(far)} nats: rounding does not do that. Look for a defect, such as "
         return f"{said}keys or positions of another request that are read." if far > _FAR else ""
 
     def answered(self, *kinds: str) -> list[str]:
-        """Questions that any server answers so."""
+        """Questions to which any server gave one of these answers."""
         return [question for question, answers in self.contract if any(a in kinds for a, _ in answers)]
 
     @property
     def gap(self) -> str:
-        """ "logprobs off by up to 0.047 at 44 requests", or nothing."""
+        """ "logprobs off by up to 0.047 at 44 requests", or ""."""
         requests = sum(f.gap_requests for f in self.figures)
         largest = max((f.gap for f in self.figures), default=0.0)
         return f"logprobs off by up to {number_text(largest)} at {counted(requests)} requests" if requests else ""
 
 
 def machine_line(run: Run, *, commit: bool = True) -> str:
-    """The machine in one line; of a server, which has its own, what it says of itself, and who asked."""
+    """The machine in one line; for a server, what it reports of itself, and the machine that sent the requests."""
     here = environment_line({k: v for k, v in run.header.environment.items() if commit or k != "commit"})
     servers = dict.fromkeys(s.software or s.url for s in run.servers)
     return one_line(f"{', '.join(servers)} · asked from: {here}", 400) if servers else here
 
 
 def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection:
-    """What a run that asked servers tells of them."""
+    """The servers' part of a run."""
     figures, plan = arm_figures(run, traces), run.header.plan
     impls = tuple(dict.fromkeys([s.impl for s in run.servers] or [f.impl for f in figures]))
     prompts = subject_unit(plan) == "prompt"
@@ -340,7 +337,7 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection:
 
 
 def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Block]:
-    """Who the servers are, the arms and what proves them, the comparisons, the contract, the times."""
+    """The servers, the arms and what proves them, the comparisons, the contract, the times."""
     several = len(told.impls) > 1
 
     def name(f: ArmFigures) -> str:
@@ -429,7 +426,6 @@ def _place(token: int | None) -> str:
 
 
 def _contract_line(told: EndpointSection) -> list[str]:
-    """How much of the contract is kept, and what is not."""
     answers = [answer for _, row in told.contract for answer, _ in row]
     if not answers:
         return []
@@ -439,7 +435,7 @@ def _contract_line(told: EndpointSection) -> list[str]:
 
 
 def counts_alone(summary: SampleSummary) -> SampleSummary:
-    """A summary of a server's arms together, which are no sample of one thing: what differs where, and no rate."""
+    """A summary of a server's arms together, which are not one sample: what differs where, without a rate."""
 
     def bare(interval: Interval) -> Interval:
         return replace(interval, low=0.0, high=1.0, method=COUNTS, rounds=0)

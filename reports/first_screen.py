@@ -1,6 +1,6 @@
-"""What a reader wants first: what changes, on what, and the chain from the token to the cure, a line each.
+"""The first screen of a report: what changes, on what, and the chain from the token to the fix, a line each.
 
-What a line does not know it says, with the command that would tell.
+A line whose answer is not known shows the command that finds it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nondet.verdict.rows import axis_of
 from nondet.verdict.samples import UNSEEDED
 from nondet.verdict.wording import phrase
 
-# Family of batch_invariant() -> the probe that asks the same operator alone.
+# Family of batch_invariant() -> the probe that tests the same operator by itself.
 PROBE_OF = {
     "attention": "attention",
     "matmul": "matmul",
@@ -63,10 +63,10 @@ _SERVER = (
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *_MACHINE)
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
        "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *_MACHINE)  # fmt: skip
-_OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of a model and a prompt
-# Clauses of a verdict that bound what was not seen: they stand in the verdict below the first screen.
+_OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
+# Clauses of a verdict that bound what was not seen: the verdict below the first screen shows them.
 _BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
-# Those of what was compared one by one: they are in tables.
+# Clauses about comparisons one by one: the tables show them.
 _DETAILS = ("axis-apart",)
 
 
@@ -76,7 +76,7 @@ class Step(NamedTuple):
     Attributes:
         label: token, operator, kernel or cure.
         known: Whether this report holds the answer.
-        command: What would tell; "" where nothing is missing.
+        command: The command that would find it; "" where nothing is missing.
     """
 
     label: str
@@ -86,12 +86,12 @@ class Step(NamedTuple):
 
     @property
     def question(self) -> str:
-        """Which of `_WHY` its command answers."""
+        """The key of `_WHY` that its command answers."""
         return "cost" if self.command.startswith("nondet sample --turns") else self.label
 
 
 def chain(report: Report) -> tuple[Step, ...]:
-    """Token, operator, kernel, cure; of servers, into which nobody looks, the token, its cause and what would tell."""
+    """Token, operator, kernel, fix; for servers, which can't be traced, the token, its cause and the next command."""
     if report.runs and all(r.endpoint is not None for r in report.runs):
         return _token(report), *endpoint_steps(report)
     if report.runs and all(r.run.embed_passes for r in report.runs):
@@ -100,13 +100,12 @@ def chain(report: Report) -> tuple[Step, ...]:
         return tuple(Step(label, text, known, more and more + typed) for label, text, known, more in embed_steps(run))
     if report.runs and all(r.run.header.command == "certify" for r in report.runs):
         return (_of_classes(report),)
-    if own_rows(report):  # nobody's completions: what is known is of the function alone
+    if own_rows(report):  # no completions: only the function is known
         return _operator(report), _kernel(report)
     return _token(report), _operator(report), _kernel(report), _cure(report)
 
 
 def _of_classes(report: Report) -> Step:
-    """Which members left their numerics class, by operator."""
     rows = [row for r in report.runs for row in r.run.rows if row.measured]
     members = dict.fromkeys(row.impl for row in rows)
     left = {
@@ -119,14 +118,14 @@ def _of_classes(report: Report) -> Step:
 
 
 def own_rows(report: Report) -> list[Row]:
-    """Rows of a user's function, where the run is of one alone."""
+    """Rows of a user's function, where the run is of such a function only."""
     commands = {r.run.header.command for r in report.runs}
     rows = asked_rows(report) if len(report.runs) == 1 and commands <= {"probe", "check"} else []
     return [row for row in rows if role_of(row.impl) == Role.OTHER]
 
 
 def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
-    """What an endpoint run knows of the cause, and what would tell the rest."""
+    """What an endpoint run shows of the cause, and the commands for the rest."""
     parted = [text for r in report.runs if r.endpoint is not None for text in r.endpoint.parted]
     text = "; ".join(parted[:3]) + (f"; and {len(parted) - 3} more" if len(parted) > 3 else "")
     cause = Step("cause", one_line(text, 320) or "nothing differs, so there is none to name")
@@ -142,18 +141,18 @@ def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
 
 
 def stock_summaries(report: Report) -> list[tuple[RunSection, SampleSection, SampleSummary]]:
-    """Stock completions, stock itself before its backends, the largest sample first."""
+    """Stock completions, the default backend before the others, the largest sample first."""
     rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in STOCK]
     return sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n))
 
 
 def culprits_of(section: RunSection) -> list[Culprit]:
-    """What a trace of the run named, in order: of a diagnosis, what is behind its finding."""
+    """The culprits that a trace of the run named, in order: in a diagnosis, those behind its finding."""
     return blamed(section.run, section.story.finding if section.story else "") if section.run.culprits else []
 
 
 def cure_refuted(report: Report) -> bool:
-    """Whether anything diverged under the invariant implementation here, so that it is no cure."""
+    """Whether anything diverged under the invariant implementation here, so that it is not a fix."""
     asked = [s for r in report.runs for s in r.run.steps if s.name == "cure"]
     return any(s.outcome == "no" for s in asked) or any(
         v.is_fault for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT
@@ -173,7 +172,7 @@ def _token(report: Report) -> Step:
             ways = [f"{b.count:,} continue with {t}{i}" for b, t, i in zip(fork.branches, tokens, ids, strict=False)]
             margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
             near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
-            if s.draws is not None:  # drawn tokens flip at a border between tokens, wherever the margin is
+            if s.draws is not None:  # drawn tokens flip at a boundary between tokens, wherever the margin is
                 near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
             return Step(
                 "token", f"{s.impl} diverges at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
@@ -192,7 +191,6 @@ def _token(report: Report) -> Step:
 
 
 def _of_varied(lines: Sequence[AxisLine]) -> str:
-    """Where traces differ first, over the values of an axis or at one of them; "" where no axis was varied."""
     cells = [cell for line in lines for impl, cell in line.cells.items() if role_of(impl) in STOCK]
     firsts = [cell.first for cell in cells if cell.moves and cell.first is not None]
     where = f", first in the bits of token {min(firsts)}" if firsts else ""
@@ -233,12 +231,12 @@ def _operator(report: Report) -> Step:
 
 
 def is_drawn(section: RunSection) -> bool:
-    """Whether the run's tokens were drawn at a temperature."""
+    """Whether the run drew its tokens at a temperature."""
     return bool(section.run.header.plan.get("sampling"))
 
 
 def _of_drawn(report: Report) -> Step:
-    """A trace is greedy: it answers for logits that parted under a draw of their own, and for no draw."""
+    """A trace is greedy: it explains logits that differ under a draw, but not a draw."""
     parted = {s.impl for _, _, s in stock_summaries(report) if s.distinct_traces > 1}
     if parted - set(UNSEEDED):
         text = "not traced; a trace is greedy, and shows only what the logits do: here they differ under one draw"
@@ -258,7 +256,6 @@ def _of_drawn(report: Report) -> Step:
 
 
 def _again(report: Report, *words: str, names: Collection[str] = _MODEL) -> str:
-    """A command with the model, prompt and machine of the first run that has one; else with that run's machine."""
     run = next((r.run for r in report.runs if r.run.header.command in _OF_MODELS), report.runs[0].run)
     if run.header.command not in _OF_MODELS and names in (_MODEL, _SAMPLE):
         names = _MACHINE
@@ -270,7 +267,7 @@ def _again(report: Report, *words: str, names: Collection[str] = _MODEL) -> str:
 
 
 def model_of(run: Run) -> str:
-    """The name of the model of a run; "" of the embedded one, and where there is none."""
+    """The name of the model of a run; "" for the embedded one, and where there is none."""
     model = run.header.plan.get("model")
     name = str(model.get("name") or "") if isinstance(model, dict) else ""
     return "" if name == "embedded" else name
@@ -286,16 +283,16 @@ def trace_command(report: Report) -> str:
         words = ["--prompt", p.prompt_text] if model_of(r.run) else []
         names = [n for n in _MODEL if not (words and "prompt" in n)]
         words += ["--impl", s.impl] if s.impl != "stock" and not is_drawn(r) else []
-        if not any("graphs=on" in word for word in figures.typed_words(r.run.header)):  # no trace sees into a graph
+        if not any("graphs=on" in word for word in figures.typed_words(r.run.header)):  # a graph can't be traced
             names.append("--load")
         return _again(Report((r,)), "trace", *words, names=names)
     return _again(report, "trace")
 
 
 def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
-    """A completion of the commonest trace and one of another, of other tokens where any are; () if none can be traced.
+    """A completion of the most common trace and one of another, of other tokens if possible; () without a pair.
 
-    A trace is greedy, and plays again what a tape holds.
+    A trace is greedy, and replays what a recording holds.
     """
     taped = {(tape.impl, tape.round) for tape in run.tapes}
     mine = [
@@ -311,7 +308,7 @@ def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
 
 
 def parted_rows(report: Report) -> list[Row]:
-    """Rows whose bits depend on the batch or the run: of what the answer is about, else of any implementation."""
+    """Rows whose bits depend on the batch or the run: of the implementation that the answer is about, else of any."""
     every = [row for r in report.runs for p in r.probes if not p.demonstration for c in p.cases for row in c.measured]
     of = [
         [row for row in rows if (row.parted or row.replays_parted) and axis_of(row) in (Axis.BATCH, Axis.RUN)]
@@ -321,7 +318,7 @@ def parted_rows(report: Report) -> list[Row]:
 
 
 def asked_rows(report: Report) -> list[Row]:
-    """Measured rows of stock, or of a user's functions where stock was not asked; demonstrations left out."""
+    """Measured rows of stock, or of a user's functions where stock was not tested; demonstrations left out."""
     sections = (p for r in report.runs for p in r.probes if not p.demonstration)
     rows = [row for p in sections for case in p.cases for row in case.measured]
     return [row for row in rows if role_of(row.impl) in STOCK] or [r for r in rows if role_of(r.impl) == Role.OTHER]
@@ -362,7 +359,6 @@ def _kernel(report: Report) -> Step:
 
 
 def _probe_command(report: Report, probe: str) -> str:
-    """The probe of what a trace of this report named, at the shapes met; else of the operators in question."""
     for r in report.runs:
         if any(c.call and c.family in PROBE_OF for c in culprits_of(r)):
             return _again(Report((r,)), "probe", "--from-trace", r.run.source, names=_MACHINE)
@@ -370,12 +366,11 @@ def _probe_command(report: Report, probe: str) -> str:
 
 
 def _kernels_text(row: Row) -> str:
-    """The first kernels of each kind, and how many others there are; a CPU's have no names."""
     if not row.kernel_sets:
         return "kernel names unavailable" if row.device != "cpu" else "kernel names are unavailable on CPU"
     first_of: dict[str, str] = {}
     for names in filter(None, row.kernel_sets):
-        kind = kind_of(names)  # of the one that decides it: what picks the rows may come first
+        kind = kind_of(names)  # the kind that decides the order, because a kernel that picks the rows may come first
         first_of.setdefault(kind.name, short_kernel(next(n for n in names if kind_of([n]) == kind), 44))
     listed = ", ".join(f"{name} ({kind})" for kind, name in first_of.items())
     more = len(row.kernel_sets) - len(first_of)
@@ -383,9 +378,9 @@ def _kernels_text(row: Row) -> str:
 
 
 def clearest(rows: Sequence[Row]) -> Row:
-    """Few classes and several kernels make the picture that explains most: of bfloat16, products first; no scale.
+    """The row whose picture explains most: few classes and several kernels, bfloat16 and products first.
 
-    Where what neighbours hold changes a row, how many there are explains nothing.
+    Where the values of other rows change a row, the number of classes explains nothing.
     """
     return min(
         rows,
@@ -399,7 +394,7 @@ def clearest(rows: Sequence[Row]) -> Row:
 
 
 def _coarse(row: Row) -> int:
-    """The largest step between two values of different bits: where a border is not known to one."""
+    """The largest step between two values of different bits: how exactly their boundary is known."""
     pairs = zip(row.values, row.values[1:], row.labels, row.labels[1:], strict=False)
     return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
 
@@ -420,7 +415,7 @@ def _cure(report: Report) -> Step:
         text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
     else:
         return Step("cure", "the invariant implementation was not run here", known=False, command=cure)
-    if cure_refuted(report):  # what it costs is nobody's question
+    if cure_refuted(report):  # its cost does not matter
         return Step("cure", one_line(text, 420))
     diagnosed = told or (not sampled and not probed and any(r.story for r in report.runs))
     if diagnosed and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
@@ -430,7 +425,7 @@ def _cure(report: Report) -> Step:
 
 
 def _cost(report: Report) -> tuple[str, str]:
-    """(what the cure costs, what would tell): the lowest fair ratio end to end, else the means of operators alone."""
+    """(cost, command that would measure it): the lowest fair ratio end to end, else the means of single operators."""
     speeds = [p.speed for r in report.runs for p in r.samples[:1] if p.speed is not None]
     speeds += [s for r in report.runs if r.story and not r.samples for s in (speed_ratio_of(r.run),) if s is not None]
     measured = sorted((s for s in speeds if s.is_cost), key=lambda s: s.ratio)
@@ -452,7 +447,7 @@ def _cost(report: Report) -> tuple[str, str]:
 
 
 class Suggestion(NamedTuple):
-    """What to run next, and what that shows."""
+    """The command to run next, and what it shows."""
 
     command: str
     why: str
@@ -460,12 +455,12 @@ class Suggestion(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """The answer, what it was seen on, the chain, one picture, and what to do next: what each format lays out.
+    """The answer, what it was seen on, the chain, one picture, and the next command; each format lays them out.
 
     Attributes:
         effect: What changes, in a few words.
         picture: A class map, a tree of branches, or a pair of calls.
-        table: Of a bench alone, in place of chain and picture.
+        table: In place of chain and picture, for a bench only.
     """
 
     effect: Effect
@@ -478,12 +473,12 @@ class FirstScreen:
 
     @property
     def style(self) -> str:
-        """Of the words that answer."""
+        """The style of the answer's words."""
         return "bad" if self.effect.is_change else "good" if self.effect is Effect.NONE else "dull"
 
     @property
     def blocks(self) -> list[Block]:
-        """In markdown all of it; of a terminal's 25 lines those of the chain that are known."""
+        """All of it in markdown; of a terminal's 25 lines, those of the chain that are known."""
         known = [step for step in self.steps if step.known]
         rows = [
             (
@@ -505,7 +500,7 @@ class FirstScreen:
 
 
 def first_screen(report: Report) -> FirstScreen | None:
-    """The first screen; None of a report that holds neither a verdict nor a bench."""
+    """The first screen; None for a report that holds neither a verdict nor a bench."""
     if report.runs and all(r.training or r.mismatch for r in report.runs):
         return _of_sides(report)
     found = _answer(report)
@@ -521,7 +516,7 @@ def first_screen(report: Report) -> FirstScreen | None:
 
 
 def _shown_by(report: Report, effect: Effect, answer: str) -> Report:
-    """The run of several whose picture shows the answer: that of the same words, else of the same effect."""
+    """Of several runs, the one whose picture shows the answer: that of the same words, else of the same effect."""
     each = [(one, _answer(one)) for one in (Report((r,)) for r in report.runs) if len(report.runs) > 1]
     alike = [(one, found[1]) for one, found in each if found is not None and found[0] is effect]
     return next((one for one, said in alike if answer.startswith(said)), alike[0][0] if alike else report)
@@ -538,7 +533,6 @@ def _machines(report: Report) -> tuple[str, ...]:
 
 
 def _of_sides(report: Report) -> FirstScreen:
-    """A sampler and a trainer: the pictures of the first run, and what it leaves open."""
     section = report.runs[0]
     told = section.training or section.mismatch
     command = _after_training(section.run, section.training) if section.training else _after_mismatch(section.run)
@@ -553,7 +547,7 @@ def _so_far(report: Report, effect: Effect) -> Effect:
 
 
 def _answer(report: Report) -> tuple[Effect, str] | None:
-    """What a user has by default, in words: of a bench, of a diagnosis, of a trace, of verdicts; None of nothing."""
+    """What a user has by default, in words: from a bench, a diagnosis, a trace or verdicts; None without any."""
     timed = [cell for r in report.runs for cell in r.run.cells]
     if timed and all(r.run.cells for r in report.runs):
         text = "speedup is the best stock's time over the implementation's, above 1 it is faster"
@@ -572,7 +566,7 @@ def _of_story(report: Report) -> tuple[Effect, str] | None:
 
 
 def _of_trace(report: Report) -> tuple[Effect, str] | None:
-    """A trace that found something, or one without a verdict on what a user has beside it; else that says more."""
+    """A trace that found something, or a clean one if there is no verdict on the defaults, which shows more."""
     told = subjects(report)
     found = [(r.run, v) for r in report.runs for v in r.run.trace_verdicts if v.is_fault or not told]
     if not found or any(v.is_fault for v in told):
@@ -582,7 +576,7 @@ def _of_trace(report: Report) -> tuple[Effect, str] | None:
 
 
 def _of_verdicts(report: Report) -> tuple[Effect, str] | None:
-    """Of the verdicts on what a user has the gravest: faults of completions, then of operators, then the rest."""
+    """The gravest verdict on the defaults: faults of completions, then of operators, then the rest."""
     told = subjects(report)
     if not told:
         first = next((r for r in report.runs if r.verdicts), None)
@@ -598,20 +592,20 @@ def _of_verdicts(report: Report) -> tuple[Effect, str] | None:
 
 
 def subjects(report: Report) -> list[Verdict]:
-    """Verdicts on what a user has by default: on stock, else on what is no cure; of the largest run first."""
+    """Verdicts on what a user has by default: on stock, else on what is not a fix; those of the largest run first."""
     every = [v for r in sorted(report.runs, key=lambda r: -len(r.run.completions)) for v in r.verdicts]
     return [v for v in every if v.role in STOCK] or [v for v in every if v.role not in (Role.INVARIANT, Role.PART)]
 
 
 def _said(verdicts: Sequence[Verdict]) -> str:
-    """The verdict of most weight in a phrase: stock's own before its backends'."""
+    """The verdict of most weight in a phrase: the default backend's before the others'."""
     first = min(verdicts, key=lambda v: (list(Finding).index(v.finding), v.role != Role.STOCK))
     clauses = [clause for clause in first.clauses if clause.code not in _DETAILS]
     text = f"{first.impl}: {phrase(clauses, brief=True) or first.text}"
     return one_line(text + (f"; {plural(len(verdicts) - 1, 'more verdict')} like it" if len(verdicts) > 1 else ""), 300)
 
 
-# What is shown next, by the question that is open: of a chain's line, of a whole report.
+# What the next command shows, by the question that is open: of a chain's line, of a whole report.
 _WHY = {
     "token": "shows whether completions change, and from which token on",
     "operator": "names the operator that diverges first",
@@ -623,7 +617,7 @@ _WHY = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a report came to: what the next command follows from."""
+    """The facts of a report that decide the next command."""
 
     report: Report
     effect: Effect
@@ -631,12 +625,12 @@ class Outcome:
 
     @property
     def run(self) -> Run:
-        """The first one."""
+        """The first run."""
         return self.report.runs[0].run
 
     @property
     def command(self) -> str:
-        """What made it; "" of several runs."""
+        """The command that made the report; "" of several runs."""
         return self.run.header.command if len(self.report.runs) == 1 else ""
 
     @property
@@ -646,18 +640,18 @@ class Outcome:
 
     @property
     def demonstrates(self) -> bool:
-        """Whether no row asks about somebody's operators."""
+        """Whether no row tests operators that a user might run."""
         return all(p.demonstration or not any(c.rows for c in p.cases) for r in self.report.runs for p in r.probes)
 
     @property
     def open_step(self) -> Step | None:
-        """The first line of the chain that this run does not know."""
+        """The first line of the chain that this run leaves open."""
         asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure")]
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
         return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
 
     def typed(self, names: Collection[str]) -> list[str]:
-        """Of these options those of the first run."""
+        """Those of these options that were typed for the first run."""
         return figures.own_options(self.run.header, names)
 
     def again(self, *words: str, names: Collection[str] = _SAMPLE) -> str:
@@ -666,9 +660,9 @@ class Outcome:
 
 
 def next_command(o: Outcome) -> Suggestion:
-    """What to run after this report: first what failed, then what the kind of run, the chain or its end leave open."""
+    """What to run next: first what failed, then what the kind of run, the chain or its end leave open."""
     failed = [(r, p) for r in o.report.runs for p in r.problems if p.kind == "failed"]
-    if failed and not o.diverged:  # nothing further is asked before what was asked has its answers
+    if failed and not o.diverged:  # failed cases come before new ones
         return _mended(*failed[0], sum(p.count for _, p in failed))
     if all(r.endpoint is not None for r in o.report.runs):
         return _after_server(o)
@@ -708,7 +702,6 @@ def _after_server(o: Outcome) -> Suggestion:
 
 
 def _after_trace(o: Outcome) -> Suggestion:
-    """The probe of what it named, at the shapes met, else the replacement; without a name, or clean, a sample."""
     culprit = next((c for c in culprits_of(o.report.runs[0]) if c.call), None)
     families = next((v.families for v in o.run.trace_verdicts if v.families), None)
     snippet = f"nondet.batch_invariant({families!r})" if families else ""
@@ -722,7 +715,7 @@ def _after_trace(o: Outcome) -> Suggestion:
 
 
 def _after_own(o: Outcome, own: Sequence[Row]) -> Suggestion:
-    """The smallest question that shows what was found of a user's function; of a clean one the longer sweep."""
+    """The smallest probe that shows what was found in a user's function; for a clean one the longer sweep."""
     bad = [row for row in own if row.wrong] or [row for row in own if row.parted]
     row = bad[0] if bad and bad[0].wrong else clearest(bad or own)
     target = row.impl.rpartition("=")[2]
@@ -740,7 +733,6 @@ def _after_own(o: Outcome, own: Sequence[Row]) -> Suggestion:
 
 
 def _after_bench(o: Outcome) -> Suggestion:
-    """A model that was timed, or where operators were, the embedded one."""
     typed = o.typed(["--models"])
     model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
     words = ["--model", model] if model != "embedded" else []
@@ -757,7 +749,7 @@ def _after_embed(o: Outcome, refuted: bool) -> Suggestion:
 
 
 def _after_clean(o: Outcome) -> Suggestion:
-    """Where nothing diverged, and nothing is missing: a gate of what was sampled, a larger sample, or a first one."""
+    """Where nothing diverged and nothing is missing: a gate of what was sampled, a larger sample, or a first one."""
     sampled = stock_summaries(o.report)
     if sampled and o.command == "sample":
         why = "passes or fails this run in CI, and says how rare a divergence it would have shown"
@@ -776,7 +768,7 @@ def _certify(o: Outcome) -> Suggestion:
 
 
 def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
-    """The run's own command again, and what has to be mended before: the first failure of `count`."""
+    """The run's own command again, and what has to be fixed first: the first failure of `count`."""
     header = section.run.header
     words = figures.typed_words(header)
     if words[:1] != [header.command]:  # a script's own, of a run that no command line began
@@ -791,7 +783,6 @@ def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
 
 
 def _after_mismatch(run: Run) -> Suggestion:
-    """Of rollouts from a file the same with what computes hypotheses; else steps of reinforcement learning."""
     typed = figures.own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *_MACHINE))
     flags = {word.partition("=")[0] for word in typed}
     if "--rollouts" in flags and "--model" not in flags:
@@ -806,7 +797,6 @@ def _after_mismatch(run: Run) -> Suggestion:
 
 
 def _after_training(run: Run, told: Training) -> Suggestion:
-    """The arm, the seeds or the rollouts that were left out."""
     if not {"stock", "invariant"} <= {c.impl for c in told.courses}:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
     elif len({c.seed for c in told.courses}) == 1:
@@ -818,7 +808,6 @@ def _after_training(run: Run, told: Training) -> Suggestion:
 
 
 def _picture(report: Report) -> Figure | None:
-    """The tree of branches, else the pair of calls that a trace named, else a class map, else what axes change."""
     forked = (s for r in report.runs for p in r.samples for s in p.main if s.first_fork)
     named = (pair_of(c, r.run, "fig-answer") for r in report.runs for c in culprits_of(r) if c.call)
     drawn = next((tree_of(s, "fig-answer") for s in forked), None) or next(named, None)

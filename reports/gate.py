@@ -24,7 +24,6 @@ _WORDS = {
 
 
 def _outcome(decision: Decision) -> str:
-    """The outcome in words; of a gate that is shut which of the two it was, of one with thresholds that it had them."""
     if decision.outcome == Outcome.OPEN and any(v.finding.is_fault for v in decision.verdicts):
         return "open: within its thresholds"
     if decision.outcome != Outcome.SHUT:
@@ -37,12 +36,11 @@ def _outcome(decision: Decision) -> str:
 
 
 def _why(decision: Decision, run: Run) -> str:
-    """The reason, and where too little was compared the command that gives enough."""
     command = enough_command(decision, run) if decision.outcome == Outcome.NOT_ENOUGH else ""
     return f"{decision.reason}. Run: {command}" if command else decision.reason
 
 
-# What a sample that is drawn again takes over from the one that was too small; the same of a server.
+# Options that the larger sample takes over from the one that was too small; the same for a server.
 _SAMPLE = (
     "--model", "--prompt", "--prompt-file", "--prompts", "--column", "--max-tokens", "--dtype", "--device", "--threads",
     "--seed", "--temperature", "--top-k", "--top-p", "--seeds", "--ranks", "--trust-remote-code", "--cuda-graphs",
@@ -56,10 +54,10 @@ _TARGETS = 2  # completions of a round that make it a load: the fewest
 
 
 def enough_command(decision: Decision, run: Run) -> str:
-    """The sample, or the gate of a server, that gives the power asked for; "" where none is known to.
+    """The sample, or the gate of a server, that gives the requested power; "" where none is known to.
 
-    By load a round of two completions counts as much as one of many, under the same other requests. The first load of
-    each prompt is what its later ones are compared with, so it is no try.
+    A round of two completions counts as one load, like a round of many under the same other requests. The first load of
+    each prompt is the reference of its later ones, so it does not count.
     """
     short = [p for p in decision.power if not p.enough]
     if run.header.command != "sample" or not short:
@@ -76,7 +74,7 @@ def enough_command(decision: Decision, run: Run) -> str:
     if power.by == "load":
         parts = load[0].split(",") if load and any(p.requests for p in short) else []  # of a load that varied batches
         load = [",".join([*(part for part in parts if not part.strip().startswith("targets")), f"targets={_TARGETS}"])]
-        first = math.ceil(subjects / _TARGETS)  # loads that hold some prompt's first completion
+        first = math.ceil(subjects / _TARGETS)  # loads that hold a prompt's first completion
         n = math.ceil((power.needed + first) * _TARGETS / subjects)
     else:
         n = math.ceil(power.needed / subjects) + 1
@@ -90,7 +88,7 @@ def text(decision: Decision, run: Run) -> list[str]:
     for verdict in decision.verdicts:
         lines.append(one_line(f"{_subject(verdict, run)}: {verdict.text}", 600))
         lines += [f"  {one_line(note, 400)}" for note in verdict.notes[:4]]
-    if decision.outcome != Outcome.SHUT:  # where something diverged there is nothing that might have been missed
+    if decision.outcome != Outcome.SHUT:  # after a divergence the bound on what was missed is not needed
         lines += [one_line(f"{power.impl}: {power_text(power)}", 600) for power in decision.power]
         if run.rows and not decision.power and decision.outcome == Outcome.OPEN:
             lines.append("A sweep over chosen sizes has counts and no rate: sizes that were not tried are not covered.")
@@ -165,7 +163,6 @@ def junit(decision: Decision, run: Run, seconds: float) -> str:
 
 
 def _lines(body: str) -> str:
-    """Text that XML can hold: no control character, each line by itself."""
     return "\n".join(one_line(line, 2000) for line in body.splitlines())
 
 

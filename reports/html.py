@@ -32,7 +32,7 @@ _DATA_LEAST = 30_000
 
 
 def page_data(report: Report, most: int) -> tuple[str, str]:
-    """The JSON, and what it lacks, for people; "" where that is nothing.
+    """The JSON, and a note on what it lacks; "" where it lacks nothing.
 
     Args:
         most: Characters: records that are too long are left out, run by run, but never less than `_DATA_LEAST`.
@@ -65,7 +65,7 @@ def embedded_json(data: Any) -> str:
 
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
-# Characters of a page: the data in it takes the room that the rest leaves.
+# Characters of a page: its data takes what the rest leaves.
 _PAGE_MOST = 1_400_000
 _DATA, _CUT = "@@data@@", "@@cut@@"
 
@@ -80,7 +80,7 @@ def render(runs: list[Run]) -> str:
 
 
 def render_report(report: Report) -> str:
-    """The page of what was gathered already."""
+    """The page of a gathered report."""
     page = render_page(
         "report.html.j2",
         report=report,
@@ -89,7 +89,7 @@ def render_report(report: Report) -> str:
         data_place=_DATA,
         cut_place=_CUT,
     )
-    # the last of each is the template's own: nothing of a run comes after them
+    # The last occurrence of each is the template's own, because nothing of a run comes after them.
     page, _, script_end = page.rpartition(_DATA)
     body, _, end = page.rpartition(_CUT)
     data, cut = page_data(report, _PAGE_MOST - len(page))
@@ -97,7 +97,7 @@ def render_report(report: Report) -> str:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A page of a template, with the style of all; the script is there for one that asks for it."""
+    """A page of a template with the common style; the script is included where the template uses it."""
     for name, file in (("style", "style.css"), ("script", "page.js")):
         text = (_TEMPLATES / file).read_text(encoding="utf-8")
         values |= {name: Markup(text), f"{name}_hash": Markup(_hash(text))}  # noqa: S704 - our own file, and base64
@@ -105,7 +105,6 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a policy names what it allows."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -132,5 +131,4 @@ def _environment() -> jinja2.Environment:
 
 
 def _finalize(value: Any) -> Any:
-    """What is printed without being markup of ours is made printable first; escaping follows."""
     return value if isinstance(value, Markup) else printable(str(value))

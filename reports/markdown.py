@@ -31,7 +31,7 @@ from nondet.reports.text import code, details, escape, fence, table
 
 _ROWS_MOST = 60  # of one block: a longer table is several, of which some may have to be left out
 _KEPT = 5  # of a run's blocks: title, headline, name, machine, verdicts stay
-# Characters by default: what somebody reads in a pull request. The other is what GitHub takes.
+# Characters by default: what a reader takes in a pull request. The other is GitHub's limit.
 BRIEF_MOST = 20_000
 FULL_MOST = 65_536
 
@@ -50,7 +50,7 @@ def inline(text: Inline, *, cell: bool = False) -> str:
 
 
 def blocks(parts: Iterable[Block]) -> Iterator[str]:
-    """Each block as markdown; a part of a run is as many as are in it."""
+    """Each block as markdown; a part of a run gives one for each block in it."""
     for block in shown(parts, MARKDOWN):
         if isinstance(block, Heading):
             yield f"{'#' * block.level} {inline(block.text)}"
@@ -87,10 +87,10 @@ def render(runs: list[Run], *, full: bool = False) -> str:
 
 
 def render_report(report: Report, *, full: bool = False) -> str:
-    """The document of what was gathered already: the answer, then each run's blocks, as many as there is room for.
+    """The document of a gathered report: the answer, then each run's blocks, as many as there is room for.
 
     Blocks that don't fit are left out, the last of a run first and the longest run first, and the document ends with
-    what was left out. With `full` there is room for all that GitHub takes; more is never written.
+    what was left out. With `full` the limit is GitHub's.
     """
     if not report.runs:
         return "No run was given.\n"

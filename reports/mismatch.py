@@ -1,4 +1,4 @@
-"""A sampler and a trainer as blocks of a report: an arm a row, what each hypothesis leaves, where tokens differ."""
+"""A sampler and a trainer as blocks of a report: a row per arm, what each hypothesis leaves, where tokens differ."""
 
 from __future__ import annotations
 

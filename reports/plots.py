@@ -1,7 +1,7 @@
 """Plots as numbers: scales, marks and panels, which a page's macro and `nondet.export.figures` draw.
 
-Places are shares of a plot's width and, from its foot, of its height. On a page they are thousandths of the width and
-hundredths of the height, so that a plot stretches to any screen while its text does not.
+Positions are shares of a plot's width and, from its foot, of its height. On a page they are thousandths of the width
+and hundredths of the height, so that a plot stretches to any screen while its text does not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WIDTH = 1000.0
 
 
 class Tick(NamedTuple):
-    """A mark on the horizontal axis, in thousandths, its text, and whether a class ends there: it begins another."""
+    """A mark on the horizontal axis, in thousandths, its text, and whether a class ends there and another begins."""
 
     x: float
     text: str
@@ -27,7 +27,7 @@ class Tick(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What is written along an axis, each with its value, and a value's place: 0 at the foot, 1 at the end."""
+    """The texts along an axis, each with its value, and the position of a value: 0 at the foot, 1 at the end."""
 
     marks: Mapping[str, float]
     at: Callable[[float], float]
@@ -49,7 +49,7 @@ Points = Sequence[tuple[float, float]]
 class Mark(NamedTuple):
     """Points of one style: curve, thin (a seed's curve), spot, band, hit (where words are read) or limit.
 
-    `impl` is the number of its implementation, whose colour it has; `words` are read where one points at it.
+    `impl` is the number of its implementation, whose colour it has; `words` appear under the pointer.
     """
 
     style: str
@@ -59,7 +59,7 @@ class Mark(NamedTuple):
 
     @property
     def path(self) -> str:
-        """As a page draws it: spots by themselves, others one after the other."""
+        """As a page draws it: spots separately, other points joined."""
         places = [f"{WIDTH * x:.1f} {100.0 - 100.0 * y:.2f}" for x, y in self.points]
         if self.style == "spot":
             return " ".join(f"M{place}h0" for place in places)
@@ -67,7 +67,7 @@ class Mark(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """Marks over the levels of a grid; `unit` says what is measured, `label` what is seen, for those who don't see."""
+    """Marks over the levels of a grid; `unit` is that of the levels, `label` the text for a screen reader."""
 
     unit: str
     height: int
@@ -86,7 +86,7 @@ class Panel(NamedTuple):
 
 
 class Plots(NamedTuple):
-    """Panels with one legend: (implementation, what stands after its name); `limit` says what a dotted line is."""
+    """Panels with one legend: (implementation, the text after its name); `limit` says what a dotted line is."""
 
     impls: Sequence[tuple[str, str]]
     panels: Sequence[Panel]
@@ -95,15 +95,14 @@ class Plots(NamedTuple):
 
 
 def linear(low: float, high: float, marks: Mapping[str, float] | None = None) -> Scale:
-    """Values beyond its ends are drawn at them; without marks its ends and its middle are written."""
+    """A scale that draws values beyond its ends at them; without marks its ends and its middle are labelled."""
     span = high - low or 1.0
     written = {f"{v:g}": v for v in (low, (low + high) / 2, high)} if marks is None else marks
     return Scale(written, lambda value: (min(max(value, low), high) - low) / span)
 
 
 def decades(values: Iterable[float], foot: float = 0.0) -> Scale:
-    """Powers of ten around all values above 0; what is not above stands at the foot, whose share of the height is free
-    for it."""
+    """Powers of ten around all values above 0; the others are at the foot, which takes that share of the height."""
     above = [math.log10(v) for v in values if 0 < v < math.inf]
     low = max(-16, math.floor(min(above, default=-6.0)))
     high = max(low + 1, math.ceil(max(above, default=-3.0) - 1e-9))
@@ -126,7 +125,7 @@ def doublings(low: float, high: float) -> Scale:
 
 
 def placed(points: Iterable[tuple[float, float]], across: Scale, up: Scale) -> Points:
-    """Where these values are."""
+    """The positions of these values."""
     return [(across.at(x), up.at(y)) for x, y in points]
 
 

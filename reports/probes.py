@@ -18,7 +18,7 @@ from nondet.reports.text import apart_text, counted, error_span, extras, run_rat
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
 
-_DRAWN_MOST = 4  # class maps that are there at once
+_DRAWN_MOST = 4  # class maps that are there without a fold
 # Rows that come with completions, not from a probe.
 _HELP = {
     "sample": "the model's own operators, at the sizes that the completions met",
@@ -39,7 +39,7 @@ _HOW_BAD = (
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """One case under every implementation that it was put to; the rows differ in `impl` and their figures alone."""
+    """One case under every implementation that ran it; the rows differ only in `impl` and their figures."""
 
     rows: tuple[Row, ...]
 
@@ -50,7 +50,7 @@ class CaseGroup:
 
     @property
     def parted(self) -> bool:
-        """Whether any implementation parted."""
+        """Whether any implementation was inconsistent."""
         return any(r.parted for r in self.rows)
 
     @property
@@ -66,7 +66,7 @@ class CaseGroup:
 
 @dataclass(frozen=True)
 class CaseFamily:
-    """Cases that differ in the kind of input alone: tabs of one figure."""
+    """Cases that differ only in the kind of input: tabs of one figure."""
 
     cases: tuple[CaseGroup, ...]
 
@@ -77,7 +77,7 @@ class CaseFamily:
 
     @property
     def parted(self) -> bool:
-        """Whether any implementation parted on any input."""
+        """Whether any implementation was inconsistent on any input."""
         return any(c.parted for c in self.cases)
 
 
@@ -99,12 +99,13 @@ class ProbeSection:
 
     @property
     def demonstration(self) -> bool:
-        """Whether it shows a cause on purpose, and is no finding about a library."""
+        """Whether it shows a cause on purpose, and is not a finding about a library."""
         return all(c.head.demonstration for c in self.cases)
 
     @cached_property
     def families(self) -> tuple[CaseFamily, ...]:
-        """The cases that were measured, those of one question on several inputs together; those that parted first."""
+        """The cases that were measured, those of one question on several inputs together; those with a difference
+        first."""
         grouped: dict[tuple[str, str, str, str], list[CaseGroup]] = {}
         for case in self.cases:
             if case.measured and not _of_map(case):
@@ -127,17 +128,17 @@ class ProbeSection:
 
     @property
     def parted(self) -> tuple[CaseGroup, ...]:
-        """Cases in which an implementation parted."""
+        """Cases in which an implementation was inconsistent."""
         return tuple(c for c in self.cases if c.parted)
 
     @property
     def clean(self) -> tuple[CaseGroup, ...]:
-        """Cases that were measured and in which none did. What was not measured at all is a problem, not a result."""
+        """Cases that were measured and consistent. A case that was not measured is a problem, not a result."""
         return tuple(c for c in self.cases if c.measured and not c.parted)
 
     @property
     def summary(self) -> str:
-        """ "stock: batch-dependent in 3 of 8 cases; invariant: ...": verdicts, so that they add up to the run's."""
+        """ "stock: batch-dependent in 3 of 8 cases; invariant: ...": counts of verdicts, which add up to the run's."""
         rows = [r for c in self.cases for r in c.measured]
         return "; ".join(f"{v.impl}: {v.brief}" for v in judge_rows(rows)) or "nothing was measured"
 
@@ -173,8 +174,8 @@ _SHORT: dict[str, str] = {
 def hits_table(probes: Sequence[ProbeSection]) -> Table | None:
     """Of the first implementation that differs: operators down, findings across, in the counts of its verdict.
 
-    So the first line is what the headline says, and the others add up to it. Demonstrations are apart, as they are from
-    verdicts. None where nothing was found.
+    So the first line is the headline, and the others add up to it. Demonstrations are not counted, as in verdicts. None
+    where nothing was found.
     """
     rows = [row for probe in probes if not probe.demonstration for case in probe.cases for row in case.rows]
     found = ((v, [c.numbers for c in v.counts if "hits" in c.numbers]) for v in judge_rows(rows))
@@ -198,7 +199,7 @@ def hits_table(probes: Sequence[ProbeSection]) -> Table | None:
 
 
 def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> list[Block]:
-    """A part for each probe, what is shown on purpose last."""
+    """A part for each probe, demonstrations last."""
     table = hits_table(probes)
     made: list[Block] = [table] if table else []
     for i, probe in enumerate(probes, 1):
@@ -219,14 +220,13 @@ def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> l
 
 
 def _shown_by(probe: ProbeSection) -> str:
-    """What a demonstration counted, where it drew orders; else as its summary."""
     drawn = [row for case in probe.parted for row in case.measured if row.distinct > 1 and not row.labels]
     said = [f"{row.case}: {counted(row.distinct)} distinct results" for row in drawn]
     return "; ".join(said) or probe.summary
 
 
 def _first_tree(probe: ProbeSection) -> list[Block]:
-    """On a terminal one tree: a proven one, of several classes of bits before one of a single."""
+    """On a terminal one tree: a proven one, one of several bit classes before one of a single class."""
     found = [(case, tree) for case in probe.cases for tree in orders(case)]
     if not found:
         return []
@@ -295,7 +295,7 @@ class OrderDrawn:
     """The reduction tree of one class of a row.
 
     Attributes:
-        lines: (depth, what is drawn there, text) from the root down; what repeats is there once.
+        lines: (depth, glyph, text) from the root down; repeated subtrees are drawn once.
         between: How it differs from the next class's tree; "" for the last.
     """
 
@@ -314,7 +314,7 @@ _TREE_LINES = 6  # of a tree on a terminal
 
 
 def orders(case: CaseGroup) -> list[OrderDrawn]:
-    """The trees that a probe found, of every implementation; what a foreign file has in their place is left out."""
+    """The trees that a probe found, of every implementation; malformed entries of an edited file are left out."""
     found = []
     for row in case.measured:
         held = row.extra.get("reduction_trees")
@@ -359,17 +359,15 @@ def _named(case: CaseGroup) -> str:
 
 
 def _orders(case: CaseGroup, drawn: Sequence[OrderDrawn]) -> list[Block]:
-    """The trees as indented lines."""
     heads: list[Inline] = [(Bit(tree.impl, "code"), f", M = {tree.m}: {tree.said}") for tree in drawn]
     notes = [[*("· " * depth + text for depth, _, text in tree.lines), *filter(None, [tree.between])] for tree in drawn]
     return [Paragraph(Bit(_named(case), "strong")), Items(heads, notes)]
 
 
 def _maps(case: CaseGroup) -> list[Block]:
-    """One line for each implementation: `M 1-3: A | 4-64: B (nvjet_splitK)`."""
     lines: list[Inline] = []
     for row in case.measured:
-        text = map_text(row, 4 if axis_of(row) == Axis.ORDER else 8)  # which order gave which class says little
+        text = map_text(row, 4 if axis_of(row) == Axis.ORDER else 8)  # which order gave which class shows little
         lines.append((Bit(row.impl, "code"), ": ", Bit(text or "no values listed", "code")))
     lines += [(Bit(impl, "code"), ": ", Bit(text)) for impl, text in extras(case.measured)]
     return [Paragraph((Bit(case.head.case, "strong"), f", {case.head.dtype}")), Items(lines)]
@@ -399,8 +397,6 @@ def _figures(cases: Sequence[CaseGroup]) -> Table:
 
 
 def _how_bad(told: Sequence[tuple[Row, int]]) -> Table:
-    """A line a class of bits."""
-
     def than_first(row: Row, label: int) -> str:
         error = row.class_errors[label]
         apart = error.closer + error.farther
@@ -433,7 +429,6 @@ def _trials(row: Row) -> str:
 
 
 def _clean(cases: Sequence[CaseGroup]) -> Table:
-    """A line a case: implementations abreast."""
     said = {"identical": ""}
     return grid(
         cases,

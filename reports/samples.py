@@ -1,4 +1,4 @@
-"""Sampled completions: all prompts together, each prompt's counts, forks and branches, and the pictures of them."""
+"""Sampled completions: all prompts together, each prompt's counts, divergences and branches, and their pictures."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from nondet.sampling.analysis import (
 from nondet.verdict.findings import plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.samples import repeated, replays
 
-# Prompts of one run that are told one by one, with their forks and branches; of more, those that part most.
+# Prompts of one run that are shown one by one, with their divergences and branches; of more, those that differ most.
 SAMPLES_MOST = 24
-# Distinct completions on a page, the commonest ones; the others are in the run's side file.
+# Distinct completions on a page, the most common ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
 _POINTS = 5
@@ -61,7 +61,7 @@ _TEXT = 60
 
 
 class FamilyTest(NamedTuple):
-    """What remained when one family of operators alone was replaced."""
+    """What remained when only one family of operators was replaced."""
 
     family: str
     summary: SampleSummary
@@ -69,7 +69,7 @@ class FamilyTest(NamedTuple):
 
     @property
     def result(self) -> str:
-        """What it says of the family."""
+        """The conclusion about the family."""
         if self.removed:
             return "replacing only it removed every divergence seen"
         return "divergence remains" if self.summary.distinct_traces > 1 else "too few completions to tell"
@@ -96,7 +96,7 @@ class SampleSection:
 
     @property
     def main(self) -> tuple[SampleSummary, ...]:
-        """What the report is about: everything but the replacements of single families, if there is anything else."""
+        """The implementations that the report is about: all but replacements of single families, if there are any."""
         return tuple(s for s in self.summaries if role_of(s.impl) != Role.PART) or self.summaries
 
     @property
@@ -118,7 +118,7 @@ class Samples:
 
     @property
     def shown(self) -> tuple[SampleSection, ...]:
-        """The prompts that are told one by one: all of a few, else those that part most, by their number."""
+        """The prompts that are shown one by one: all of a few, else those that differ most, by their number."""
         if len(self.prompts) <= SAMPLES_MOST:
             return self.prompts
         ranked = sorted(self.prompts, key=lambda p: (*_rank(p.summaries), p.prompt))
@@ -126,7 +126,6 @@ class Samples:
 
 
 def _rank(summaries: Sequence[SampleSummary]) -> tuple[int, int]:
-    """To sort prompts by: those that part most come first."""
     return -max(s.distinct_completions for s in summaries), -max(s.distinct_traces for s in summaries)
 
 
@@ -147,14 +146,13 @@ def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) ->
         SampleSection(prompt, subject_name(plan, prompt), tuple(mine), _family_tests(mine), again, speed, counted)
         for prompt, mine in sorted(by_prompt.items())
     )
-    if served or len(prompts) < 2:  # arms of a server are no sample of one thing: their bounds are told beside them
+    if served or len(prompts) < 2:  # a server's arms are not one sample: each has its own bounds
         return Samples(prompts, ())
     rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
     return Samples(prompts, tuple(prompt_sets(by_impl, rounds, subject_unit(plan))))
 
 
 def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
-    """What replacing one family at a time left of one prompt's divergence; empty unless stock diverged."""
     if not any(role_of(s.impl) == Role.STOCK and s.distinct_traces > 1 for s in summaries):
         return ()
     removing, parts = smallest_cures(summaries), [s for s in summaries if role_of(s.impl) == Role.PART]
@@ -185,7 +183,6 @@ def _overall(told: Samples, number: int) -> list[Block]:
 
 
 def _measures(parts: Sequence[Any], rows: Mapping[str, Callable[[Any], str]]) -> Table:
-    """Measures down, implementations across."""
     cells = [(name, *map(cell, parts)) for name, cell in rows.items()]
     return Table(("measure", *(Bit(part.impl, "code") for part in parts)), cells, ("", *("cell",) * len(parts)))
 
@@ -206,7 +203,6 @@ def _traces_text(o: PromptSet) -> str:
 
 
 def _curve_text(o: PromptSet) -> str:
-    """ "100% at token 0, 88.0% (80.1% to 93.0%) from token 17"; steps evenly chosen."""
     steps = list(o.curve)
     if len(steps) < 2:
         return "no difference" if steps else "–"
@@ -221,7 +217,6 @@ def _step_text(s: SurvivalStep) -> str:
 
 
 def _comparison(first: PromptSet, second: PromptSet) -> list[str]:
-    """Stock against invariant: one sentence for each question."""
     c = compared(first, second)
     if c.prompts < 2:
         return []
@@ -240,7 +235,7 @@ def _p(p: float) -> str:
 
 
 def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
-    """A row for each prompt: those that part most come first, then by number."""
+    """A row for each prompt: those that differ most come first, then by number."""
     by_prompt: dict[int, list[SampleSummary]] = {}
     for prompt, s in (entry for o in parts for entry in o.summaries.items()):
         by_prompt.setdefault(prompt, []).append(s)
@@ -312,7 +307,6 @@ def _of_all(count: int, s: SampleSummary) -> str:
 
 
 def _parting(sample: SampleSection, place: str) -> list[Block]:
-    """Counts, forks and the curve; those of single families folded."""
     made: list[Block] = [_counts(sample)]
     made += [block for s in sample.main for block in _fork(s)]
     plots = curve_plots(sample.main)
@@ -357,7 +351,7 @@ def _counts(sample: SampleSection) -> Table:
         del rows["tokens that flip"]
     if not any(s.flips and s.flips.compared for s in sample.summaries):
         del rows["change of the margin"]
-    if not any(s.batch_max for s in sample.summaries):  # a server does not tell
+    if not any(s.batch_max for s in sample.summaries):  # a server does not report it
         del rows["batch, query tokens a step"]
     return _measures(sample.summaries, rows)
 
@@ -384,7 +378,6 @@ def rate_text(interval: Interval) -> str:
 
 
 def _bounds_text(interval: Interval) -> str:
-    """Both bounds that nothing seen leaves: completions of one round ride in one batch, and are not independent."""
     by_completion = f"below {percent(interval.high, 'up')} of completions if they were independent"
     if interval.rounds < 1:
         return f"at 95%, one-sided: {by_completion}; one round bounds no rate of rounds"
@@ -435,7 +428,7 @@ def moves_text(summary: SampleSummary) -> str:
 
 
 def _draws_text(summary: SampleSummary) -> str:
-    """How near the draws were to another token at the first fork."""
+    """How near the draws were to another token at the first divergence."""
     d = summary.draws
     if d is None:
         return "–"
@@ -491,7 +484,6 @@ def _branch_texts(fork: Fork) -> Inline:
 
 
 def _branches(s: SampleSummary, place: str) -> list[Block]:
-    """The tree of branches, and branches side by side; the one completion where there is one."""
     if s.distinct_completions < 2:
         title = f"The one completion of `{s.impl}`"
         return [Details(title, [Code(c.text)], only="p") for c in s.completions[:1]]
@@ -519,10 +511,10 @@ def _marked(view: Mapping[str, Any]) -> str:
     return f"{view['before']}{marked}{view['after']}"
 
 
-# Pictures: agreement over position, the tree of branches, branches side by side.
+# Pictures: agreement over position, the tree of branches, and branches side by side.
 
 _LEAVES_MOST = 40
-_BEFORE, _AFTER = 120, 160  # characters around the place where a branch parts
+_BEFORE, _AFTER = 120, 160  # characters around the position where a branch differs
 
 
 def curve_plots(summaries: Sequence[SampleSummary]) -> Plots | None:
@@ -551,7 +543,6 @@ def curve_plots(summaries: Sequence[SampleSummary]) -> Plots | None:
 
 
 def _curve(index: int, summary: SampleSummary, across: Scale, up: Scale) -> list[Mark]:
-    """A stepped line, the band of its pointwise interval, and what each stretch says in words."""
     shares = summary.survival
     corners = [0, *(i for i in range(1, len(shares)) if shares[i] != shares[i - 1]), len(shares) - 1]
     steps, top, bottom, stretches = [], [], [], list[Mark]()
@@ -564,7 +555,7 @@ def _curve(index: int, summary: SampleSummary, across: Scale, up: Scale) -> list
         top += [(begin, over), (end, over)]
         bottom += [(begin, under), (end, under)]
     steps.append((corners[-1], shares[-1]))
-    # a server's arms together are no sample of one thing, and a single round none of rounds: a line, and no band
+    # a server's arms together are not one sample, and one round is not a sample of rounds: a line without a band
     bare = summary.agree.method == COUNTS or not summary.held_rounds
     band = [] if bare else [Mark("band", index, placed(top + bottom[::-1], across, up))]
     return [*band, Mark("curve", index, placed(steps, across, up)), *stretches]
@@ -575,11 +566,10 @@ def _ticks(length: int, step: int) -> list[Tick]:
 
 
 def tree_figure(summary: SampleSummary) -> dict[str, Any]:
-    """The tree of the commonest distinct completions, of several, drawn sideways.
+    """The tree of the most common distinct completions, if there are several, drawn sideways.
 
-    Rows of equal height, the completions' own figures as its leaves; `lines` are (its ends as x, y, x, y, width in
-    pixels, label of the commonest completion below it), `hidden` the distinct completions left out and the requests
-    that gave them.
+    Rows of equal height, with the completions' figures as leaves; `lines` are (ends as x, y, x, y, width in pixels,
+    label of the most common completion below it), `hidden` the distinct completions left out and their requests.
     """
     shown, rest = summary.completions[:_LEAVES_MOST], summary.completions[_LEAVES_MOST:]
     length = max(len(c.token_ids) for c in shown) or 1
@@ -588,7 +578,7 @@ def tree_figure(summary: SampleSummary) -> dict[str, Any]:
     labels = {id(c): i for i, c in enumerate(shown)}
 
     def walk(group: list[DistinctCompletion], start: int) -> int:
-        """Draw the run that the group shares from `start`; returns its row, that of its commonest completion."""
+        """Draw the run that the group shares from `start`; returns the row of its most common completion."""
         stop = _shared(group)
         row = len(order)
         if len(group) == 1:
@@ -617,25 +607,24 @@ def tree_figure(summary: SampleSummary) -> dict[str, Any]:
 
 
 def _shared(group: Sequence[DistinctCompletion]) -> int:
-    """Length of the common prefix."""
     first = min(group, key=lambda c: len(c.token_ids)).token_ids
     return next((i for i, token in enumerate(first) if any(c.token_ids[i] != token for c in group)), len(first))
 
 
 def branch_views(summary: SampleSummary) -> list[dict[str, Any]]:
-    """Every distinct completion, the commonest first, with the first different token apart.
+    """Every distinct completion, the most common first, with the first different token separate.
 
-    Of the commonest that is where the second leaves it, which stands beside it.
+    The most common one has that token where the second one, which is next to it, differs.
     """
     first = next((c.parts_at for c in summary.completions[1:2]), None)
     return [_view(i, c, first if c.parts_at is None else c.parts_at) for i, c in enumerate(summary.completions)]
 
 
 def _view(label: int, completion: DistinctCompletion, at: int | None) -> dict[str, Any]:
-    """One distinct completion around the place where it parts from the commonest.
+    """One distinct completion around the position where it differs from the most common one.
 
     `before`, `token`, `after` are the text up to there, the first token that differs, and what follows, cut on both
-    sides; `ends` where it stops and the other goes on; `parts_at` is the token's index.
+    sides; `ends` where it stops and the other continues; `parts_at` is the token's index.
     """
     pieces = completion.pieces
     place = len(pieces) if at is None else at

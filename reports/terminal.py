@@ -1,6 +1,6 @@
-"""Runs to a terminal: 25 lines at most, the verdict last, where the eye is; all of it with -v.
+"""Runs to a terminal: at most 25 lines, with the verdict last, where the eye is; with -v everything.
 
-Untrusted text is only ever given to rich as `Text` (never as markup), on one line and made printable, so that no escape
+Untrusted text is only given to rich as `Text` (never as markup), on one line and made printable, so that no escape
 sequence in a completion or a name reaches the terminal.
 """
 
@@ -83,7 +83,6 @@ def renderables(parts: Iterable[Block], console: Console, form: str) -> Iterator
 
 
 def _fitted(line: Text, console: Console, room: int, left: int = 0) -> Text:
-    """As many lines as there is room for, the last cut between words."""
     lines = line.wrap(console, console.width - left)
     if len(lines) <= room:
         return line
@@ -98,7 +97,6 @@ def _fitted(line: Text, console: Console, room: int, left: int = 0) -> Text:
 
 
 def _table(block: Table, width: int, most: int) -> Iterator[RenderableType]:
-    """Columns where they fit, else each row as a sentence."""
     columns = [i for i, name in enumerate(block.head) if plain(name) not in block.unshown]
     head = [flat(plain(block.head[i])) for i in columns]
     rows = [[inline(row[i]) for i in columns] for row in block.rows[:most]]
@@ -132,15 +130,11 @@ def _table(block: Table, width: int, most: int) -> Iterator[RenderableType]:
 
 
 LINES_MOST = 25
-DIAGNOSIS_MOST = 20  # its steps have told the evidence
+DIAGNOSIS_MOST = 20  # its steps have shown the evidence
 
 
 def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Print the report.
-
-    Args:
-        verbose: All of it, however long.
-        quiet: The verdict alone.
+    """Print the report: all of it with `verbose`, only the verdict with `quiet`.
 
     Raises:
         UserError: a sampled run's side file is missing, malformed or another run's.
@@ -182,7 +176,6 @@ def _line(text: str, style: str = "", limit: int = 240) -> Text:
 
 
 def _last_words(report: Report, screen: FirstScreen | None, console: Console, *, next_too: bool) -> list[Text]:
-    """What to run next, then the verdict."""
     words = []
     if next_too and screen is not None and screen.next.command:
         said = one_line(screen.next.command, 200)
@@ -200,7 +193,7 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
 
 
 def _body(report: Report, screen: FirstScreen | None, console: Console) -> Iterator[RenderableType]:
-    """Lines, those of most weight first: what does not fit is cut off at the end."""
+    """Lines, the most important first: what does not fit is cut off at the end."""
     if len(report.runs) > 1:
         if screen is not None:
             yield from renderables(screen.blocks, console, BRIEF)

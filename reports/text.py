@@ -39,16 +39,16 @@ def number(x: float | None) -> str:
 
 
 def counted(n: int) -> str:
-    """Thousands apart; in powers of ten where digits say nothing."""
+    """Thousands apart; as powers of ten where digits mean nothing."""
     return f"{n:,}" if abs(n) < 10**9 else f"{n:.2e}"
 
 
-# A distance of so many representable numbers means that an element has crossed zero, and nothing else.
+# A larger distance in ULP only means that an element has crossed zero.
 _ULP_TELLING = 10**7
 
 
 def ulp_text(ulp: int) -> str:
-    """ "3 ULP"; where an element crosses zero the count of numbers in between says nothing, and is not given."""
+    """ "3 ULP"; where an element crosses zero the distance means nothing, and is not given."""
     return f"{counted(ulp)} ULP" if ulp < _ULP_TELLING else "ULP: an element crosses zero"
 
 
@@ -87,7 +87,7 @@ def error_text(e: ErrorFigures | None) -> str:
 
 
 def error_span(row: Row) -> str:
-    """The first variant's error and, where it differs, the worst class's."""
+    """The error of the first variant error and, where it differs, the worst class's."""
     if row.error is None:
         return "–"
     first, worst = error_text(row.error), error_text(row.worst_error)
@@ -103,7 +103,7 @@ def token(text: str, token_id: int | None = None) -> str:
 
 
 def piece(text: str, token_id: int) -> str:
-    """A token's text; by its id where it has none of its own, so that two of them stay two."""
+    """A token's text; by its id where it has none of its own, so that two of them stay distinct."""
     if text.strip("\ufffd"):
         return text
     return f"<token {token_id}>" if token_id >= 0 else "(the end)"
@@ -141,7 +141,6 @@ def _value(key: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """JSON-able data in words."""
     if value is None or value in ([], {}):
         return "none"
     if isinstance(value, bool):
@@ -157,13 +156,13 @@ _FLAGS = ("--trust-remote-code", "--cuda-graphs", "--no-cuda-graphs", "--allow-p
 
 
 def typed_words(header: Header) -> list[str]:
-    """The run's command line after the program's name; none where the run file, which is anyone's, has no such list."""
+    """The run's command line after the program's name; none where the run file, which may be edited, has none."""
     argv = header.environment.get("argv")
     return [str(word) for word in argv][1:] if isinstance(argv, list) else []
 
 
 def own_options(header: Header, names: Collection[str]) -> list[str]:
-    """Of the run's own command line the options of these names, with their values."""
+    """The options of these names from the run's own command line, with their values."""
     typed = iter(typed_words(header))
     kept = []
     for word in typed if next(typed, "") == header.command else ():  # else a script's own
@@ -185,16 +184,16 @@ def sizes(row: Row) -> list[tuple[str, int]]:
 
 
 def probe_of_mine(row: Row, target: str) -> list[str]:
-    """The probe that puts a function in an operator's place and asks the question of a row again."""
+    """The probe that puts a function in an operator's place and repeats the test of a row."""
     words = ["nondet", "probe", row.probe, "--impl", f"{row.operator}={target}", "--dtype", row.dtype]
     if row.inputs == "linspace":  # a probe's one case, at its own sizes
         return words
     words += [word for flag, size in sizes(row) for word in (f"--{flag}", str(size))]
-    return words if row.inputs == "ones" else [*words, "--inputs", row.inputs]  # no word of --inputs
+    return words if row.inputs == "ones" else [*words, "--inputs", row.inputs]  # --inputs has no such word
 
 
 def run_rate(row: Row) -> str:
-    """How often repeated calls gave other bits than the commonest, with the interval; empty for a sweep.
+    """How often repeated calls gave other bits than the most common, with the interval; empty for a sweep.
 
     A sweep's counts are exact for the variants that it tried; repeated calls are a sample.
     """
@@ -219,7 +218,7 @@ def visible(text: str) -> str:
 
 
 def extras(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """What only the probe can say, as (implementations, figures): those of which it says the same are together."""
+    """The probe's own figures, as (implementations, figures): implementations with the same are grouped."""
     impls_of: dict[str, list[str]] = {}
     for row in rows:
         named = {k: v for k, v in row.extra.items() if isinstance(v, int | float | str | list)}
@@ -240,7 +239,7 @@ def _extra(value: Any) -> str:
     return str(value)
 
 
-# All but what starts nothing in markdown, or only at the start of a line, where escaped text never stands.
+# Not here: characters with no meaning in markdown, or one only at the start of a line, where escaped text never is.
 _HARMFUL = re.compile(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|[^A-Za-z0-9\s.,:;()=+%/_'?-]")
 _WORD_JOINER = "&#8288;"
 
@@ -248,8 +247,8 @@ _WORD_JOINER = "&#8288;"
 def escape(text: str, limit: int = 2000) -> str:
     """Text on one line in which nothing is markup, link or mention.
 
-    GitHub looks for mentions and references in the rendered text, where a character reference is the character
-    itself: a word joiner after @ and # keeps them from being taken for one.
+    GitHub finds mentions and references in the rendered text, where a character reference is the character itself: a
+    word joiner after @ and # prevents that.
     """
 
     def reference(match: re.Match[str]) -> str:

@@ -18,14 +18,14 @@ from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
 from nondet.verdict.findings import Finding, plural
 
-# Controls by their names in the records, where a reader needs another one.
+# Names of controls in the records -> what a reader is shown instead.
 _CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
 
 
 class Told(NamedTuple):
     """A title, sentences, lines of detail in a fold, and what a page shows in place of the first sentence, if anything.
 
-    `known` of the sentences stand on a page's first screen.
+    A page's first screen has the first `known` sentences.
     """
 
     title: str
@@ -65,10 +65,9 @@ def trace_headline(run: Run) -> str:
 
 
 def traced(run: Run) -> list[Told]:
-    """The verdict of a trace, its controls, culprits with their replays, substitutions; what was played again; for each
-    implementation an encoder's arms."""
+    """A trace's verdict, controls, culprits and replays, substitutions, what was replayed, an encoder's arms."""
     told = []
-    if run.trace_verdicts and not run.steps:  # a diagnosis says it in its steps
+    if run.trace_verdicts and not run.steps:  # a diagnosis has it in its steps
         verdict = run.trace_verdicts[-1]
         known = 1 + bool(verdict.families) if run.culprits else 0
         told.append(Told("Verdict", verdict.sentences, known=known))
@@ -103,7 +102,7 @@ _ROWS = {"tokens": "row", "keys": "key"}
 
 
 def pair_of(culprit: Culprit, run: Run, place: str = "") -> Figure:
-    """The call in both arms, at its sizes, by its kernels."""
+    """The call in both arms, at its sizes, with its kernels."""
     captured = next((list(c.figures) for c in run.controls if c.name == "capture" and len(c.figures) == 2), None)
     named = {"alone": "solo", "in company": "with concurrent requests"}
     arms = []
@@ -138,13 +137,13 @@ def _details(culprit: Culprit) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """What a diagnosis came to, and how.
+    """What a diagnosis found, and how.
 
     Attributes:
         finding: In a word.
         answers: Question -> answer of the verdict; no entry where the question did not arise.
-        steps: What was asked, in the words that its answers have here.
-        limits: What was not asked, or has no answer.
+        steps: The steps, in the words of their answers.
+        limits: What was not tested, or has no answer.
     """
 
     run: Run
@@ -155,7 +154,7 @@ class Story:
 
 
 def story(run: Run) -> Story:
-    """The story of a run of `nondet diagnose`. A run that was stopped tells as far as it came."""
+    """The story of a run of `nondet diagnose`. A run that was stopped gives what it reached."""
     cost = diagnosed_cost(run)
     again = {"batch": lambda s: _batch_again(run, s), "cost": lambda s: cost.rstrip(".") or s.sentence}
     steps = [msgspec.structs.replace(s, sentence=again.get(s.name, lambda s: s.sentence)(s)) for s in run.steps]
@@ -174,8 +173,8 @@ def story(run: Run) -> Story:
 
 
 def _batch_again(run: Run, batch: Step) -> str:
-    """What was found of the batch as its completions say it here: intervals by the formulas of this version. Where the
-    records are not those of the step, as the run file has it."""
+    """The batch's effect as its completions show it here, with intervals by the formulas of this version. Where the
+    records are not those of the step, the step's own words."""
     alone = next((s.facts for s in run.steps if s.name == "greedy"), {})
     again = batch_step(run, "stock", alone) if {"trace", "tokens"} <= alone.keys() else batch
     return again.sentence if again.figures == batch.figures else batch.sentence
@@ -202,7 +201,7 @@ def batch_brief(told: Story) -> str:
 
 
 def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
-    """The answers, the steps, what was varied, what was not asked."""
+    """The answers, the steps, what was varied, what was not tested."""
     numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
     steps = grid(
         told.steps,
@@ -246,7 +245,7 @@ def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block
     made: list[Block] = []
     for i, told in enumerate(parts, 1):
         place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
-        new = told.lines[told.known if opened else 0 :]  # of a lone run the first screen has the others
+        new = told.lines[told.known if opened else 0 :]  # the first screen of a single run has the others
         within: list[Block] = [Items(told.lines, only="bvm"), *([Items(new, only="p")] if new else [])]
         within += [replace(told.figure, id=f"{place}-pair")] if told.figure else []
         within += [Details("details", [Items(told.details)])] if told.details else []
@@ -255,7 +254,7 @@ def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block
 
 
 def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
-    """The chain from the vector to the cure, as the first screen has it: (label, text, known, what would tell)."""
+    """The chain from the vector to the fix, as the first screen has it: (label, text, known, next command)."""
     stock = [n for n in run.neighbours if role_of(n.impl) in (Role.STOCK, Role.BACKEND)]
     cured = [n for n in run.neighbours if role_of(n.impl) == Role.INVARIANT]
     parts = sorted({n.impl for n in run.neighbours if role_of(n.impl) == Role.PART})
@@ -276,7 +275,7 @@ def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
 
 
 def _encoded(run: Run) -> list[Told]:
-    """For each implementation its arms against the texts alone, and what the passes took."""
+    """For each implementation its arms compared with the solo texts, and the duration of the passes."""
     told = []
     for impl in dict.fromkeys(p.impl for p in run.embed_passes):
         lines, details = [], []

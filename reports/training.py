@@ -1,4 +1,4 @@
-"""Arms of reinforcement learning as blocks of a report: reward and KL by step, a line an arm, seeds as thin ones."""
+"""Arms of reinforcement learning as blocks of a report: reward and KL by step, a line per arm, seeds as thin ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Training:
 
     @cached_property
     def courses(self) -> Sequence[Course]:
-        """All of them."""
+        """All courses."""
         return courses(self.run)
 
     @cached_property
@@ -42,7 +42,6 @@ class Training:
 
 
 def _rewards_text(told: Training) -> str:
-    """What may be said of rewards."""
     arms, seeds = ({getattr(c, name) for c in told.courses} for name in ("impl", "seed"))
     said = ""
     if len(arms) > 1 and len(seeds) == 1:
@@ -90,7 +89,7 @@ def arms_table(told: Training) -> Table:
 
 
 def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
-    """What was trained, the table, the pictures, what may be said of rewards, where steps ended."""
+    """What was trained, the table, the pictures, what rewards show, where steps ended."""
     place, plan = f"training-{number}", told.run.header.plan
     names = ("steps", "groups", "group", "tokens", "lr", "epochs", "task")
     how = (
@@ -111,7 +110,7 @@ def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
 
 
 def training_plots(told: Sequence[Course]) -> Plots | None:
-    """A panel each for reward, K3 and entropy; None of fewer than two steps."""
+    """A panel each for reward, K3 and entropy; None with fewer than two steps."""
     steps = [step for course in told for step in course.steps]
     impls, last = list(dict.fromkeys(c.impl for c in told)), max((s.step for s in steps), default=0)
     if last < 1:
@@ -134,5 +133,4 @@ def training_plots(told: Sequence[Course]) -> Plots | None:
 
 
 def _whole(values: Sequence[float]) -> Scale:
-    """From 0, or a whole number below all values, to one above them."""
     return linear(min(0, math.floor(min(values))), math.ceil(max(1.0, *values)))

@@ -1,6 +1,5 @@
-"""What is timed and how: cells and their inputs, the clock, what the machine can do at most, and whether it computes
-at all.
-"""
+"""Benchmark cases and their inputs, the stopwatch, the machine's limits, and whether an implementation computes at
+all."""
 
 from __future__ import annotations
 
@@ -22,31 +21,29 @@ from nondet.core.records import Cell, Limit, Row, Status, Timed
 from nondet.core.registry import load_implementation, load_object, operators
 from nondet.errors import UnknownNameError, UserError
 
-# Timing: every implementation of a cell in turn, replay by replay, over rotating buffers.
-#
-# A *replay* makes `calls` calls that walk over `sets` sets of buffers. On CUDA it is one replay of a graph, so that no
-# launch from the host is in the figure; the outputs of one rotation are kept until the next, so that they rotate, too.
-# Replay i of every implementation follows replay i of the others: whatever the machine does over time (clocks, heat,
-# neighbours) falls on all of them alike, and ratios are taken within a run.
+# Timing. A *replay* makes `calls` calls that walk over `sets` sets of buffers. On CUDA it is one replay of a graph, so
+# that no launch from the host is in the figure; the outputs of one rotation are kept until the next, so that they
+# rotate, too. Replay i of every implementation follows replay i of the others: whatever the machine does over time
+# (clocks, heat, neighbours) affects all of them alike, and ratios are taken within a run.
 
 Call = Callable[..., Any]
 Replay = Callable[[], Any]
 Failure = tuple[str, str]  # status and reason; an exception would keep the tensors of its frames alive
 
-# The last cache of a CPU is rarely told to programs: most have less than this per core complex.
+# Programs rarely know the size of a CPU's last cache: most have less than this per core complex.
 _CPU_CACHE_BYTES = 32 * 2**20
-# Sets together exceed the cache by this factor, so that what is read again was surely thrown out.
+# Sets together exceed the cache by this factor, so that a second read always misses it.
 _CACHE_FACTOR = 3
 _SETS_MOST = 64
 _CALLS_MOST = 256
 # Launching a graph takes some microseconds: at this length that is about one percent of a replay.
 _REPLAY_US = 500.0
-# No kernel is shorter than about this, whatever its bytes say.
+# No kernel is shorter than about this, however few bytes it moves.
 _SHORTEST_US = 2.0
 
 
 class Rotation(NamedTuple):
-    """How many sets of buffers, how many calls a replay, and whether no call can find its inputs in the cache."""
+    """The number of buffer sets, the calls per replay, and whether no call can find its inputs in the cache."""
 
     sets: int
     calls: int
@@ -54,9 +51,9 @@ class Rotation(NamedTuple):
 
 
 def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us: float = _REPLAY_US) -> Rotation:
-    """The rotation for a cell whose inputs and output take `set_bytes`.
+    """The rotation for a case whose inputs and output take `set_bytes`.
 
-    It does not depend on the implementation, so all of a cell are timed alike.
+    It does not depend on the implementation, so that all of a case are timed alike.
     """
     sets = min(max(math.ceil(_CACHE_FACTOR * cache_bytes / max(1, set_bytes)), 2), _SETS_MOST)
     shortest = max(limit_us or 0.0, _SHORTEST_US)
@@ -64,12 +61,12 @@ def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us
     return Rotation(sets, sets * passes, sets * set_bytes >= _CACHE_FACTOR * cache_bytes)
 
 
-# A stopwatch makes replays of so many calls over sets of arguments in turn, runs them, and reads all runs at once as
-# microseconds. Every call is made once before, so that nothing compiles in a replay.
+# A stopwatch takes replays of these calls over sets of arguments in turn, and reads all times at once in microseconds.
+# Every call is made once before, so that nothing compiles in a replay.
 
 
 class CudaGraphs:
-    """CUDA graphs, timed by events that the device itself stamps."""
+    """CUDA graphs, timed by events that the device itself records."""
 
     method = "cuda graph"
     budget_us = 80_000.0
@@ -80,8 +77,8 @@ class CudaGraphs:
         self.cache_bytes = int(properties.L2_cache_size)
 
     def record(self, call: Call, sets: Sequence[tuple[Any, ...]], calls: int) -> Replay:
-        """Capture the calls. Raises whatever a call that can't be captured raises."""
-        for arguments in sets[:2]:  # compiles, tunes, proves; a second time for what happens on the second call only
+        """Capture the calls. Raises what a call that can't be captured raises."""
+        for arguments in sets[:2]:  # compiles, tunes, proves; a second time for what only happens on the second call
             call(*arguments)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -95,7 +92,7 @@ class CudaGraphs:
         return graph.replay
 
     def run(self, replay: Replay) -> Any:
-        """Nothing waits here: the device works through what is queued, with no gap for the host."""
+        """Enqueue without waiting: the device works through the queue, with no gap for the host."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         replay()
@@ -108,14 +105,14 @@ class CudaGraphs:
         return [start.elapsed_time(end) * 1e3 for start, end in runs]
 
 
-# Of a CPU. `cpu` is the time of this process, its threads' together: what others run meanwhile is not in it, nor is
-# waiting. On a loaded machine a replay that outlasts a time slice is interrupted and a shorter one is not, so that by
-# the clock on the wall the slower of two implementations looks slower than it is, in its fastest replay too.
+# CPU clocks. `cpu` is the time of this process, all threads together: other processes and waiting are not in it. On a
+# loaded machine a replay that outlasts a time slice is interrupted and a shorter one is not, so that in wall-clock time
+# the slower of two implementations looks slower than it is, even in its fastest replay.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class PerfCounter:
-    """A clock of Python's around the calls, for a CPU: operators return when they are done."""
+    """A Python clock around the calls, for a CPU, where operators return when they are done."""
 
     cache_bytes = _CPU_CACHE_BYTES
     budget_us = 60_000.0
@@ -138,13 +135,13 @@ class PerfCounter:
         return replay
 
     def run(self, replay: Replay) -> Any:
-        """Seconds between before and after."""
+        """The duration of one replay in seconds."""
         before = self._clock()
         replay()
         return self._clock() - before
 
     def read(self, runs: Sequence[Any]) -> list[float]:
-        """As microseconds."""
+        """The times in microseconds."""
         return [seconds * 1e6 for seconds in runs]
 
 
@@ -152,7 +149,7 @@ Stopwatch = CudaGraphs | PerfCounter
 
 
 def stopwatch_for(device: str, clock: str = "wall") -> Stopwatch:
-    """The way to time on the device type: by the clock on the wall, or on a CPU by "cpu" time."""
+    """The way to time on the device type: in wall-clock time, or on a CPU in "cpu" time."""
     return CudaGraphs() if device == "cuda" else PerfCounter(clock)
 
 
@@ -164,13 +161,13 @@ def interleave(
     most: int = 41,
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Microseconds of each replay, by implementation: round after round, everybody once a round.
+    """Microseconds of each replay, by implementation: round after round, each implementation once per round.
 
-    The order moves on by one each round, so that nobody always follows the same other one. A first round, which decides
-    how many follow within the stopwatch's budget, is not in the figures.
+    The order shifts by one each round, so that none always follows the same other one. A first round, which decides how
+    many follow within the stopwatch's budget, is not in the figures.
 
     Args:
-        before: Called before each replay, off the clock.
+        before: Called before each replay, not timed.
     """
 
     def run(name: str) -> Any:
@@ -199,7 +196,7 @@ def timed_of(
     kernels: Sequence[str] = (),
     digits: int = 4,
 ) -> Timed:
-    """One implementation's entry in a cell: its figures, or why there are none. `samples_us` are those of a call."""
+    """One implementation's entry in a case: its figures, or why there are none. `samples_us` are per call."""
     if failure is not None:
         return Timed(impl=impl, status=failure[0], reason=failure[1], ran=ran)
     low, median, high = (round(float(us), digits) for us in np.percentile(samples_us, (25, 50, 75)))
@@ -215,9 +212,8 @@ def timed_of(
     )
 
 
-# What the machine can do at most, measured in the run itself: copy bandwidth, and the peak of a large product.
-#
-# Datasheet figures are never used: clocks, memory and drivers differ, and a ratio to a promise says little.
+# The limits are measured in the run itself: copy bandwidth, and the peak of a large product. Datasheet figures are not
+# used, because clocks, memory and drivers differ.
 
 COPY = "copy"
 # Large enough to fill the machine, small enough to take a few milliseconds.
@@ -226,7 +222,7 @@ _PRODUCT = {"cuda": 8192, "cpu": 1024}
 
 
 def peak_name(dtype: str) -> str:
-    """The limit that products of the dtype are held against."""
+    """The limit that products of the dtype are compared with."""
     return f"peak {dtype}"
 
 
@@ -244,12 +240,12 @@ def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Li
 
     copy: one tensor onto another, far larger than the cache, by the library's own copy and by a kernel that reads and
     writes once (torch.neg); bytes read and written both count. On an H200 the library's copy reached 2.8 TB/s where
-    kernels reach more than 4, so the faster one is the limit.
-    peak: torch.mm of two square matrices of ordinary numbers (zeros would run at higher clocks); of float8
-    torch._scaled_mm with one scale each into bfloat16, a `NotImplementedError` where torch has none.
+    kernels reach more than 4, so the faster one is the limit. peak: torch.mm of two square matrices of ordinary numbers
+    (zeros would run at higher clocks); for float8 torch._scaled_mm with one scale each into bfloat16, a
+    `NotImplementedError` where torch has none.
 
-    A limit is the most that was seen, so the fastest replay counts: under power limits the median of a large product
-    differed by 12% from one process to the next on an H200, its fastest replay by less than 1%.
+    A limit is the fastest replay: under power limits the median of a large product differed by 12% from one process to
+    the next on an H200, its fastest replay by less than 1%.
     """
     rng = generator(seed, device)
     calls: dict[str, Callable[..., Any]]
@@ -286,18 +282,17 @@ def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Li
     )
 
 
-# What is timed: cells, by section, and how the inputs of each are made; both follow from the operators' declarations.
-#
-# A section is one table of the report; a group holds the cells that ask for equal bits (one weight shape, one width).
-# The defaults for CUDA are the shapes of an 8B model and of serving loads; those for a CPU finish within a minute.
+# The benchmark cases, by section, and their inputs; both follow from the operators' declarations. A section is one
+# table of the report; a group holds the cases that must have equal bits (one weight shape, one width). The defaults for
+# CUDA are the shapes of an 8B model and of serving loads; those for a CPU finish within a minute.
 
-# The largest size, and how many of them, that are taken for meant
+# The largest size, and the largest number of sizes, that are not taken for a typing error.
 MOST, MOST_SIZES = 2**24, 10_000
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One cell, without an implementation. Attributes as in `nondet.core.records.Cell`."""
+    """One case, without an implementation. Attributes as in `nondet.core.records.Cell`."""
 
     section: str
     operator: str
@@ -357,7 +352,7 @@ class BenchCase:
 
 
 def groups_of(cases: Sequence[BenchCase]) -> list[list[BenchCase]]:
-    """Cells that ask for equal bits, together, in the order of their first: one weight, width, KV, ranks, or model."""
+    """Cases that must have equal bits, together, in order of their first: one weight, width, KV, ranks, or model."""
     groups: dict[tuple[str, str, str], list[BenchCase]] = {}
     for case in cases:
         groups.setdefault((case.operator, case.group, case.dtype), []).append(case)
@@ -373,14 +368,14 @@ def sizes_text(shape: Mapping[str, int]) -> str:
 
 
 def bench_names() -> dict[str, str]:
-    """Names on the command line -> operators that are timed; aliases stand behind the operators' own names."""
+    """Names on the command line -> operators that are timed; aliases come after the operators' own names."""
     timed = timed_operators()
     names = {name: operator.name for name, operator in timed.items()}
     return names | {alias: operator.name for operator in timed.values() for alias in bench_of(operator.name).aliases}
 
 
 def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tuple[str, ...] | None) -> list[BenchCase]:
-    """Every cell, in the order of the run; a `UserError` of an operator, dtype or size that can't be timed."""
+    """Every case, in the order of the run; a `UserError` of an operator, dtype or size that can't be timed."""
     wanted, known = list(names), bench_names()
     for name in wanted:
         if name != "all" and name not in known:
@@ -413,7 +408,7 @@ def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tup
 
 
 def arguments(case: BenchCase, device: str, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """One set of fresh inputs of the cell, in the order of the operator's signature (`nondet.kernels.reference`)."""
+    """One set of fresh inputs of the case, in the order of the operator's signature (`nondet.kernels.reference`)."""
     shape, tensors = case.shape, []
     for operand in operators()[case.operator].operands:
         size = tuple(shape[axis] for axis in operand.axes)
@@ -428,7 +423,7 @@ def arguments(case: BenchCase, device: str, rng: torch.Generator) -> tuple[torch
 
 
 def first_rows(case: BenchCase, whole: tuple[torch.Tensor, ...], m: int) -> tuple[torch.Tensor, ...]:
-    """The same inputs with the first m rows of the batch alone; weights stay."""
+    """The same inputs with the first m rows of the batch only; weights are unchanged."""
     shape = {**case.shape, case.axis: m}
 
     def part(operand: Operand, x: torch.Tensor) -> torch.Tensor:
@@ -467,8 +462,8 @@ def parse_sizes(option: str, given: Iterable[str]) -> tuple[int, ...] | None:
     return tuple(sorted(sizes)) or None
 
 
-# Rounding differs between orders by a few units in the last place. This asks for the same operator, not for accuracy,
-# which `nondet probe` compares with float64: so the bound is loose, and a wrong result is far outside of it.
+# Rounding differs between orders by a few units in the last place. This only checks for the same operator, because
+# `nondet probe` compares accuracy with float64: so the bound is loose, and a wrong result is far outside of it.
 _ROUNDINGS = 8
 _LEAST = 1e-3
 
@@ -476,7 +471,7 @@ _LEAST = 1e-3
 def fault(out: Any, expected: Any) -> str | None:
     """Why `out` is not the result that stock's `expected` is, or None: shapes, dtypes and, loosely, values.
 
-    Both are a tensor or a tuple of tensors on one device; nothing but one number a tensor is copied to the host.
+    Both are a tensor or a tuple of tensors on one device; only one number per tensor is copied to the host.
     """
     got, wanted = _tensors(out), _tensors(expected)
     if got is None or wanted is None or [(x.shape, x.dtype) for x in got] != [(x.shape, x.dtype) for x in wanted]:

@@ -1,4 +1,4 @@
-"""A whole bench run: limits, then group by group the bits, then the cells. Records come out as they are made."""
+"""A whole bench run: limits, then group by group the bits, then the cases. Records are yielded as they are made."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ from nondet.core.records import Cell, Limit, Record, Row, Run, Status, Value
 from nondet.core.registry import load_implementation, operators
 from nondet.errors import UnknownNameError
 
-# Whether the cells of one group give equal bits: row 0 beside every number of rows, compared on the device.
-#
-# One row of the run file for each group and implementation, as a probe would write it, so that verdicts, class maps
-# and `--fail-on divergent` hold for a bench run, too. The kernels that the profiler names go to the cells as well.
+# Whether the cases of one group give equal bits: row 0 with every number of rows, compared on the device. One row of
+# the run file for each group and implementation, as a probe would write it, so that verdicts, class maps and `--fail-on
+# divergent` work for a bench run, too. The kernels that the profiler names are in the cases' records as well.
 
 Rows = tuple[torch.Tensor, ...]  # rows of inputs, or one row of each output, as views
 Variant = tuple[Value, Callable[[], Rows]]
 
 
 def _row_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torch.Generator) -> Iterator[Variant]:
-    """Row 0 of the first M rows of one input. A single row is always among them: there is nothing to compare else."""
+    """Row 0 of the first M rows of one input. A single row is always included, as the reference."""
     rows = sorted({1, *(case.shape["M"] for case in group)})
     if len(rows) == 1:
         rows.append(2)
@@ -65,7 +64,7 @@ def _row_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torc
 
 
 def _query_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torch.Generator) -> Iterator[Variant]:
-    """The last query of request 0: decoded alone, decoded beside others, and at the end of the group's prefill."""
+    """The last query of request 0: decoded solo, decoded with others, and at the end of the group's prefill."""
     widest = max(group, key=lambda case: case.shape["B"])
     prefill = next((case for case in group if case.shape["Tq"] > 1), None)
     batches = sorted({1, *(case.shape["B"] for case in group if case.shape["Tq"] == 1)})
@@ -106,14 +105,14 @@ def bits_row(group: Sequence[BenchCase], impl: str, call: Call, device: str, see
     variants = _VARIANTS[group[0].company]
     trials = [Trial(value, compute) for value, compute in variants(group, call, device, generator(seed, device))]
 
-    def joined(rows: Rows) -> torch.Tensor:  # they come as views: what joins them must not be among the kernels
+    def joined(rows: Rows) -> torch.Tensor:  # views are joined here, so that the copy is not among the profiled kernels
         return torch.cat([x.flatten() for x in rows])
 
     return measure(bits_head(group, impl, device), trials, join=joined, warm=True, started=started)
 
 
 def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
-    """The kernels that the row names for the cell; [] where nothing was profiled."""
+    """The kernels that the row names for the case; [] where nothing was profiled."""
     if row is None or not row.kernels:
         return []
     value: Value = case.shape["M"] if case.axis == "M" else f"decode B={case.shape['B']}"
@@ -123,9 +122,9 @@ def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
 
 
 def implementations_of(operator: str, names: Sequence[str], device: str) -> list[str]:
-    """The implementations of one operator that the names stand for.
+    """The implementations of one operator that the names select.
 
-    "stock" stands for its named backends, too (but slow ones): the best of them is what a user could have.
+    "stock" includes its named backends, too (but slow ones): the best of them is what a user could have.
 
     Raises:
         UnknownNameError: no implementation has that name.
@@ -163,7 +162,7 @@ def collect(
     stopwatch: Stopwatch,
     earlier: Run | None = None,
 ) -> Iterator[Record]:
-    """Measure whatever `earlier` has not, and yield each record at once; `impls`: operator -> implementations."""
+    """Measure what `earlier` does not have, and yield each record at once; `impls`: operator -> implementations."""
     done = {record.key for record in earlier.records()} if earlier else set()
     limits = {limit.name: limit for limit in (earlier.limits if earlier else [])}
     rows = {row.key: row for row in (earlier.rows if earlier else [])}
@@ -189,7 +188,6 @@ def collect(
 
 
 def _loaded(operator: str, name: str, device: str) -> Call | Failure:
-    """What can be called, or why it can't."""
     try:
         return load_implementation(operator, name, device).call
     except Exception as error:  # noqa: BLE001 - an import may raise anything; it becomes the reason of rows
@@ -217,7 +215,7 @@ def _cell(
     seed: int,
     stopwatch: Stopwatch,
 ) -> Cell:
-    """Time one cell under every implementation. What fails is an entry with its reason beside the others."""
+    """Time one case under every implementation. A failure is an entry with its reason."""
     started = time.perf_counter()
     copy, peak = limits.get(COPY), limits.get(peak_name(case.dtype))
     limit, limited_by = limit_us(case.work, copy.rate if copy else None, peak.rate if peak else None)
@@ -240,13 +238,13 @@ def _cell(
                         failures[name] = Status.ERROR, wrong
                         continue
                     replays[name] = stopwatch.record(call, sets, turns.calls)
-                except Exception as error:  # noqa: BLE001 - becomes the reason of this implementation's entry
+                except Exception as error:  # noqa: BLE001 - the reason of this implementation's entry
                     check_device_alive(device, error)
                     failures[name] = reason_of(error, caught)
             noted[name] = sorted(notes)
         expected = None
         samples = interleave(replays, stopwatch)
-    except Exception as error:  # noqa: BLE001 - inputs that do not fit, say: the cell has no figures, the run goes on
+    except Exception as error:  # noqa: BLE001 - such as inputs that do not fit: the case has no figures
         check_device_alive(device, error)
         failures = dict.fromkeys(loaded, reason_of(error)) | failures
         samples = {}
@@ -271,13 +269,13 @@ def _cell(
 
 
 def _expected(calls: Mapping[str, Call], inputs: tuple[Any, ...], device: str) -> Any:
-    """Stock's result on one set of inputs, to hold others against; None where stock does not run."""
+    """Stock's result on one set of inputs, to compare others with; None where stock does not run."""
     baseline = next((call for name, call in calls.items() if is_stock(name)), None)
     if baseline is None:
         return None
     try:
         return baseline(*inputs)
-    except Exception as error:  # noqa: BLE001 - said where stock is timed
+    except Exception as error:  # noqa: BLE001 - reported where stock is timed
         check_device_alive(device, error)
         return None
 

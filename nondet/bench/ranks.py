@@ -1,7 +1,7 @@
-"""Cells over several ranks, timed in step: the all-reduce by message size, and a row-parallel layer with its own.
+"""Benchmark cases over several ranks: the all-reduce by message size, and a row-parallel layer with its own.
 
 The ranks are processes of nondet's own (`nondet.ranks.group`). A replay's time is the slowest rank's. Implementations
-take turns replay by replay, as elsewhere, with a barrier of all ranks before each.
+alternate replay by replay, as elsewhere, with a barrier of all ranks before each.
 """
 
 from __future__ import annotations
@@ -29,31 +29,29 @@ from nondet.core.records import Cell, Record, Row, Status
 from nondet.errors import UnknownNameError
 from nondet.ranks.group import RankError, shared_group
 
-# In a rank: one cell over several ranks, its bits first and then its times, everybody in step.
-#
-# A barrier stands before every replay, and the number of replays is fixed: ranks that decided by their own clocks
-# would wait for each other for ever.
+# In a rank: one case, its bits first and then its times. There is a barrier before every replay, and the number of
+# replays is fixed, because ranks that decided by their own clocks would wait for each other for ever.
 
 REPLAYS = 15
-# One replay moves about this much, so that a launch from the host or a wait at the barrier is little of it.
+# Bytes that one replay moves, about, so that a launch from the host or a wait at the barrier is little of it.
 _REPLAY_BYTES = {"cpu": 2**20, "cuda": 2**26}
 _CALLS_MOST = {"cpu": 16, "cuda": 50}
-# what a second set of buffers is for: a call must not find its message where the last one left it
+# a call must not find its message where the last one left it
 _SETS = 4
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 def message_bytes(case: BenchCase) -> int:
-    """What each rank gives to the sum."""
+    """Bytes that each rank gives to the sum."""
     return case.shape["M"] * case.shape["N"] * ITEM_BYTES[case.dtype]
 
 
 class RankTimes(NamedTuple):
-    """What one rank has to say of a cell under one implementation."""
+    """One rank's measurements of a case under one implementation."""
 
-    row: str  # `nondet.core.compare.digest` of row 0, in company of m - 1 others
-    samples_us: list[float]  # microseconds a call, one figure a replay
+    row: str  # `nondet.core.compare.digest` of row 0, among m - 1 others
+    samples_us: list[float]  # microseconds per call, one figure per replay
     calls: int
     ran: list[str]
     method: str
@@ -61,9 +59,9 @@ class RankTimes(NamedTuple):
 
 
 def time_cell(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> dict[str, RankTimes]:
-    """Compute the cell once for its bits, then time it: replay i of one implementation beside replay i of all.
+    """Compute the case once for its bits, then time it: replay i of one implementation next to replay i of all.
 
-    What does not apply here does not apply on any rank, so that all of them time the same implementations.
+    An implementation that does not apply on one rank does not apply on any, so that all time the same ones.
     """
     from nondet.core.compare import digest
     from nondet.core.launch import listen
@@ -71,7 +69,7 @@ def time_cell(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> 
     stopwatch = stopwatch_for(device)
     times: dict[str, RankTimes] = {}
     replays: dict[str, Callable[[], object]] = {}
-    kept: list[object] = []  # a captured graph reads its buffers where they lay, and keeps none of them alive
+    kept: list[object] = []  # a captured graph reads its buffers at their addresses, but does not keep them alive
     calls = max(1, min(_REPLAY_BYTES[device] // message_bytes(case), _CALLS_MOST[device]))
     with torch.no_grad():
         for impl in impls:
@@ -101,7 +99,7 @@ def _together(device: str) -> None:
 
 
 def _prepare(case: BenchCase, impl: str, device_type: str, seed: int) -> tuple[Call, list[tuple[torch.Tensor]]]:
-    """The call, on one tensor of this rank, and sets of it. Row 0 is the same numbers at every m."""
+    """The call, on one tensor of this rank, and sets of it. Row 0 has the same numbers at every m."""
     import torch.distributed as dist
 
     from nondet.core.inputs import generator, make
@@ -126,7 +124,6 @@ def _prepare(case: BenchCase, impl: str, device_type: str, seed: int) -> tuple[C
 
 
 def _call(impl: str, weight: torch.Tensor | None, group: torch.distributed.ProcessGroup) -> Call:
-    """The sum over the ranks, in place; with a weight that of a layer's products."""
     import torch.distributed as dist
     from torch.nn.functional import linear
 
@@ -176,7 +173,7 @@ def plan_ranks(
     n: int | None = None,
     k: int | None = None,
 ) -> list[BenchCase]:
-    """Every cell, in the order of the run. Raises UnknownNameError: a dtype that is not timed."""
+    """Every case, in the order of the run. Raises UnknownNameError: a dtype that is not timed."""
     cases = []
     for dtype in dtypes:
         if dtype not in ITEM_BYTES:
@@ -212,9 +209,9 @@ def ranks_keys(cases: Sequence[BenchCase], wanted: Sequence[str], device: str) -
 def collect_ranks(
     cases: Sequence[BenchCase], wanted: Sequence[str], device: str, seed: int, done: Collection[Key] = ()
 ) -> Iterator[Record]:
-    """Measure what is not in `done`, group by group: its cells, then a row on its bits for each implementation.
+    """Measure what is not in `done`, group by group: its cases, then a row on its bits for each implementation.
 
-    A group of which anything is missing is measured whole, since its bits are compared with one another.
+    An incomplete group is measured whole, since its bits are compared with one another.
     """
     for group in groups_of(cases):
         if not all(key in done for key in ranks_keys(group, wanted, device)):
@@ -223,7 +220,7 @@ def collect_ranks(
 
 
 def _measured(group: Sequence[BenchCase], impls: Sequence[str], device: str, seed: int) -> Iterator[Record]:
-    told: list[dict[str, RankTimes]] = []  # by the first rank, cell by cell
+    told: list[dict[str, RankTimes]] = []  # of the first rank, case by case
     for case in group:
         began = time.perf_counter()
         answers = _ask(case, impls, device, seed)
@@ -234,7 +231,7 @@ def _measured(group: Sequence[BenchCase], impls: Sequence[str], device: str, see
 
 
 def _ask(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> list[dict[str, RankTimes]]:
-    """What each rank has to say; of ranks that failed, why. One that died takes its group with it, not the run."""
+    """Each rank's measurements, or why it failed. A rank that died ends its group of ranks, not the run."""
     try:
         group = shared_group(case.shape["ranks"], device)
         answers: list[dict[str, RankTimes]] = group.ask(f"{_CELL}:time_cell", case, tuple(impls), device, seed)

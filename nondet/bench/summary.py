@@ -1,9 +1,9 @@
-"""What the cells of a run say: ratios, intervals, shares of the limit, and a run held against a kept one. No torch.
+"""Summaries of benchmark cases: ratios, intervals, shares of the limit, and the check against a kept run. No torch.
 
 A ratio is the best stock time over an implementation's: above 1 is faster than stock. Best means the fastest stock
-implementation of that very cell. Replay i of one stood beside replay i of the other: the ratio is the median of these
-pairs' ratios, and its interval a bootstrap over the pairs. It covers what varied within this run, and not what another
-day or machine would give.
+implementation of that case. Replay i of one ran next to replay i of the other: the ratio is the median of these pairs'
+ratios, and its interval a bootstrap over the pairs. It covers variation within this run, but not another day or
+machine.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from nondet.core.records import Cell, Role, Row, Run, Status, Timed, role_of
 
 Floats = npt.NDArray[np.float64]
 
-# What the project holds itself to: no cell below this.
+# The project's own limit: no case below this.
 SLOW = 0.9
 _DRAWS = 1000
 _SEED = 0
 
 
 def is_stock(impl: str) -> bool:
-    """Whether it is what a user gets by default, or one of its named backends."""
+    """Whether it is the default or one of its named backends."""
     return role_of(impl) in (Role.STOCK, Role.BACKEND)
 
 
 def _measured(timed: Timed) -> bool:
-    """Whether there are times to divide by: a run file may have been edited, or a clock too coarse."""
+    """Whether it has positive times: a run file may have been edited, or the clock is too coarse."""
     return timed.status == Status.TIMED and timed.median_us > 0 and min(timed.samples_us, default=0.0) > 0
 
 
 def best_stock(cell: Cell) -> Timed | None:
-    """The fastest stock implementation of the cell."""
+    """The fastest stock implementation of the case."""
     timed = [t for t in cell.timed if is_stock(t.impl) and _measured(t)]
     return min(timed, key=lambda t: t.median_us, default=None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One implementation in one cell, against the best stock one; without a `baseline` there is no ratio."""
+    """One implementation in one case, compared with the best stock one; without a `baseline` there is no ratio."""
 
     cell: Cell
     timed: Timed
@@ -55,7 +55,7 @@ class Comparison:
     def paired(self) -> Floats:
         """Stock's time over this one's, replay by replay; empty without a baseline.
 
-        Replay i of one stood beside replay i of the other, so a clock that steps between two replays falls on both.
+        Replay i of one ran next to replay i of the other, so a clock that changes between two replays affects both.
         """
         if self.baseline is None or not _measured(self.timed):
             return np.empty(0)
@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def share(self) -> float | None:
-        """Limit over time: 1 is all that the machine can do. None where the limit is unknown or does not hold.
+        """Limit over time: 1 is the machine's limit. None where the limit is unknown or does not hold.
 
         Inputs that stay in a cache are not bound by memory's bandwidth.
         """
@@ -99,14 +99,14 @@ class Comparison:
 
 
 def compare(cell: Cell) -> list[Comparison]:
-    """Every implementation of the cell, in the order of the run."""
+    """Every implementation of the case, in the order of the run."""
     baseline = best_stock(cell)
     return [Comparison(cell, timed, baseline) for timed in cell.timed]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One implementation over the cells of one section that have a ratio."""
+    """One implementation over the cases of one section that have a ratio."""
 
     impl: str
     compared: tuple[Comparison, ...]
@@ -119,24 +119,24 @@ class Summary:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% of the geometric mean: cells are timed apart, so their draws are independent."""
+        """95% of the geometric mean: cases are timed separately, so their draws are independent."""
         logs = np.log(np.stack([np.random.default_rng(i).permutation(c.draws) for i, c in enumerate(self.compared)]))
         low, high = np.percentile(np.exp(logs.mean(0)), [2.5, 97.5])
         return float(low), float(high)
 
     @property
     def worst(self) -> Comparison:
-        """The cell with the lowest ratio."""
+        """The case with the lowest ratio."""
         return min(self.compared, key=lambda c: c.ratio or 0.0)
 
     @property
     def slow(self) -> int:
-        """Cells below `SLOW`."""
+        """Cases below `SLOW`."""
         return sum((c.ratio or 0.0) < SLOW for c in self.compared)
 
     @property
     def shares(self) -> tuple[float, float] | None:
-        """Lowest and highest share of the limit, over cells that have one."""
+        """Lowest and highest share of the limit, over cases that have one."""
         shares = [c.share for c in self.compared if c.share is not None]
         return (min(shares), max(shares)) if shares else None
 
@@ -153,7 +153,7 @@ class BitsCount:
 
 @dataclass(frozen=True)
 class Section:
-    """Cells that are reported together."""
+    """Benchmark cases that are reported together."""
 
     name: str
     dtype: str
@@ -164,12 +164,12 @@ class Section:
 
     @cached_property
     def compared(self) -> tuple[tuple[Comparison, ...], ...]:
-        """Each cell's implementations."""
+        """Each case's implementations."""
         return tuple(tuple(compare(cell)) for cell in self.cells)
 
     @cached_property
     def summaries(self) -> tuple[Summary, ...]:
-        """Every implementation that is not stock, and has a ratio anywhere."""
+        """Every implementation that is not stock and has a ratio in some case."""
         summaries = []
         for impl in self.impls:
             mine = [c for row in self.compared for c in row if c.timed.impl == impl]
@@ -193,7 +193,7 @@ class Section:
 
     @property
     def groups(self) -> dict[str, list[tuple[Comparison, ...]]]:
-        """Cells by group, but for those that no implementation was put to."""
+        """Cases by group, without those that no implementation ran."""
         groups: dict[str, list[tuple[Comparison, ...]]] = {}
         for row in filter(None, self.compared):
             groups.setdefault(row[0].cell.group, []).append(row)
@@ -216,7 +216,7 @@ def sections(run: Run) -> list[Section]:
 
 
 def failures(listed: Sequence[Section]) -> list[tuple[str, str, str]]:
-    """(status, which, reason) of whatever was not timed; cells of one section with the same reason are joined."""
+    """(status, case, reason) of what was not timed; cases of one section with the same reason are joined."""
     joined: dict[tuple[str, str, str, str], list[str]] = {}
     for section in listed:
         for cell in section.cells:
@@ -229,19 +229,17 @@ def failures(listed: Sequence[Section]) -> list[tuple[str, str, str]]:
     ]
 
 
-# `nondet bench --check`: a new run held against a kept one, by ratios that each run measured within itself, because
-# microseconds of two runs say little of the code: clocks, heat and neighbours differ.
-#
-# An implementation regressed in a cell where its ratio to the best stock fell by more than `CELL_MARGIN` beyond the
-# noise of both runs, and in a section where the geometric mean fell by more than `MEAN_MARGIN` beyond it. Noise is the
-# bootstrap's standard error of both; the level of 5% is shared among all cells (Bonferroni). The margins are for what
-# a bootstrap over one run's replays can't see: another process, another day. On another machine nothing is judged but
-# bits that had one class and have several, in an implementation that is not stock.
-#
-# A coarse check is for machines that are shared or are not the kept run's own, as those of CI. There a cell regressed
-# where its ratio fell by more than a given factor, by the medians beyond noise and by the fastest replays as well:
-# neighbours only ever add time, while slower code is slower in every replay. The factor holds on another CPU too where
-# ATen uses the same vector instructions with as many threads (on a GPU: where the compute capability is the same).
+# `nondet bench --check` compares a new run with a kept one by ratios that each run measured within itself, because
+# microseconds of two runs show little of the code: clocks, heat and neighbours differ. An implementation regressed in a
+# case where its ratio to the best stock fell by more than `CELL_MARGIN` beyond the noise of both runs, and in a section
+# where the geometric mean fell by more than `MEAN_MARGIN` beyond it. Noise is the bootstrap's standard error of both;
+# the level of 5% is shared among all cases (Bonferroni). The margins cover what a bootstrap over one run's replays
+# can't see: another process, another day. On another machine only bits are judged that had one class and have several,
+# in an implementation that is not stock. A coarse check is for machines that are shared or are not the kept run's own,
+# such as those of CI. There a case regressed where its ratio fell by more than a given factor, by the medians beyond
+# noise and by the fastest replays as well: neighbours only add time, while slower code is slower in every replay. The
+# factor applies on another CPU too where ATen uses the same vector instructions with as many threads (on a GPU: where
+# the compute capability is the same).
 
 CELL_MARGIN, MEAN_MARGIN = 0.10, 0.05
 _LEVEL = 0.05
@@ -251,14 +249,14 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Check:
-    """What a comparison of two runs found; `notes` say what was compared, and what could not be."""
+    """What a comparison of two runs found; `notes` list what was compared, and what could not be."""
 
     regressions: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def cells_of(run: Run) -> dict[Key, Cell]:
-    """Cells by what they compute and by which clock, whatever section they are reported in."""
+    """Cases by what they compute and by clock, whatever their section."""
     return {_key(cell.operator, cell.shape, cell.dtype, cell.device, cell.method): cell for cell in run.cells}
 
 
@@ -267,11 +265,11 @@ def _key(operator: str, shape: Mapping[str, int], dtype: str, device: str, metho
 
 
 def check_runs(kept: Run, new: Run, factor: float | None = None) -> Check:
-    """Hold every implementation that is not stock, in every cell that both runs have, against the kept run.
+    """Compare every implementation that is not stock, in every case that both runs have, with the kept run.
 
     Args:
-        factor: How many times slower against stock a cell may be than it was, of a coarse check. None: the margins
-            above, on the machine of the kept run.
+        factor: For a coarse check: how many times slower against stock a case may become. None: the margins above, on
+            the machine of the kept run.
     """
     kept_cells, new_cells = cells_of(kept), cells_of(new)
     common = [key for key in new_cells if key in kept_cells]
@@ -324,7 +322,6 @@ def _mean(comparisons: list[Comparison]) -> float:
 
 
 def _of_fastest(comparison: Comparison) -> float:
-    """Stock's fastest replay over the implementation's."""
     if comparison.baseline is None:
         raise AssertionError("only what has a ratio is compared")
     return min(comparison.baseline.samples_us) / min(comparison.timed.samples_us)
@@ -339,11 +336,11 @@ def _fell(pairs: list[tuple[Comparison, Comparison]], factor: float, tests: int)
 
 
 def _moved(kept: Run, new: Run, *, coarse: bool) -> str:
-    """What differs of the machine that ratios depend on; empty where nothing does."""
+    """What differs of the machine that ratios depend on; "" where nothing does."""
     on_gpu = any(cell.device == "cuda" for cell in new.cells)
     before, after = kept.header.environment, new.header.environment
     fields: tuple[str, ...] = ("gpu",) if on_gpu else ("cpu", "num_threads")
-    # "DEFAULT" is what ATen says of any CPU whose vector instructions it does not use: no two of them are alike
+    # ATen reports "DEFAULT" for any CPU whose vector instructions it does not use, so two of them may differ
     if coarse and on_gpu:
         fields = ("gpu_capability",)
     elif coarse and before.get("aten_cpu_capability") not in (None, "DEFAULT"):
@@ -354,7 +351,7 @@ def _moved(kept: Run, new: Run, *, coarse: bool) -> str:
 
 
 def _parted(kept: Run, new: Run) -> list[str]:
-    """Groups whose bits were of one class and are not any more."""
+    """Groups whose bits had one class and no longer have."""
 
     def key(row: Row) -> Key:
         return (row.operator, row.group, row.dtype, row.device, row.impl)

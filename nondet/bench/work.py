@@ -1,4 +1,4 @@
-"""Bytes and floating-point operations of one call: what no implementation can do without.
+"""Bytes and floating-point operations of one call: the least that any implementation needs.
 
 The counts are those of the operators' declarations (`nondet.core.operator.Bench.work`). Operations are the
 multiplications and additions of products; exponentials and the sums of row operators are left out (flops = 0), since
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from nondet.core.operator import Bench, Operator
 from nondet.core.registry import operators
 
-FP8 = "float8_e4m3fn"  # of operators whose declaration says so, and of no others
+FP8 = "float8_e4m3fn"  # only for operators whose declaration has it
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
-# Cells over several ranks, which `nondet.bench.ranks` times: the name on the command line -> its implementations.
+# Cases over several ranks, which `nondet.bench.ranks` times: the name on the command line -> its implementations.
 RANK_OPERATORS: dict[str, tuple[str, ...]] = {
     "all-reduce": ("stock", "invariant"),
     "row-parallel": ("stock", "invariant", "rank-free"),
@@ -37,7 +37,7 @@ def timed_operators() -> dict[str, Operator]:
 
 
 def bench_of(operator: str) -> Bench:
-    """What of a declared operator is timed. Raises ValueError: nothing says what it must move and compute."""
+    """The timed part of a declared operator. Raises ValueError: its work is not declared."""
     bench = operators()[operator].bench
     if bench is None:
         raise ValueError(f"{operator} is not timed: its bytes and operations are not known")
@@ -54,8 +54,8 @@ def limit_us(work: Work, copy_rate: float | None, peak_rate: float | None) -> tu
     """The shortest time that the machine allows, and what sets it: "memory" or "arithmetic".
 
     Args:
-        copy_rate: Bytes a second, read and written together.
-        peak_rate: Operations a second of a large product in this dtype.
+        copy_rate: Bytes per second, read and written together.
+        peak_rate: Operations per second of a large product in this dtype.
 
     Returns:
         (None, ...) where a rate that is needed was not measured.

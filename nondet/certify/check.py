@@ -1,5 +1,4 @@
-"""Members put to questions: every answer compared with the anchor's, bit by bit, and what that says as rows and
-words."""
+"""Each member's answers to a question are compared with the anchor's, bit by bit; the results become rows and words."""
 
 from __future__ import annotations
 
@@ -35,15 +34,15 @@ def suspicion(
     error: ErrorFigures | None = None,
     of: ErrorFigures | None = None,
 ) -> str:
-    """Where a member parted from the anchor, and what that pattern usually means.
+    """Where a member differed from the anchor, and what that pattern usually means.
 
     Args:
         axis: "M", or "form" for named variants.
         asked: The variants that ran, in order.
         left: Those that gave other bits; not empty.
         alike: The member's own bits do not depend on the variant.
-        error: Of the member against float64.
-        of: Of the anchor, on the same inputs.
+        error: The member's error against float64.
+        of: The anchor's, on the same inputs.
     """
     said = _pattern(axis, asked, left, alike)
     lesser = _lesser(error, of)
@@ -73,7 +72,7 @@ def _pattern(axis: str, asked: Sequence[int | str], left: Sequence[int | str], a
 
 
 def _lesser(error: ErrorFigures | None, of: ErrorFigures | None) -> str:
-    """An accumulator of less precision shows as a larger error; another order alone does not."""
+    """An accumulator of less precision shows as a larger error; only another order does not."""
     if error is None or of is None or of.relative_norm is None:
         return ""
     if error.relative_norm is None:
@@ -97,7 +96,7 @@ _ANCHOR = "anchor"
 
 
 def row_key(question: Question, member: str) -> tuple[str, ...]:
-    """As `Row.key` of the row that `ask` will give."""
+    """The `Row.key` of the row that `ask` will give."""
     return ("row", PROBE, question.name, question.dtype, question.device, member)
 
 
@@ -105,9 +104,9 @@ _Certificate = tuple[str, str]  # (member, key)
 
 
 class _Witness:
-    """A member that remembers under which certificates its calls stand: those that the dispatcher looks for.
+    """A member that records under which certificates its calls are: those that the dispatcher looks for.
 
-    A member of the dispatchers says so itself (`claim`). Any other stands under its name and what it was called with.
+    A dispatcher's member reports them itself (`claim`). Any other has its name and the arguments of its call.
     """
 
     def __init__(self, call: Call, member: str, question: Question) -> None:
@@ -138,16 +137,16 @@ class _Witness:
 
 @dataclass
 class _Book:
-    """What one member showed on one question.
+    """The results of one member for one question.
 
     Attributes:
-        apart: Variant -> 1 where it parted from the anchor and yet has the bits of the member's own whole answer, 2
+        apart: Variant -> 1 where it differed from the anchor but has the bits of the member's own whole answer, 2
             where it has neither; over all kinds of input the larger.
-        first: The first parting: variant, kind, difference.
+        first: The first difference: variant, kind, difference.
         failed: Variant -> why it could not be computed.
         refused: Every failure was the member's own "not here".
         elements: Finite elements compared.
-        certificates: Variant -> the certificates that its calls stand under.
+        certificates: Variant -> the certificates of its calls.
     """
 
     seconds: float = 0.0
@@ -172,7 +171,7 @@ def ask(
     certificates: Certificates,
     names: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """Put every member to the question, and record what was proven.
+    """Test every member on the question, and record what was proven.
 
     Args:
         names: What certificates call a member, where that is not its name.
@@ -196,7 +195,7 @@ def ask(
             for name, call in witnesses.items():
                 _put(books[name], question, kind, inputs, whole, call, reference)
                 if not all(map(identical, operands, saved)):
-                    # What it gave afterwards was of other operands: that says nothing about its order
+                    # Later results were of other operands, so they show nothing about its order
                     failed = dict.fromkeys(question.values, "it writes to its operands")
                     books[name] = _Book(seconds=books[name].seconds, failed=failed, refused=False)
                     for x, before in zip(operands, saved, strict=True):
@@ -213,15 +212,15 @@ def ask(
         yield _row(question, name, book, anchor_error)
 
 
-_SAMPLED_S = 6.0  # that timing a few members takes at most, the last call aside
-_SAMPLED = 3  # questions of an operator's class that are timed, where there is time
+_SAMPLED_S = 6.0  # of timing a few members at most, without the last call
+_SAMPLED = 3  # timed questions of an operator's class, if there is time
 
 
 def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """About how many seconds each question will take, all its members together.
 
-    Of each operator's class a few questions are put to one member, with one kind of input: the middle one by its size
-    first, then the largest and the smallest. Any other is taken to cost what the timed one of the nearest size does.
+    For each operator's class a few questions are put to one member, with one kind of input: the middle one by its size
+    first, then the largest and the smallest. Any other is assumed to cost what the timed one of the nearest size does.
     On a GPU each member of each dtype compiles once, as long as those did on average.
     """
     until = clock() + _SAMPLED_S
@@ -249,7 +248,7 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
 
 
 class _Cost(NamedTuple):
-    """Seconds of inputs and the anchor's answer, and of one member's answers, each for one kind; of its first call."""
+    """Seconds per kind of input: inputs and the anchor's answer; one member's answers; its first call."""
 
     shared: float
     each: float = 0.0
@@ -261,9 +260,9 @@ def _work(question: Question) -> float:
 
 
 def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
-    """What one member costs, and what all share. The first call of either may load what all others use: it is apart.
+    """The cost of one member, and the shared cost. A first call is separate, because it may load what all others use.
 
-    Where time is over, the answers that were not asked for are taken to cost what the others do.
+    When the time is up, the remaining answers are assumed to cost what the others do.
     """
     question, began = item.question, clock()
     member = next(iter(item.members.values()))
@@ -280,7 +279,7 @@ def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
         first, each, asked = 0.0, 0.0, 0
         for value in (question.values[0], question.values[-1], *question.values[1:-1]):  # smallest, largest, others
             times = []
-            for _ in range(2):  # the first may compile, on a GPU for seconds; the second is what every other one takes
+            for _ in range(2):  # the first may compile, on a GPU for seconds; the second is typical
                 began = clock()
                 question.answer(inputs, member, value)
                 wait_for_device()
@@ -291,7 +290,7 @@ def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
     except Exception:  # noqa: BLE001 - its rows will say why; what fails takes hardly any time
         return _Cost(clock() - began)
     each *= len(question.values) / asked
-    again = 1 + 2 / (len(question.values) * len(question.kinds))  # two answers are asked for twice
+    again = 1 + 2 / (len(question.values) * len(question.kinds))  # two answers are computed twice
     return _Cost(shared, each * again, first)
 
 
@@ -338,7 +337,7 @@ def _put(
         apart = difference(expected, got)
         book.first = book.first or (value, kind, apart)
         book.widest = max(filter(None, (book.widest, apart)), key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
-        call.certificates = {}  # its own whole answer is no variant
+        call.certificates = {}  # its own whole answer is not a variant
         own = _own(question, inputs, call) if own is None else own
         alike = own.numel() > 0 and identical(question.part(own, value), got)
         book.apart[value] = max(book.apart.get(value, 0), 1 if alike else 2)
@@ -356,7 +355,7 @@ def _own(question: Question, inputs: Any, call: Call) -> torch.Tensor:
     """The member's own whole answer; empty if it has none."""
     try:
         return question.answer(inputs, call, question.whole)
-    except Exception:  # noqa: BLE001 - it is said already, where this variant was asked
+    except Exception:  # noqa: BLE001 - reported already, at this variant
         return torch.empty(0)
 
 
@@ -380,7 +379,7 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
         notes.insert(1, "NaN or infinity on one side only")
     if left or book.replays_parted:
         status = Status.DIVERGENT
-    else:  # a variant that crashed is no proof of the others' whole
+    else:  # a variant that crashed proves nothing about the whole
         status = Status.ERROR if book.failed and not book.refused else Status.IDENTICAL
     head = _head(question, member)
     extra = head.extra | {"elements": book.elements, "left_at": left, "unanswered_at": list(book.failed)}
@@ -429,10 +428,10 @@ def _head(question: Question, member: str) -> Row:
 
 
 def _record(kept: Certificates, question: Question, book: _Book) -> None:
-    """A proof for each certificate whose calls all held, an exclusion for those that parted; none for what failed.
+    """A proof for each certificate whose calls all agreed, an exclusion for those that differed; none for failures.
 
-    A form is made of several calls (a prompt in chunks). Where it parts, those of its calls that held elsewhere are not
-    the ones that parted, unless all of them held elsewhere: then none is to be trusted.
+    A form consists of several calls (a prompt in chunks). Where it differs, those of its calls that agreed elsewhere
+    are not the ones that differed, unless all of them agreed elsewhere: then none is trusted.
     """
     if book.replays_parted:
         for member, key in dict.fromkeys(c for calls in book.certificates.values() for c in calls):

@@ -1,6 +1,6 @@
-"""What `nondet certify` asks: the questions of each class, and the members that are put to them.
+"""The questions of `nondet certify` for each class, and the members that answer them.
 
-Both stand in the operators' declarations: `Operator.questions` says at which sizes, `Operator.claims` who is asked.
+Both come from the operators' declarations: `Operator.questions` has the sizes, `Operator.claims` the members.
 """
 
 from __future__ import annotations
@@ -28,26 +28,24 @@ from nondet.core.proof import PRODUCT_INPUTS, product_inputs
 from nondet.core.registry import NumericsClass, class_operators, classes_for, declared, load_implementation, load_object
 from nondet.errors import UnknownNameError, UserError
 
-# What a member is asked: one computation in many forms, whose every form must have the anchor's bits.
-#
-# A question fixes operator, dtype, shape and layout, and lists variants (batch sizes, ways to cut a prompt). The
-# anchor answers once, for the largest batch or the whole prompt; a member answers every variant, and each is compared
-# with its part of the anchor's answer. So a member is held to the class's bits and to batch invariance at once.
+# A question fixes operator, dtype, shape and layout, and lists variants (batch sizes, ways to cut a prompt). The anchor
+# answers once, for the largest batch or the whole prompt; a member answers every variant, and each is compared with its
+# part of the anchor's answer. So the class's bits and batch invariance are tested at once.
 
 Call = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the forms of all operators share.
+    """The common part of the questions of all operators.
 
     Attributes:
         cls: Name of the numerics class.
         shape: Named sizes without what varies, for the row.
-        layout: How operands lie, and what else there is: "nt", "nt, bias", "strided", "GQA", ...
+        layout: Strides of operands, and further options: "nt", "nt, bias", "strided", "GQA", ...
         values: The variants.
-        kinds: Inputs, each asked in turn; all of them have to agree.
-        one_row: The anchor is the invariant implementation on each row alone.
+        kinds: Inputs, each tested in turn; all of them have to agree.
+        one_row: The anchor is the invariant implementation on each row by itself.
     """
 
     operator: str
@@ -82,15 +80,15 @@ class Question:
         return self.answer(inputs, anchor, self.whole)
 
     def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
-        """What of the whole answer a variant has to give: so many first rows, where variants are batch sizes."""
+        """The part of the whole answer that a variant must give: its first rows, where variants are batch sizes."""
         return whole[: int(value)]
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
-        """What a member gives for a variant."""
+        """A member's answer for a variant."""
         raise NotImplementedError
 
     def reference(self, inputs: Any) -> tuple[int | str, torch.Tensor] | None:
-        """A variant and its float64 answer, to tell a lesser accumulator from another order; None: there is none."""
+        """A variant and its float64 answer, to distinguish a less precise accumulator from another order; or None."""
         return None
 
     @property
@@ -113,7 +111,7 @@ class ProductQuestion(Question):
     """x [M, K] times a weight: operator linear (weight [N, K], bias [N]) or matmul (b [K, N], batched or not).
 
     Layouts: "nt" (linear's own) has the second operand by columns, "nn" by rows, "tn" also the first by columns;
-    "strided" takes every second row of a longer x; "offset" starts at no aligned address; with B in the shape both
+    "strided" takes every second row of a longer x; "offset" starts at an unaligned address; with B in the shape both
     operands are batched.
     """
 
@@ -125,7 +123,7 @@ class ProductQuestion(Question):
         x, weight, bias = next(iter(draws))[1]
         if "strided" in self.layout:
             x = x.repeat_interleave(2, 0)[::2]
-        if "offset" in self.layout:  # operands that start at no boundary, as a slice of a cache does
+        if "offset" in self.layout:  # operands at an unaligned address, as a slice of a cache does
             x, weight = (torch.nn.functional.pad(t, (1, 0))[..., 1:] for t in (x, weight))
         if self.operator == "linear":
             return x, weight, bias
@@ -144,11 +142,11 @@ class ProductQuestion(Question):
         return whole[..., :value, :]
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
-        """The first M rows alone."""
+        """The answer for only the first M rows."""
         return self._run(inputs, call, int(value))
 
     def reference(self, inputs: Any) -> tuple[int | str, torch.Tensor] | None:
-        """In float64, at the largest M up to 64."""
+        """The float64 answer at the largest M up to 64."""
         rows = max((v for v in self.values if int(v) <= 64), default=self.values[0], key=int)
         x, other, bias = inputs
         right = other.double().mT if self.operator == "linear" else other.double()
@@ -167,10 +165,10 @@ class ProductQuestion(Question):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsQuestion(Question):
-    """An operator over the last axis of x [M, W], and of what else its declaration says. "strided": rows W + 8 apart.
+    """An operator over the last axis of x [M, W], with its declared options. "strided": rows W + 8 apart.
 
     Attributes:
-        outlier_scale: On inputs with outliers, for operators in which one term would be all.
+        outlier_scale: For inputs with outliers, in operators in which one term would dominate.
     """
 
     outlier_scale: float = 1.0
@@ -209,13 +207,13 @@ class RowsQuestion(Question):
         return torch.cat([self._run(inputs, anchor, i, i + 1) for i in range(self._rows)])
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
-        """The first M rows alone."""
+        """The answer for only the first M rows."""
         return self._run(inputs, call, 0, int(value))
 
     def _run(self, inputs: Any, call: Call, start: int, stop: int) -> torch.Tensor:
         rows, shared = inputs
         out: Any = call(*(x[start:stop] for x in rows), *shared)
-        return torch.stack(out, 1) if isinstance(out, tuple) else out  # rms_norm_residual gives the sum as well
+        return torch.stack(out, 1) if isinstance(out, tuple) else out  # rms_norm_residual returns the sum as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +234,7 @@ class AttentionQuestion(Question):
         return q, k, v
 
     def expected(self, inputs: Any, anchor: Call) -> torch.Tensor:
-        """[B, Hq, T, D], each request prefilled alone."""
+        """[B, Hq, T, D], each request prefilled solo."""
         q, k, v = inputs
         return torch.cat([anchor(q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(q.shape[0])])
 
@@ -246,7 +244,7 @@ class AttentionQuestion(Question):
         return sorted({p for p in marks if p < T})
 
     def _ragged(self) -> list[tuple[int, int]]:
-        """(first query, end) of each request: a whole prompt, a chunk after a cached part, then decode steps."""
+        """(first query, end) of each request: a whole prompt, a chunk after cached keys, then decode steps."""
         T, B = self.shape["T"], self.shape["B"]
         return [(0, T), (T // 3, T - 5), *((T - 7 - b, T - 6 - b) for b in range(B))][:B]
 
@@ -259,7 +257,7 @@ class AttentionQuestion(Question):
         return whole[:, :, self._positions()] if str(value).startswith("decode") else whole
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
-        """As the class says; pieces are computed one call each."""
+        """The variants of the class; each piece is one call."""
         q, k, v = inputs
         T = q.shape[2]
 
@@ -321,7 +319,7 @@ class ScaledQuestion(Question):
         return operands(kind, self.layout.split()[0], sizes, (self.torch_dtype,) * 2, self.device, self.seed)
 
     def answer(self, inputs: Any, call: Call, value: int | str) -> torch.Tensor:
-        """The first M rows alone."""
+        """The answer for only the first M rows."""
         a, b, scale_a, scale_b = inputs
         rows = int(value)
         scale = scale_a if len(scale_a) == 1 else scale_a[:rows]
@@ -337,13 +335,13 @@ class ScaledQuestion(Question):
 
 @dataclass(frozen=True)
 class Wish:
-    """What the command line asked for; None means: the default list.
+    """The request of the command line; None means the default list.
 
     Attributes:
         operators: Names of operators, underscores or hyphens; empty: all.
         cls: A numerics class.
         members: Names of members, or of families ("triton").
-        impls: "package.module:function", put to the class as one more member.
+        impls: "package.module:function", tested as one more member of the class.
         m: Largest batch.
         layers: (name, K, N) of a model's linear layers.
         full: More shapes, head dims and layouts.
@@ -366,7 +364,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One question, the anchor, and the members put to it."""
+    """One question, the anchor, and its members."""
 
     question: Question
     anchor: Call
@@ -374,7 +372,7 @@ class Assignment:
 
 
 def operator_named(name: str, device: str) -> str:
-    """The operator that a name on the command line stands for; an `UnknownNameError` where no class has it."""
+    """The operator of a name on the command line; an `UnknownNameError` where no class has it."""
     operator = name.replace("-", "_")
     if operator not in class_operators(device):
         known = [op.replace("_", "-") for op in class_operators(device)]
@@ -383,10 +381,10 @@ def operator_named(name: str, device: str) -> str:
 
 
 def plan(wish: Wish) -> list[Assignment]:
-    """Everything that will be asked, in order, before anything is.
+    """All questions, in order, planned before the first is tested.
 
     Raises:
-        UserError: an unknown operator, class, member, dtype or input; sizes that make no sense; nothing to ask.
+        UserError: an unknown operator, class, member, dtype or input; sizes that make no sense; nothing to test.
     """
     _check(wish)
     names = [operator_named(n, wish.device) for n in wish.operators]
@@ -394,7 +392,7 @@ def plan(wish: Wish) -> list[Assignment]:
         names = class_operators(wish.device)
         if wish.cls is not None:
             names = [op for op in names if wish.cls in {c.name for c in classes_for(op, wish.device)}]
-            # an unknown or foreign class: refused just below
+            # an unknown or foreign class: refused below
             names = names or [next(iter(class_operators(wish.device)))]
             names = names[:1] if wish.impls else names  # a function has one signature
     assignments: list[Assignment] = []
@@ -445,7 +443,7 @@ def _load(operator: str, target: str, device: str) -> Call:
 
 
 def _members(operator: str, cls: NumericsClass, dtype: str, device: str) -> tuple[dict[str, Call], dict[str, Call]]:
-    """Those without families, and all."""
+    """The members without families, and all members."""
     few: dict[str, Call] = {}
     every: dict[str, Call] = {}
     for name, target in cls.members[operator].items():
@@ -490,7 +488,7 @@ class _Topic:
         }
 
 
-_Questions = Iterator[tuple[Question, bool]]  # a question, and whether families of members are put to it
+_Questions = Iterator[tuple[Question, bool]]  # a question, and whether families of members answer it
 
 
 def _attention(topic: _Topic, form: AttentionForm) -> _Questions:
@@ -566,7 +564,7 @@ def _products(topic: _Topic, form: ProductForm) -> _Questions:
             yield question({"B": 4, "K": K, "N": N}, layout, few), wish.full
 
 
-# How each form of questions is put. A form is a class of `nondet.core.operator`.
+# Form of questions (a class of `nondet.core.operator`) -> the function that makes them.
 _FORMS: dict[type[QuestionForm], Callable[[_Topic, Any], _Questions]] = {
     ProductForm: _products,
     RowForm: _rows,
@@ -577,7 +575,7 @@ _FORMS: dict[type[QuestionForm], Callable[[_Topic, Any], _Questions]] = {
 
 
 def _batches(wish: Wish, known: Iterable[int]) -> tuple[int, ...]:
-    """Batch sizes up to --m, which is itself among them."""
+    """Batch sizes up to --m, including it."""
     if wish.m is None:
         return tuple(known)
     return tuple(sorted({*(m for m in known if m <= wish.m), wish.m}))

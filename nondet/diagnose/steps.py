@@ -1,7 +1,7 @@
 """The steps of a diagnosis, in order. Each reads what is in the run file and adds its own evidence to it.
 
-So a run that was killed goes on with the first step that has no record, and comes to the same records: nothing is
-carried from step to step in memory but the model.
+So a run that was killed continues with the first step that has no record, and reaches the same records: only the model
+is carried in memory from step to step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from nondet.verdict.findings import Finding, plural
 
 
 class Budget:
-    """Seconds for a whole diagnosis, those of an earlier process included; `within_s` 0.0: as many as it takes."""
+    """Seconds for a whole diagnosis, those of an earlier process included; `within_s` 0.0: no limit."""
 
     def __init__(
         self, within_s: float = 0.0, spent_s: float = 0.0, clock: Callable[[], float] = time.perf_counter
@@ -60,20 +60,20 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """What went by."""
+        """Seconds so far."""
         return self._clock() - self._began
 
     @property
     def left(self) -> float:
-        """What may still go by; below 0 where it was overrun."""
+        """Seconds that are left; below 0 after an overrun."""
         return self.within_s - self.spent if self.within_s else math.inf
 
     def kept(self, keep_s: float) -> float:
-        """What to keep for a later part that takes so long: nothing where it does not fit any more."""
+        """Seconds to keep for a later part of this length; 0.0 where it no longer fits."""
         return keep_s if keep_s <= self.left else 0.0
 
     def lacks(self, part: str, needs_s: float, keep_s: float = 0.0) -> str:
-        """Why `part`, a noun, is left out, `keep_s` being kept for later parts; "" where it fits."""
+        """Why `part`, a noun, is left out, with `keep_s` kept for later parts; "" where it fits."""
         keep = self.kept(keep_s)
         if self.left - keep >= needs_s:
             return ""
@@ -85,7 +85,7 @@ class Budget:
 
 
 def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], str]) -> Step:
-    """The answer for all tokens of the sessions, the first of which is the prompt alone: its digests are kept."""
+    """The answer for all tokens of the sessions, the first of which is the solo run: its digests are kept."""
     outcomes = [(o, session.tops.get(o.request.id, [])) for session in sessions for o in session.outcomes]
     lost = sum(nonfinite_logprobs(o.logprobs) for o, _ in outcomes)
     choices = [
@@ -134,15 +134,15 @@ def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, war
     """Time the round.
 
     Args:
-        families: The smallest cure as the trace found it, "attention+matmul"; "" where there is none.
+        families: The smallest fix that the trace found, "attention+matmul"; "" where there is none.
         warm: Implementations under which this process has run the round already.
     """
     impls = ["stock", "invariant", *([f"invariant:{families}"] if families else [])]
     speeds: dict[str, list[float]] = {impl: [] for impl in impls}
     for impl in (impl for impl in impls if impl not in warm):
         with implementation(impl):
-            play()  # kernels are compiled and proven, libraries have planned: none of it is in the timed rounds
-    for _ in range(times):  # in turn, so that a slower minute of the machine is everybody's
+            play()  # kernels are compiled and proven, and libraries have planned, before the timed rounds
+    for _ in range(times):  # alternating, so that a slower minute of the machine affects all of them
         for impl in impls:
             with implementation(impl):
                 session = play()
@@ -166,31 +166,27 @@ def _pairs(speeds: dict[str, list[float]], impl: str) -> list[float]:
 
 
 def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
-    """ "speed ratio 0.64 (0.61 to 0.70 in single rounds)"."""
     pairs = _pairs(speeds, impl)
     best = max(speeds[impl]) / max(speeds["stock"])
     return f"{NAME} {best:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
 
 
-# What about the batch matters: its size, ragged lengths, short requests beside a long one, chunks of a prefill, shared
-# prefixes, each varied alone.
-#
-# Every trial is an engine session of its own in which one thing is not as it is for the request alone; all completions
-# of the prompt in it are compared with the reference, token by token and logprob bit by bit. Who else is there is said
-# here; how a session's limits are changed, and what shows that a change took effect, is the table's of `nondet sample
-# --vary` (`nondet.sampling.axes`): the request alone in steps of a small budget is chunked, and nothing else.
+# Every trial is an engine session of its own that differs from the solo request in one thing: batch size, ragged
+# lengths, short requests with a long one, chunks of a prefill, or shared prefixes. All its completions of the prompt
+# are compared with the reference, token by token and logprob bit by bit. This module chooses the other requests;
+# `nondet.sampling.axes` changes a session's limits and proves that the change took effect.
 
 _NEW = 8  # tokens of each completion: differences show in the first few
 _BATCHES = (2, 3, 4, 8, 16, 32)
 _LENGTHS, _ARRIVALS = (1, 7, 33, 120), (0, 5)
 _CHUNKS = (1, 7, 16, 32)
-# tokens of a long prompt: attention takes its keys in tiles of 64 to 512, so a short one never meets a second tile
+# tokens of a long prompt: attention takes its keys in tiles of 64 to 512, so a short one needs only one tile
 _FAR, _BESIDE = 640, 7
 
 
 @dataclass(frozen=True)
 class RequestAxis:
-    """One thing about the other requests that is varied."""
+    """One varied property of the other requests."""
 
     name: str
     held: str
@@ -199,7 +195,7 @@ class RequestAxis:
     shares: bool = False  # whether a trial counts only if the engine took keys from the cache
 
     def arms(self, value: str) -> tuple[Arm, Arm]:
-        """The reference and one trial as the arms of a trace."""
+        """The reference and one trial as arms of a trace."""
         trial = next(t for t in self.trials if t.name == value)
         return replace(self.reference, name="alone"), replace(trial, name=f"{self.name}: {value}")
 
@@ -210,9 +206,9 @@ def make_axes(
     """The axes for a prompt.
 
     Args:
-        load: Whose page size is taken; the other limits are wide enough to chunk nothing by accident.
-        completion: The prompt's completion alone: it makes a short prompt longer.
-        context: Positions that the model has.
+        load: Gives the page size; the other limits are wide enough to chunk nothing by accident.
+        completion: The solo completion of the prompt: it makes a short prompt longer.
+        context: Number of positions of the model.
     """
     prompt = tuple(prompt)
     long = long_prompt(prompt, completion, context)
@@ -223,7 +219,6 @@ def make_axes(
     wide = replace(load, budget=budget, requests=max(_BATCHES), sharing=False, graphs=False)
 
     def trial(name: str, *requests: Request, **limit: str) -> Arm:
-        """With a limit of the engine's at another value, as `nondet sample --vary` sets it."""
         own = wide
         for axis, value in limit.items():
             own = AXES[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
@@ -250,8 +245,8 @@ def make_axes(
     ]
     half = max(load.page, len(far) // 2)
     donors = {"the whole prompt": far, "its first half": (*far[:half], *reversed(far[half:]))}
-    # the donor is through by then: nobody else is in any step of the request. Its second token is there for the engine,
-    # which keeps only pages of a request that has decoded
+    # the donor has finished by then, so no other request is in any step of this one; its second token is needed because
+    # the engine only keeps pages of a request that has decoded
     later = replace(far_one, arrival_step=2 * len(far) + 8)
     donated = {value: (Request("b0", False, donor, 2, 0), later) for value, donor in donors.items()}
     shared = [trial(value, *requests, sharing="on") for value, requests in donated.items()]
@@ -305,7 +300,6 @@ def try_axis(engine: Engine, axis: RequestAxis, impl: str) -> AxisTried:
 
 
 def _session(engine: Engine, arm: Arm) -> Session:
-    """A session that went through."""
     session = engine.run(arm.requests, arm.load, seed=arm.seed)
     failed = [f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error"]
     if session.fatal or failed:
@@ -314,40 +308,38 @@ def _session(engine: Engine, arm: Arm) -> Session:
     return session
 
 
-# How much a diagnosis asks: all of it where a session is quick, less where one takes seconds, and it says which.
-#
-# What a session costs is not guessed from the model or the device but taken from the clock, once, after the first
-# steps: engines that are slow for each step of the batch are slow for many reasons. What was decided is in the step's
-# record, so that a resumed run asks the same.
+# The cost of a session is measured once, after the first steps, and not estimated from the model or the device, because
+# an engine can be slow for many reasons. The decision is in the step's record, so that a resumed run makes the same
+# tests.
 
 # About how long a diagnosis of the default size may take, by device.
 WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
-_RATE_S = 8.0  # for further rounds where the first one has shown that the batch matters: they only narrow the rate
+_RATE_S = 8.0  # for further rounds where the first has shown that the batch matters: they only narrow the rate
 _AXIS_TRIALS, _AXIS_LAST = 26, 6  # of all axes: every value, and the last of each
 _TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
 _TRACE_LEAST = 5.0  # sessions of either arm to a first culprit: once freely, three times under control, once to name it
-_CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, where nothing is known of it yet
-_AXIS_SHARE = 0.6  # of the prompt alone: half its tokens, some trials with more requests
+_CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, before it is measured
+_AXIS_SHARE = 0.6  # of the solo session: half its tokens, some trials with more requests
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is asked."""
+    """How much a diagnosis tests."""
 
     rounds: int  # of the plan's rounds
-    every: int = 1  # every so manieth value of an axis, and the last; 0: the last alone
-    margins: int = 2  # rounds in which the logits of flips are looked at
+    every: int = 1  # every n-th value of an axis, and the last; 0: only the last
+    margins: int = 2  # rounds whose flips' logits are compared
     times: int = 2
     round_s: float = 0.0  # seconds of a session with concurrent requests, and of a solo one; 0.0: not measured
     alone_s: float = 0.0
 
     def figures(self) -> dict[str, float]:
-        """For the step's record."""
+        """The figures for the step's record."""
         return {name: float(value) for name, value in asdict(self).items()}
 
     def sentence(self, planned: int, within_s: float) -> str:
-        """What is left out and why; "" where nothing is."""
+        """What is left out and why; "" where there is nothing."""
         if self.every == 1 and self.rounds == planned:
             return ""
         axes = "" if self.every == 1 else f" and {_VALUES[self.every]} of each axis"
@@ -364,7 +356,7 @@ class Effort:
 
     @property
     def whole_s(self) -> float:
-        """From here to the end, by the two measured sessions."""
+        """From here to the end, from the two measured sessions."""
         rounds = self.rounds - 1 + _TRACE_ROUNDS + self.margins - 1
         return rounds * self.round_s + self._axes_s + self.cure_s + self.cost_s
 
@@ -373,22 +365,22 @@ class Effort:
         return self.axis_s(_AXIS_TRIALS) / self.every if self.every else self.axis_s(_AXIS_LAST)
 
     def axis_s(self, trials: int) -> float:
-        """What so many completions with one thing varied take."""
+        """The time of this many completions with one thing varied."""
         return trials * _AXIS_SHARE * self.alone_s
 
     @property
     def cure_s(self) -> float:
-        """The rounds and the axes once more, under the cure."""
-        return ((self.rounds + 1) * self.round_s + self._axes_s / 2) * _CURE_SLOWNESS  # some axes part
+        """The rounds and the axes once more, under the fix."""
+        return ((self.rounds + 1) * self.round_s + self._axes_s / 2) * _CURE_SLOWNESS  # some axes differ
 
     @property
     def cost_s(self) -> float:
-        """The timed rounds."""
+        """The time of the timed rounds."""
         return (1 + 2 * _CURE_SLOWNESS) * self.times * self.round_s
 
     @property
     def least_cure(self) -> Effort:
-        """The same with the cure asked of the fewest rounds, and of as few values as a diagnosis ever asks."""
+        """The same with the fewest rounds and values for the fix's check."""
         return replace(self, rounds=min(self.rounds, _FEWEST), every=self.every and max(_VALUES))
 
 
@@ -398,11 +390,11 @@ _VALUES = {0: "the last value", 2: "every second value", 3: "every third value"}
 def chosen_effort(
     planned: int, round_s: float, alone_s: float, spent_s: float, within_s: float, *, differs: bool = False
 ) -> Effort:
-    """The most that fits within `within_s` for everything (0.0: no limit), or the least there is.
+    """The most that fits within `within_s` for everything (0.0: no limit), or the least.
 
     Args:
-        differs: Whether the first round, which came again equal, differs from the solo run: that the batch matters is
-            proven then, and more of the load, or of an axis, cannot change the answer.
+        differs: Whether the first round, which was repeated with equal bits, differs from the solo run: then it is
+            proven that the batch matters, and more of the load or of an axis cannot change the answer.
     """
     whole = Effort(planned, round_s=round_s, alone_s=alone_s)
     if not within_s:
@@ -421,7 +413,7 @@ def chosen_effort(
 
 
 def effort_of(run: Run, planned: int) -> Effort:
-    """As the run's record has it; all, where it says nothing."""
+    """The effort of the run's record; all of it where there is none."""
     figures = steps_of(run)["run"].figures
     if "rounds" not in figures:
         return Effort(planned)
@@ -430,7 +422,7 @@ def effort_of(run: Run, planned: int) -> Effort:
 
 
 def thinned(axes: Sequence[RequestAxis], every: int) -> list[RequestAxis]:
-    """The axes with every so manieth trial, and the last: the extremes are where kernels change."""
+    """The axes with every n-th trial, and the last: the extremes are where kernels change."""
     kept = [axis.trials[:-1][::every] if every else () for axis in axes]
     return [
         axis if axis.shares else replace(axis, trials=(*some, *axis.trials[-1:]))
@@ -450,15 +442,15 @@ class Diagnoser:
     writer: RunWriter
     seed: int
     threads: int | None
-    say: Callable[[str], None]  # takes a line for people as each step begins and ends
-    within_s: float = 0.0  # about how long it may take; 0.0: everything is asked, however long that takes
-    bound: bool = False  # whether that holds to the end, parts left out; else it decides once how much is asked
+    say: Callable[[str], None]  # takes a line of text as each step begins and ends
+    within_s: float = 0.0  # about how long it may take; 0.0: no limit
+    bound: bool = False  # enforced to the end by leaving parts out; else it only chooses how much is tested
     clock: Callable[[], float] = time.perf_counter
     _kept: dict[int | None, Session] = field(default_factory=dict)
     _warm: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """Every step that the run file lacks, then the verdict; raises as `try_axis`, and finished steps stay."""
+        """Every step that the run file lacks, then the verdict; raises as `try_axis`, and finished steps are kept."""
         takes = (
             self._greedy, self._run_to_run, self._batch, self._axes, self._operator, self._margin, self._cure,
             self._cost,
@@ -475,7 +467,7 @@ class Diagnoser:
                 if known is None:
                     self.say(f"[{number}/{len(QUESTIONS)}] {question}")
                     self.writer.write(known := self._timed(name, take, so_far))
-                # the answer that people wait for, and why there is none; of the others the report tells
+                # the answer that a user waits for, and why a step has none; the report has the others
                 shown = known.name == "batch" or known.outcome in ("skipped", "unknown")
                 why = f": {known.sentence}" if shown else ""
                 self.say(f"[{number}/{len(QUESTIONS)}] {question} {known.outcome}{why}")
@@ -489,7 +481,6 @@ class Diagnoser:
         return msgspec.structs.replace(step(so_far), seconds=self.clock() - started)
 
     def _late(self, so_far: Run, name: str) -> str:
-        """Why there is no time left for the step; "" where there is."""
         effort = self._effort(so_far)
         least_s = effort.least_cure.cure_s
         parts = {
@@ -504,11 +495,11 @@ class Diagnoser:
     # --- the steps ----------------------------------------------------------------------------------------------
 
     def _greedy(self, _: Run) -> Step:
-        """Alone and in the first round."""
+        """The solo run and the first round."""
         return greedy_step((self._known(None), self._known(0)), self.loaded.decode)
 
     def _run_to_run(self, so_far: Run) -> Step:
-        """The prompt alone twice more, and the first round twice."""
+        """Two more solo runs, and the first round twice."""
         traces, seconds = [], []
         for _ in range(2):
             began = self.clock()
@@ -519,7 +510,7 @@ class Diagnoser:
         step = run_step(self._so_far(), STOCK, [facts["trace"], *traces])
         differs = step.outcome == "yes" and batch_step(self._so_far(), STOCK, facts).outcome == "yes"
         planned = len(self.plan.rounds)
-        # what a round takes that nobody has played: on CUDA a library plans for each shape that is new to it
+        # measured on a round that has been run: on CUDA a library plans for each shape that is new to it
         effort = chosen_effort(
             planned, self._known(0).seconds, min(seconds), self._spent.spent, self.within_s, differs=differs
         )
@@ -553,7 +544,7 @@ class Diagnoser:
         return _with_less(step, "; ".join(late))
 
     def _operator(self, so_far: Run) -> Step:
-        """A trace: of a round in which a completion parted, or of an axis, or of the round that differs from itself."""
+        """A trace of a round with a differing completion, of an axis, or of the round that differs from itself."""
         arms, keep = self._arms(so_far), self._budget.kept(self._effort(so_far).least_cure.cure_s)
         search = Search(
             self.engine, self.loaded.model, *arms, impl=STOCK, choose=arms[1].name == "in company",
@@ -580,12 +571,12 @@ class Diagnoser:
         return margin_step(self._known(None), others)
 
     def _cure(self, so_far: Run) -> Step:
-        """The same load under the invariant implementation, the request alone, and what parted of the axes."""
-        again = settled(so_far, "batch") != ""  # run-to-run: one round, twice, is what there is to compare
+        """The same load under the invariant implementation, the solo request, and the axes that differed."""
+        again = settled(so_far, "batch") != ""  # run-to-run: only one round, run twice, can be compared
         effort = self._effort(so_far)
         less = self._budget.lacks("all of the load under the cure", effort.cure_s)
         effort = effort.least_cure if less else effort
-        every = len(self.plan.rounds)  # that stock differs is proven by one round; that the cure does not takes all
+        every = len(self.plan.rounds)  # one round proves that stock differs; that the fix does not takes all
         rounds = 1 if again else effort.rounds if less or effort.every else every
         self._collect(INVARIANT, self.plan.rounds[:rounds])
         self._warm |= {STOCK, INVARIANT}
@@ -631,7 +622,7 @@ class Diagnoser:
         return thinned(self._all_axes, self._effort(so_far).every)
 
     def _known(self, number: int | None) -> Session:
-        """A stock session of that round, or alone, run once in this process: what it is asked for is its logits."""
+        """A stock session of that round, or the solo one, run once in this process, for its logits."""
         if number not in self._kept:
             self._kept[number] = self._alone() if number is None else self._session(self.plan.rounds[number])
         return self._kept[number]
@@ -660,7 +651,7 @@ class Diagnoser:
         return next(a for a in self._all_axes if a.name == parted.axis).arms(parted.parted[0])
 
     def _arm(self, name: str, requests: Sequence[Request]) -> Arm:
-        """Of the plan's load, with its first target under study."""
+        """An arm with the plan's load, and its first target under study."""
         target = next(r for r in requests if r.target)
         return Arm(name, target.id, tuple(requests), self.plan.load, self.seed)
 
@@ -668,13 +659,12 @@ class Diagnoser:
         return read_run(self.writer.path, allow_truncated=True)
 
     def _write(self, record: Record) -> None:
-        """Unless a killed run came as far already."""
+        """Write the record, unless a killed run already did."""
         if record.key not in self.writer.done:
             self.writer.write(record)
 
 
 def _with_less(step: Step, less: str) -> Step:
-    """With what was left out of it, if anything was."""
     return msgspec.structs.replace(step, facts={**step.facts, "less": less}) if less else step
 
 

@@ -1,4 +1,4 @@
-"""What a diagnosis may say: a function of the records of its run file, and no further than they go. No torch."""
+"""The verdict of a diagnosis: a function of the records of its run file only. No torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from nondet.verdict.samples import replays
 
 
 def margin_step(alone: Session, others: Iterable[Session]) -> Step:
-    """Whether the margins of flips are within what company does to the logits, as long as tokens agree.
+    """Whether the margins of flips are within the effect of concurrent requests on the logits, while tokens agree.
 
-    Compared are the logits of the two largest tokens of each step, alone and in company. Contexts are equal up to and
-    including the first token that differs: its own logits are those of the flip, and what the spread is measured on
-    are the steps before it. Two logits may both move, so a margin is within the noise up to twice the spread.
+    Compares the logits of the two largest tokens of each step, in the solo run and with concurrent requests. Contexts
+    are equal up to and including the first token that differs: its own logits are those of the flip, and the spread is
+    measured on the steps before it. Both logits may change, so a margin is within the noise up to twice the spread.
     """
-    flips: list[tuple[int, float, float]] = []  # which token; the margin of the two largest logits alone, in company
+    flips: list[tuple[int, float, float]] = []  # token; margin of the two largest logits, solo and with others
     distances: list[float] = []
     reference = alone.outcomes[0]
     steps = list(zip(reference.token_ids, alone.tops.get(reference.request.id, []), strict=False))
@@ -45,11 +45,11 @@ def margin_step(alone: Session, others: Iterable[Session]) -> Step:
                     break
                 logits = dict(zip(one[2:], one[:2], strict=True)), dict(zip(two[2:], two[:2], strict=True))
                 distances += [abs(logits[0][t] - logits[1][t]) for t in logits[0].keys() & logits[1].keys()]
-    spread = max([0.0, *distances])  # which passes over NaN
+    spread = max([0.0, *distances])  # max() ignores NaN
     margins = [first - second for first, second, _, _ in alone.tops.get(reference.request.id, [])]
     near = sum(margin <= 2 * spread for margin in margins)
     within = sum(margin <= 2 * spread for _, margin, _ in flips)
-    # two largest logits that are equal: then the choice hangs on the order of token ids
+    # two largest logits that are equal: then the choice depends on the order of token ids
     ties = sum(0 in both for _, *both in flips)
     largest, first_flip = (max((f[1] for f in flips), default=-1.0), min((f[0] for f in flips), default=-1))
     moved = (
@@ -75,7 +75,7 @@ def margin_step(alone: Session, others: Iterable[Session]) -> Step:
 
 
 def run_step(run: Run, impl: str, alone: Sequence[str]) -> Step:
-    """Whether the same requests in the same batches gave the same bits; `alone` has the digest of each trace alone."""
+    """Whether the same requests in the same batches gave the same bits; `alone` has the digest of each solo trace."""
     rows = replays(run).get(impl, [])
     if not rows:
         failed = next((r.reason for r in run.rows if r.impl == impl and r.varied == "run"), "it was not repeated")
@@ -92,7 +92,7 @@ def run_step(run: Run, impl: str, alone: Sequence[str]) -> Step:
 
 
 def batch_step(run: Run, impl: str, alone: Mapping[str, str]) -> Step:
-    """How many completions in company are not the one alone, by its digests "trace" and "tokens": traces first."""
+    """How many completions with concurrent requests differ from the solo one, by its digests "trace" and "tokens"."""
     good = _completions(run, impl)
     rounds = [[c for c in good if c.round == number] for number in sorted({c.round for c in good})]
     sizes = list(map(len, rounds))
@@ -106,7 +106,7 @@ def batch_step(run: Run, impl: str, alone: Mapping[str, str]) -> Step:
         "tokens": float(sum(tokens)),
         "rounds_traces": float(in_rounds[0]),
         "rounds_tokens": float(in_rounds[1]),
-        # of the round that came again equal: what parted there has been laid to the batch already
+        # of the round whose repetition was equal: differences there are attributed to the batch already
         "repeated_round_traces": float(traces[0] if traces else 0),
         "distinct_traces": float(len({c.trace for c in good})),
         "distinct_completions": float(len({c.tokens_digest for c in good})),
@@ -123,7 +123,7 @@ def batch_step(run: Run, impl: str, alone: Mapping[str, str]) -> Step:
 
 
 def cure_step(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
-    """What is left of the divergence under `impl`, whose trace alone is `alone` and which left `gaps` stock."""
+    """What is left of the divergence under `impl`, whose solo trace is `alone` and which left `gaps` stock."""
     good = _completions(run, impl)
     traces = {c.trace for c in good} | {alone}
     rows = replays(run).get(impl, [])
@@ -131,9 +131,10 @@ def cure_step(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
     axes = [a for a in run.axes if a.impl == impl]
     tried, differ = sum(a.tried for a in axes), sum(a.traces for a in axes)
     failed = sum(c.impl == impl and c.status != "ok" for c in run.completions)
-    lost = sum(c.nonfinite > 0 for c in good)  # NaN agrees with itself: that is no cure
+    lost = sum(c.nonfinite > 0 for c in good)  # NaN agrees with itself: that is not a fix
     parted = len(traces) > 1 or unsteady or bool(differ) or bool(lost)
-    # a sample with holes, or without a round that came again, shows neither a cure nor that there is none
+    # a sample with failures, or without a round whose repetition was equal, shows neither that the fix works nor that
+    # it fails
     cured = not parted and bool(good) and bool(rows) and not failed
     rounds = len({c.round for c in good})
     parts = [
@@ -163,7 +164,7 @@ def cure_step(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
 
 
 def parted_rounds(run: Run, impl: str, alone: Mapping[str, str]) -> list[int]:
-    """Rounds with a completion that is not the one alone: those with other tokens first, then by number."""
+    """Rounds with a completion that is not the solo one: those with other tokens first, then by number."""
     good = _completions(run, impl)
     tokens = {c.round for c in good if c.tokens_digest != alone.get("tokens")}
     traces = {c.round for c in good if c.trace != alone.get("trace")}
@@ -175,7 +176,7 @@ def _completions(run: Run, impl: str) -> list[Completion]:
 
 
 def _share(hits: Sequence[int], sizes: Sequence[int]) -> str:
-    """The interval of a rate over rounds; where nothing was seen, or nothing else, the bound by either unit."""
+    """The interval of a rate over rounds; where none or all differed, the bound per round and per completion."""
     if not any(hits):
         return _excluded(len(sizes), sum(sizes))
     if list(hits) != list(sizes):
@@ -185,7 +186,6 @@ def _share(hits: Sequence[int], sizes: Sequence[int]) -> str:
 
 
 def _excluded(rounds: int, completions: int) -> str:
-    """The rates that tries without a hit exclude."""
     return _one_sided("below", *(percent(one_sided_bound(n), "up") for n in (rounds, completions)))
 
 
@@ -201,7 +201,7 @@ NOT_MET = (
     "and what differs between the arms need not be its cause"
 )
 
-# Step -> the question that it answers, in the order in which they are asked.
+# Step -> the question that it answers, in order.
 QUESTIONS: dict[str, str] = {
     "greedy": "Is greedy decoding greedy?",
     "run": "Is it deterministic from run to run?",
@@ -221,14 +221,14 @@ def steps_of(run: Run) -> dict[str, Step]:
 
 
 def settled(run: Run, name: str) -> str:
-    """Why the step of that name need not be taken, going by the steps before it; "" where it has to be."""
+    """Why the step of that name is not needed after the steps before it; "" where it is."""
     outcome = {s.name: s.outcome for s in run.steps}
     if outcome.get("greedy") == "no":
         return "" if name == "greedy" else "tokens are not chosen by their logits, which has to be understood first"
     if outcome.get("run") == "no" and name in ("batch", "axes", "margin"):
         return "equal batches already give other bits, so nothing can be attributed to the batch"
     both = (outcome.get("batch", "yes"), outcome.get("axes", "yes"))
-    clean = "yes" not in both and outcome.get("run") != "no"  # what has no answer gives nothing to trace
+    clean = "yes" not in both and outcome.get("run") != "no"  # without an answer there is nothing to trace
     if clean and name in ("operator", "margin", "cure", "cost"):
         return "nothing diverged" if both == ("no", "no") else "nothing that was tested diverged"
     if name == "margin" and outcome.get("batch") != "yes":
@@ -256,7 +256,7 @@ def coverage_gaps(run: Run, impl: str) -> list[str]:
 
 
 def cause_of(run: Run) -> str:
-    """What a trace's records come to: a `Finding`, or that other people's values or a wrong sum are in the result."""
+    """The cause in a trace's records: a `Finding`, or that other requests' values or a wrong sum are in the result."""
     if not run.trace_verdicts:
         return UNKNOWN
     finding = run.trace_verdicts[-1].finding
@@ -270,9 +270,9 @@ def cause_of(run: Run) -> str:
 
 
 def blamed(run: Run, finding: str) -> list[Culprit]:
-    """The culprits that are behind the finding, in order.
+    """The culprits behind the finding, in order.
 
-    What a trace named between two batches is not behind what changes from run to run, unless it did so alone, too.
+    A culprit named between two batches is not behind a run-to-run change, unless it also changed by itself.
     """
     culprits = sorted(run.culprits, key=lambda c: c.number)
     if finding != Finding.RUN_TO_RUN or any(v.finding == "run-to-run" for v in run.trace_verdicts[-1:]):
@@ -281,7 +281,7 @@ def blamed(run: Run, finding: str) -> list[Culprit]:
 
 
 def conclude(run: Run) -> Diagnosis:
-    """The verdict on the steps that there are."""
+    """The verdict on the steps of the run."""
     step = steps_of(run)
     axes = [a for a in run.axes if a.impl == "stock"]
     finding = _finding(run, step)
@@ -310,7 +310,7 @@ def conclude(run: Run) -> Diagnosis:
 
 
 def _finding(run: Run, step: dict[str, Step]) -> str:
-    """In a word. The batch is blamed only where equal batches have been seen to give equal bits."""
+    """The finding in a word. The batch is blamed only where equal batches have been seen to give equal bits."""
     if step["greedy"].outcome == "no":
         return Finding.WRONG if step["greedy"].figures.get("nonfinite") else NOT_GREEDY
     cause = cause_of(run)
@@ -325,7 +325,7 @@ def _finding(run: Run, step: dict[str, Step]) -> str:
 
 
 def diagnosed_effect(run: Run, finding: str) -> Effect:
-    """What a diagnosis says is changed: of stock's completions, by the figures of its steps."""
+    """What a diagnosis shows to change: in stock's completions, by the figures of its steps."""
     named = {Finding.WRONG: Effect.WRONG, DEFECT: Effect.WRONG, Finding.CLEAN: Effect.NONE}
     named |= {NOT_GREEDY: Effect.NOT_GREEDY, UNKNOWN: Effect.UNKNOWN}
     if finding in named:
@@ -336,7 +336,7 @@ def diagnosed_effect(run: Run, finding: str) -> Effect:
 
 
 def traced_effect(run: Run, verdict: TraceVerdict) -> Effect:
-    """What a trace says is changed: what its controls saw of the two arms and of the requests beside them."""
+    """What a trace shows to change: by what its controls saw of the two arms and of the concurrent requests."""
     if not verdict.is_fault:
         return Effect.UNKNOWN if verdict.is_fault is None else Effect.NONE
     figures_of = {c.name: c.figures for c in run.controls}
@@ -382,7 +382,7 @@ def _where(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
 
 
 def _why(run: Run, finding: str) -> str:
-    """The first guilty call, the list where there are more, what the replays found, and the flips."""
+    """The first responsible call, the list if there are more, what the replays found, and the flips."""
     culprits = blamed(run, finding)
     named = [c for c in culprits if c.call]
     parts = []
@@ -408,7 +408,7 @@ def _why(run: Run, finding: str) -> str:
 def _cure(step: dict[str, Step], finding: str) -> str:
     cure, families = step["cure"], step["operator"].facts.get("families", "")
     parts = []
-    if families and finding != Finding.RUN_TO_RUN:  # what changes by itself may have been quiet in one pair
+    if families and finding != Finding.RUN_TO_RUN:  # what changes by itself may be equal in one pair
         named = " and ".join(families.split("+"))
         parts.append(f"Replacing {named} by the invariant implementation removes the divergence of the pair traced.")
     if cure.outcome in ("", "skipped"):
@@ -440,7 +440,7 @@ def _limits(run: Run, step: dict[str, Step]) -> list[str]:
 
 
 def _replay(culprits: Sequence[Culprit], name: str) -> tuple[Culprit, Replay] | None:
-    """The first replay of that name that came out otherwise."""
+    """The first replay of that name with another result."""
     return next(
         ((c, r) for c in culprits for r in c.replays if r.name == name and r.status == "divergent"),
         None,

@@ -1,8 +1,8 @@
 """Pictures of runs as files: PNG, SVG or PDF of what a page draws, from the same numbers, by matplotlib.
 
-Colours are a page's, in the light; lines differ in style as well. The font is named (DejaVu Sans, which matplotlib
-brings), text stays text in SVG, and the machine stands under every figure. The same run file gives the same picture: no
-dates, no random identifiers.
+Colours are those of a page in light mode; lines differ in style as well. The font is named (DejaVu Sans, which
+matplotlib brings), text stays text in SVG, and the machine is written under every figure. The same run file gives the
+same picture: no dates, no random identifiers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 __all__ = ["FIGURES", "draw", "figures_of", "save"]
 
 _STYLES = ("-", "--", ":", "-.")
-# A page's colours in the light, by their names in its style sheet.
+# A page's colours in light mode, by their names in its style sheet.
 _SHEET = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8").partition("@media")[0]
 _COLOURS = dict(re.findall(r"--(\w+): (#\w{6})", _SHEET))
 _HUES = [_COLOURS[name] for name in ("stock", "invariant", "third", "fourth")]
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.parse_math": False,  # a $ in somebody's name is a $
+    "text.parse_math": False,  # a $ in a name is a $
     "svg.fonttype": "none",
     "svg.hashsalt": "nondet",
     "pdf.fonttype": 42,
@@ -55,9 +55,9 @@ _STYLE: dict[str, Any] = {
     "figure.dpi": 110,
     "savefig.dpi": 200,
 }
-_MAPS_MOST, _LANES_MOST = 8, 24  # in one figure; named beside one map
+_MAPS_MOST, _LANES_MOST = 8, 24  # maps in one figure; lanes named in one map
 
-# What is drawn on axes of its own, inches wide and high, and the function that draws it there.
+# A picture with its own axes: inches wide and high, and the function that draws it there.
 Drawing = tuple[float, float, Callable[[Any], None]]
 
 
@@ -69,7 +69,7 @@ def draw(name: str, runs: Sequence[Run]) -> Figure:
 
     Raises:
         UnknownNameError: no such figure.
-        UserError: the runs hold nothing that it draws.
+        UserError: the runs hold nothing for it.
     """
     if name not in FIGURES:
         raise UnknownNameError("figure", name, FIGURES)
@@ -105,7 +105,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def figures_of(runs: Sequence[Run]) -> list[str]:
-    """The figures that these runs have anything for."""
+    """The figures that these runs have records for."""
     names = ["class-map"] if any(map(_sweeps, runs)) else []
     names += ["map"] if any(section.maps for run in runs for section in probe_sections(run.rows)) else []
     names += ["speed", "jigsaw"] if any(map(bench_plots, (s for run in runs for s in sections(run)))) else []
@@ -115,12 +115,12 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
 
 
 def _is_one_sample(run: Run) -> bool:
-    """Whether the completions are drawn from one load: neither at many settings nor in the arms of a server."""
+    """Whether the completions are drawn from one load: not at many settings or in the arms of a server."""
     return bool(run.completions) and not is_varied(run) and not is_endpoint(run)
 
 
 def _sweeps(run: Run) -> list[Row]:
-    """Rows with a class for each of several values: numbers before names, other things before repetitions of a call."""
+    """Rows with a class for each of several values: numbers before names, repetitions of a call last."""
     rows = [r for r in run.rows if len(r.values) > 2 and len(r.labels) == len(r.values)]
     for wanted in (
         lambda r: all(isinstance(v, int) for v in r.values),
@@ -132,7 +132,7 @@ def _sweeps(run: Run) -> list[Row]:
 
 
 def _class_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
-    """Of the cases that part most; a few values beside a long sweep are no map."""
+    """The cases that differ most; a few values next to a long sweep are not a map."""
     cases: dict[tuple[str, str, str, str], list[Row]] = {}
     for run in runs:
         sweeps = {(r.probe, r.case, r.dtype, r.device) for r in _sweeps(run)}
@@ -154,7 +154,7 @@ def _product_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
 
 
 def _lanes(drawn: dict[str, Any], title: str, unit: str = "") -> Drawing:
-    """A lane a class, or a size of a product: a bar for each stretch of values, in the colour of its class."""
+    """A lane per class, or per size of a product: a bar for each stretch of values, in the colour of its class."""
     lanes = [(panel["row"], lane) for panel in drawn["panels"] for lane in panel["lanes"]]
 
     step = -(-len(lanes) // _LANES_MOST)
@@ -179,7 +179,6 @@ def _lanes(drawn: dict[str, Any], title: str, unit: str = "") -> Drawing:
 
 
 def _colour(label: int, row: Row | None = None) -> str:
-    """As a page has it."""
     name = tint(label, row)
     return _HUES[int(name[1])] if name[0] == "r" else _COLOURS[name]
 
@@ -191,7 +190,7 @@ def _lane_name(row: Row, lane: dict[str, Any]) -> str:
 
 
 def _plots(found: Plots | None, only: int | None = None, prefix: str = "") -> Iterator[Drawing]:
-    """A drawing a plot, the first with the legend; `only`: of several above each other this one."""
+    """A drawing per plot, the first with the legend; `only`: the index of the one to draw."""
     for number, panel in enumerate(found.panels if found else ()):
         for plot in panel.plots if only is None else panel.plots[only : only + 1]:
             yield 4.4, 2.9, _plot(found, panel, plot, prefix, legend=not number)

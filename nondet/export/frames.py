@@ -1,7 +1,7 @@
-"""Records as pandas data frames: one line a comparison, a value of a sweep, a completion, or a timed implementation.
+"""Records as pandas data frames: one line per comparison, value of a sweep, completion, or timed implementation.
 
-Names of columns carry their units (`_us`, `_ulp`). Every line says which run and machine it is of, so that frames of
-several runs can be joined. Nothing is rounded, and nothing that is missing is filled in: it stays NA.
+Names of columns carry their units (`_us`, `_ulp`). Every line names its run and machine, so that frames of several runs
+can be joined. Nothing is rounded, and missing values stay NA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def frame(runs: Sequence[Run], kind: str) -> pd.DataFrame:
         kind: A key of `KINDS`.
 
     Returns:
-        One line a record; empty (with its columns) where the runs hold none.
+        One line per record; empty (with its columns) where the runs hold none.
 
     Raises:
         UnknownNameError: no such kind.
@@ -40,15 +40,15 @@ def frame(runs: Sequence[Run], kind: str) -> pd.DataFrame:
 
 
 def kinds_of(runs: Sequence[Run]) -> list[str]:
-    """The kinds that these runs hold any record of."""
+    """The kinds that these runs hold a record of."""
     return [kind for kind, (_, lines_of) in KINDS.items() if any(lines_of(run) for run in runs)]
 
 
 def only_kind(runs: Sequence[Run]) -> str:
-    """The kind to export where none was named: of runs of `nondet sample` completions, else the only one there is.
+    """The kind to export where none was named: of runs of `nondet sample` completions, else the only kind.
 
     Raises:
-        UserError: the runs hold nothing, or records of several kinds beside each other.
+        UserError: the runs hold nothing, or records of several kinds side by side.
     """
     kinds = [kind for kind in kinds_of(runs) if kind != "classes"]  # those are rows again, value by value
     if len(kinds) == 1:
@@ -74,7 +74,6 @@ def _shape(shape: dict[str, int]) -> str:
 
 
 def _plain(record: Any, names: Sequence[str]) -> dict[str, Any]:
-    """What a record has under its own names."""
     return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
@@ -120,7 +119,7 @@ def _rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _classes(run: Run) -> list[dict[str, Any]]:
-    """One line a value of a sweep: which class of bits it fell into, and which kernels gave it."""
+    """One line per value of a sweep: its class of bits, and which kernels gave it."""
     lines = []
     for row in run.rows:
         shared = _row(row)
@@ -146,13 +145,13 @@ _COMPLETION = (
     "reason",
     "arm",
 )
-# Of a server's answers; `text` is a digest, as the others are.
+# Columns of a server's answers; `text` is a digest, as the others are.
 _SERVED = ("prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "in_flight", "text")
 _COMPLETION_FIGURES = ("seed", "first_token_s", "answer_s", *_SERVED)
 
 
 def _completions(run: Run) -> list[dict[str, Any]]:
-    """One line a completion; `arm` is a server's, or the value of an axis that was varied."""
+    """One line per completion; `arm` is a server's arm, or the value of a varied axis."""
     prompts = run.header.plan.get("prompts", [])
     lines = []
     for completion in run.completions:
@@ -187,7 +186,7 @@ _CELL_FIGURES = ("shape", "M", "N", "K", *_TIMED, *_RATIO)
 
 
 def _cells(run: Run) -> list[dict[str, Any]]:
-    """One line a timed implementation; `stock_over_impl` above 1 is faster than the best stock one of that cell."""
+    """One line per timed implementation; `stock_over_impl` above 1 is faster than the best stock one of that case."""
     lines = []
     for cell in run.cells:
         shared = _plain(cell, _CELL) | {axis: cell.shape.get(axis) for axis in "MNK"} | {"shape": _shape(cell.shape)}
@@ -204,7 +203,7 @@ _AXIS = ("impl", "axis", "value", "arm", "held", "proven", "proof", "changes", "
 _STEP = tuple(name for name in TrainingStep.__struct_fields__ if name != "ran")
 
 
-# kind -> (columns beside the machine's, the lines of one run)
+# kind -> (columns besides the machine's, the lines of one run)
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[Run], list[dict[str, Any]]]]] = {
     "rows": ((*_ROW, *_ROW_FIGURES), _rows),
     "classes": ((*_ROW, "value", "label", "kernels"), _classes),

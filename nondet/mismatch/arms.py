@@ -26,6 +26,6 @@ ARMS: dict[str, Arm] = {
 
 
 def arm_of(name: str) -> Arm:
-    """Of `ARMS`, or "invariant:attention+norm", where only these families are; stock kernels for rollouts of a file."""
+    """The arm of this name in `ARMS`, or "invariant:attention+norm" with these families; stock for "file"."""
     base, _, families = kernels_of(name).partition(":")
     return ARMS.get(base, ARMS["stock"])._replace(families=tuple(families.split("+")) if families else ())

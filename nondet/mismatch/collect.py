@@ -1,4 +1,4 @@
-"""`nondet mismatch`, arm by arm: rollouts are sampled or read, scored by the trainer, and asked what kind it is."""
+"""`nondet mismatch`, arm by arm: rollouts are sampled or read, scored by the trainer, and compared with hypotheses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FILE = "file"  # the arm of rollouts that are read
 
 @dataclass(frozen=True)
 class Asked:
-    """What is sampled: each prompt `n` times, `tokens` long."""
+    """What to sample: each prompt `n` times, `tokens` long."""
 
     prompts: Sequence[str]
     n: int
@@ -54,7 +54,7 @@ class Asked:
 
 @contextmanager
 def kernels(side: str, ran: Counter[str], invariant: bool, families: Sequence[str] = ()) -> Iterator[None]:
-    """Stock kernels, or batch-invariant ones, under a side of an arm; what ran is added under the side's name."""
+    """Stock kernels, or batch-invariant ones, for a side of an arm; what ran is added under the side's name."""
     if not invariant:
         yield
         return
@@ -64,7 +64,7 @@ def kernels(side: str, ran: Counter[str], invariant: bool, families: Sequence[st
 
 
 def sampled(loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None) -> list[Rollout]:
-    """Drawn at temperature 1 by the engine under load: prefills are chunked, and decodes share steps with them."""
+    """Rollouts drawn at temperature 1 by the engine under load: chunked prefills share steps with decodes."""
     session, rollouts = _session(loaded, asked, watcher), []
     for o in sorted(session.outcomes, key=lambda o: o.request.id):
         start, ids = len(o.request.prompt), [*o.request.prompt, *o.token_ids]
@@ -74,10 +74,10 @@ def sampled(loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None) -
 
 
 class WholeRows:
-    """A watcher that keeps the engine's logits before some tokens, of any rollout, drawn by seed.
+    """A watcher that keeps the engine's logits at a seeded sample of positions, in all rollouts.
 
     Attributes:
-        kept: (request, position of the token before) -> [V], in the model's dtype, where the engine came so far.
+        kept: (request, position of the token before) -> [V], in the model's dtype, as far as the engine came.
     """
 
     done = False
@@ -85,7 +85,7 @@ class WholeRows:
     def __init__(self, loaded: LoadedModel, asked: Asked) -> None:
         starts = [len(loaded.encode(text)) for text in asked.prompts]
         every, each = range(len(starts) * asked.n * asked.tokens), asked.n * asked.tokens
-        rng = random.Random(f"nondet mismatch rows {asked.seed}")  # noqa: S311 - a sample, no secret
+        rng = random.Random(f"nondet mismatch rows {asked.seed}")  # noqa: S311 - a sample, not a secret
         drawn = rng.sample(every, min(len(every), _WHOLE_ROWS))
         self._places = {
             (_name(k // each, k % each // asked.tokens), starts[k // each] + k % asked.tokens - 1) for k in drawn
@@ -103,7 +103,7 @@ class WholeRows:
                 if place in self._places:
                     self.kept[place] = logits[row].detach().clone()
 
-        # ahead of the engine's own, which leaves of the logits what makes it choose the token that was drawn
+        # before the engine's own hook, which changes the logits so that the drawn token is chosen
         handle = model.register_forward_hook(keep, with_kwargs=True, prepend=True)
         try:
             yield
@@ -114,7 +114,7 @@ class WholeRows:
 def over_vocabulary(
     impl: str, sampler: Mapping[tuple[str, int], torch.Tensor], trainer: Mapping[tuple[str, int], torch.Tensor]
 ) -> MismatchVocabulary | None:
-    """Both sides' logits [V] by (rollout, position), where both have them; None where none is."""
+    """Both sides' logits [V] by (rollout, position), where both have them; None where no position has."""
     places = sorted(sampler.keys() & trainer.keys())
     differ, kl = [], []
     for place in places:
@@ -139,7 +139,7 @@ def _name(prompt: int, rollout: int) -> str:
 def _session(
     loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None, again: Sequence[Rollout] = ()
 ) -> Session:
-    """The tokens of `again`, what it gave before, are fed and not drawn: logits stay as the model gives them."""
+    """A session that feeds the earlier tokens of `again` and does not draw them: the model's logits stay unchanged."""
     rng, requests = random.Random(f"nondet mismatch {asked.seed}"), list[Request]()  # noqa: S311 - arrivals, no secret
     for i, text in enumerate(asked.prompts):
         for j in range(asked.n):
@@ -154,7 +154,7 @@ def answered(
     loaded: LoadedModel, requests: Sequence[Request], watcher: Watcher | None = None,
     forced: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Session:  # fmt: skip
-    """By the engine, with prefills that are chunked and share steps with decodes. Raises EngineStoppedError."""
+    """The engine's answers, with chunked prefills that run in steps with decodes. Raises EngineStoppedError."""
     unused, count = (1, 1), len(requests)  # lengths of background requests
     load = Load(others=0, targets=count, spread=SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
     loaded.model.eval()
@@ -175,7 +175,7 @@ def collect(
     """Every arm that the run file does not hold yet.
 
     Args:
-        sampler: The model; None where the rollouts have both sides' logprobs and no kind is asked for.
+        sampler: The model; None where the rollouts have both sides' logprobs and the kind is not requested.
         trainer: The same weights in the trainer's dtype; None where that is the sampler's.
         older: Other weights that a side may have had.
         asked, rollouts: What is sampled, or else what was read, by arm.
@@ -235,7 +235,7 @@ def _arm(
     if whole is not None:
         _put(writer, whole)
         differ = differ or any(whole.differ)
-    # in two formats the embedding is the first to differ, which says nothing
+    # in two formats the embedding is always the first to differ
     if differ and asked and sampler and trainer and trainer.dtype == sampler.dtype and not spec.autocast:
         told(f"{arm}: the first call that differs")
         _put(writer, place_of(arm, sampler, trainer.model, asked, rollouts, spec))
@@ -246,7 +246,7 @@ def _arm(
 def place_of(
     arm: str, sampler: LoadedModel, model: Any, asked: Asked, rollouts: Sequence[Rollout], spec: Spec
 ) -> MismatchPlace:
-    """Where the trainer's `model` diverges first from the sampler. Both sides are made again, twice."""
+    """Where the trainer's `model` diverges first from the sampler. Both sides are computed again, twice."""
     under, size = arm_of(arm), spec.micro or len(rollouts)
     padded = widths(rollouts, spec.micro)
 
@@ -273,7 +273,6 @@ def place_of(
 
 
 def _put(writer: RunWriter, record: Any) -> None:
-    """What an interrupted arm has written already is not written twice."""
     if record.key not in writer.done:
         writer.write(record)
 
@@ -290,9 +289,9 @@ def _record(arm: str, rollout: Rollout, trainer: Logprobs) -> MismatchRollout:
 def _effect(
     arm: str, model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs
 ) -> MismatchEffect | None:
-    """None of fewer than four rollouts: there is no other batch.
+    """The effect on gradients; None for fewer than four rollouts, which have no other batch.
 
-    Advantages are signs, drawn with a fixed seed: what would be rewarded is not known, and the comparison needs none.
+    Advantages are signs, drawn with a fixed seed: real rewards are unknown, and the comparison does not need them.
     """
     count = min(_EFFECT, len(rollouts) // 2)
     if count < 2:

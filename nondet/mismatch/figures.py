@@ -1,7 +1,7 @@
-"""How far a sampler's and a trainer's logprobs of the same tokens are apart, as figures. No torch.
+"""Figures of how far a sampler's and a trainer's logprobs of the same tokens differ. No torch.
 
-d is the trainer's logprob less the sampler's, in float64; a ratio is exp(d). K1, the mean of d, is of either sign and
-smaller than its own scatter where the two sides differ by rounding: it is not given.
+d is the trainer's logprob minus the sampler's, in float64; a ratio is exp(d). K1 (the mean of d) is not reported: where
+the two sides differ by rounding it is smaller than its own standard error, and its sign varies.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from nondet.core.statistics import CONFIDENCE, one_sided_bound
 Logprobs = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
-LONG = 4096  # tokens of the sequence whose ratio is told
+LONG = 4096  # tokens of the sequence whose ratio is reported
 CLOSE = (0.99, 1.01)
 ABOVE = 1.5  # times rounding: what is above it has another cause
 _RESAMPLES, _SEQUENCES_LEAST = 2000, 5
-_DRAWN = 2**22  # numbers of resamples at once
+_DRAWN = 2**22  # numbers of resamples in memory
 _TAILS = (0.5, 0.9, 0.99, 0.999)  # quantiles of |d|
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)  # ends of the bins by the sampler's probability
 
 
 class Bin(NamedTuple):
-    """Tokens from `low` on and below `high`, of a position or of a probability; the last bin holds its end, too."""
+    """Tokens from `low` to below `high`, by position or by probability; the last bin includes its end."""
 
     low: float
     high: float
@@ -42,7 +42,7 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """Of n tokens in m sequences.
+    """The logprobs of n tokens in m sequences.
 
     Attributes:
         sampler, trainer: [n] float32, sequence by sequence, finite.
@@ -54,7 +54,7 @@ class Figures:
     lengths: Sequence[int]
 
     def __post_init__(self) -> None:
-        """Raises ValueError: lengths that disagree, no tokens, or a logprob that is no number."""
+        """Raises ValueError: lengths that disagree, no tokens, or a logprob that is not finite."""
         n = len(self.sampler)
         if not n or len(self.trainer) != n or sum(self.lengths) != n or min(self.lengths) < 1:
             raise ValueError(f"{n} and {len(self.trainer)} logprobs are not of {sum(self.lengths)} tokens")
@@ -63,7 +63,7 @@ class Figures:
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """n, the number of tokens."""
         return len(self.sampler)
 
     @cached_property
@@ -83,7 +83,7 @@ class Figures:
 
     @property
     def bound(self) -> float:
-        """The rate of differing tokens that none of n excludes at 95%, about 3/n, if tokens were independent."""
+        """The bound on the rate of differing tokens if none of n differs: 95%, about 3/n, for independent tokens."""
         return one_sided_bound(self.tokens)
 
     @cached_property
@@ -98,7 +98,7 @@ class Figures:
 
     @cached_property
     def ratios(self) -> tuple[float, float]:
-        """The least and the largest."""
+        """The smallest and the largest ratio."""
         return math.exp(float(self.distance.min())), _exp(float(self.distance.max()))
 
     @cached_property
@@ -114,7 +114,7 @@ class Figures:
 
     @cached_property
     def tails(self) -> dict[float, float]:
-        """Quantile -> |d|: the middle, and what 10, 1 and 0.1 of a hundred tokens exceed."""
+        """Quantile -> |d|: the middle, and the values that 10%, 1% and 0.1% of tokens exceed."""
         return dict(zip(_TAILS, map(float, np.quantile(np.abs(self.distance), _TAILS)), strict=True))
 
     @cached_property
@@ -124,10 +124,10 @@ class Figures:
 
     @cached_property
     def long(self) -> tuple[float, float]:
-        """Of a sequence of 4,096 tokens: the standard deviation of ln ratio, and the chance of a ratio in 0.5 to 2.
+        """For 4,096 tokens: the standard deviation of ln ratio, and the probability of a ratio in 0.5 to 2.
 
-        If such a sequence went on as those seen: mean and variance of ln ratio grow with length. The variance a token
-        is taken between sequences, so that d of one sequence may hang together; the chance is a normal law's.
+        Extrapolated: mean and variance of ln ratio grow with length. The variance per token is taken between sequences,
+        because d within one sequence may be correlated; the probability assumes a normal distribution.
         """
         lengths = np.asarray(self.lengths, dtype=np.float64)
         mean = float(self.sequences.sum() / lengths.sum())
@@ -140,7 +140,7 @@ class Figures:
 
     @cached_property
     def positions(self) -> list[Bin]:
-        """By place in the sequence: 0 to 1, to 2, to 4, ... doubling."""
+        """By position in the sequence: 0 to 1, to 2, to 4, ... doubling."""
         places = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64)
         ends = [0.0, *(2.0**i for i in range(max(self.lengths).bit_length() + 1))]
         return self.bins(places, ends, closed=False)
@@ -154,7 +154,7 @@ class Figures:
         return np.add.reduceat(values, np.cumsum([0, *self.lengths])[:-1])
 
     def bins(self, by: Floats, ends: Sequence[float], *, closed: bool) -> list[Bin]:
-        """Tokens by numbers [n], between ends; those that hold a token."""
+        """Tokens by numbers [n], in bins between ends, without empty bins."""
         place = np.searchsorted(ends, by, side="right") - 1
         if closed:
             place = np.clip(place, 0, len(ends) - 2)
@@ -171,12 +171,12 @@ class Figures:
 def interval_by_sequence(sums: Floats, lengths: Sequence[int]) -> tuple[float, float] | None:
     """The 95% interval of a mean over tokens: those of one sequence are not independent. None below five sequences.
 
-    Percentiles of 2,000 resamples of whole sequences with replacement, each sum of terms over its own number of
-    tokens; the draws are of seed 0, so that a file has one interval.
+    Percentiles of 2,000 resamples of whole sequences with replacement, each sum of terms over its own number of tokens;
+    drawn with seed 0, so that a file has one interval.
 
     Args:
-        sums: [m], of each sequence's terms.
-        lengths: [m], how many these are.
+        sums: [m], the sum of each sequence's terms.
+        lengths: [m], the number of its tokens.
     """
     if len(lengths) < _SEQUENCES_LEAST:
         return None
@@ -191,12 +191,12 @@ def interval_by_sequence(sums: Floats, lengths: Sequence[int]) -> tuple[float, f
 
 
 def margin(tokens: int) -> float:
-    """Times rounding that a side may be away by: more of few tokens, whose K3 one or two of them decide."""
+    """Multiples of rounding that a side may be away by: more for few tokens, whose K3 one or two decide."""
     return ABOVE * (1 + 8 / math.sqrt(tokens))
 
 
 def coarse(values: Logprobs) -> str:
-    """The narrower format that all of these are numbers of; "" where there is none. By chance one in 2^16 is."""
+    """The narrower format that holds all of these values; "" where there is none. By chance one in 2^16 does."""
     with np.errstate(over="ignore"):
         narrow = {"bfloat16": (values.view(np.uint32) & 0xFFFF) == 0, "float16": values.astype(np.float16) == values}
     return next((name for name, same in narrow.items() if len(values) >= 8 and same.all()), "")

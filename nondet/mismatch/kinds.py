@@ -1,12 +1,13 @@
-"""What kind of mismatch it is: each hypothesis is computed by the model, fitted, and taken away from what was seen.
+"""The kind of a mismatch: the model computes each hypothesis, which is fitted and subtracted from what was seen.
 
-With d the trainer's logprob less the sampler's and c what a hypothesis does to a logprob, computed by a forward of its
-own, d is c plus rounding where the trainer does so, and -c plus rounding where the sampler does. What K3 is left of
-d - c (or d + c) says how much of the mismatch the hypothesis is. Rounding is not a hypothesis but the floor: what the
-model's own forward is away from one in a wider format, one share for each side. What weights, tokens and positions do
-is computed in the wider format, in which c has no rounding of its own; what a format does, in the model's.
+Let d be the trainer's logprob minus the sampler's, and c the change of a logprob under a hypothesis, computed by a
+forward of its own. Then d is c plus rounding where the trainer does so, and -c plus rounding where the sampler does. K3
+of d - c (or d + c) shows how much of the mismatch the hypothesis explains. Rounding is not a hypothesis but the floor:
+the distance of the model's own forward from one in a wider format, one share for each side. The effect of weights,
+tokens and positions is computed in the wider format, in which c has no rounding of its own; the effect of a format in
+the model's.
 
-A temperature, top-k or top-p that both sides have is no mismatch: then all of this is of logprobs under it.
+A temperature, top-k or top-p that both sides have is not a mismatch: then all of this is about logprobs under it.
 """
 
 from __future__ import annotations
@@ -25,32 +26,31 @@ from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import FORMULAS, Fault, Formula, Spec, rounded_to_fp8, score, widened, widths
 
 _TOKENS, _ROLLOUTS = 1024, 24  # that hypotheses are computed for, at least one rollout
-_LIKE = 1.5  # times their K3: what K3 of all rollouts may be for them to stand for all
+_LIKE = 1.5  # times their K3: up to this K3 of all rollouts they represent all
 _LOGITS = 2**26  # numbers of logits that are kept for fits
 _CHUNK = 2**22  # of these at once
 _COLUMNS = 2048  # of the largest logits that top-k and top-p are fitted in
-_RANK, _LOW = 64, 0.7  # of a difference of weights: the share of its energy that so few directions hold
-CERTAIN = 0.9  # of the tokens whose very bits a hypothesis gives
+_RANK, _LOW = 64, 0.7  # of a difference of weights: the share of its energy in this many directions
+CERTAIN = 0.9  # of tokens whose bits a hypothesis reproduces
 _PLAIN = Spec()
 _SIDES = {"trainer": 1.0, "sampler": -1.0}
 _HEATS = np.geomspace(0.25, 4.0, 11)
-_STEPS = {torch.float64: 32}  # of a golden section between the neighbours of the best of these, by the wider format
+_STEPS = {torch.float64: 32}  # of a golden section around the best of these, by the wider format
 _STEPS_LEAST = 14
-_FEW = 100  # tokens, of which settings that are further to seek may be nearer by chance
-_FAR = 10.0  # times rounding: no other setting of both sides is the reason
+_FEW = 100  # tokens: for fewer, a less plausible setting may be nearer by chance
+_FAR = 10.0  # times rounding: then no other setting of both sides is the reason
 _SHARES = 64  # values of top-p that are tried at once, five times between ever closer ends
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a distribution is of: logits divided by `heat`, of them all, or of the top k or the top p."""
+    """The setting of a distribution: logits divided by `heat`, all of them, or the top k or the top p."""
 
     heat: float = 1.0
     cut: str = ""  # "top-k" or "top-p"
     value: float = 1.0
 
     def __str__(self) -> str:
-        """As in "a forward in float32 at temperature 0.7, top-p 0.9"."""
         said = [f"temperature {self.heat:.4g}"] * (self.heat != 1) + [f"{self.cut} {self.value:.4g}"] * bool(self.cut)
         return f" at {', '.join(said)}" if said else ""
 
@@ -63,7 +63,7 @@ class Setting:
 
 
 class _Logits:
-    """Rows of logits [k, V] in the format that they were computed in, and the tokens [k] that came after them."""
+    """Rows of logits [k, V] in the format that they were computed in, and the tokens [k] that followed them."""
 
     def __init__(self, logits: torch.Tensor, ids: torch.Tensor) -> None:
         self.logits, self.ids = logits, ids[:, None]
@@ -74,7 +74,7 @@ class _Logits:
         """ln of the sum of exponentials at a temperature, [k] float64."""
         sums, size = [], max(1, _CHUNK // self.logits.shape[-1])
         for part, most in zip(self.logits.split(size), self.most.split(size), strict=True):
-            x = part / heat  # the sum in float32 is relative to its largest term, and several times as fast
+            x = part / heat  # the sum in float32 is relative to its largest term, and several times faster
             sums.append(x.gather(-1, most).double() - x.float().log_softmax(-1).gather(-1, most).double())
         return torch.cat(sums).squeeze(-1)
 
@@ -83,11 +83,11 @@ class _Logits:
         return (self.logits.gather(-1, self.ids) / heat).double().squeeze(-1) - total
 
     def shares(self, heat: float, total: torch.Tensor) -> torch.Tensor:
-        """[k, C] float64: what the most likely token has, the two most likely together, and so on."""
+        """[k, C] float64: cumulative probabilities of the most likely tokens."""
         return ((self.top / heat).double() - total[:, None]).exp().cumsum(-1).clamp(max=1.0)
 
     def logprobs(self, setting: Setting) -> torch.Tensor:
-        """[k] float64; a token that is cut off is divided by the others' share, too."""
+        """[k] float64; a token that is cut off is divided by the kept share, too."""
         total = self.total(setting.heat)
         values = self.plain(setting.heat, total)
         if not setting.cut:
@@ -109,7 +109,7 @@ class _Seen:
 
     Attributes:
         near, far: Logits of the rows `rows`, the model's own and the wider ones.
-        base: What both sides' logprobs are of.
+        base: The setting of both sides' logprobs.
     """
 
     rollouts: Sequence[Rollout]
@@ -131,7 +131,7 @@ class _Seen:
         return self.trainer.astype(np.float64) - self.sampler.astype(np.float64)
 
     def rounding(self, setting: Setting) -> float:
-        """K3 of the model's own forward to the wider one, under a setting."""
+        """K3 between the model's own forward and the wider one, under a setting."""
         return _k3((self.near.logprobs(setting) - self.far.logprobs(setting)).cpu().numpy())
 
 
@@ -145,7 +145,7 @@ def _same(one: Logprobs, other: Logprobs) -> Floats:
 
 
 def share_of(rollouts: Sequence[Rollout]) -> list[int]:
-    """Which rollouts hypotheses are computed for, unless these hide what is wrong: evenly, about a thousand tokens."""
+    """The rollouts that hypotheses are computed for, unless these hide the fault: about a thousand tokens."""
     mean = sum(len(r.drawn) for r in rollouts) / len(rollouts)
     count = max(1, min(len(rollouts), _ROLLOUTS, round(_TOKENS / mean)))
     return sorted({int(i) for i in np.linspace(0, len(rollouts) - 1, count).round()})
@@ -164,7 +164,7 @@ def fit(
         model: In the sampler's format, on its device.
         spec: The trainer's layout.
         sampler, trainer: [n] float32 of all rollouts.
-        older: A model of the same form with other weights that a side may have had; None where none is suspected.
+        older: A model of the same form with other weights that a side may have had, or None.
     """
     wide, plain = widened(model), Spec(padding=spec.padding, micro=spec.micro)
     seen = _seen(model, wide, plain, rollouts, sampler, trainer)
@@ -198,7 +198,7 @@ def _seen(
     chosen = share_of(rollouts)
     whole = np.split(np.arange(len(sampler)), np.cumsum([len(r.drawn) for r in rollouts])[:-1])
     distance = trainer.astype(np.float64) - sampler
-    if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):  # the one that adds most, too
+    if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):  # also the one that adds most
         chosen = sorted({*chosen, int(np.argmax([_k3(distance[mine]) * len(mine) for mine in whole]))})
     places = np.concatenate([whole[i] for i in chosen])
     lengths, part = widths(rollouts, plain.micro), [rollouts[i] for i in chosen]
@@ -230,7 +230,7 @@ def _seen(
 
 
 def _common(seen: _Seen) -> Setting:
-    """What both sides' logprobs are of: the simplest setting at which both are near, or one is and the other is far."""
+    """The setting of both sides' logprobs: the simplest at which both are near, or one is and the other is far."""
     sides = [torch.from_numpy(x[seen.rows]).to(seen.far.top.device).double() for x in (seen.sampler, seen.trainer)]
     forms: list[tuple[str, float | None]] = [("", 1.0), ("", None)]
     forms += [(cut, heat) for heat in (1.0, None) for cut in ("top-p", "top-k")]
@@ -243,13 +243,13 @@ def _common(seen: _Seen) -> Setting:
             near, far = sorted(_k3((side - logprobs).cpu().numpy()) / max(rounding, 1e-300) for side in sides)
             if near <= ABOVE and (far <= ABOVE or (far > _FAR and not loose)):  # a simpler one may have one near
                 return setting
-            if near <= ABOVE or far <= margin(len(sides[0])):  # of few tokens another may be nearer
+            if near <= ABOVE or far <= margin(len(sides[0])):  # with few tokens another setting may be nearer
                 loose.setdefault(far <= margin(len(sides[0])), setting)
     return loose.get(True) or loose.get(False) or Setting()
 
 
 def _grids(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
-    """Logprobs that were rounded on one side."""
+    """Hypotheses: logprobs that were rounded on one side."""
     for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
         name = coarse(seen.given(side))
         if name and name != coarse(seen.given(other)):
@@ -260,7 +260,7 @@ def _grids(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
 
 
 def _formulas(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
-    """Both sides have the bits of the same logits, by two formulas."""
+    """Hypotheses: both sides have the bits of the same logits, by two formulas."""
     logits, ids = seen.near.logits, seen.near.ids.squeeze(-1)
     logits = logits if seen.base.heat == 1 else logits / seen.base.heat
     values = {name: f(logits, ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
@@ -280,7 +280,7 @@ def _formulas(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
 def _fitted(
     seen: _Seen, found: _Found, cause: str, cut: str, heat: float | None, sides: Sequence[str] = tuple(_SIDES)
 ) -> Iterator[MismatchKind]:
-    """What a setting leaves, which was fitted to one side as the other side's logprobs and d have it."""
+    """What a setting leaves that was fitted to one side, by the other side's logprobs and d."""
     distance, base = seen.distance[seen.rows], seen.far.logprobs(seen.base)
     for side in sides:
         sign = _SIDES[side]
@@ -342,7 +342,7 @@ def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] =
 
 
 def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found: _Found) -> Iterator[MismatchKind]:
-    """What takes another forward: on each side what is left of d without what the forward changes."""
+    """Hypotheses that need another forward: on each side, what is left of d without what the forward changes."""
 
     def sides(layer: str, cause: str, fitted: str, other: Logprobs, base: Logprobs) -> Iterator[MismatchKind]:
         known = np.isfinite(other)
@@ -370,7 +370,7 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found
         "its last 2 tokens are missing": Fault(back=2),
     }.items():  # fmt: skip
         yield from sides("semantic", "template", name, exact(fault), seen.exact)
-    for scale in ("row", "tensor", "block", ""):  # and its own come back
+    for scale in ("row", "tensor", "block", ""):  # and the model's own weights return
         with torch.no_grad():
             for weight, own in zip(wide.parameters(), model.parameters(), strict=True):
                 less = rounded_to_fp8("", own, scale) if scale else None

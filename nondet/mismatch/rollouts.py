@@ -27,7 +27,7 @@ from nondet.mismatch.figures import Logprobs
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
 
-_OTHERWISE = {  # how the first line of what is no JSONL begins -> what the file is
+_OTHERWISE = {  # beginning of the first line of a file that is not JSONL -> what the file is
     rb"\x1f\x8b|\xfd7zXZ": "packed, and its name does not end in .gz or .xz",
     rb"\xff\xfe|\xfe\xff|\0|[^\0]\0": "no UTF-8 text: UTF-16, UTF-32 or binary",
     rb"\x80|[](})]|c[\w.]+$|PK|\x93NUMPY|PAR1": "a pickle or another binary file, which is never read",
@@ -35,22 +35,22 @@ _OTHERWISE = {  # how the first line of what is no JSONL begins -> what the file
 }
 _FORM = "A line needs prompt_ids, completion_ids and sampler_logprobs; docs/on-policy.md has the form."
 _MODEL = "Give the model, and so the tokenizer, that the tokens are of."
-_SURE = 16  # first characters by which a text is known
+_SURE = 16  # first characters that identify a text
 _LEAST = -104.0  # below it exp() is 0 in float32: no token is drawn
 _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A text and what was drawn of it.
+    """A text and its sampled tokens.
 
     Attributes:
         name: Unique in its file.
         ids: Prompt and completion.
-        drawn: Places of `ids` that were sampled, in order; the first is 1 or more.
+        drawn: Positions of `ids` that were sampled, in order; the first is 1 or more.
         sampler: [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong.
         trainer: The same of the trainer; None where it is to be computed.
-        step: Of training; 0 where nobody says.
+        step: Training step; 0 where it is unknown.
     """
 
     name: str
@@ -74,10 +74,10 @@ class _Line(msgspec.Struct):
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a file, or of the .jsonl files under a folder, packed or not, in the order of their names.
+    """The rollouts of a file, or of the .jsonl files under a folder, compressed or not, in the order of their names.
 
     Raises:
-        UserError: it is not there, holds none, or a line is no rollout; which, and what it lacks.
+        UserError: it is not there, has no rollouts, or a line is not a rollout; which, and what it lacks.
     """
     paths, found, names = [path], list[Rollout](), set[str]()
     if path.is_dir():
@@ -103,9 +103,9 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
     """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation.
 
     Raises:
-        UserError: it holds none, its traces are not beside it, a server gave no token ids, a prompt has another
-            number of tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or a
-            chat template is another one.
+        UserError: it has none, its traces file is missing, a server gave no token ids, a prompt has another number of
+            tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or chat template
+            is another one.
     """
     run = read_run(path)
     if not run.completions:
@@ -119,7 +119,7 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
     prompts = [loaded.encode(prompt["text"]) for prompt in run.header.plan["prompts"]]
     counts = {(place, prompt["tokens"]) for place, prompt in enumerate(run.header.plan["prompts"])}
     counts |= {(c.prompt, c.served.prompt_tokens or 0) for c in run.completions if c.served is not None}
-    for place, tokens in sorted(counts):  # 0: a server has not said
+    for place, tokens in sorted(counts):  # 0: a server did not report it
         if tokens and tokens != len(prompts[place]):
             what = f"{path}: prompt {place + 1} has {tokens} tokens there and {len(prompts[place])} here"
             raise UserError(what, f"{_MODEL} A long prompt is cut there.")
@@ -145,14 +145,14 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
 
 
 def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
-    """Each with the place of its line."""
+    """Each rollout with its file and line."""
     decoder = msgspec.json.Decoder(_Line)
     try:
         for number, line, _ in lines_of(path):
             for begins, what in _OTHERWISE.items() if number == 1 else ():
                 if re.match(begins, line):
                     raise UserError(f"{path} is {what}", "Write one JSON object a line; docs/on-policy.md has them.")
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # UTF-8's mark
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # UTF-8's byte order mark
             if not line.strip():
                 continue
             try:
@@ -167,7 +167,7 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
 
 
 def _check_names(line: bytes) -> None:
-    """Raises ValueError: a name stands twice, and a reader would take one of its values without a word."""
+    """Raises ValueError: a name occurs twice, and a reader would take one of its values without a warning."""
     if b"\\" not in line and all(line.count(b'"%b"' % name.encode()) < 2 for name in _Line.__struct_fields__):
         return  # an escape could hide one
     twice: list[str] = []
@@ -175,14 +175,14 @@ def _check_names(line: bytes) -> None:
     def note(pairs: list[tuple[str, Any]]) -> None:
         twice.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
 
-    with suppress(ValueError, RecursionError):  # said by who reads it
+    with suppress(ValueError, RecursionError):  # reported when it is read
         json.loads(line, object_pairs_hook=note)
     if twice:
         raise ValueError(f"{twice[0]} stands there twice")
 
 
 def _rollout(line: _Line, name: str) -> Rollout:
-    """Raises ValueError: what it lacks."""
+    """Raises ValueError: a field is missing."""
     if line.token_ids is not None:
         ids: list[int] = line.token_ids
         if line.loss_mask is None or len(line.loss_mask) != len(ids):
@@ -225,7 +225,7 @@ def _logprobs(field: str, values: Sequence[float | None] | None, count: int) -> 
 
 
 def check_vocabulary(rollouts: Sequence[Rollout], size: int, context: int | None, model: str) -> None:
-    """Refuse, as a `UserError`, texts that are not of this model's tokenizer, or longer than its context."""
+    """Refuse, as a `UserError`, texts that this model's tokenizer can't have made, or longer than its context."""
     for rollout in rollouts:
         if max(rollout.ids) >= size:
             what = f"rollout {rollout.name} has token {max(rollout.ids)}, and {model} knows {size}"

@@ -1,4 +1,4 @@
-"""A trainer's full forward over prompt and completion: its layout, its formats, and what of it may be wrong on purpose.
+"""A trainer's full forward over prompt and completion: its layout, its formats, and faults that tests plant.
 
 Each row of logits that predicts a sampled token is used at once, so that no batch's logits are kept.
 """
@@ -32,7 +32,7 @@ def _chosen(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return values.gather(-1, ids[:, None]).squeeze(-1).float()
 
 
-# How a trainer may come from logits [N, V] to the logprobs of ids [N]: name -> formula.
+# Name -> how a trainer may compute the logprobs of ids [N] from logits [N, V].
 FORMULAS: dict[str, Formula] = {
     "log_softmax": lambda x, ids: _chosen(x.float().log_softmax(-1), ids),
     "logsumexp": lambda x, ids: _chosen(x.float(), ids) - x.float().logsumexp(-1),
@@ -44,7 +44,7 @@ FORMULAS: dict[str, Formula] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A trainer, as `--trainer` says it; what is "" is the model's own.
+    """A trainer, as `--trainer` describes it; "" means the model's own.
 
     Attributes:
         dtype: Of its weights.
@@ -88,10 +88,10 @@ def parse_spec(text: str) -> Spec:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a side may have done otherwise: a hypothesis, and in tests what is planted.
+    """What one side may have done differently: a hypothesis, or in tests a planted fault.
 
     Attributes:
-        positions: "gap" (completions one place later), "restart" (from 0), "double" (twice as far apart).
+        positions: "gap" (completions one position later), "restart" (from 0), "double" (twice as far apart).
         mask: "none" where padding on the left is attended to and counted as positions.
         front, back: Tokens of the prompt that are dropped at its ends; front -1: its first token is there twice.
     """
@@ -103,7 +103,7 @@ class Fault:
 
 
 def _text(rollout: Rollout, fault: Fault) -> tuple[list[int], list[int]] | None:
-    """The ids, and the places of the sampled ones; None where the prompt is too short to drop from."""
+    """The ids, and the positions of the sampled ones; None where the prompt is too short to drop from."""
     ids, start = list(rollout.ids), rollout.drawn[0]
     front, back = max(fault.front, 0), fault.back
     if front + back >= start:
@@ -127,13 +127,13 @@ def score(
     model: Any, rollouts: Sequence[Rollout], spec: Spec, fault: Fault | None = None, *, gradients: bool = False,
     keep: Keep | None = None, padded: Sequence[int] = (), formula: Formula | None = None,
 ) -> Logprobs:  # fmt: skip
-    """The logprobs of all sampled tokens, [n] float32, rollout by rollout. NaN of a prompt too short for the fault.
+    """The logprobs of all sampled tokens, [n] float32, rollout by rollout. NaN for a prompt too short for the fault.
 
     Args:
         gradients: Whether the forward is one of training: with a graph, and the model in train().
-        keep: Told (logits [k, V], ids [k]) of each row that predicts a sampled token, in order.
-        padded: Lengths that rollouts are padded to where they are a part of a batch; else by `spec.micro`.
-        formula: In the place of the one that `spec` names.
+        keep: Called with (logits [k, V], ids [k]) of each row that predicts a sampled token, in order.
+        padded: Lengths that rollouts are padded to where they are part of a batch; else by `spec.micro`.
+        formula: Replaces the one that `spec` names.
     """
     device = next(model.parameters()).device
     size, fault = spec.micro or len(rollouts), fault or Fault()
@@ -155,7 +155,7 @@ def score(
 
 
 def gradient(model: Any, rollouts: Sequence[Rollout], spec: Spec, weights: np.ndarray) -> torch.Tensor:
-    """Over all parameters, [P] float64 on the CPU: of the sum of weights [n] times logprobs, a rollout's mean."""
+    """The gradient of minus the sum of weights [n] times logprobs, per rollout: [P] float64 on the CPU."""
     device, size, at = next(model.parameters()).device, spec.micro or len(rollouts), 0
     autocast = torch.autocast(device.type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
     lengths = widths(rollouts, spec.micro)
@@ -252,7 +252,7 @@ def _forward(model: Any, inputs: dict[str, torch.Tensor], head: str) -> torch.Te
 
 @contextmanager
 def weights_changed(model: Any, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """The model with other weights, by name and value (None: as it is); its own come back."""
+    """The model with other weights, by name and value (None: as it is); its own return at the end."""
     kept = {}
     try:
         with torch.no_grad():
@@ -270,7 +270,7 @@ def weights_changed(model: Any, change: Callable[[str, torch.Tensor], torch.Tens
 
 
 def rounded_to_fp8(_name: str, weight: torch.Tensor, scale: str) -> torch.Tensor | None:
-    """A matrix in float8_e4m3fn with a scale a "row", a "tensor" or a "block" of 128 x 128; None of another tensor."""
+    """A matrix in float8_e4m3fn with a scale per "row", "tensor" or "block" of 128 x 128; None for other tensors."""
     if weight.dim() != 2:
         return None
     exact = weight.detach().float()
@@ -287,6 +287,6 @@ def rounded_to_fp8(_name: str, weight: torch.Tensor, scale: str) -> torch.Tensor
 
 
 def widened(model: Any) -> Any:
-    """A copy in the next wider format: float32, or of a float32 model float64."""
+    """A copy in the next wider format: float32, or float64 for a float32 model."""
     own = next(model.parameters()).dtype
     return copy.deepcopy(model).to(torch.float64 if own == torch.float32 else torch.float32)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nondet.core.records import Run
     from nondet.core.runfile import RunWriter
 
-# What was timed here once, and what to type in its place.
+# Former names of this command, and what to type instead.
 _GONE = {"engine": "Type nondet sample --turns.", "host": "Run python scripts/host.py in a checkout of the repository."}
 _SLOWER_MOST = 1000.0
 
@@ -55,7 +55,7 @@ class BenchRequest(Request):
     dtype: Annotated[
         list[str] | None,
         o.opt("bfloat16, float16 or float32. Repeatable.", shown="bfloat16 on CUDA, float32 on a CPU"),
-        o.OneOf((*o.FLOATS.names, "float8_e4m3fn"), o.FLOATS.what),  # the latter of scaled-matmul alone
+        o.OneOf((*o.FLOATS.names, "float8_e4m3fn"), o.FLOATS.what),  # the latter for scaled-matmul only
     ] = None
     m: Annotated[
         list[str] | None, o.opt("Rows (attention: batch): 16, 1-4096 (around tile borders), or 1-4096:64. Repeatable.")
@@ -176,7 +176,7 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
 def _over_ranks(
     names: list[str], ranks: str | None, device: str, dtype: list[str] | None, sizes: BenchSizes
 ) -> list[BenchCase]:
-    """The cells over ranks."""
+    """The benchmark cases over ranks."""
     from nondet.bench.ranks import plan_ranks
 
     worlds = parse_ranks(ranks)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nondet.certify.plan import Assignment, Call, Question
 
 _WORTH_SAYING_S = 10.0
-_STEP = 256  # tokens of a step of vLLM's, where --m says no other
+_STEP = 256  # tokens of a step of vLLM's, unless --m is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +127,14 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
 
 
 def _left(item: Assignment, done: set[tuple[str, ...]]) -> dict[str, Call]:
-    """The members that have no row yet."""
+    """The members without a row."""
     from nondet.certify.check import row_key
 
     return {name: call for name, call in item.members.items() if row_key(item.question, name) not in done}
 
 
 def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
-    """What stands of vLLM as it would run here: every layer's own kernel is asked, in vLLM's own process."""
+    """Tests every layer's own kernel as vLLM would run it here, in vLLM's own process."""
     output = Output(request, "certify-vllm", sink)
 
     from nondet.sampling.model import load_model
@@ -172,13 +172,13 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
 
 
 def _try(impl: str, question: Question, call: Call) -> None:
-    """Call a user's function once; a `MisfitError` if it does not take what its operator does."""
+    """Call a user's function once; raises `MisfitError` if it does not take what its operator does."""
     from nondet.probes.base import checked, fitted
 
     call = fitted(question.operator, checked(question.operator, call), f"--impl {impl!r}")
     try:
         question.answer(question.prepare(question.kinds[0]), call, question.values[0])
-    except Exception as error:  # any other will be a row's reason
+    except Exception as error:  # any other error will be a row's reason
         if isinstance(error, MisfitError):
             raise
 

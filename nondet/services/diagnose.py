@@ -21,11 +21,11 @@ from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, argv_of
 from nondet.services.sample import SampleRequest, open_model, planned, prompt_text
 
-# Many short rounds: completions of one round are not independent, and a difference shows within a few tokens.
+# Many short rounds, because completions of one round are not independent, and differences show within few tokens.
 _LOAD, _N, _MAX_TOKENS = "default,targets=12,others=12,spread=12", 60, 64
 _MOST = 10_000
-_SAME = ("model", "seed", "dtype", "device", "max_tokens", "trust_remote_code")  # in the processes that compile ahead
-# For compiling in other processes meanwhile: cores; bytes of the model; what is some 640 tokens of most text.
+_SAME = ("model", "seed", "dtype", "device", "max_tokens", "trust_remote_code")  # of the processes that compile ahead
+# For compiling ahead: least number of cores; most bytes of the model; characters of about 640 tokens of most text.
 _CORES_LEAST, _WEIGHTS_MOST, _FAR_CHARACTERS = 8, 4 * 2**30, 2600
 
 
@@ -79,7 +79,7 @@ class DiagnoseRequest(Request):
 
     @cached_property
     def engine_load(self) -> Load:
-        """What runs alongside."""
+        """The other requests."""
         return parse_load(self.load)
 
 
@@ -94,7 +94,7 @@ def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
 
 
 def _can_compile_ahead(request: DiagnoseRequest) -> bool:
-    """Whether there is a GPU, with cores for more processes and a model small enough for each to hold a copy."""
+    """Whether there is a GPU, enough cores for more processes and a model small enough for each to hold a copy."""
     if request.device == "cpu" or not Path("/dev/nvidia0").exists() or (os.cpu_count() or 1) < _CORES_LEAST:
         return False
     if request.model is None:
@@ -105,12 +105,11 @@ def _can_compile_ahead(request: DiagnoseRequest) -> bool:
 
 @contextmanager
 def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
-    """Meanwhile three other processes complete requests under the invariant kernels.
+    """While the block runs, three other processes complete requests under the invariant kernels.
 
-    Two run this load: one with attention invariant alone, which is the first replacement that most traces try, and
-    which launches the kernels in other forms. The third runs a long prompt. Their results are thrown away, and whether
-    they succeed does not matter: what they compile and prove is kept on disk, where the diagnosis finds it when it
-    comes to the cure.
+    Two run this load: one with only attention invariant, which is the first replacement that most traces try, and which
+    launches the kernels in other forms. The third runs a long prompt. Their results are discarded, and failures do not
+    matter: what they compile and prove is kept on disk, where the diagnosis finds it when it reaches the fix.
     """
     with tempfile.TemporaryDirectory(prefix="nondet-ahead-") as folder:
         prompt, far = Path(folder, "prompt.txt"), Path(folder, "far.txt")
@@ -119,7 +118,7 @@ def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
         same = {name: getattr(request, name) for name in _SAME} | {"cuda_graphs": False}
         short = SampleRequest(prompt_file=prompt, load=request.load, n=request.n or _N, impl=["invariant"], **same)
         runs = [replace(short, impl=["invariant:attention"]), short]
-        with suppress(UserError):  # a load that names a budget takes no other
+        with suppress(UserError):  # a load with a budget takes no other
             runs.append(replace(short, prompt_file=far, load=f"{request.load},budget=1100", n=1))
         children = []
         for i, run in enumerate(runs):

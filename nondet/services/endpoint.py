@@ -1,4 +1,4 @@
-"""A server tested over HTTP: the options of each command that does, and what it does with them."""
+"""Servers tested over HTTP: the options of the commands that do this, and how they are used."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CA_FILE = Annotated[str | None, o.opt("TLS certificates to trust instead.", pane
 _CHARACTERS_LEAST = 3  # a token of a text, in a server's own tokenizer
 
 LENGTHS = o.Range(1, 1_000_000, "Give the tokens of each completion.")
-# Options that say how a server is reached, by the names that `nondet.endpoint.client.connect` has for them.
+# Options for reaching a server, by their names in `nondet.endpoint.client.connect`.
 _CONNECTION = ("protocol", "stream", "key_env", "allow_plain_http", "insecure", "ca_file")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointOptions:
-    """The options of a command that asks a server."""
+    """The options of a command that sends requests to a server."""
 
     endpoint: Annotated[str | None, o.opt("Test a server: http://HOST:PORT or https://HOST/v1.", panel=PANEL)] = None
     protocol: PROTOCOL = "auto"
@@ -70,10 +70,10 @@ class EndpointOptions:
 
 
 def server(request: Any, impl: str, url: str | None, model: str | None) -> Server:
-    """A server to ask: what is wrong with its address or the key is said before anything is written.
+    """A server to test; its address and key are checked before anything is written.
 
     Raises:
-        UserError: a URL that is none, an unknown protocol, a key that would go out unencrypted.
+        UserError: not a URL, an unknown protocol, a key that would be sent unencrypted.
     """
     from nondet.endpoint.arms import Server
     from nondet.endpoint.client import connect
@@ -83,14 +83,14 @@ def server(request: Any, impl: str, url: str | None, model: str | None) -> Serve
 
 
 def chosen(request: Any) -> bool:
-    """Whether somebody chose the prompts, which then are asked as they are."""
+    """Whether the user chose the prompts, which are then sent unchanged."""
     return any(getattr(request, name, None) is not None for name in ("prompt", "prompt_file", "prompts"))
 
 
 def meet(
     request: Any, output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, more: Sequence[str]
 ) -> list[str]:
-    """Connect, as `reach`, and give the prompts to ask: these, and of some more those that fit the servers' context."""
+    """Connect, as `reach`; returns the prompts to send: these, and the ones of `more` that fit the servers' context."""
     if not output.sink.quiet:
         output.sink.say(f"connecting to {' and '.join(s.url for s in servers)} ...")
     context = reach(servers, cuts=any(s.top_k for s in request.samplings))
@@ -101,10 +101,10 @@ def ask(
     command: str, request: Any, output: Output, prompts: Sequence[str], servers: Sequence[Server], load: EndpointLoad,
     arms: Mapping[str, int], length: int, watcher: Watcher | None = None, **described: Any,
 ) -> None:  # fmt: skip
-    """Ask the servers, which `meet` has met, arm by arm: the one way of `nondet sample` and `nondet gate`.
+    """Test the servers that `meet` returned, arm by arm: for both `nondet sample` and `nondet gate`.
 
     Args:
-        watcher: Whether what was answered will do. With it answers mean nothing unless a server keeps to its seeds.
+        watcher: Decides when the answers suffice. With it answers mean nothing unless a server respects its seeds.
         described: Further parts of the run's plan.
     """
     from nondet.endpoint.arms import Settings, build_arms, describe
@@ -140,13 +140,13 @@ def ask(
 
 
 def reach(servers: Sequence[Server], *, cuts: bool = False) -> int | None:
-    """Connect to each server and leave again, before any file is begun; their least context, where they say it.
+    """Connect to each server once, before any file is started; returns the smallest context that they report.
 
     Args:
-        cuts: Whether requests are going to say top_k.
+        cuts: Whether requests will have top_k.
 
     Raises:
-        UserError: a server that is not there, speaks no known protocol, has no such model, or is told no top_k.
+        UserError: a server that is not there, has no known protocol, no such model, or no top_k.
     """
     from nondet.endpoint.formats import FORMATS
     from nondet.endpoint.traffic import run

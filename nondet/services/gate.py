@@ -19,7 +19,7 @@ from nondet.services.sample import prompt_texts
 
 _POWER, _THRESHOLDS = "Power", "Thresholds of a sampler and a trainer"
 _AT_LEAST_0 = o.Range(0, 2**53, "Give 0 or more.")
-# Loads that are asked at most: more of them than anybody waits for.
+# The most loads of a run, far more than a user would wait for.
 _LOADS_MOST = 20_000
 _OF_A_SERVER = (
     "model", "prompt", "prompts", "max_tokens", "load", "protocol", "stream", "key_env", "allow_plain_http", "insecure",
@@ -105,12 +105,12 @@ class GateRequest(o.Drawing, Request):
 
     @cached_property
     def power(self) -> tuple[float, float]:
-        """The rate that must have been seen, and how surely."""
+        """The rate to detect, and the confidence."""
         return _share("--rate", self.rate, 0.1), _share("--confidence", self.confidence, 0.95)
 
     @property
     def unit(self) -> str:
-        """What the rate is of."""
+        """What the rate is per."""
         return self.by or "load"
 
 
@@ -129,17 +129,16 @@ def _share(flag: str, word: str | None, usual: float) -> float:
 
 
 def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) -> Path:
-    """Ask the server, and give the path of the run.
+    """Test the server; returns the path of the run.
 
-    Where tokens are drawn, a prompt with a seed is asked as a prompt of its own: only answers of equal seeds are
-    compared.
+    Where tokens are drawn, a prompt with a seed is a prompt of its own: only answers of equal seeds are compared.
 
     Args:
-        prompts: Those to ask in place of the request's.
+        prompts: Prompts that replace the request's.
 
     Raises:
-        UserError: a server that gives no completion, or where tokens are drawn one that is not shown to keep to a seed.
-        ServerStoppedError: it stopped answering; what was finished is on disk.
+        UserError: a server without completions, or where tokens are drawn one that is not shown to respect a seed.
+        ServerStoppedError: it stopped answering; finished records are on disk.
     """
     from nondet.endpoint.arms import parse_endpoint_load
     from nondet.endpoint.collect import CACHE, SOLO, Watcher, loaded_each

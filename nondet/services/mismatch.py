@@ -74,7 +74,7 @@ class MismatchRequest(Request):
 
     @cached_property
     def arm_names(self) -> tuple[str, ...]:
-        """In their order."""
+        """The arms, in order."""
         return o.arms(self.arms, ("stock", "sampler-only", "invariant", "invariant:FAMILY"))
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, each written down once, and what a shell completes for them."""
+"""Options that several commands have, each defined once, and their completion in a shell."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from nondet.sampling.plan import Sampling
 
 
-# The panels of `--help`: what is measured is under "Options", as Typer calls what has no panel.
+# The panels of `--help`: measurements are under "Options", which is Typer's default.
 OUTPUT, MACHINE, DRAWING = "Output", "Machine", "Drawing of tokens"
 
 
 def choices(*names: str | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What a shell completes: these names, and those of registries, which are read when they are asked for.
+    """A shell completion: these names, and those of registries, which are read when a completion is requested.
 
-    A name that none of them holds may still be right: a user's "package.module:function", a load of keys, a folder.
+    Other names may be valid, too: a user's "package.module:function", a load of keys, a folder.
     """
 
     def complete(incomplete: str) -> list[str]:
@@ -46,7 +46,7 @@ def families() -> list[str]:
 
 
 def arms(text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The names of `--arms`, each once; `known` may have "invariant:FAMILY". A `UserError` of any other, or of none."""
+    """The names of `--arms`, each once; `known` may have "invariant:FAMILY". A `UserError` for others or none."""
     named, known = each_once("--arms", (name.strip() for name in text.split(",") if name.strip())), tuple(known)
     if not named:
         raise UserError(f"--arms {text!r} names none", f"Known: {', '.join(known)}.")
@@ -57,7 +57,7 @@ def arms(text: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def _target(target: str) -> Callable[[], Iterable[str]]:
-    """What "module:attribute" holds, loaded when it is asked for."""
+    """The value of "module:attribute", loaded when it is needed."""
     return lambda: iter(registry.load_object(target))
 
 
@@ -76,7 +76,7 @@ SHAPES = choices(_target("nondet.probes.models:PRESETS"))
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option takes, both ends included; NaN is none of them."""
+    """The numbers that an option takes, both ends included; never NaN."""
 
     least: float
     most: float
@@ -91,7 +91,7 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The words that an option takes, and what is said of another."""
+    """The words that an option takes, and the hint for other words."""
 
     names: tuple[str, ...]
     what: str = "unknown {option} {value!r}"
@@ -103,10 +103,10 @@ class OneOf:
 
 
 def check_fields(request: Any) -> None:
-    """Check each value of a dataclass that was given against the `Range` or `OneOf` beside its option.
+    """Check each given value of a dataclass against the `Range` or `OneOf` of its option.
 
     Raises:
-        UserError: one makes no sense.
+        UserError: a value is not allowed.
     """
     for name, hint in get_type_hints(type(request), include_extras=True).items():
         value = getattr(request, name)
@@ -119,10 +119,10 @@ def check_fields(request: Any) -> None:
 def opt(
     text: str, *names: str, shown: bool | str = False, panel: str | None = None, complete: Any = None, **more: Any
 ) -> Any:
-    """An option with its help; without names it is called as its field.
+    """An option with its help; without names it has its field's name.
 
     Args:
-        shown: The default as the help has it; True: the value itself, False: it is not there or the text says it.
+        shown: The default as the help has it; True: the value itself, False: none, or it is in the text.
         panel: Part of the help; None: under "Options".
         complete: What a shell completes.
     """
@@ -143,7 +143,7 @@ ENGINE = Annotated[
 
 
 def check_under_vllm(impls: Iterable[str]) -> None:
-    """Refuse, as a `UserError`, an implementation that vLLM has not."""
+    """Refuse, as a `UserError`, an implementation that vLLM does not have."""
     for impl in impls:
         if impl not in UNDER_VLLM:
             raise UnknownNameError("implementation under vLLM", impl, [*UNDER_VLLM, "both"])
@@ -170,7 +170,7 @@ FAIL_ON = Annotated[
 SEED = Annotated[int, opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=MACHINE)]
 DEVICES = OneOf(("auto", "cpu", "cuda"), "unknown device {value!r}")
 DEVICE = Annotated[str, opt("auto, cpu or cuda.", shown=True, complete=choices(*DEVICES.names), panel=MACHINE), DEVICES]
-# More is a typing error: each is a thread of the system, and torch makes them all at once.
+# More is a typing error: each is a thread of the system, and torch creates them all at once.
 _THREADS_MOST = max(256, min(1024, 2 * (os.cpu_count() or 1)))
 THREAD_COUNTS = Range(1, _THREADS_MOST, f"Give a number of CPU threads from 1 to {_THREADS_MOST}.")
 THREADS = Annotated[
@@ -185,13 +185,13 @@ IMPLS = Annotated[
         shown="stock, invariant", complete=PROBE_IMPLS,
     ),
 ]  # fmt: skip
-# Closed sets that modules hold which load torch: a typing error is told before.
+# Values of modules that load torch, so that a typing error is reported before.
 _KINDS = ("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers", "positive")
 KINDS = OneOf((*_KINDS, "mixed", "tiny", "denormal", "masked", "infinite"), "unknown kind of input {value!r}")
 _STEPS = ("sharing", "chunk", "budget", "page", "scheduler", "preemption", "speculative", "routing", "graphs")
 AXES = OneOf((*_STEPS, "dtype", "attention", "threads", "ranks", "all"), "unknown axis {value!r}")
 FLOATS = OneOf(("bfloat16", "float16", "float32", "float64"), "{option} {value!r} is not one that operators compute in")
-PROBED = OneOf((*FLOATS.names, "float8_e4m3fn", "float8_e5m2"), FLOATS.what)  # the latter by scaled-matmul alone
+PROBED = OneOf((*FLOATS.names, "float8_e4m3fn", "float8_e5m2"), FLOATS.what)  # the latter only by scaled-matmul
 DTYPES = Annotated[
     list[str] | None,
     opt("bfloat16, float16, float32, ... Repeatable.", complete=choices(*PROBED.names)),
@@ -233,7 +233,7 @@ class Drawing:
 
     @cached_property
     def samplings(self) -> list[Sampling]:
-        """One for each seed; none for greedy requests. A `UserError` of a value that makes no sense."""
+        """One per seed; none for greedy requests. A `UserError` for an impossible value."""
         from nondet.sampling.plan import Sampling, check_sampling
 
         drawn = check_sampling(self.temperature, self.top_k, self.top_p, self.seeds)

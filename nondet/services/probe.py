@@ -18,7 +18,7 @@ from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, model_sizes, pick_device, user_sources
 
 _RUNS_MOST = 1_000_000
-_SLOW_ON_A_CPU = ("all-reduce",)  # nearly a minute of starting ranks, where all others take a quarter of one
+_SLOW_ON_A_CPU = ("all-reduce",)  # starting ranks takes nearly a minute, where all others take a quarter of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
         if met is not None:
             options = met.options(options)
         _check(options)
-        if options.ranks is not None:  # before workers start; an order is found of ranks that share a GPU, too
+        if options.ranks is not None:  # before workers start; ranks that share a GPU also have an order
             check_worlds(options.ranks, target if probes != ["reduction-order"] else "cpu")
         order = Order.of(probes, impls, options, request.seed)
         crew.brief(order)
@@ -152,11 +152,11 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
                 for row in shared.rows():
                     writer.write(row)
                     progress.update(task, advance=1, description=f"{row.probe} ({row.impl})")
-        return output.present()  # while workers leave the GPU, which takes them a while
+        return output.present()  # while workers leave the GPU, which takes a while
 
 
 def _probe_names(names: list[str]) -> list[str]:
-    """The probes, each once, in the registry's order where "all" is among them. An operator's name means its probe."""
+    """The probes, each once, in the registry's order if "all" is given. An operator's name means its probe."""
     asked = [OPERATOR_PROBES.get(name.replace("-", "_"), name) for name in names]
     asked = [name.replace("_", "-") if name not in PROBES else name for name in asked]
     for name, given in zip(asked, names, strict=True):
@@ -166,9 +166,9 @@ def _probe_names(names: list[str]) -> list[str]:
 
 
 def _as_operator(names: list[str], impls: list[str]) -> list[str]:
-    """A user's function is judged as the operator that was named, where one was: `nondet probe mean --impl my:mean`.
+    """A user's function is judged as the operator that was named, if any: `nondet probe mean --impl my:mean`.
 
-    The probe's first operator is what it is judged as anyway.
+    A function for the probe's first operator needs no name.
     """
     operators = [name.replace("-", "_") for name in names if name.replace("-", "_") in OPERATOR_PROBES]
     first = {probe: operator for operator, probe in reversed(OPERATOR_PROBES.items())}
@@ -178,7 +178,7 @@ def _as_operator(names: list[str], impls: list[str]) -> list[str]:
 
 
 def _check(options: Any) -> None:
-    """Options are checked whether the probes at hand look at them or not: a typing error must not pass in silence."""
+    """All options are checked, even those that these probes ignore, because a typing error must not pass silently."""
     from nondet.probes import base
 
     for flag, value in (("--m", options.m), ("--k", options.k), ("--n", options.n)):

@@ -56,7 +56,7 @@ class RlRequest(Request):
 
     @cached_property
     def arm_names(self) -> tuple[str, ...]:
-        """In the order of the table."""
+        """The arms, in the order of the table."""
         return tuple(sorted(o.arms(self.arms, ARMS), key=list(ARMS).index))
 
 

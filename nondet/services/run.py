@@ -1,7 +1,7 @@
-"""What services share: where they tell what they do, the run file they write, device, threads and Ctrl-C.
+"""The common part of services: the sink of their messages, the run file they write, device, threads and Ctrl-C.
 
 A service measures: it takes a request (a dataclass, made from argv or from a Python call, whose fields are the
-command's options), writes a run file, and gives its path. `nondet.commands` and `nondet.api` both call it.
+command's options), writes a run file, and returns its path. `nondet.commands` and `nondet.api` both call it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What every measuring command can be told about its run file. A field with an option is one of the command's.
+    """The run file options of every measuring command. A field with an option is one of the command's.
 
-    A request is checked when it is made, by its options' ranges and by its own `_check`, and nowhere again; what takes
-    a device, a model or a server to know, its service finds out.
+    A request is checked when it is made, by its options' ranges and by its own `_check`; the service itself checks only
+    what needs a device, a model or a server.
 
     Attributes:
-        given: Names of the fields that somebody gave, their default or not.
+        given: Names of the fields that were given, their default or not.
 
     Raises:
-        UserError: options that make no sense, or exclude each other.
+        UserError: impossible options, or options that exclude each other.
     """
 
     given: frozenset[str] = frozenset()
@@ -63,10 +63,10 @@ class Request:
             raise UserError(what, "Run files end in .jsonl; for a report use --report.")
 
     def _check(self) -> None:
-        """Refuse what the options of one command can't be together."""
+        """Refuse combinations of options of one command."""
 
     def refuse(self, names: Iterable[str], what: str, hint: str) -> None:
-        """Refuse these options where they were given: `what` with the option's name in it."""
+        """Refuse these options if they were given: `what` with the option's name in it."""
         for name in names:
             if name in self.given:
                 raise UserError(what.format(f"--{name.replace('_', '-')}"), hint)
@@ -92,51 +92,47 @@ def argv_of(command: str, request: Request) -> list[str]:
 
 
 class Sink:
-    """Where a service tells what it does. This one keeps silent: a caller in Python has the run file."""
+    """Receives a service's messages. This one discards them: a caller in Python has the run file."""
 
     shown = False  # whether this is a command, in a process of its own
     quiet = True
 
     def say(self, text: str) -> None:
-        """A line for people, beside the results."""
+        """A line of text, not part of the results."""
 
     def progress(self) -> Progress:
-        """How far a run is, for people."""
+        """The progress of a run."""
         from rich.progress import Progress
 
         return Progress(disable=True)
 
     @contextmanager
     def steps(self) -> Iterator[Callable[[str], None]]:
-        """As `say`, for what a command does step by step: how many there will be is not known."""
+        """As `say`, for the steps of a command, whose number is not known."""
         yield self.say
 
     def present(self, path: Path, notes: Iterable[str] = (), code: int = 0) -> None:
         """Show a finished run.
 
         Args:
-            notes: Lines to say before it.
-            code: What the command exits with, where --fail-on does not say otherwise.
+            notes: Lines to print before it.
+            code: The command's exit code, unless --fail-on decides it.
         """
 
 
 class Output:
-    """The run file that a service writes.
-
-    Attributes:
-        path: The one asked for, or a new one that is called after `stem`.
-    """
+    """The run file that a service writes; `path` is the requested one, or a new one named after `stem`."""
 
     def __init__(self, request: Request, stem: str, sink: Sink) -> None:
         self.request, self.sink = request, sink
         self.path = request.out or Path("runs") / f"{stem[:80]}-{datetime.now():%Y%m%d-%H%M%S-%f}.jsonl"
-        self._files = [self.path]  # that are ours to delete
+        self._files = [self.path]  # files that this run may delete
 
     def check_side_file(self) -> None:
-        """The traces of a run that was moved away are somebody's data, too: only a run that is resumed may go on.
+        """Refuse to overwrite traces without their run, which may have been moved: only a resumed run continues.
 
         Raises:
-            UserError: they are there, and --force was not given.
+            UserError: they exist, and --force was not given.
         """
         from nondet.core.runfile import begun, check_free
         from nondet.core.traces import traces_path
@@ -147,12 +143,12 @@ class Output:
 
     @contextmanager
     def recording(self, command: str, plan: dict[str, Any], seed: int, total: int | None = None) -> Iterator[RunWriter]:
-        """The run file, open; it ends when the block does. After Ctrl-C says what there is and how to go on.
+        """The run file, open for the block. After Ctrl-C it prints what was done and how to continue.
 
-        Where bad input ends it before anything was measured, nothing stays: the command can be tried again.
+        Where bad input ends it before anything was measured, the file is deleted: the command can be tried again.
 
         Args:
-            total: Records that a whole run has; None where they are not counted beforehand.
+            total: Records of a whole run; None where they are not counted beforehand.
 
         Raises:
             UserError: as `nondet.core.runfile.open_run`.
@@ -180,13 +176,13 @@ class Output:
                 path.unlink(missing_ok=True)
 
     def present(self, notes: Iterable[str] = (), code: int = 0) -> Path:
-        """Show the finished run, and give its path."""
+        """Show the finished run; returns its path."""
         self.sink.present(self.path, notes, code)
         return self.path
 
 
 def pick_device(wanted: str, threads: int | None = None) -> str:
-    """The device, "auto" being CUDA where there is one; CPU threads pinned, if asked to: they change GEMM bits.
+    """The device, "auto" being CUDA where there is one; pins CPU threads, if requested: they change GEMM bits.
 
     Raises:
         UserError: CUDA without a device.
@@ -205,7 +201,7 @@ def pick_device(wanted: str, threads: int | None = None) -> str:
 
 
 def check_worlds(worlds: Sequence[int], device: str) -> None:
-    """Refuse, as a `UserError`, numbers of ranks that can't be had on this machine."""
+    """Refuse, as a `UserError`, numbers of ranks that this machine can't run."""
     import torch
 
     from nondet.ranks.group import check_ranks
@@ -217,7 +213,7 @@ def model_sizes(preset: str | None, model: Path | None) -> ModelSizes | None:
     """Layer shapes of a preset or of a model's folder; None where neither was named.
 
     Raises:
-        UserError: both, or one that is none.
+        UserError: both, or an invalid one.
     """
     from nondet.probes import models
 
@@ -227,7 +223,7 @@ def model_sizes(preset: str | None, model: Path | None) -> ModelSizes | None:
 
 
 def source_of(impl: str) -> str | None:
-    """Digest of the file of a user's function; None of a builtin, or one made in memory."""
+    """Digest of the file of a user's function; None for a builtin, or one made in memory."""
     import inspect
 
     from nondet.core.certificates import digest_of
@@ -243,8 +239,8 @@ def source_of(impl: str) -> str | None:
 def user_sources(impls: Iterable[str]) -> dict[str, dict[str, str]]:
     """For a run's plan: {"sources": {a user's function: digest of its file}}, or {} where there is none.
 
-    A function that was edited is another one: the run that it began is not gone on with. Each was loaded before, when
-    the cases were planned: a name that no case takes was refused there.
+    An edited function is a different one: its earlier run can't be continued. Each was loaded before, when the cases
+    were planned, so every name is valid.
     """
     digests = {impl: source_of(impl) or "unknown" for impl in impls if ":" in impl}
     return {"sources": digests} if digests else {}
@@ -252,7 +248,7 @@ def user_sources(impls: Iterable[str]) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """The first Ctrl-C is a KeyboardInterrupt, the second ends the process: what is done is on disk."""
+    """The first Ctrl-C is a KeyboardInterrupt, the second ends the process; finished records are on disk."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

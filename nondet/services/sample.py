@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 COMPLETIONS_MOST = 1_000_000
 _FILE_MOST = 4 * 2**20  # bytes of --prompt-file, as of one row of --prompts: beyond the context of any model here
-# Where --n is not given: of one prompt, and of each of several at least. 30 rounds of the default load: what `gate`
-# asks for by default are 29 loads, and the first is what the others are compared with.
+# Completions without --n: for one prompt, and for each of several at least. 30 rounds of the default load: `gate`
+# needs 29 loads by default, and the first is what the others are compared with.
 _COMPLETIONS, _EACH_LEAST = 1200, 20
 _N_VARIED = 40  # completions of each value of each axis: one round of the default load
-# Of a server completions of the arm loaded: of one prompt; of each of many no fewer than the second.
+# Completions of the arm loaded of a server: for one prompt; for each of many at least the second.
 _N_LOADED, _N_LOADED_LEAST = 200, 10
 _ARMS = "solo,cold,warm,chunked,loaded"
 # Options of nondet's own engine, which a server decides for itself.
@@ -52,19 +52,19 @@ _OWN_ENGINE = (
     *("impl", "dtype", "device", "threads", "trust_remote_code"),
     *("vary", "turns", "draft_model", "ranks", "cuda_graphs", "engine"),
 )
-# Most prompts of the embedded model have parted by then; so many completions take about a minute on two cores.
+# Most prompts of the embedded model have diverged by then; it takes about a minute on two cores.
 _MAX_TOKENS = 40
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
 _BOTH = ("stock", "invariant")
-# Rounds run again beside the first, where it alone does not tell the batch from the run.
+# Rounds to repeat besides the first, where it does not distinguish the batch from the run.
 _SETTLE = 3
-# A round has a header's worth of work before its first token; more of them than this is a slip in --load.
+# A round has fixed work before its first token; more of them than this is a mistake in --load.
 _ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
-    """Its panel comes after those of the draw and of an endpoint."""
+    """A class of its own so that its panel comes after those of the draw and of an endpoint."""
 
     seed: o.SEED = 0
     device: o.DEVICE = "auto"
@@ -172,7 +172,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             others = ("draft_model", "ranks", "temperature", "trust_remote_code", "turns")
             self.refuse(others, "--engine vllm and {} exclude each other", "vLLM is sampled greedily, on one device.")
         for name in (part.partition("=")[0].strip() for part in (self.vary or "").split(",")):
-            if name:  # an empty part has its own words
+            if name:  # an empty part has its own message
                 o.AXES.check("--vary", name)
         alone = [field.name for field in fields(e.EndpointOptions) if field.name != "endpoint"]
         self.refuse(alone, "{} without --endpoint", "Name the server: --endpoint URL.")
@@ -207,7 +207,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
 
     @cached_property
     def engine_load(self) -> Load:
-        """What nondet's own engine runs under; where nobody said, steps may still become CUDA graphs."""
+        """The load of nondet's own engine; by default, steps may still become CUDA graphs."""
         load, graphs = parse_load(self.load), self.cuda_graphs
         if graphs is not None and names_graphs(self.load) and graphs != load.graphs:
             option = "--cuda-graphs" if graphs else "--no-cuda-graphs"
@@ -216,7 +216,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
 
     @cached_property
     def world(self) -> int:
-        """Processes that the model is cut over."""
+        """Processes that the model is divided over."""
         worlds = parse_ranks(self.ranks) or (1,)
         if self.ranks is not None and self.vary is not None:
             raise UserError("--ranks and --vary exclude each other", "Write --vary ranks=2 to have both in one run.")
@@ -241,7 +241,7 @@ def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, co
 
 
 def _riders(request: SampleRequest) -> list[str]:
-    """What is completed beside the default prompt; nothing beside prompts that somebody chose, or without a load."""
+    """Background prompts for the default prompt; none for the user's own prompts, or without a load."""
     return [] if e.chosen(request) or not request.engine_load.others else long_prompts()
 
 
@@ -249,7 +249,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     """The text of the prompt.
 
     Raises:
-        UserError: two prompts, an empty one, or a file that is none, too large, or can't be read as UTF-8.
+        UserError: two prompts, an empty one, or not a file, too large, or not UTF-8.
     """
     if prompt is not None and file is not None:
         raise UserError("--prompt and --prompt-file exclude each other", "Give one prompt.")
@@ -288,14 +288,14 @@ def planned(
     loaded: LoadedModel, load: Load, texts: Sequence[str], n: int, length: int, seed: int, impls: Sequence[str],
     samplings: Sequence[Sampling] = (), riders: Sequence[str] = (),
 ) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
-    """The rounds in which the prompts are completed, and what a run's header says of them.
+    """The rounds in which the prompts are completed, and their description in a run's header.
 
     Args:
-        riders: Prompts that ride along, those that fit the context, where there are targets enough.
+        riders: Background prompts; those that fit the context run where there are enough targets.
 
     Raises:
-        UserError: a prompt without tokens, or that does not fit the context with its completion; of a file, its place
-            is named.
+        UserError: a prompt without tokens, or that does not fit the context with its completion; with its line in a
+            file.
     """
     from nondet.sampling.collect import describe
     from nondet.sampling.model import check_lengths
@@ -311,7 +311,7 @@ def planned(
     context = loaded.context or 2**31
     fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
     if n * len(texts) * max(1, len(samplings)) < 2 * RIDERS_EVERY:
-        fit = {}  # in a round alone there would be nothing to compare
+        fit = {}  # a round of one target would have nothing to compare
     plan = build_plan(
         load, n=n, seed=seed, prompts=tokens, samplings=samplings, max_new_tokens=length, context=context,
         encode=loaded.encode_plain, riders=list(fit.values()),
@@ -326,17 +326,17 @@ def planned(
 
 
 def names_graphs(spec: str) -> bool:
-    """Whether `--load` says itself what is to be."""
+    """Whether `--load` itself decides about graphs."""
     return any(part.partition("=")[0].strip() == "graphs" for part in spec.split(","))
 
 
 def load_with_graphs(
     given: bool | None, spec: str, load: Load, device: str, model: Any, *, plain: bool, say: Callable[[str], None]
 ) -> Load:
-    """The load, its steps as CUDA graphs where that was asked for, or where nobody said and they can be.
+    """The load, with steps as CUDA graphs if requested, or by default if possible.
 
     Args:
-        plain: Whether nothing is drawn, varied or cut over ranks.
+        plain: Whether nothing is drawn, varied or divided over ranks.
     """
     from nondet.sampling.engine import query_step, why_no_graphs
 
@@ -344,7 +344,7 @@ def load_with_graphs(
         return load if given is None else replace(load, graphs=given)
     reason = why_no_graphs(model.config)
     if not reason and query_step(load.requests, load.budget) >= load.budget:
-        # no product would meet another number of rows: what the run is to show could not come out
+        # all products would have the same number of rows, which hides what the run is to show
         reason = "as CUDA graphs all of them would be padded to one size"
     if reason:
         say(f"steps are launched one by one: {reason}")
@@ -354,10 +354,10 @@ def load_with_graphs(
 
 
 def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None = None) -> dict[str, list[str]] | None:
-    """The axes that were named, before anything is loaded; None where none is to be varied.
+    """The named axes, before anything is loaded; None where none is to be varied.
 
     Raises:
-        UserError: as `nondet.sampling.axes.parse_vary` says, several prompts, or a draft model for nothing.
+        UserError: from `nondet.sampling.axes.parse_vary`, several prompts, or an unused draft model.
     """
     from nondet.sampling.axes import parse_vary
 
@@ -377,10 +377,10 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
 def _plan_varied(
     request: SampleRequest, loaded: LoadedModel, text: str, n: int, wanted: dict[str, list[str]], grain: int, sink: Sink
 ) -> tuple[Conditions, Plan, Sequence[Varied], dict[str, Any]]:
-    """The base, its rounds, every value of every axis, and what the run's header says of them.
+    """The base, its rounds, every value of every axis, and their description in the run's header.
 
     Args:
-        grain: Of vLLM's pages, 0 of nondet's own engine.
+        grain: Page size of vLLM, 0 for nondet's own engine.
     """
     from nondet.sampling.axes import Conditions, plan_axes
     from nondet.sampling.collect import describe
@@ -430,12 +430,12 @@ def _vary(
 
 
 def longest_of(plan: Plan) -> int:
-    """Most tokens of a request, its completion among them."""
+    """The most tokens of a request, including its completion."""
     return max(len(r.prompt) + r.max_new_tokens for requests in plan.rounds for r in requests)
 
 
 def _texts(loaded: LoadedModel, base: Conditions, text: str, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The prompt, made long enough, and the earlier text that is edited: from one completion alone, under stock."""
+    """The prompt, made long enough, and the earlier text that is edited: from one solo completion, under stock."""
     from nondet.sampling.engine import pinned, run_session
     from nondet.sampling.model import check_lengths
     from nondet.sampling.plan import LONG, PRESETS, Request, earlier_text, long_prompt
@@ -481,7 +481,7 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
     from nondet.endpoint.arms import parse_arms, parse_endpoint_load
 
     load = parse_endpoint_load(request.load, concurrency=request.concurrency, rate=request.rate)
-    parse_arms(request.arms or _ARMS, 1)  # what is wrong with it is said before anybody is asked
+    parse_arms(request.arms or _ARMS, 1)  # its errors are reported before any request
     servers = [e.server(request, "server", request.endpoint, request.model)]
     if request.compare_endpoint is not None:
         model = request.compare_model or request.model
@@ -545,7 +545,7 @@ def _open_for_vllm(request: SampleRequest, device: str) -> LoadedModel:
 def _plan_plain(
     request: SampleRequest, loaded: LoadedModel, texts: Sequence[str], n: int, sink: Sink
 ) -> tuple[Plan, dict[str, Any]]:
-    """The rounds, their steps as CUDA graphs where they can be, and what the run's header says of them."""
+    """The rounds, with steps as CUDA graphs if possible, and their description in the run's header."""
     load, world = request.engine_load, request.world
     if request.engine != "vllm":
         load = load_with_graphs(
@@ -571,7 +571,7 @@ def _plan_plain(
 
 
 def _check_here(request: SampleRequest, device: str) -> None:
-    """Refuse what this machine, or several ranks, have not, before a file is begun."""
+    """Refuse, before a file is started, what this machine or several ranks do not have."""
     if request.world != 1:
         from nondet.sampling.ranks import RANK_WAYS, check_loader
 
@@ -590,7 +590,7 @@ def _check_here(request: SampleRequest, device: str) -> None:
 
 
 def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
-    """Refuse more than a run file holds, or than anybody waits for, and say so where drawing the plan takes a while."""
+    """Refuse more rounds than a run file holds, and print a line where drawing the plan takes a while."""
     if n * subjects > COMPLETIONS_MOST:
         raise UserError(
             f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions",
@@ -610,7 +610,7 @@ def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
 def _collect(
     request: SampleRequest, loaded: LoadedModel, plan: Plan, sink: Sink, elsewhere: Elsewhere | None, writer: RunWriter
 ) -> None:  # fmt: skip
-    """Sample with a progress bar; where stock parted nowhere, compare its operators at the sizes met and say so."""
+    """Sample with a progress bar; where stock never diverged, compare its operators at the sizes of the run."""
     from nondet.core.runfile import read_run
     from nondet.sampling.collect import collect
     from nondet.sampling.shapes import explain_no_divergence, shapes_met
@@ -632,7 +632,7 @@ def _collect(
                 sink.say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")
 
         def first_round(impl: str, recorded: Sequence[Completion]) -> None:
-            """How many answers differ from their prompt's most common one: a first answer, long before the verdict."""
+            """The number of answers that differ from their prompt's most common one, long before the verdict."""
             prompts: dict[int, list[Completion]] = {}
             for c in recorded:
                 prompts.setdefault(c.prompt, []).append(c)
@@ -653,7 +653,7 @@ def _collect(
             turns=request.turns,
         )  # fmt: skip
     if ranks > 1 or elsewhere is not None or "stock" not in impls:
-        return  # over ranks its operators ran at the sizes of a share, which no single process meets
+        return  # over ranks its operators ran at the sizes of a share, which no single process has
     so_far = read_run(writer.path)
     traces: dict[int, set[str]] = {}
     for c in so_far.completions:

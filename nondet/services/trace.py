@@ -1,4 +1,4 @@
-"""`nondet trace`, and with --replay what a run recorded, played again."""
+"""`nondet trace`, and with --replay the replay of a recorded run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _load_recorded(recorded: Run, request: TraceRequest) -> LoadedModel:
     """The model of a recorded run, at its dtype, with its weights.
 
     Raises:
-        UserError: the run names none, the model is gone, or its weights are others.
+        UserError: the run names none, the model is gone, or it has other weights.
     """
     from nondet.core.records import of_vllm
     from nondet.sampling.model import EMBEDDED, load_model
@@ -214,7 +214,7 @@ class TraceRequest(Request):
 
     @cached_property
     def impls(self) -> list[str]:
-        """What is traced: one."""
+        """The implementation to trace, exactly one."""
         impl = self.impl or "stock"
         if self.engine != "vllm":
             return implementations([impl])
@@ -223,7 +223,7 @@ class TraceRequest(Request):
 
     @cached_property
     def engine_load(self) -> Load:
-        """What runs alongside the second arm."""
+        """The other requests of the second arm."""
         return parse_load(self.load)
 
 
@@ -258,7 +258,7 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
 
 
 def _under_vllm(request: TraceRequest, output: Output) -> Path:
-    """A prompt solo, and beside the requests of a load, in vLLM's own process."""
+    """A prompt solo, and with the requests of a load, in vLLM's own process."""
     from nondet.sampling.model import load_model
     from nondet.trace.vllm import VllmTrace
     from nondet.vllm.engine import VllmEngine, check_installed
@@ -291,7 +291,7 @@ def _under_vllm(request: TraceRequest, output: Output) -> Path:
 
 
 def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
-    """The search, its verdict on record; the record of its death where it dies."""
+    """Runs the search and records its verdict, or its failure."""
     from nondet.trace.search import Search, failed
 
     try:
@@ -305,7 +305,7 @@ def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
 
 
 def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
-    """A prompt alone, and in the company that a load gives it."""
+    """A prompt solo, and with the requests of a load."""
     from nondet.trace.search import Arm
 
     text, seed, load = prompt_text(request.prompt, request.prompt_file), request.seed, request.engine_load
@@ -319,7 +319,7 @@ def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, A
 def _recorded(
     request: TraceRequest, path: Path, names: Sequence[str], sink: Sink
 ) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any], dict[str, str]]:
-    """A recorded completion alone and as recorded, or two recorded ones; arms with the traces that they must give."""
+    """A recorded completion solo and as recorded, or two recorded ones; arms with the traces that they must give."""
     from nondet.core.compare import weights_digest
     from nondet.sampling.replay import check_weights, load_of, requests_of, select_completions, tape_of
     from nondet.trace.search import Arm

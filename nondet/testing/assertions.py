@@ -1,4 +1,4 @@
-"""What a test asserts. A failure says what a kernel's author needs to find the fault: see `nondet.testing.messages`."""
+"""Assertions for tests. A failure has what a kernel's author needs to find the fault: see `nondet.testing.messages`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["assert_batch_invariant", "assert_no_fault", "assert_same_bits", "keep_runs_in"]
 
-# Where `--nondet-runs` asks for a run file of every assertion.
+# Set where `--nondet-runs` requests a run file of every assertion.
 _kept_in: list[Path] = []
 
 
@@ -43,19 +43,19 @@ def assert_batch_invariant(
     allowed: float | None = None,
     seed: int = 0,
 ) -> Run:
-    """Fail where the bits of `fn` depend on the batch, change from run to run, or are wrong however identical.
+    """Fail where the bits of `fn` depend on the batch, change from run to run, or are wrong, even if consistent.
 
-    With `operator` the function stands in for that operator, and is tested as by `nondet probe --impl`: hard inputs,
-    every position, other rows beside it, another call order, the float64 oracle. With `make_inputs` and `over` any
-    callable is compared over its batch sizes; what that covers stands in `nondet.probes.functions.check`.
+    With `operator` the function replaces that operator, and is tested as by `nondet probe --impl`: hard inputs, every
+    position, other rows in the batch, another call order, the float64 oracle. With `make_inputs` and `over` any
+    callable is compared over its batch sizes; `nondet.probes.functions.check` documents what that covers.
 
-    Nothing compared is a failure: a kernel that raises, or skips every case, passes no test.
+    If nothing is compared it fails: a kernel that raises, or skips every case, passes no test.
 
     Args:
         operator: linear, attention, rms_norm, softmax, ...; "linear" where neither it nor `make_inputs` is given.
         make_inputs, over, select, oracle, allowed: As `nondet.probes.functions.check`, for any callable.
         m, k, n, config, dtypes, device, inputs, full: As `nondet.probes.functions.check_operator`.
-        varied: Of an operator what is tested; of any callable what `over` holds.
+        varied: For an operator what is tested; for any callable what `over` holds.
 
     Returns:
         The run, as the commands write it.
@@ -91,10 +91,10 @@ def assert_no_fault(run: Run | LoadedRun, *, fn: Callable[..., Any] | None = Non
     """Fail where a run shows a divergence or a wrong result, or nothing at all: as `--fail-on divergent` would.
 
     Args:
-        fn: The function that was asked, for the command that goes on with it.
+        fn: The function under test, for the command that continues with it.
 
     Raises:
-        AssertionError: as said.
+        AssertionError: the run has a divergence, a wrong result, or nothing compared.
     """
     __tracebackhide__ = True
     from nondet.api import LoadedRun
@@ -131,7 +131,7 @@ def assert_same_bits(a: Any, b: Any, *, names: tuple[str, str] = ("left", "right
 
 
 def _keep(run: Run) -> Path | None:
-    """Write the run's file, where the user asked for one."""
+    """Write the run's file, if the user requested one."""
     if not _kept_in or run.source:
         return None
     import re

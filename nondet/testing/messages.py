@@ -1,4 +1,4 @@
-"""What a failed assertion says: which M, which class, where, how far, by which kernels, and how to go on."""
+"""The text of a failed assertion: which M, which class, where, how far, by which kernels, and the next command."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from nondet.verdict.wording import Reason, reason, words
 
 __all__ = ["no_answer_text", "run_text", "same_bits_text"]
 
-_ROWS_TOLD = 2  # cases told in full; the others in a line each
+_ROWS_TOLD = 2  # cases shown in full; the others in one line each
 _LINES_MOST = 6
 _FORMATS = {"float32": ("<f", 4), "float16": ("<e", 2), "float64": ("<d", 8)}
 
 
 def run_text(run: Run, fn: Callable[..., Any] | None = None) -> str:
-    """A run with a divergence or a wrong result, for the author of what it tested."""
+    """A run with a divergence or a wrong result, for the author of the function."""
     lines = [_line("", f"{verdict.impl}: {verdict.text}") for verdict in judge(run) if verdict.is_fault]
     faulty = sorted((row for row in run.rows if row.wrong or row.parted or row.replays_parted), key=_weight)
     told = list({(_order(row), row.varied): row for row in reversed(faulty)}.values())[::-1][:_ROWS_TOLD]
@@ -58,12 +58,12 @@ def no_answer_text(run: Run, why: Sequence[Reason]) -> str:
 
 
 def _line(indent: str, text: str) -> str:
-    """One line of text that may hold anything, indented: pytest shows it in a CI's log."""
+    """One line of text that may hold any character, indented: pytest shows it in a CI's log."""
     return indent + no_commands(one_line(text, 400))
 
 
 def _order(row: Row) -> int:
-    """Wrong results first, then noise, then what depends on the batch: what explains most comes first."""
+    """Wrong results first, then noise, then batch dependence: what explains most comes first."""
     return 0 if row.wrong else 1 if row.replays_parted or row.varied == "run" else 2
 
 
@@ -106,7 +106,7 @@ def _row_lines(row: Row) -> list[str]:
 
 
 def _class_lines(row: Row) -> list[str]:
-    """The classes with their sizes and values, and the borders between them."""
+    """The classes with their sizes and values, and the boundaries between them."""
     lines = []
     axis = axis_name(row)
     told = classes(row, 8)
@@ -140,7 +140,7 @@ def _difference_lines(row: Row, d: Difference) -> list[str]:
 
 
 def _place(index: Sequence[int]) -> str:
-    """Where in what is compared, whose rows are the first axis."""
+    """The position in the compared rows, which are the first axis."""
     if len(index) == 2:
         return f"row {index[0]}, column {index[1]}"
     return f"element {list(index)}"
@@ -166,7 +166,7 @@ def _element(word: str, dtype: str) -> str:
 
 
 def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
-    """The command that asks the same again, with everything that the probe has to say."""
+    """The command that repeats the test with the probe's full report."""
     target, lead = name_of(fn), ""
     module = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     if "<" in target or "." in target.partition(":")[2] or target.startswith("__main__"):
@@ -224,7 +224,7 @@ def _numbers(values: Sequence[Any]) -> bool:
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
-    """On the CPU: what is compared are the bits, and they survive a copy."""
+    """On the CPU: only bits are compared, and they survive a copy."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     try:

@@ -1,4 +1,4 @@
-"""What pytest gets from nondet: options and fixtures. Nothing happens without being asked.
+"""Options and fixtures for pytest, which do nothing unless they are used.
 
 pytest imports this module in every project of an environment that nondet is installed in. So it imports nothing heavy,
 and neither marks, collects nor reports anything.
@@ -24,7 +24,7 @@ def assert_open(
     """Fail where `nondet gate` would not open: on divergence, on no answer, and on too few comparisons.
 
     Raises:
-        AssertionError: as said, with the gate's own lines.
+        AssertionError: with the gate's own lines.
     """
     __tracebackhide__ = True
     from nondet.errors import no_commands
@@ -38,11 +38,7 @@ def assert_open(
 
 @dataclass
 class Engine:
-    """nondet's own engine over a model of transformers, in this process.
-
-    Attributes:
-        folder: Where run files go.
-    """
+    """nondet's own engine over a model of transformers, in this process; run files go to `folder`."""
 
     folder: Path
     _numbers: Any = field(default_factory=itertools.count, repr=False)
@@ -60,13 +56,13 @@ class Engine:
         by: str = "load",
         **options: Any,
     ) -> Run:
-        """Complete one prompt n times under a changing load, and fail where a gate would not open on that.
+        """Complete one prompt n times under a changing load, and fail where a gate would not open.
 
         Args:
-            model, prompt, impl, n, load, options: As `nondet.sample`; 60 completions, two a load, see a rate of 10%.
+            model, prompt, impl, n, load, options: As `nondet.sample`; 60 completions, two per load, see a rate of 10%.
 
         Raises:
-            AssertionError: it diverged, or too little was compared for the power asked.
+            AssertionError: it diverged, or too little was compared for the power.
             UserError: an option that makes no sense.
         """
         __tracebackhide__ = True
@@ -80,12 +76,7 @@ class Engine:
 
 @dataclass
 class Endpoint:
-    """A server that is running.
-
-    Attributes:
-        url, model: Its address, and what it calls the model; None: its only one.
-        folder: Where run files go.
-    """
+    """A running server at `url`, with its name of the model (None: its only one); run files go to `folder`."""
 
     url: str
     model: str | None
@@ -103,7 +94,7 @@ class Endpoint:
         seed: int = 0,
         **options: Any,
     ) -> Run:
-        """Ask the server until it diverges or the power is reached, and fail where a gate would not open on that.
+        """Test the server until it diverges or the power is reached, and fail where a gate would not open.
 
         Args:
             options: protocol, stream, key_env, allow_plain_http, insecure, ca_file, as `nondet gate --endpoint`.
@@ -141,7 +132,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _folder(request: pytest.FixtureRequest) -> Path:
-    """Where run files of a test go: the folder of --nondet-runs, or pytest's own for this test."""
+    """The folder of a test's run files: the folder of --nondet-runs, or pytest's own for this test."""
     asked = request.config.getoption("--nondet-runs")
     own: Path = request.getfixturevalue("tmp_path")
     return own if asked is None else Path(asked) / own.name
@@ -164,7 +155,7 @@ def nondet_endpoint(request: pytest.FixtureRequest) -> Endpoint:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the assertions where to keep their runs."""
+    """Set where the assertions keep their runs."""
     folder = config.getoption("--nondet-runs", default=None)
     if folder is not None:
         from nondet.testing.assertions import keep_runs_in

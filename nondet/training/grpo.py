@@ -1,8 +1,8 @@
 """Reinforcement learning on one small model: transformers' engine samples, a full forward with gradients trains.
 
-GRPO, as small as it can be: rewards of a prompt's rollouts less their mean, over their deviation; no reference model.
-Sampler and trainer are one model in one process, so nothing but their kernels can differ: the same weights, the same
-tokens, temperature 1, one formula for a token's logprob. An arm says on which side they are batch-invariant.
+A minimal GRPO: rewards of a prompt's rollouts minus their mean, over their deviation, without a reference model.
+Sampler and trainer are one model in one process, so only their kernels can differ: the weights, the tokens, temperature
+1 and the formula for a token's logprob are the same. The arm decides which side is batch-invariant.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from nondet.sampling.plan import Outcome, Request, Sampling
 from nondet.training.tasks import TASKS
 
 _CLIP, _GRADIENT_MOST, _BETAS = 0.2, 1.0, (0.9, 0.95)
-_SOFTENED = 1e-4  # of the deviation of a group's rewards, so that equal ones divide by something
-_ENTROPY_ELEMENTS = 2**24  # of logits that the entropy of a step is taken over: of a large vocabulary every k-th row
+_SOFTENED = 1e-4  # of the deviation of a group's rewards, so that it is never 0
+_ENTROPY_ELEMENTS = 2**24  # of logits for the entropy of a step: with a large vocabulary every k-th row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides a run beside the model; in the plan as it is, and explained by the options of `nondet rl`."""
+    """The settings of a run besides the model; the plan holds them, and the options of `nondet rl` explain them."""
 
     arms: tuple[str, ...]
     seed: int
@@ -64,12 +64,12 @@ class Settings:
 
 
 def checkpoint_path(run: Path, arm: str, seed: int) -> Path:
-    """Beside the run file, one for each arm and seed while it trains: RUN.stock+tis.0.safetensors."""
+    """The checkpoint next to the run file, one for each arm and seed in training: RUN.stock+tis.0.safetensors."""
     return run.with_name(f"{run.name.removesuffix('.jsonl')}.{arm}.{seed}.safetensors")
 
 
 class Policy:
-    """A model with its float32 weights and its optimizer: all that a step changes."""
+    """A model with its float32 weights and its optimizer: everything that a step changes."""
 
     def __init__(self, model: Any, lr: float) -> None:
         self.model = model
@@ -79,17 +79,17 @@ class Policy:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """The float32 weights, rounded, as the model's."""
+        """Round the float32 weights into the model's."""
         for parameter, exact in zip(self.parameters, self.master, strict=True):
             parameter.copy_(exact)
 
     def rounded(self, rollouts: str) -> AbstractContextManager[None]:
-        """The sampler's weights: the model's own, or its matrices in float8_e4m3fn with a scale a row."""
+        """The sampler's weights: the model's own, or its matrices in float8_e4m3fn with a scale per row."""
         fp8 = partial(rounded_to_fp8, scale="row")
         return weights_changed(self.model, fp8) if rollouts == "fp8" else nullcontext()
 
     def update(self) -> float:
-        """One optimizer step by the gradients that are there; the norm that they had."""
+        """One optimizer step with the current gradients; returns their norm."""
         pairs = zip(self.parameters, self.master, strict=True)
         gradients = [torch.zeros_like(m) if p.grad is None else p.grad.float() for p, m in pairs]
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
@@ -116,7 +116,7 @@ class Policy:
 
     @staticmethod
     def save(path: Path, record: TrainingStep, tensors: dict[str, torch.Tensor], updates: int) -> None:
-        """Write the state after the step of `record`, whole or not at all; its digest and the record are in it."""
+        """Write the state after the step of `record`, whole or not at all; with its digest and the record."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -129,10 +129,10 @@ class Policy:
                 raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
 
     def load(self, path: Path) -> TrainingStep:
-        """Go on from a checkpoint; the record of its step.
+        """Continue from a checkpoint; returns the record of its step.
 
         Raises:
-            UserError: it is not there, is another model's, or does not have the bits that it says it has.
+            UserError: it is missing, is another model's, or its bits do not have the recorded digest.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -164,13 +164,13 @@ class Policy:
 
 
 class Batch(NamedTuple):
-    """Rollouts as the trainer reads them, padded on the right.
+    """Rollouts as the trainer's input, padded on the right.
 
     Attributes:
         ids, mask, positions: [B, T] int64.
         drawn: [B, T - 1] bool: the positions whose next token was sampled.
         sampler: [drawn] float32: the sampler's logprob of each, rollout by rollout.
-        rows: Which of `sampler` are of which rollout: [B + 1] offsets.
+        rows: [B + 1] offsets of the rollouts in `sampler`.
     """
 
     ids: torch.Tensor
@@ -182,7 +182,7 @@ class Batch(NamedTuple):
 
     @staticmethod
     def of(outcomes: Sequence[Outcome], device: str) -> Batch:
-        """In this order."""
+        """The batch of these rollouts, in this order."""
         texts = [[*o.request.prompt, *o.token_ids] for o in outcomes]
         ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.long)
         mask, drawn = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
@@ -196,12 +196,12 @@ class Batch(NamedTuple):
 
 
 def requests_of(settings: Settings, loaded: LoadedModel, seed: int, step: int) -> tuple[list[Request], list[str]]:
-    """The requests of a step and the text of each group's prompt: of seed and step alone, so alike in all arms.
+    """The requests of a step and the text of each group's prompt; all from seed and step, so the same in every arm.
 
-    They arrive at the same steps of the engine each time: on a GPU torch's cuDNN plans for every shape that is new.
+    They always arrive at the same steps of the engine, because on a GPU torch's cuDNN plans for every new shape.
     """
-    rng = random.Random(f"nondet rl {seed} {step}")  # noqa: S311 - tasks, no secret
-    arrivals = random.Random(f"nondet rl {seed}")  # noqa: S311 - no secret
+    rng = random.Random(f"nondet rl {seed} {step}")  # noqa: S311 - tasks, not a secret
+    arrivals = random.Random(f"nondet rl {seed}")  # noqa: S311 - not a secret
     texts = list(TASKS[settings.task].prompts(settings.groups, rng))
     requests = []
     for group, text in enumerate(texts):
@@ -231,15 +231,15 @@ def earned(
 
 
 def entropy_of(logits: torch.Tensor) -> float:
-    """Nats a token, the mean over rows of logits [N, V]; of a large vocabulary over every k-th row."""
+    """Nats per token, the mean over rows of logits [N, V]; with a large vocabulary over every k-th row."""
     rows = logits[:: max(1, logits.numel() // _ENTROPY_ELEMENTS)].float().log_softmax(-1)
     return float(-(rows.exp() * rows).sum(-1).mean())
 
 
 def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
-    """The fields of a record that say how far logprobs [N] float32 of the two sides are apart.
+    """The fields of a record that measure how far logprobs [N] float32 of the two sides differ.
 
-    Raises ArithmeticError where one of them is no number: then there is nothing to compare, and nothing to learn.
+    Raises ArithmeticError where one of them is NaN or infinite: then nothing can be compared or learned.
     """
     try:
         figures = Figures(sampler.cpu().numpy(), trainer.cpu().numpy(), [len(sampler)])
@@ -252,10 +252,10 @@ def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
 def learn(
     policy: Policy, settings: Settings, arm: str, batch: Batch, advantages: torch.Tensor, ran: Counter[str]
 ) -> dict[str, Any]:
-    """The optimizer steps on one batch of rollouts; figures of the first pass, when both sides have the same weights.
+    """The optimizer steps on one batch of rollouts; figures of the first pass, where both sides have the same weights.
 
     The loss is GRPO's with PPO's clipped ratio to the first pass, which is 1 in it, over a constant number of tokens.
-    Importance weights, where the arm has them, are the first pass's over the sampler's, truncated.
+    An arm's importance weights, if any, are the first pass's probabilities over the sampler's, truncated.
     """
     figures: dict[str, Any] = {}
     size, count = settings.micro or len(batch.ids), len(batch.ids)
@@ -271,7 +271,7 @@ def learn(
             with kernels("trainer", ran, ARMS[arm].trainer):
                 inputs = {"attention_mask": batch.mask[part], "position_ids": batch.positions[part]}
                 whole = policy.model(input_ids=batch.ids[part], use_cache=False, **inputs).logits
-                # by index_select, whose gradient is added in the order of the rows
+                # index_select, because its gradient is added in the order of the rows
                 logits = whole.flatten(0, 1).index_select(0, group * whole.shape[1] + place)
                 logprobs = token_logprobs(logits, batch.ids[part, 1:][drawn])
                 if epoch == 0:
@@ -292,7 +292,7 @@ def learn(
 
 
 def step_of(policy: Policy, loaded: LoadedModel, settings: Settings, arm: str, seed: int, step: int) -> TrainingStep:
-    """Sample, earn, learn: one record."""
+    """Sample, compute rewards, learn: one record."""
     requests, texts = requests_of(settings, loaded, seed, step)
     ran: Counter[str] = Counter()
     started = time.perf_counter()
@@ -318,10 +318,10 @@ def collect(
 
     Args:
         earlier: The steps that the file holds.
-        progress: Told (arm, seed, steps done, the last of them) after each, and where an arm is gone on with.
+        progress: Called with (arm, seed, steps done, the last of them) after each, and where an arm continues.
 
     Raises:
-        UserError: what is there can't be gone on with.
+        UserError: the file can't be continued.
     """
     initial = [p.detach().clone() for p in loaded.model.parameters()]
     for seed in range(settings.seed, settings.seed + settings.seeds):
@@ -334,7 +334,7 @@ def collect(
             with torch.no_grad():
                 for parameter, value in zip(loaded.model.parameters(), initial, strict=True):
                     parameter.copy_(value)
-            # One that asks for nothing around the blocks of both sides: entering the outermost one takes its time.
+            # An empty block around the blocks of both sides, because entering the outermost block takes time.
             with batch_invariant([]) if ARMS[arm].sampler and ARMS[arm].trainer else nullcontext():
                 _train(loaded, settings, arm, seed, writer, steps, progress)
 
@@ -345,8 +345,8 @@ def _train(
 ) -> None:  # fmt: skip
     """One arm under one seed, from its checkpoint if it has one.
 
-    The checkpoint of a step is written before its record, and holds it: whichever of the two a kill came between, the
-    run goes on with the bits that it would have had.
+    A step's checkpoint is written before its record, and holds it: after a kill between the two, the run continues with
+    the bits that it would have had.
     """
     policy, path, first = Policy(loaded.model, settings.lr), checkpoint_path(writer.path, arm, seed), len(steps)
     if writer.resumed and (steps or path.exists()):
@@ -373,7 +373,7 @@ def _train(
                 record = step_of(policy, loaded, settings, arm, seed, step)
             except UserError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever ends an arm becomes its last record; the others go on
+            except Exception as error:  # noqa: BLE001 - any error becomes the arm's last record; the others continue
                 record = TrainingStep(impl=arm, seed=seed, step=step, status="error", reason=reason_of(error))
             if kept is not None and not kept.result():
                 break

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nondet.embedded import DEFAULT_PROMPT
 
-# Beginnings that the embedded model goes on with in the manner of documentation, where calls have parentheses.
+# Beginnings that the embedded model continues in the style of documentation, where calls have parentheses.
 _BEGINNINGS = (
     DEFAULT_PROMPT, "Return a", "The class is", "If the argument is not given,", "This function", "The method",
     "A string", "Raises an error if",
@@ -20,7 +20,7 @@ _LARGEST = 99
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and what an answer earns.
+    """A prompt and its reward.
 
     Attributes:
         prompts: prompts(count, rng) are the texts of a step; equal rngs give equal prompts.
@@ -34,7 +34,7 @@ class Task:
 
 
 def balanced(_prompt: str, completion: str) -> float:
-    """1 where there is a pair of parentheses and every one has its partner, in order."""
+    """1 where there is a pair of parentheses and all are matched."""
     depth = 0
     for char in completion:
         depth += (char == "(") - (char == ")")

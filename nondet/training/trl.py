@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer watched while it trains: what its sampler and its trainer say of the same tokens, step by step.
+"""Compares the sampler of TRL's GRPOTrainer with its trainer while it trains: the same tokens, step by step.
 
 With `use_transformers_continuous_batching` TRL samples with the engine of `nondet.sampling`, in the trainer's own
 process and with its weights, and corrects for no mismatch. Written against TRL 1.16 and transformers 5.23.
@@ -30,7 +30,7 @@ _SCORE = "_get_per_token_logps_and_entropies"
 
 
 class Watch(ExitStack):
-    """What `mismatch_of` gives."""
+    """The block that `mismatch_of` returns."""
 
     def __init__(self, trainer: Any, out: str | Path, *, force: bool) -> None:
         super().__init__()
@@ -69,13 +69,12 @@ class Watch(ExitStack):
             self._writer.finish()
 
     def _put(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """In the place of a method of one object, for as long as the block is entered."""
         original = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
         self.callback(delattr, owner, name)
 
     def _sampling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The engine's rollouts, kept with their logprobs until the next ones; not an evaluation's."""
+        """The engine's rollouts, kept with their logprobs until the next ones; without an evaluation's."""
         if not self._model.training:
             return original(*args, **kwargs)
         started = time.perf_counter()
@@ -93,7 +92,7 @@ class Watch(ExitStack):
         """The trainer's logprobs: its own, or under the block by one formula; compared with the sampler's."""
         scored = (self._score if self._invariant else original)(model, ids, mask, keep, **kw)
         if self._fresh and scored[0].requires_grad:
-            for row in mask[:, -keep:].any(1).nonzero()[:, 0].tolist():  # of the others TRL masks the whole completion
+            for row in mask[:, -keep:].any(1).nonzero()[:, 0].tolist():  # TRL masks the whole completion of the others
                 known = self._sampled.get(tuple(ids[row][mask[row].bool()].tolist()))
                 if not known:
                     raise UserError("TRL trains on tokens that its sampler did not give", "Leave tools out.")
@@ -111,9 +110,9 @@ class Watch(ExitStack):
         compute_entropy: bool = False,
         **other: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """As TRL's, from whole logits by the engine's formula, and at the positions that tokens have without padding.
+        """TRL's logprobs, from whole logits by the engine's formula, and at positions that do not count padding.
 
-        TRL's own counts the padding before a prompt as positions, a shift that changes rounding and nothing else.
+        TRL's own counts the padding before a prompt as positions, a shift that changes only rounding.
         """
         if odd := [name for name, value in other.items() if value not in (None, False)]:
             raise UserError(f"mismatch_of() can't score {', '.join(odd)}", "Train on text only.")
@@ -130,7 +129,7 @@ class Watch(ExitStack):
         return torch.cat(logprobs), torch.cat(entropies) if compute_entropy else None, None
 
     def stepped(self, number: int) -> None:
-        """The optimizer has made a step."""
+        """Called after an optimizer step."""
         self.settle()
         if self._pairs:
             sampler, trainer = (torch.cat(side) for side in zip(*self._pairs, strict=True))
@@ -145,22 +144,22 @@ class Watch(ExitStack):
         self._fresh, self._pairs = False, []
 
     def settle(self, grad_norm: float | None = None) -> None:
-        """Write the last step's record, once TRL has said what its gradient was, or will not."""
+        """Write the last step's record, once TRL has reported its gradient, or will not."""
         if self._pending is not None:
             self._writer.write(msgspec.structs.replace(self._pending, grad_norm=grad_norm))
             self._pending = None
 
 
 def mismatch_of(trainer: Any, out: str | Path, *, force: bool = False) -> Watch:
-    """Record, for as long as the block is entered, how far the sampler and the trainer of a TRL trainer are apart.
+    """Record, while the block is entered, how far the sampler and the trainer of a TRL trainer differ.
 
         with nondet.batch_invariant(training=True), nondet.mismatch_of(trainer, out="rl.jsonl"):
             trainer.train()
 
-    By itself it only looks. Within `batch_invariant(training=True)` it also takes TRL's logprobs by the engine's
-    formula, at the positions that tokens have there: then the two have equal bits, and training is on-policy. Steps
-    whose weights are no longer those that sampled (`num_iterations` above 1, say) have no record. `nondet report` and
-    `nondet gate` read the file.
+    By itself it changes nothing. Within `batch_invariant(training=True)` it also computes TRL's logprobs by the
+    engine's formula, at the positions that tokens have there: then the two have equal bits, and training is on-policy.
+    Steps whose weights are no longer those that sampled (`num_iterations` above 1, say) have no record. `nondet report`
+    and `nondet gate` read the file.
 
     Args:
         trainer: A `trl.GRPOTrainer` with `use_transformers_continuous_batching=True`.
@@ -181,7 +180,6 @@ def mismatch_of(trainer: Any, out: str | Path, *, force: bool = False) -> Watch:
 
 
 def _callback(watch: Watch) -> Any:
-    """What transformers tells of steps; its class is loaded late."""
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):

@@ -1,4 +1,4 @@
-"""What can be found of an implementation, strongest first; how completions ended, and whether their batch changed."""
+"""Findings about an implementation, strongest first; how completions ended, and whether their batch changed."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Finding(StrEnum):
 
     @property
     def is_divergence(self) -> bool:
-        """Whether bits parted that a user would want equal."""
+        """Whether bits differ that a user would want equal."""
         named = (Finding.RUN_TO_RUN, Finding.BATCH, Finding.CACHE, Finding.UNATTRIBUTED, Finding.OTHER)
         return self in (*named, Finding.MISMATCH)
 
     @property
     def is_fault(self) -> bool:
-        """Whether a gate must stay shut: bits parted, or the result is no answer at all."""
+        """Whether a gate must fail: bits differ, or the result does not answer the question at all."""
         return self == Finding.WRONG or self.is_divergence
 
 
 class Effect(StrEnum):
-    """What a finding changes for whoever uses the result, as a report's first words; the gravest first."""
+    """What a finding changes for a user of the result, as a report's first words; the gravest first."""
 
     WRONG = "Wrong result"
     OUTPUT = "Output changes"
@@ -68,7 +68,7 @@ class Effect(StrEnum):
 
     @property
     def rank(self) -> int:
-        """0 of the gravest."""
+        """The position in the order of gravity: 0 is the gravest."""
         return list(Effect).index(self)
 
     @property
@@ -77,7 +77,7 @@ class Effect(StrEnum):
         return self.rank < Effect.NONE.rank
 
 
-# What a verdict says of these findings, whatever was compared.
+# The effect of these findings, whatever was compared.
 _EFFECTS = {
     Finding.WRONG: Effect.WRONG,
     Finding.MISMATCH: Effect.SIDES,
@@ -89,7 +89,7 @@ _EFFECTS = {
 
 
 def change_of(texts: int, findings: Iterable[str]) -> Effect:
-    """What a divergence of completions changes: of several texts the output, else the run or their logprobs."""
+    """What a divergence of completions changes: the output if there are several texts, else the run or the logprobs."""
     if texts > 1:
         return Effect.OUTPUT
     return Effect.RUNS if Finding.RUN_TO_RUN in findings else Effect.LOGPROBS
@@ -101,11 +101,11 @@ class Verdict:
 
     Attributes:
         findings: The strongest first; the others are of other cases.
-        counts: What was compared and what came of it, clause by clause.
-        reasons: What the verdict does not cover, and what stands for or against it.
+        counts: What was compared and the result, clause by clause.
+        reasons: What the verdict does not cover, and what supports or weakens it.
         prompt: Index of the prompt, for a sampled run.
-        bounds: What no divergence leaves, and of what it says nothing.
-        changes: What is changed where bits differ: of operators tested by themselves, their results.
+        bounds: What can be excluded where nothing diverged, and what can't.
+        changes: What changes where bits differ; for operators tested by themselves, their results.
     """
 
     impl: str
@@ -118,12 +118,12 @@ class Verdict:
 
     @property
     def effect(self) -> Effect:
-        """What it comes to for a user."""
+        """The verdict's effect for a user."""
         return _EFFECTS.get(self.finding, self.changes)
 
     @property
     def finding(self) -> Finding:
-        """The strongest one."""
+        """The strongest finding."""
         return self.findings[0]
 
     @property
@@ -158,14 +158,14 @@ class Verdict:
 
 
 def gravest(verdicts: Iterable[Verdict]) -> Effect:
-    """The effect of most weight; of no verdict that nothing was compared."""
+    """The gravest effect; without a verdict, that nothing was compared."""
     return min((v.effect for v in verdicts), key=lambda effect: effect.rank, default=Effect.NOTHING)
 
 
 def called_wrong(verdict: Verdict, nonfinite: Reason) -> Verdict:
-    """A verdict on the bits of completions some of which hold NaN or infinity: these agree whatever was computed.
+    """The verdict on completions some of which hold NaN or infinity: their bits agree whatever was computed.
 
-    So what seemed clean is not, and its last count, which says so, and its bounds go; what diverged did so beside it.
+    A clean verdict goes, with its bounds and its last count, which says that it was clean; a divergence stays.
     """
     if verdict.finding not in (Finding.CLEAN, Finding.UNPROVEN):
         findings = (Finding.WRONG, *verdict.findings)
@@ -174,7 +174,7 @@ def called_wrong(verdict: Verdict, nonfinite: Reason) -> Verdict:
 
 
 def strongest_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Each once."""
+    """Each finding once."""
     return tuple(sorted(set(findings), key=list(Finding).index))
 
 
@@ -200,31 +200,30 @@ _RANKS = {role: rank for rank, role in enumerate(Role)}
 
 
 def sort_impls(names: Iterable[str]) -> list[str]:
-    """Stock, its backends, invariant, its partial forms, then others as they came; each once."""
+    """Stock, its backends, invariant, its partial forms, then others in the order given; each once."""
     return sorted(dict.fromkeys(names), key=lambda name: _RANKS[role_of(name)])
 
 
 def successful(completions: Iterable[Completion]) -> list[Completion]:
-    """Those that came to their end; the others are in no figure but the count of failures."""
+    """The completions that ended; the others only count as failures."""
     return [c for c in completions if c.status == "ok"]
 
 
-# How completions ended: one that ended otherwise than another of the same tokens and logprobs is another answer.
-#
-# Ids of an end-of-text token are not always among the tokens, so the reason can differ where nothing else does: one
-# request went on to its limit, and one stopped there.
+# A completion that ended for another reason than one with the same tokens and logprobs is a different answer. An
+# end-of-text token is not always among the tokens, so the reason can be all that differs: one request went on to its
+# limit, and the other stopped there.
 
 # (trace, reason why it ended) -> completions.
 Answers = Mapping[tuple[str, str], int]
 
 
 def answers_of(completions: Iterable[Completion]) -> Counter[tuple[str, str]]:
-    """Of completions that succeeded."""
+    """The answers of completions that succeeded."""
     return Counter((c.trace, c.finish) for c in completions)
 
 
 def ended_otherwise(answers: Answers) -> int:
-    """Completions that ended otherwise than most of those with the same tokens and logprobs."""
+    """Completions that ended for another reason than most of those with the same tokens and logprobs."""
     most: Counter[str] = Counter()
     for (trace, _), n in answers.items():
         most[trace] = max(most[trace], n)
@@ -232,7 +231,7 @@ def ended_otherwise(answers: Answers) -> int:
 
 
 def ends_reasons(answers: Answers) -> list[Reason]:
-    """One where completions ended for several reasons."""
+    """One reason where completions ended in several ways, else none."""
     named: Counter[str] = Counter()
     for (_, finish), n in answers.items():
         named[finish] += n
@@ -243,7 +242,8 @@ def ends_reasons(answers: Answers) -> list[Reason]:
 def distinct(
     n: int, completions: int, traces: int, answers: Answers, by: Reason | None = None, known: bool = False
 ) -> list[Reason]:
-    """Distinct completions of n, distinct traces where there are more of them, and how many equal ones ended otherwise.
+    """Distinct completions of n, distinct traces where there are more, and how many equal ones ended for another
+    reason.
 
     Args:
         by: What completions are compared by, where that is not their tokens.
@@ -257,26 +257,25 @@ def distinct(
     return clauses + ([reason("ended-otherwise", n=odd)] if odd else [])
 
 
-# Whether the batch really changed under sampled completions: without that, "batch-dependent" is no verdict.
-#
-# From the schedules of all requests of a round follows the size of every batch. A completion's *batches* are its own
-# query tokens and the whole batch's, step by step from its first.
+# Whether the batch really changed under sampled completions: without that, "batch-dependent" is not a verdict. The size
+# of every batch follows from the schedules of all requests of a round. A completion's *batches* are its own query
+# tokens and the whole batch's, for each of its steps.
 
 Steps = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class BatchEvidence:
-    """What the schedules say about the completions of one prompt under one implementation.
+    """What the schedules show about the completions of one prompt under one implementation.
 
     Attributes:
-        known: Completions whose batches are on record; the others' round was cut short, or no schedule was kept.
+        known: Completions whose batches are on record; for the others the round was cut short, or no schedule was kept.
         different: Different sequences of batches among them.
-        alone: Completions that had every batch to themselves, and computed every key themselves: pages of a shared
-            prefix hold bits of the batch that computed them.
-        alone_parted: Whether two of these, with equal batches, have different traces: the same shapes and
-            the same data gave other bits, so this is run-to-run nondeterminism and nothing else.
-        padded: Whether steps ran as CUDA graphs, so that products met a few sizes alone, and not those on record.
+        alone: Completions that ran solo in every batch and computed every key themselves: pages of a shared prefix hold
+            bits of the batch that computed them.
+        alone_parted: Whether two of these, with equal batches, have different traces: the same shapes and data gave
+            other bits, so this is run-to-run nondeterminism and nothing else.
+        padded: Whether steps ran as CUDA graphs, so that products had a few fixed sizes, and not those on record.
     """
 
     known: int
@@ -287,12 +286,12 @@ class BatchEvidence:
 
     @property
     def varied(self) -> bool:
-        """Whether at least two completions met different batches."""
+        """Whether at least two completions had different batches."""
         return self.different > 1
 
     @property
     def constant(self) -> bool:
-        """Whether every completion ran alone, in equal batches: the batch is out of the question."""
+        """Whether every completion ran solo, in equal batches: then the batch can't be the cause."""
         return self.known > 0 and self.different == 1 and self.alone == self.known
 
 
@@ -302,7 +301,7 @@ def batch_evidence(
     """Compare the batches of these completions of one prompt under one implementation, all of which succeeded.
 
     Args:
-        totals: As `round_totals` gives them, for that implementation.
+        totals: From `round_totals`, for that implementation.
     """
     patterns: set[str] = set()
     traces_alone: dict[str, set[str]] = defaultdict(set)
@@ -316,7 +315,7 @@ def batch_evidence(
         whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
         pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).hexdigest()
         patterns.add(pattern)
-        # the last token is never fed back; fewer than the rest means that pages were shared
+        # the last token is never fed back; a smaller sum means that pages were shared
         shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
         if shared_nothing and np.array_equal(own, whole):
             alone += 1
@@ -326,9 +325,9 @@ def batch_evidence(
 
 
 def round_totals(run: Run, impl: str) -> dict[int, Steps]:
-    """Round -> query tokens of the whole batch at each step; only of rounds that came to their end.
+    """Round -> query tokens of the whole batch at each step; only for rounds that ended.
 
-    Failed completions count here, in others' batches, and nowhere else.
+    Failed completions count here, because they were in others' batches, and nowhere else.
     """
     schedules: dict[int, list[list[int]]] = {
         record.round: [part for schedule in record.background.values() for part in schedule]

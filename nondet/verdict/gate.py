@@ -1,6 +1,4 @@
-"""One verdict for each implementation of a run, what it had the power to see, and what a gate and its exit code
-decide.
-"""
+"""One verdict per implementation of a run, the run's statistical power, and the decision and exit code of a gate."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from nondet.verdict.wording import Reason, phrase, reason, words
 
 
 class Outcome(StrEnum):
-    """What a gate may end with."""
+    """The possible outcomes of a gate."""
 
     OPEN = "open"
     SHUT = "shut"
@@ -37,8 +35,7 @@ class Outcome(StrEnum):
 CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT: 3, Outcome.NOT_ENOUGH: 4}
 
 
-# Reasons that a headline has as well, the first of each group: what kind a mismatch is, where it begins, what rewards
-# came to.
+# Reasons that a headline has as well, the first of each group: the kind of mismatch, where it begins, the rewards.
 TELLING = (mismatch.KINDS, ("mm-where",), ("rl-spread",))
 
 
@@ -58,7 +55,6 @@ def judge(run: Run) -> list[Verdict]:
 
 
 def _of_vectors(verdict: Verdict, vectors: Sequence[Neighbours]) -> Verdict:
-    """The verdict on an encoder, where it is one: what differs between its vectors, and what a search does of it."""
     if not vectors:
         return verdict
     worst, findings = max(vectors, key=lambda n: n.parted), verdict.findings
@@ -74,9 +70,9 @@ def _of_vectors(verdict: Verdict, vectors: Sequence[Neighbours]) -> Verdict:
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
-    """The code to end with under --fail-on, and the line that says why the question has no answer ("" otherwise).
+    """The exit code under --fail-on, and the line that explains why there is no answer ("" otherwise).
 
-    With "divergent" that of `answer`. Without --fail-on 1 where cases were asked and not one of them was measured: a
+    With "divergent" it is that of `answer`. Without --fail-on it is 1 where cases were run and none was measured: a
     script should not take that for an answer.
 
     Raises:
@@ -102,15 +98,15 @@ def answer(
     drawn: Mapping[str, str] | None = None,
     conclusion: Diagnosis | TraceVerdict | None = None,
 ) -> tuple[Outcome, tuple[Reason, ...]]:
-    """What every gate decides, and why: shut, no answer or open.
+    """The decision of every gate, and why: shut, no answer or open.
 
-    Shut where something diverged that a user would want equal, or where a result is wrong, however identical. No answer
-    where neither was seen and the run was killed, cases failed, or nothing was compared for an implementation that was
-    asked for: a gate must not open on that. Sums that were taken in another order on purpose are no divergence.
+    Shut where something diverged that a user would want equal, or where a result is wrong, even if it is consistent. No
+    answer where neither was seen and the run was killed, cases failed, or nothing was compared for a requested
+    implementation: a gate must not open on that. Sums that were taken in another order on purpose are not a divergence.
 
     Args:
-        drawn: As `unseeded` gives them: what parts of these is no fault unless it is wrong, and no answer.
-        conclusion: What a diagnosis or a trace came to, where that counts beside the verdicts on its samples.
+        drawn: From `unseeded`: a difference in these is not a fault unless the result is wrong, and not an answer.
+        conclusion: The conclusion of a diagnosis or a trace, where it counts next to the verdicts on its samples.
     """
     drawn = drawn or {}
     faults = [v for v in verdicts if _faults(v, drawn)]
@@ -122,11 +118,11 @@ def answer(
 
 
 def _faults(verdict: Verdict, drawn: Mapping[str, str]) -> list[Finding]:
-    """The findings of a verdict that keep a gate shut; of what was drawn without a seed the wrong ones alone."""
+    """The findings of a verdict that keep a gate shut; for draws without a seed only wrong results."""
     return [f for f in verdict.findings if f.is_fault and (verdict.impl not in drawn or f == Finding.WRONG)]
 
 
-_FIRST = 3  # verdicts that an answer repeats
+_FIRST = 3  # verdicts in a reason
 
 
 def _first(verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
@@ -136,7 +132,6 @@ def _first(verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
 def _no_answer(
     run: Run, verdicts: Sequence[Verdict], drawn: Mapping[str, str], conclusion: Diagnosis | TraceVerdict | None
 ) -> Reason | None:
-    """Why the question has no answer where no fault was seen."""
     if drawn:
         return reason("drawn", each=tuple(reason("unseeded", impl=i, evidence=why) for i, why in drawn.items()))
     if not run.complete:
@@ -152,7 +147,7 @@ def _no_answer(
     if unproven:
         return reason("axis-untested" if is_varied(run) else "load-unproven", impls=unproven)
     untested = [v for v in verdicts if v.finding == Finding.UNTESTED]
-    # a backend that "stock" stands for may be missing here; one that was asked for by its own name is an untested stock
+    # a backend that "stock" includes may be missing here; one that was requested by its own name is an untested stock
     named = run.header.plan.get("impls")
     named = named if isinstance(named, list) else []
     missing = tuple(dict.fromkeys(v.impl for v in untested if v.role != Role.BACKEND or v.impl in named))
@@ -162,24 +157,23 @@ def _no_answer(
     return None
 
 
-# What a run without a divergence would have seen: its power, by request and by load.
-#
-# Tries are independent where they are drawn so. Loads are; the requests of one load share its batches, so a figure by
-# request holds only if requests were independent, and says so. Stopping early is free while nothing diverged: a rate p
-# is excluded wrongly only if nothing was hit in the first n tries, n the fewest that exclude it, which has a chance of
-# at most 1 - confidence. A sweep over chosen sizes is no sample, and has no power of this kind.
+# The power of a run without a divergence, by request and by load. Loads are independent; the requests of one load share
+# its batches, so a figure by request holds only if requests were independent, and its text says so. Stopping early is
+# free while nothing diverged: a rate p is excluded wrongly only if nothing was hit in the first n tries, n the fewest
+# that exclude it, which has a chance of at most 1 - confidence. A sweep over chosen sizes is not a sample, and has no
+# power of this kind.
 
 BY = ("load", "request")
 
 
 @dataclass(frozen=True)
 class Power:
-    """What was tried under one implementation, held against what was asked.
+    """What was tried under one implementation, and the power that was requested.
 
     Attributes:
         requests: Comparisons of one request with the others; loads: of one load with the others.
-        rate, confidence: A rate that ought to have been seen, and how surely; both between 0 and 1.
-        by: What the rate is of, "load" or "request".
+        rate, confidence: The divergence rate to detect, and the confidence to detect it with; both between 0 and 1.
+        by: What the rate is per, "load" or "request".
     """
 
     impl: str
@@ -194,17 +188,17 @@ class Power:
         return self.loads if by == "load" else self.requests
 
     def seen(self, by: str) -> float:
-        """The chance that a divergence of the rate asked about would have been seen: 1 - (1 - p)^n."""
+        """The chance that a divergence of this rate would have been seen: 1 - (1 - p)^n."""
         return -math.expm1(self.tries(by) * math.log1p(-self.rate))
 
     def bound(self, by: str) -> float:
-        """The rate that is excluded with the confidence asked for, 1 - (1 - c)^(1/n); 1.0 where nothing was tried."""
+        """The rate that is excluded with this confidence, 1 - (1 - c)^(1/n); 1.0 where nothing was tried."""
         tries = self.tries(by)
         return -math.expm1(math.log1p(-self.confidence) / tries) if tries else 1.0
 
     @property
     def needed(self) -> int:
-        """Tries by the unit asked for that would be enough."""
+        """The number of tries that would be enough, in the unit `by`."""
         return trials_to_see(self.rate, self.confidence)
 
     @property
@@ -214,11 +208,11 @@ class Power:
 
 
 def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) -> Power | None:
-    """What the completions under `impl` would have seen; None where there are none: a sweep has counts and no rate.
+    """The power of the completions under `impl`; None where there are none: a sweep has counts and no rate.
 
     Several prompts are one sample of requests: a divergence of any of them is one. The first completion of a prompt is
-    what the others are held against, and so is its load. Completions that are not known to have met different batches
-    are no try at all; of a server, those that are not known to have run beside others.
+    the reference of the others, and so is its load. Completions that are not known to have run in different batches are
+    not tries; of a server, those that are not known to have run concurrently with others.
     """
     if is_varied(run) or not any(c.impl == impl for c in run.completions):
         return None
@@ -234,10 +228,10 @@ class Decision:
     """A gate's answer.
 
     Attributes:
-        reasons: Why: of a gate that is open or shut the first verdicts behind it.
-        power: What each sampled implementation would have shown; empty for sweeps.
+        reasons: Why: for an open or shut gate the first verdicts behind it.
+        power: The power of each sampled implementation; empty for sweeps.
         faults: Findings that keep it shut; empty where it is not shut.
-        above: Implementations that are above a threshold; None where none decided.
+        above: Implementations that are above a threshold; None where no threshold decided.
     """
 
     outcome: Outcome
@@ -254,7 +248,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Why, in a phrase without its full stop."""
+        """The reason, in a phrase without its full stop."""
         return phrase(self.reasons, brief=True)
 
 
@@ -296,13 +290,13 @@ def decide(
     """Judge a run as a gate does.
 
     Args:
-        impls: Those that must hold; none: all that the run has.
+        impls: Those that must be consistent; none: all that the run has.
         rate, confidence, by: The power that a sample must have: see `Power`.
-        asked: Whether somebody asked for that power, so that a run without a sample can't be enough.
-        limits: Of a run of `nondet mismatch` or `nondet rl`: thresholds, which decide in the place of its verdicts.
+        asked: Whether that power was requested, so that a run without a sample can't be enough.
+        limits: Thresholds for a run of `nondet mismatch` or `nondet rl`, which decide instead of its verdicts.
 
     Raises:
-        UserError: the run has no sample, and a power was asked for; or its records contradict each other.
+        UserError: the run has no sample, and a power was requested; or its records contradict each other.
     """
     run = of_impls(run, impls)
     verdicts = tuple(judge(run))
@@ -327,7 +321,7 @@ def decide(
 
 
 def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) -> Decision:
-    """Raises UserError: the run compared no sampler with a trainer, or holds no figure that is asked for."""
+    """Raises UserError: the run compared no sampler with a trainer, or holds no figure with a threshold."""
     if not run.mismatch_rollouts and not run.training_steps:
         what = f"{run.source or 'the run'} compared no sampler with a trainer, which thresholds are of"
         hint = "Gate a run of `nondet mismatch` or `nondet rl`, or leave --mismatch-bits, --k3 and the like out."

@@ -1,4 +1,4 @@
-"""The sampler compared with the trainer: whether they differ, what kind it is, what cures it, and what it does."""
+"""The sampler compared with the trainer: whether they differ, the kind, what fixes it, and its effect."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_seq
 from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason
 
-NAMED, SHOWN = 0.9, 0.1  # of what stands above rounding, for a hypothesis to be named and to be shown
-KINDS = (  # reasons that say what kind it is
+NAMED, SHOWN = 0.9, 0.1  # shares of the mismatch above rounding, for a hypothesis to be named and to be shown
+KINDS = (  # reasons that name the kind
     "mm-exact", "mm-named", "mm-numeric", "mm-unexplained", "mm-few", "mm-rounded", "mm-shifted", "mm-one-sided",
 )  # fmt: skip
-_LEFT = 10.0  # times rounding: what a hypothesis leaves that gives the very bits of most tokens, and not of a few
-_MOVED = 0.1  # of the middle |d|, where each logprob is compared with the one beside it: then it is that token's
-FEWEST = 16  # tokens of which a kind is said: one fitted value explains a few, and two formulas agree on them
+_LEFT = 10.0  # times rounding: a hypothesis that reproduces the bits of most tokens may leave this much in the others
+_MOVED = 0.1  # of the middle |d|, where each logprob is compared with the next token's: then it is that token's
+FEWEST = 16  # tokens for a kind to be named: one fitted value explains a few, and two formulas agree on them
 
 _R = TypeVar("_R", bound=ImplementationRecord)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One arm of a run: its rollouts, and what was computed of them.
+    """One arm of a run: its rollouts, and what was computed from them.
 
     Attributes:
         kinds: Every hypothesis on each side, those that leave least first.
@@ -56,7 +56,7 @@ class Pair:
 
     @cached_property
     def figures(self) -> Figures | None:
-        """None where no rollout was compared."""
+        """The figures of its rollouts; None where no rollout was compared."""
         if not self.rollouts:
             return None
         sides = (np.frombuffer(b"".join(getattr(r, s) for r in self.rollouts), "<f4") for s in ("sampler", "trainer"))
@@ -65,7 +65,7 @@ class Pair:
 
     @cached_property
     def steps(self) -> list[Bin]:
-        """By step of training; empty of a single one."""
+        """The figures by training step; empty if there is only one step."""
         numbers, f = sorted({r.step for r in self.rollouts}), self.figures
         if f is None or len(numbers) < 2:
             return []
@@ -74,12 +74,12 @@ class Pair:
 
     @property
     def rows_differ(self) -> int:
-        """Whole rows of logits that do."""
+        """Whole rows of logits that differ."""
         return sum(n > 0 for n in self.whole.differ) if self.whole else 0
 
     @property
     def kl(self) -> float:
-        """KL(sampler || trainer), nats a token: the mean over whole rows; 0 of none."""
+        """KL(sampler || trainer) in nats per token: the mean over whole rows; 0 without any."""
         return sum(self.whole.kl) / len(self.whole.kl) if self.whole and self.whole.kl else 0.0
 
     @cached_property
@@ -92,9 +92,9 @@ class Pair:
 
     @cached_property
     def named(self) -> MismatchKind | None:
-        """The hypothesis that is the cause: it gives the very bits, or leaves least, at most a tenth and what rounding
-        explains; or None. K3 is exponential: a few tokens that are far off outweigh the rest, and any shift fits them.
-        """
+        """The hypothesis that is the cause: it gives exactly the same bits, or leaves least, at most a tenth and what
+        rounding explains; or None. K3 is exponential: a few tokens that are far off outweigh the rest, and any shift
+        fits them."""
         if self.figures is None or not self.figures.differ or (self.floor and self.floor.tokens < FEWEST):
             return None
         exact = [k for k in self.kinds if k.exactly >= NAMED and k.left <= _LEFT * k.floor]
@@ -105,7 +105,7 @@ class Pair:
 
     @property
     def shown(self) -> list[MismatchKind]:
-        """The best of each cause that takes away a tenth, but is not the one that is named."""
+        """The best of each cause that removes a tenth, but is not the named one."""
         best: dict[str, MismatchKind] = {}
         for kind in self.kinds:
             if kind.k3 > ABOVE * kind.floor and removed(kind) >= SHOWN:
@@ -121,13 +121,13 @@ class Pair:
 
 
 def removed(kind: MismatchKind) -> float:
-    """The share of what stands above rounding that a hypothesis takes away; may be below 0, or above 1."""
+    """The share of the mismatch above rounding that a hypothesis removes; may be below 0, or above 1."""
     above = kind.k3 - kind.floor
     return (kind.k3 - kind.left) / above if above > 0 else 0.0
 
 
 def pairs(run: Run) -> list[Pair]:
-    """Of a run, in the order of the file."""
+    """The arms of a run, in the order of the file."""
 
     def first(records: Sequence[_R], impl: str) -> _R | None:
         return next((r for r in records if r.impl == impl), None)
@@ -175,7 +175,7 @@ def _judge(pair: Pair, told: Sequence[Pair]) -> Verdict:
 
 
 def _rows(pair: Pair) -> list[Reason]:
-    """The whole vocabulary, where it was compared; of sides that gave logprobs alone, that it was not."""
+    """The whole vocabulary, where it was compared; a note that it was not, where sides gave only logprobs."""
     if (w := pair.whole) is None or not w.differ:
         return [reason("mm-rows-none")]
     told = {"n": len(w.differ), "size": w.size}
@@ -187,7 +187,6 @@ def _rows(pair: Pair) -> list[Reason]:
 
 
 def _kind(pair: Pair) -> list[Reason]:
-    """What it is called, and what else takes a tenth of it away."""
     said: list[Reason] = []
     if (k := pair.named) is not None:
         told = {name: getattr(k, name) for name in ("layer", "side", "cause", "fitted", "left", "floor", "exactly")}
@@ -210,7 +209,8 @@ def _kind(pair: Pair) -> list[Reason]:
 
 
 def _without_model(pair: Pair) -> list[Reason]:
-    """What the two sides show by themselves: a narrower format, logprobs of the next token, or that it is no rounding.
+    """What the two sides show without a model: a narrower format, logprobs of the next token, or that it is not
+    rounding.
 
     Rounding has no sign: that the tokens which differ most, a tenth and 16 at least, have one by chance is one in 2^15.
     """
@@ -222,7 +222,7 @@ def _without_model(pair: Pair) -> list[Reason]:
         for side, other in (("sampler", "trainer"), ("trainer", "sampler"))
         if grids[side] and not grids[other]
     ]
-    later = np.setdiff1d(np.arange(f.tokens), np.cumsum([0, *f.lengths])[:-1])  # each but the first of its rollout
+    later = np.setdiff1d(np.arange(f.tokens), np.cumsum([0, *f.lengths])[:-1])  # all but the first of each rollout
     here = float(np.median(np.abs(f.distance[later]))) if len(later) >= FEWEST else 0.0
     for side, one, other in (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler)):
         moved = float(np.median(np.abs(one[later - 1] - other[later]))) if here else 0.0
@@ -236,7 +236,7 @@ def _without_model(pair: Pair) -> list[Reason]:
 
 
 def _where(pair: Pair) -> list[Reason]:
-    """The first call of the trainer's that diverges from the sampler's."""
+    """The first call in the trainer that diverges from the sampler."""
     if (p := pair.place) is None:
         return []
     told = {name: getattr(p, name) for name in ("rollout", "position", "layer", "module", "call", "after", "unsteady")}
@@ -252,7 +252,7 @@ def _where(pair: Pair) -> list[Reason]:
 
 
 def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
-    """What it does to a step's gradient, and what is left of it under invariant kernels."""
+    """The effect on a step's gradient, and what is left of it under invariant kernels."""
     said: list[Reason] = []
     if (e := pair.effect) is not None:
         moved = min(1.0, e.moved)
@@ -269,11 +269,11 @@ def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
 
 
 class Thresholds(NamedTuple):
-    """What a user's own gate lets through; None: not asked.
+    """Thresholds of a user's own gate; None: no threshold.
 
     Attributes:
         bits: Tokens whose logprob bits differ.
-        k3: Nats a token.
+        k3: Nats per token.
         mult_prob_error: NeMo RL's mean of exp |d|.
     """
 
@@ -283,17 +283,17 @@ class Thresholds(NamedTuple):
 
     @property
     def asked(self) -> list[tuple[str, str, float]]:
-        """Those that are: what the figure is called, its field, and the threshold."""
+        """Those that are set: the figure's name, its field, and the threshold."""
         names = ("other bits", "differ"), ("K3", "k3"), ("mean of exp |d|", "mult_prob_error")
         return [(*name, limit) for name, limit in zip(names, self, strict=True) if limit is not None]
 
 
-# An arm, what of it is compared with a threshold, its value, where that was seen, and the threshold.
+# An arm, the name of its figure, the figure, where it was seen, and the threshold.
 Held = tuple[str, str, float, str, float]
 
 
 def held(run: Run, limits: Thresholds) -> Iterator[Held]:
-    """What a run of `nondet mismatch` holds beside the thresholds that are asked."""
+    """What a run of `nondet mismatch` holds for each of the thresholds that are set."""
     for pair in pairs(run):
         if (figures := pair.figures) is None:
             continue

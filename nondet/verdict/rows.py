@@ -1,14 +1,13 @@
 """Verdicts on rows: what variants that ought to agree show, in words that claim no more than they show.
 
-What may be said:
-  * A result that is no answer to the question (another shape or dtype, an error beyond the bound, NaN where the oracle
-    is finite, inputs written to) is wrong, whether its variants agree or not.
-  * Divergence while the same call was repeated is run-to-run nondeterminism.
-  * Divergence while the batch changed is batch dependence, unless the same operator also parts from run to run: then
-    one can't be told from the other. Where nothing was repeated, it is divergence and no more.
-  * Divergence while the order of a reduction was changed on purpose is neither: it is what floating-point does.
-  * No divergence is never called deterministic. A sweep over chosen sizes is no sample of anything, so it gives counts
-    and no rate.
+* A result that does not answer the question (another shape or dtype, an error beyond the bound, NaN where the oracle
+  is finite, inputs written to) is wrong, whether its variants agree or not.
+* Divergence while the same call was repeated is run-to-run nondeterminism.
+* Divergence while the batch changed is batch dependence, unless the same operator also differs from run to run: then
+  the two can't be told apart. Where nothing was repeated, it is divergence and no more.
+* Divergence while the order of a reduction was changed on purpose is neither: floating-point sums depend on order.
+* No divergence is never called deterministic. A sweep over chosen sizes is not a sample, so it gives counts and no
+  rate.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _AXES = frozenset(Axis)
 def axis_of(row: Row) -> Axis:
     """The kind of what varied, as it counts for the verdict.
 
-    Other orders of reduction may give other bits, so parting there is no fault; but it is one where the order can't
-    matter (every partial sum is exact), and where the implementation claims that how the work is split doesn't.
+    Other orders of reduction may give other bits, so a difference there is not a fault; but it is one where the order
+    can't matter (every partial sum is exact), and where the implementation claims that how the work is split doesn't.
     """
     axis = Axis(row.axis) if row.axis in _AXES else Axis.OTHER
     if axis == Axis.ORDER and (row.claims_invariance or (row.parted and row.exact)):
@@ -36,12 +35,12 @@ def axis_of(row: Row) -> Axis:
 
 
 def judge_rows(rows: Sequence[Row]) -> list[Verdict]:
-    """One verdict for each implementation that the rows ask about."""
+    """One verdict for each implementation in the rows."""
     return [_judge_all(name, [r for r in rows if r.impl == name]) for name in sort_impls(r.impl for r in rows)]
 
 
 def _judge_all(impl: str, rows: list[Row]) -> Verdict:
-    """Demonstrations apart from the rest, unless there is nothing else or the implementation claims to be invariant."""
+    """Demonstrations are judged only where there is nothing else or the implementation claims to be invariant."""
     apart = [r for r in rows if r.demonstration and not r.claims_invariance and not r.wrong]
     if not apart or len(apart) == len(rows):
         return _judge_impl(impl, rows)
@@ -61,7 +60,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), left_out)
     unsteady = {_family(r) for r in usable if _parted_from_run_to_run(r)}
     on = {axis: [r for r in usable if axis_of(r) == axis] for axis in Axis}
-    # where results change from run to run anyway, a sweep over anything else shows nothing of its own
+    # where results change from run to run anyway, a sweep over anything else shows nothing by itself
     steady = {axis: [r for r in on[axis] if _family(r) not in unsteady] for axis in Axis}
     hits += _divergences(usable, steady)
     reasons = (*_reasons(usable, on, steady, unsteady), *left_out)
@@ -70,14 +69,14 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
         return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean),), reasons)
-    if any(r.parted for r in on[Axis.ORDER]):  # its own count says what the first of the reasons does
+    if any(r.parted for r in on[Axis.ORDER]):  # its own count already says the first reason
         finding, counts = _counted(Finding.ORDER, on[Axis.ORDER])
         return Verdict(impl, (finding,), (counts, reason("no-fault")), reasons[1:])
     return Verdict(impl, (Finding.CLEAN,), (_clean_rows(on[Axis.ORDER]), reason("order-changed")), reasons)
 
 
 def _divergences(usable: list[Row], steady: dict[Axis, list[Row]]) -> list[tuple[Finding, Reason]]:
-    """What parted, and what it may be blamed on."""
+    """What differed, and its possible causes."""
     hits = []
     if any(_parted_from_run_to_run(r) for r in usable):
         hits.append(_counted(Finding.RUN_TO_RUN, [r for r in usable if _repeated(r)], _parted_from_run_to_run))
@@ -89,7 +88,7 @@ def _divergences(usable: list[Row], steady: dict[Axis, list[Row]]) -> list[tuple
         if any(r.parted for r in rows):
             hits.append(_counted(finding, rows))
     for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if r.parted):
-        # "class": compared with the anchor of a numerics class, by `nondet certify`
+        # "class": compared with the reference kernel of a numerics class, by `nondet certify`
         rows = [r for r in steady[Axis.OTHER] if r.varied == varied]
         code = "rows-class" if varied == "class" else "rows-depend"
         hits.append((Finding.OTHER, reason(code, varied=varied.replace("_", " "), hits=_hits(rows))))
@@ -102,7 +101,7 @@ def _compared(row: Row) -> bool:
 
 
 def _left_out(rows: Sequence[Row]) -> tuple[Reason, ...]:
-    """What the verdict rests on nothing of, and what weakens it."""
+    """What the verdict leaves out, and what weakens it."""
     absent = ((Status.ERROR, "failed"), (Status.SKIPPED, "skipped"))
     counts = [(sum(r.status == status for r in rows), what) for status, what in absent]
     cases = tuple(reason("cases", n=n, what=what) for n, what in counts if n)
@@ -132,14 +131,13 @@ def _counted(
 
 
 def _hits(tried: Sequence[Row], is_hit: Callable[[Row], bool] = lambda row: row.parted) -> tuple[tuple[str, bool], ...]:
-    """The operator of each case, and whether it was hit."""
     return tuple((r.operator, is_hit(r)) for r in tried)
 
 
 def _clean_rows(rows: Sequence[Row]) -> Reason:
-    """Counts of what was compared and what was tried: chosen sizes are no sample, so there is no rate to bound.
+    """Counts of what was compared and what was tried: chosen sizes are no sample, so no rate can be bounded.
 
-    The first variant of a case is what the others are compared with, so it adds a trial and no comparison.
+    The first variant of a case is what the others are compared with, so it adds a trial but no comparison.
     """
     tried = {
         "varied": list(dict.fromkeys(r.varied.replace("_", " ") for r in rows)),

@@ -1,12 +1,12 @@
-"""The verdict on sampled completions: how many differ, what that may be blamed on, and what followed an axis.
+"""The verdict on sampled completions: how many differ, the possible cause, and what followed an axis.
 
-Completions met different batches, or they did not: only the first makes divergence batch dependence, and only then
-does agreement say anything about the batch. Distinct completions and distinct logprob traces are different findings:
-tokens may agree while the numbers under them do not, and that is batch dependence all the same.
+Only where completions ran in different batches is divergence batch dependence, and only then does agreement show
+anything about the batch. Distinct completions and distinct logprob traces are different findings: if the numbers under
+equal tokens differ, that is batch dependence too.
 
-A round that is run again in equal batches tells run-to-run nondeterminism from batch dependence, and it tells for its
-own completions alone: traces that part only in rounds that nobody ran again may be noise of one run. So the batch is
-named only where traces part among completions whose rounds came out the same, bit for bit, when they were run again.
+A round that is run again in equal batches distinguishes run-to-run nondeterminism from batch dependence, but only for
+its own completions: traces that differ only in rounds that were not run again may be noise of one run. So the batch is
+named only where traces differ among completions whose rounds came out the same, bit for bit, when they were run again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nondet.verdict.findings import (
 )
 from nondet.verdict.wording import Reason, reason, words
 
-# The operator of the row that says how a round, run twice, compared with itself.
+# The operator of the row that compares a round with its repetition.
 REPLAY = "engine"
 
 
@@ -48,11 +48,11 @@ class SampleCounts:
 
     Attributes:
         n: Completions that succeeded.
-        failed: Requests that did not: in no other figure.
+        failed: Requests that did not, and are in no other figure.
         nonfinite: Completions with a logprob that is NaN or infinite.
-        completions: Digest of the tokens -> how many.
-        traces: Round -> digest of the trace -> how many.
-        answers: (digest of the trace, reason why it ended) -> how many.
+        completions: Digest of the tokens -> count.
+        traces: Round -> digest of the trace -> count.
+        answers: (digest of the trace, reason why it ended) -> count.
     """
 
     impl: str
@@ -94,12 +94,12 @@ def replays(run: Run) -> dict[str, list[Row]]:
 
 
 def repeated(again: Sequence[Row]) -> str:
-    """What the repeated rounds showed, in a phrase."""
+    """The result of the repeated rounds, in a phrase."""
     return words(_repetition(again))
 
 
 def _repetition(again: Sequence[Row]) -> Reason:
-    """A repetition is one trial, however many requests rode in it."""
+    """A repetition is one trial, however many requests were in it."""
     if not again:
         return reason("again-none")
     requests, other = (sum(int(r.extra.get(key, 0)) for r in again) for key in ("requests", "requests_parted"))
@@ -169,15 +169,14 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
 
 
 def _judge_bits(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row]) -> Verdict:
-    """The same of their bits, whatever number these are."""
     reasons = [reason("requests-failed", n=counts.failed)] if counts.failed else []
     if counts.n < 2:
         lone = counts.failed and not counts.n
         clause = reason("all-failed", n=counts.failed) if lone else reason("too-few", n=counts.n)
         return Verdict(counts.impl, (Finding.UNTESTED,), (clause,), tuple(reasons), counts.prompt)
     if counts.distinct_completions > 1 and counts.distinct_traces == 1:
-        # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself, and
-        # no verdict may rest on it
+        # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself, so
+        # it can't have a verdict
         raise UserError(
             f"the run contradicts itself: {counts.impl} has {counts.distinct_completions} completions in one trace",
             "Was it edited by hand?",
@@ -193,16 +192,15 @@ def _judge_bits(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Ro
         (*reasons, *limits),
         counts.prompt,
         (_bound(counts),) if finding == Finding.CLEAN else (),
-        # one trace is one text: what differs in one is how it ended, or a run that was repeated
+        # one trace is one text: if it diverged, its end differs or a repeated run
         change_of(max(counts.distinct_completions, len({finish for _, finish in counts.answers})), (finding,)),
     )
 
 
 def _bound(counts: SampleCounts) -> Reason:
-    """What no divergence leaves.
+    """The bound on the rate where nothing diverged.
 
-    Completions of one round ride in one batch, and are not independent; the first round is what the others are held
-    against.
+    Completions of one round share its batches, and are not independent; the others are compared with the first round.
     """
     rounds, rate = len(counts.traces) - 1, one_sided_bound(counts.n - 1)
     if not rounds:
@@ -211,11 +209,11 @@ def _bound(counts: SampleCounts) -> Reason:
 
 
 def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row]) -> tuple[Finding, list[Reason]]:
-    """What completions that parted may be blamed on, what ones that agree leave open, and why."""
+    """The possible cause where completions differ, what agreement leaves open, and why."""
     if any(r.parted for r in again):
         return Finding.RUN_TO_RUN, []
     if counts.distinct_traces == 1:
-        if ended_otherwise(counts.answers):  # one trace, and more than one answer all the same
+        if ended_otherwise(counts.answers):  # one trace, and more than one answer nevertheless
             return Finding.UNATTRIBUTED, [reason("ends-alone")]
         if batches.constant:
             return Finding.CLEAN, [reason("constant")]
@@ -236,13 +234,12 @@ def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row
     return Finding.BATCH, [*reasons, *([reason("traces-open", n=unshown)] if unshown else [])]
 
 
-# What a run of `nondet sample --vary` shows: along each axis, how many texts and traces, and what followed the axis.
-#
-# Two questions, told apart. *Within* a value the batches change from completion to completion, as in any sample.
-# *Across* values the plan is the same to the request: where a request's trace at a value is not its trace at the base,
-# nothing but the axis was changed, so the bits followed it. That holds only while the same session run twice gives the
-# same bits, and only of values that took effect. Of an axis that changes the arithmetic itself (dtype, attention,
-# threads) completions of different values are counted and not held against each other.
+# What `nondet sample --vary` shows: along each axis, how many texts and traces, and what followed the axis. *Within* a
+# value the batches change from completion to completion, as in any sample. *Across* values the plan is the same for
+# each request: where a request's trace at a value is not its trace at the base, only the axis changed, so the bits
+# followed it. That holds only while the same session run twice gives the same bits, and only for values that took
+# effect. For an axis that changes the arithmetic itself (dtype, attention, threads) completions of different values are
+# counted and not compared.
 
 
 def is_varied(run: Run) -> bool:
@@ -256,9 +253,9 @@ class ValueTally:
 
     Attributes:
         n: Completions that succeeded.
-        texts, traces: Digest -> how many.
+        texts, traces: Digest -> count.
         moved: Requests whose trace is not that of the same request at the base, of `compared`.
-        moved_first: Those among them that ran in the plan's first round, the one that the base ran again.
+        moved_first: Those among them that ran in the plan's first round, which the base ran again.
     """
 
     record: AxisValue
@@ -271,12 +268,12 @@ class ValueTally:
 
     @property
     def comparisons(self) -> int:
-        """With the base where the axis must move nothing, else of completions with the first."""
+        """With the base where the axis must not change anything, else of completions with the first."""
         return self.compared if self.record.held else max(0, self.n - 1)
 
     @property
     def parted(self) -> bool:
-        """Whether any of these came out otherwise."""
+        """Whether any of these differed."""
         return self.moved > 0 if self.record.held else len(self.traces) > 1
 
 
@@ -286,9 +283,9 @@ class AxisTally:
 
     Attributes:
         values: The base's first.
-        idle: Values that did not take effect, or that nothing shows to have.
+        idle: Values that did not take effect, or are not shown to have.
         note: Why nothing was run.
-        texts, traces: Distinct ones over all values; within: of the value that has most.
+        texts, traces: Distinct ones over all values; within: of the value with the most.
     """
 
     axis: str
@@ -303,7 +300,7 @@ class AxisTally:
 
     @property
     def tried(self) -> tuple[ValueTally, ...]:
-        """Values beside the base's."""
+        """The values other than the base's."""
         return tuple(v for v in self.values if v.record.arm != BASE_ARM)
 
     @property
@@ -318,7 +315,7 @@ class AxisTally:
 
     @property
     def compared(self) -> int:
-        """Requests that were held against themselves at the base."""
+        """Requests that were compared with themselves at the base."""
         return sum(v.compared for v in self.tried)
 
 
@@ -357,7 +354,7 @@ def tally_axes(run: Run, impl: str) -> list[AxisTally]:
 
 
 def _name(completion: Completion) -> str:
-    """The request that it is of, the same in every arm."""
+    """The request of the completion, the same in every arm."""
     return completion.request.rpartition(" ")[2]
 
 
@@ -387,12 +384,11 @@ def judge_axes(run: Run) -> list[Verdict]:
 
 
 def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Verdict:
-    """The verdict on the bits of one implementation's completions, whatever number these are."""
     axes = [t for t in tally_axes(run, impl) if not t.note]
     tested, texts = [t for t in axes if any(v.comparisons for v in t.values)], _texts(axes)
     reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
     reasons += [reason("requests-failed", n=failed)] if failed else []
-    # where bits parted though nothing shows the value to have taken effect: by what, nobody knows
+    # where bits parted though the value is not shown to have taken effect, the cause is unknown
     idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
     astray = reason("parted-idly", values=idle)
     unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
@@ -428,19 +424,18 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
 
 
 def _texts(axes: Sequence[AxisTally]) -> int:
-    """Distinct ones, of the axis that has most; of one that may change the arithmetic, at the value that has most."""
+    """Distinct texts of the axis with the most; of one that may change the arithmetic, at the value with the most."""
     every = [(t.held, [v.texts for v in (*t.values, *t.idle)]) for t in axes]
     return max((len(set().union(*of)) if held else max(map(len, of), default=0) for held, of in every), default=0)
 
 
 def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
-    """How many axes were followed, and how many traces there are at one value."""
     held = [t for t in tested if t.held]
     following = tuple(t.axis for t in held if t.moved)
     within = max(t.traces_within for t in tested)
     which = reason("which", names=following) if following else None
     clauses = [reason("axes-followed", n=len(following), of=len(held), which=which)] if held else []
-    # what may change the arithmetic is no fault, and still what was asked for
+    # what may change the arithmetic is not a fault, but it was requested
     clauses += [reason("axis-apart", n=t.traces, axis=t.axis) for t in tested if not t.held and t.traces > 1]
     return [*clauses, reason("within", n=within) if within > 1 else reason("within-one")]
 
@@ -448,7 +443,7 @@ def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
 def _attribute_axes(
     run: Run, impl: str, tested: Sequence[AxisTally], again: bool
 ) -> tuple[tuple[Finding, ...], list[Reason]]:
-    """What the bits followed, where the round that was run again came out the same; nothing where none parted."""
+    """What the bits followed, where the repeated round came out the same; nothing where they did not change."""
     findings, reasons = set(), []
     if any(t.traces_within > 1 for t in tested):
         good = successful(run.completions)
@@ -456,7 +451,7 @@ def _attribute_axes(
         findings.add(Finding.BATCH if again and len(first) > 1 else Finding.UNATTRIBUTED)
     moved = [v for t in tested if t.held for v in t.tried if v.moved]
     if moved:
-        # a later round was run once: there the run itself may be what moved the bits
+        # a later round was run once: there the run itself may have changed the bits
         at_first = any(v.moved_first for v in moved)
         findings.add(Finding.OTHER if again and at_first else Finding.UNATTRIBUTED)
         reasons += [reason("followed-once")] if again and not at_first else []
@@ -464,11 +459,11 @@ def _attribute_axes(
 
 
 def _value_bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> Reason:
-    """What no divergence leaves: sessions of many values are no draws from one rate, so the least is told."""
+    """The bound without a divergence: sessions of many values don't share one rate, so the smallest sample counts."""
     least = min((v.comparisons for t in tested for v in t.tried if v.comparisons), default=0)
     rounds = len({r.round for r in run.rounds if r.impl == impl and r.arm == BASE_ARM})
     if least < 1 or rounds < 1:
         return reason("bounds-none")
-    rounds -= any(not t.held for t in tested)  # there the first completion is what the others are held against
+    rounds -= any(not t.held for t in tested)  # there the others are compared with the first completion
     by_round = reason("bounds-rounds", rate=one_sided_bound(rounds), n=rounds) if rounds else None
     return reason("bounds-values", rounds=by_round, completions=one_sided_bound(least), n=least)

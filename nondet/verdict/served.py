@@ -1,9 +1,9 @@
-"""The verdict on a server's completions, arm by arm: what is on record, the finding, and what is said beside it.
+"""The verdict on a server's completions, arm by arm: what is on record, the finding, and remarks.
 
-Existence is judged on traces (tokens and logprob bits), consequence on tokens. What parts is blamed on the load, or on
-the prefix cache, only where nothing else is left: the arms agree with themselves, the load or the hits are proven, the
-server was one server and greedy, and chance would hardly deal the odd ones to one arm alone. Where nothing parted, only
-a load that is proven says anything about loads.
+Existence is judged on traces (tokens and logprob bits), consequence on tokens. A difference is blamed on the load, or
+on the prefix cache, only where no other cause is left: the arms agree with themselves, the load or the hits are proven,
+the server was one server and greedy, and chance is unlikely to put the differing answers in one arm only. Where nothing
+differed, only a proven load shows anything about loads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nondet.verdict.wording import Reason, reason, words
 # Arms whose requests go one at a time, and those under load.
 ALONE = ("solo", "cold", "warm", "first")
 LOADED = ("chunked", "loaded")
-# Counters of cached prompt tokens that were used, by parts of their names.
+# Parts of the names of counters of cached prompt tokens that were used.
 _HITS = ("prefix_cache_hits", "cached_tokens", "cache_hits")
 
 
@@ -48,17 +48,17 @@ class ArmEvidence:
     """The completions of one prompt in one arm, and what shows that the arm was what it is called.
 
     Attributes:
-        tokens: Tokens of the completions, all together.
+        tokens: Tokens of all completions together.
         failed: Kind of failure -> requests.
         completions: Digest of the tokens -> completions.
-        answers: (trace, reason why it ended) -> completions: what two must have in common to be one.
-        texts: Text -> completions; "" stands for those of older files, which don't say.
-        by_cache: Prompt tokens that the server had cached -> the answers; None where it does not say.
-        proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time,
-            "" where nothing does.
+        answers: (trace, reason why it ended) -> completions: equal answers have both in common.
+        texts: Text -> completions; "" for those of older files, which don't have it.
+        by_cache: Prompt tokens that the server had cached -> the answers; None where it does not report them.
+        proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time, else
+            "".
         shown: The same with figures.
-        in_company: Completions that are known to have run beside another request: no fewer than these.
-        rounds: Rounds that have an end on record; under load those in which a request under study had company.
+        in_company: Completions that are known to have run concurrently with another request: at least this many.
+        rounds: Rounds whose end is on record; under load those in which a request under study ran with others.
         opening: Of its earliest completion: digest of the tokens, trace, reason why it ended.
     """
 
@@ -88,7 +88,7 @@ class ArmEvidence:
 
     @property
     def proof_words(self) -> str:
-        """What shows, or fails to show, that the arm was what it is called, in a phrase."""
+        """The proof, or lack of proof, that the arm was what it is called, in a phrase."""
         return words(self.shown)
 
     @property
@@ -98,16 +98,16 @@ class ArmEvidence:
 
     @property
     def steady(self) -> bool:
-        """Whether those do that found as many cached tokens."""
+        """Whether completions with as many cached tokens agree with each other."""
         return all(len(answers) <= 1 for answers in self.by_cache.values())
 
     def held_against(self, base: ArmEvidence) -> Iterator[tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]]:
-        """The answers with each number of cached tokens, and the base's, where it has none with as many all of them."""
+        """The answers with each number of cached tokens, and the base's with as many, or else all of them."""
         for cached, answers in self.by_cache.items():
             yield answers, base.by_cache.get(cached, base.answers)
 
     def beside(self, *others: ArmEvidence | None) -> ArmEvidence:
-        """The arm, and what others know of numbers of cached tokens that it never met."""
+        """The arm, and the others' answers with numbers of cached tokens that it never had."""
         more = [(cached, some) for arm in others if arm and arm.proof for cached, some in arm.by_cache.items()]
         known = {cached: some for cached, some in more if cached not in self.by_cache and None not in self.by_cache}
         answers = sum(known.values(), self.answers)
@@ -115,7 +115,7 @@ class ArmEvidence:
 
 
 def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
-    """(server, prompt) -> arm -> its evidence, arms in the order of the plan. One pass: there may be many prompts."""
+    """(server, prompt) -> arm -> its evidence, arms in the order of the plan. One pass: prompts may be many."""
     order = {arm: i for i, arm in enumerate(run.header.plan.get("arms", {}))}
     members: dict[tuple[str, int], dict[str, list[Completion]]] = {}
     for c in run.completions:
@@ -136,9 +136,9 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
     by_cache: dict[int | None, list[Completion]] = {}
     for c in good:
         cached = c.served.cached_tokens if c.served else None
-        # what an answer does not say the server's counter does, where it never moved
+        # where an answer does not report its cached tokens, the server's counter shows none if it did not change
         by_cache.setdefault(0 if cached is None and hits == 0 else cached, []).append(c)
-    # which of a round's targets were alone is not on record: they may all have been this prompt's
+    # it is not on record which of a round's targets ran solo: they may all have been this prompt's
     good_in = Counter(c.round for c in good)
     opening = min(good, key=lambda c: (c.round, c.request), default=None)
     company = sum(
@@ -167,9 +167,9 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
 
 
 def proven_tries(run: Run, impl: str) -> tuple[int, int]:
-    """(requests that ran beside others, loads that formed) over all prompts: what a bound may rest on.
+    """(requests that ran with others, loads that formed) over all prompts: the tries of a bound.
 
-    Without a solo arm the first of each is what the others are held against.
+    Without a solo arm the others are compared with the first of each, so it does not count.
     """
     requests = without = 0
     for (name, _), arms in evidence(run).items():
@@ -184,13 +184,12 @@ def proven_tries(run: Run, impl: str) -> tuple[int, int]:
 
 
 def _formed(traffic: Traffic) -> bool:
-    """Whether a round is known to have run requests beside each other, one under study among them."""
+    """Whether a round is known to have run requests concurrently, one under study among them."""
     together = traffic.decoding_most >= 2 or (traffic.running_most is not None and traffic.running_most >= 2)
     return together and traffic.in_company > 0
 
 
 def _hits(traffic: Sequence[Traffic]) -> float | None:
-    """Cached prompt tokens that the server's own counter counted over the rounds; None where it has none."""
     moved = [[v for name, v in t.counters.items() if any(h in name for h in _HITS)] for t in traffic]
     return sum(map(sum, moved)) if moved and all(moved) else None
 
@@ -198,7 +197,7 @@ def _hits(traffic: Sequence[Traffic]) -> float | None:
 def _proof(
     arm: str, traffic: Sequence[Traffic], cached: Sequence[int | None], hits: float | None
 ) -> tuple[str, Reason]:
-    """What shows that the arm was what it is called, as `ArmEvidence.proof` has it, and with figures."""
+    """What shows that the arm was what it is called, as in `ArmEvidence.proof`, and with figures."""
     if arm in ("cold", "warm"):
         known = [tokens for tokens in cached if tokens is not None]
         if known and None not in cached:
@@ -230,20 +229,20 @@ def _proof(
     return "", reason("not-streamed")
 
 
-# Contract questions without whose "yes" a comparison means less; their codes say what a "no" means.
+# Contract questions without whose "yes" a comparison means less; their codes explain a "no".
 _BROKEN = ("greedy", "max-tokens", "sums", "repeatable", "repeatable-bits")
 
 
 @dataclass(frozen=True)
 class Server:
-    """What is known of a server beside its completions.
+    """What is known of a server besides its completions.
 
     Attributes:
         contract: Question -> its answer.
-        seen: As it was met; None where that is not on record.
+        seen: What it reported of itself; None where that is not on record.
         drawn: Whether tokens were drawn.
         loads: Planned arms under load.
-        keys: Most tokens of a request, prompt and answer; None where that is not known.
+        keys: Largest number of tokens of a request, prompt and answer; None where that is not known.
     """
 
     impl: str
@@ -254,16 +253,16 @@ class Server:
     keys: int | None
 
     def answer(self, question: str) -> str:
-        """Of the contract; "" where it was not asked."""
+        """The contract's answer; "" where the question was not tested."""
         return self.contract[question].answer if question in self.contract else ""
 
     def unanswered(self, arms: Mapping[str, ArmEvidence]) -> list[str]:
-        """Planned arms under load of which no answer came."""
+        """Planned arms under load with no answers."""
         return [name for name in self.loads if name not in arms or not arms[name].n]
 
 
 def server_of(run: Run, impl: str) -> Server:
-    """The one of that name."""
+    """The server with that name."""
     good = successful(c for c in run.completions if c.impl == impl)
     told = [(c.served.prompt_tokens, c.served.completion_tokens) for c in good if c.served]
     return Server(
@@ -277,7 +276,7 @@ def server_of(run: Run, impl: str) -> Server:
 
 
 def unseeded(run: Run) -> dict[str, str]:
-    """Servers that drew tokens and are not shown to keep to a seed -> what the contract saw of that."""
+    """Servers that drew tokens and are not shown to respect a seed -> the contract's evidence."""
     if not is_endpoint(run):
         return {}
     servers = {impl: server_of(run, impl) for impl in dict.fromkeys(c.impl for c in run.completions)}
@@ -289,12 +288,12 @@ def unseeded(run: Run) -> dict[str, str]:
 
 
 def off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
-    """Answers of the arm that the base has not."""
+    """Answers of the arm that its base does not have."""
     return sum(count for answer, count in arm.items() if answer not in base)
 
 
 def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
-    """Answers of the arm of which the base has none with these tokens, logprobs and end; with these tokens."""
+    """Answers of the arm that its base does not have: with these tokens, logprobs and end; with these tokens."""
     return sum(off(*pair) for pair in arm.held_against(base)), off(arm.completions, base.completions)
 
 
@@ -303,7 +302,6 @@ def _parted(n: int, traces_off: int, tokens_off: int) -> Reason:
 
 
 def _distinct(n: int, arms: Mapping[str, ArmEvidence], seen: ServerSeen | None) -> list[Reason]:
-    """How many distinct completions and traces there are, and how many equal ones ended otherwise."""
     answers = _all_answers(arms)
     completions = len({digest for arm in arms.values() for digest in arm.completions})
     by = None if seen is None or seen.known_by == "ids" else reason("compared-by", known_by=seen.known_by)
@@ -318,9 +316,9 @@ def _all_answers(arms: Mapping[str, ArmEvidence]) -> Counter[tuple[str, str]]:
 
 
 def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
-    """What no divergence leaves, by loads and by requests; of proven loads alone."""
+    """What no divergence excludes, by loads and by requests; only for proven loads."""
     proven = [a for a in (arms.get("loaded"), arms.get("chunked")) if a is not None and a.proof]
-    first = "solo" not in arms  # then the first one is what the others are held against
+    first = "solo" not in arms  # then the others are compared with the first
     n, rounds = sum(a.in_company for a in proven) - first, sum(a.rounds for a in proven) - first
     if n < 1 or rounds < 1:
         return ()
@@ -328,7 +326,7 @@ def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
 
 
 def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    """What a reader should know of the run beside the finding."""
+    """What a reader should know of the run besides the finding."""
     reasons = ends_reasons(_all_answers(arms))
     failed = sum((Counter(arm.failed) for arm in arms.values()), Counter[str]())
     if failed:
@@ -357,20 +355,20 @@ def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
     return reasons
 
 
-# Chance at which a split of the odd ones between two arms is taken for none.
+# If chance puts the differing answers in one of two arms with a higher probability, they are not attributed.
 _CHANCE = 0.01
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One arm against another, or against itself.
+    """One arm compared with another, or with itself.
 
     Attributes:
         arm, base: Their names; the base is "itself" where there is no other.
         n: Completions of the arm.
-        traces_off, tokens_off: Those whose trace, whose tokens, the other arm has not.
-        finding: What follows.
-        reasons: What stands against naming the cause; empty where it is named or nothing parted.
+        traces_off, tokens_off: Those whose trace, or whose tokens, the other arm does not have.
+        finding: The conclusion.
+        reasons: Why the cause can't be named; empty where it is named or nothing differed.
     """
 
     arm: str
@@ -383,7 +381,7 @@ class Comparison:
 
     @property
     def seen(self) -> Reason:
-        """What came of it."""
+        """The counts of what differed."""
         return reason("against", arm=self.arm, base=self.base, seen=_parted(self.n, self.traces_off, self.tokens_off))
 
     @property
@@ -393,7 +391,7 @@ class Comparison:
 
     @property
     def why(self) -> tuple[str, ...]:
-        """The reasons, a sentence each."""
+        """The reasons, one sentence each."""
         return tuple(map(words, self.reasons))
 
 
@@ -403,7 +401,7 @@ class Subject:
 
     Attributes:
         arms: By name, in the order of the plan.
-        comparisons: Solo against itself, then each arm against what it is held to.
+        comparisons: Solo with itself, then each arm with its base.
     """
 
     server: Server
@@ -416,7 +414,7 @@ def subjects(run: Run) -> list[Subject]:
     """Every prompt of every server, in the order of the run."""
     known = evidence(run)
     servers = {impl: server_of(run, impl) for impl, _ in known}
-    # one prompt alone may be too few to tell, and all of them together not
+    # one prompt may be too few to decide, and all of them together enough
     odds = {impl: pooled_odds(known, impl) for impl in servers}
     return [
         Subject(servers[impl], prompt, arms, tuple(compare_arms(servers[impl], arms, odds[impl])))
@@ -425,11 +423,7 @@ def subjects(run: Run) -> list[Subject]:
 
 
 def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[str, float]) -> Iterator[Comparison]:
-    """The comparisons of one prompt.
-
-    Args:
-        odds: As `pooled_odds` gives them, for all prompts.
-    """
+    """The comparisons of one prompt; `odds` is from `pooled_odds`, for all prompts."""
     doubts = _doubts(server, arms)
     some = {name: arm for name, arm in arms.items() if arm.n}
     first, solo, cold, warm = (some.get(name) for name in ("first", "solo", "cold", "warm"))
@@ -450,7 +444,7 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
 
 
 def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    """What stands against naming any cause."""
+    """Reasons against naming any cause."""
     doubts = [reason("not-greedy")] if server.answer("greedy") == "no" and not server.drawn else []
     if server.drawn and server.answer("seed") != "yes":
         doubts.append(reason("seed-not-shown"))
@@ -461,12 +455,12 @@ def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
 
 
 def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
-    """What an arm is held against: the load's base also knows what cold and warm answers alone were."""
+    """The base of an arm; the base of the load also has the answers of the cold and warm arms."""
     return arms[name].beside(arms.get("cold"), arms.get("warm")) if name == "solo" else arms[name]
 
 
 def _opening(first: ArmEvidence, alone: Sequence[ArmEvidence], doubts: Sequence[Reason]) -> Comparison | None:
-    """The very first answer, held against all others that came one at a time; None where there is no other."""
+    """The first answer, compared with all others that came one at a time; None where there is no other."""
     digest, trace, finish = first.opening
     later = sum((arm.answers for arm in alone), first.answers - Counter([(trace, finish)]))
     if not later:
@@ -479,7 +473,6 @@ def _opening(first: ArmEvidence, alone: Sequence[ArmEvidence], doubts: Sequence[
 
 
 def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
-    """Whether the arm agrees with itself."""
     traces_off, tokens_off = arm.n - max(arm.answers.values()), arm.n - max(arm.completions.values())
     if not traces_off:
         return Comparison(arm.arm, "itself", arm.n, 0, 0, Finding.CLEAN)
@@ -495,10 +488,11 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
 
 
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
-    """The odd ones of the arm, dealt at random over both: the chance that none of them falls to the base.
+    """The probability that none of the arm's differing answers falls to the base, if they are dealt at random over
+    both.
 
-    If the two arms differ in nothing, every deal is as likely as the one that was seen; those of each number of cached
-    tokens are dealt apart.
+    If the two arms do not differ, every deal is as likely as the one that was seen; answers of each number of cached
+    tokens are dealt separately.
     """
     chance = 0.0
     for some, held in arm.held_against(base):
@@ -508,10 +502,10 @@ def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
 
 
 def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl: str) -> dict[str, float]:
-    """Arm -> the chance of what was seen of all prompts of a server, which are dealt apart from each other.
+    """Arm -> the probability of what was seen in all prompts of a server, each of which is dealt separately.
 
-    An arm whose base does not agree with itself at some prompt has none: the prompts whose base does agree would be
-    picked by their luck, and chances multiplied over such a choice are too small.
+    An arm whose base is inconsistent at some prompt has none: the prompts with a consistent base would be picked by
+    luck, and a product of probabilities over such a choice is too small.
     """
     odds: dict[str, float] = {}
     for arm, base in (("warm", "cold"), ("chunked", "solo"), ("loaded", "solo")):
@@ -530,7 +524,7 @@ def _against(
     caches_agree: bool = False,
     pooled: float | None = None,
 ) -> Comparison:
-    """What the arm has that its base has not, and whether the cause may be named."""
+    """The arm's answers that its base does not have, and whether the cause may be named."""
     traces_off, tokens_off = _apart(arm, base)
     if not traces_off:
         return Comparison(arm.arm, base.arm, arm.n, 0, 0, Finding.CLEAN if arm.proof else Finding.UNPROVEN)
@@ -557,7 +551,7 @@ def _against(
 
 
 def _beside(subject: Subject, first: Subject | None) -> Reason:
-    """A second server against the first: what its solo answers have that the first one's have not. No fault of any."""
+    """A second server compared with the first: solo answers that the first does not have. Neither is at fault."""
     mine, theirs = subject.arms.get("solo"), first.arms.get("solo") if first else None
     if first is None or mine is None or theirs is None or not mine.n or not theirs.n:
         return reason("not-held")
@@ -566,7 +560,7 @@ def _beside(subject: Subject, first: Subject | None) -> Reason:
         return reason("beside", seen=_parted(mine.n, *_apart(mine, theirs)))
     if "" in {*mine.texts, *theirs.texts}:
         return reason("known-otherwise", mine=known[0], first=known[1])
-    odd_texts = off(mine.texts, theirs.texts)  # what tokens are known by is no one thing in both; text is
+    odd_texts = off(mine.texts, theirs.texts)  # tokens are identified in different ways in both; text is not
     return reason("by-texts", seen=reason("parted-texts" if odd_texts else "alike", n=mine.n, traces=odd_texts))
 
 
@@ -582,7 +576,7 @@ def _judge(subject: Subject, first: Subject | None) -> Verdict:
     """The verdict on one prompt's answers.
 
     Args:
-        first: The first server's of the same prompt.
+        first: The same prompt on the first server.
     """
     server, arms = subject.server, subject.arms
     beside = [_beside(subject, first)] if server.impl != "server" else []
@@ -604,7 +598,6 @@ def _judge(subject: Subject, first: Subject | None) -> Verdict:
 
 
 def _judge_bits(subject: Subject, clauses: list[Reason], verdict: Verdict) -> Verdict:
-    """The finding on answers of which there are enough, and what stands against naming a cause."""
     comparisons = subject.comparisons
     if len(_all_answers(subject.arms)) == 1:
         finding = _undiverged(subject)
@@ -627,7 +620,7 @@ def _judge_bits(subject: Subject, clauses: list[Reason], verdict: Verdict) -> Ve
 
 
 def _undiverged(subject: Subject) -> Finding:
-    """What may be said where nothing parted: of loads if one of them is proven, else that none is."""
+    """The conclusion where nothing differed: about loads if one of them is proven, else that none is."""
     server, comparisons = subject.server, subject.comparisons
     if server.loads and len(server.unanswered(subject.arms)) == len(server.loads):
         return Finding.UNPROVEN

@@ -1,4 +1,4 @@
-"""Arms of reinforcement learning: in how many steps the KL of sampler and trainer was 0, and what rewards came to."""
+"""Arms of reinforcement learning: in how many steps the KL of sampler and trainer was 0, and how rewards compare."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.mismatch import Held, Thresholds
 from nondet.verdict.wording import Reason, reason
 
-_SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that figures are of: a tenth, and three at least
+_SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that have figures: a tenth, and three at least
 _WINDOW = 5  # steps whose mean reward is an arm's best
-_FELL = 0.5  # of its best: an arm that ended lower has fallen
+_FELL = 0.5  # of its best: an arm that ended lower has collapsed
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Course:
         return self.steps[:few], self.steps[-few:]
 
     def mean(self, name: str, steps: Sequence[TrainingStep] | None = None) -> float | None:
-        """Of a figure over its steps; None where none has it."""
+        """The mean of a figure over its steps; None where none has it."""
         values = [value for s in (self.steps if steps is None else steps) if (value := getattr(s, name)) is not None]
         return fmean(values) if values else None
 
     @cached_property
     def fell(self) -> tuple[float, float] | None:
-        """The best mean reward of steps in a row and that of the last ones, where these earned less than half."""
+        """The best mean reward of consecutive steps and that of the last ones, where these earned less than half."""
         rewards, last = [s.reward for s in self.steps if s.reward is not None], self.mean("reward", self.ends[1])
         if last is None:
             return None
@@ -52,7 +52,7 @@ class Course:
 
 
 def courses(run: Run) -> list[Course]:
-    """Of a run, arms in the order of the file, seeds within."""
+    """The courses of a run, arms in the order of the file, seeds within."""
     found: dict[tuple[str, int], list[TrainingStep]] = {}
     for step in run.training_steps:
         found.setdefault((step.impl, step.seed), []).append(step)
@@ -64,7 +64,7 @@ def courses(run: Run) -> list[Course]:
 
 
 class Line(NamedTuple):
-    """A figure by step: of one seed where `thin`, else the mean over an arm's seeds where all have the step."""
+    """A figure by step: for one seed where `thin`, else the mean over an arm's seeds where all have the step."""
 
     impl: str
     thin: bool
@@ -72,7 +72,7 @@ class Line(NamedTuple):
 
 
 def lines_of(told: Sequence[Course], name: str) -> list[Line]:
-    """A figure of the records, drawn: for each arm thin lines of its seeds, where there are several, then its own."""
+    """The lines of a figure: for each arm thin ones of its seeds, where there are several, then its own."""
     made = []
     for impl in dict.fromkeys(c.impl for c in told):
         seeds = [[(s.step, v) for s in c.steps if (v := getattr(s, name)) is not None] for c in told if c.impl == impl]
@@ -85,7 +85,7 @@ def lines_of(told: Sequence[Course], name: str) -> list[Line]:
 
 
 class Spread(NamedTuple):
-    """Largest less smallest mean reward: of the arms, over their seeds; of the seeds of the arm that scatters most."""
+    """Largest minus smallest mean reward: of the arms, over their seeds; of the seeds of the arm that varies most."""
 
     arms: float
     seeds: float
@@ -97,7 +97,7 @@ class Spread(NamedTuple):
 
 
 def spread(told: Sequence[Course]) -> Spread | None:
-    """None where there is one arm, one seed, or an arm without rewards."""
+    """The spread of rewards; None where there is one arm, one seed, or an arm without rewards."""
     rewards: dict[str, list[float]] = {}
     for course in told:
         if (mean := course.mean("reward")) is not None:
@@ -112,7 +112,7 @@ def judge_training(run: Run) -> list[Verdict]:
     """One verdict for each arm, over its seeds."""
     told = courses(run)
     verdicts = [_judge(impl, [c for c in told if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in told)]
-    if between := spread(told):  # of all arms, so it is said once
+    if between := spread(told):  # of all arms, so it appears once
         shared = reason("rl-spread", **between._asdict(), than=between.than)
         verdicts[0] = replace(verdicts[0], reasons=(shared, *verdicts[0].reasons))
     return verdicts
@@ -137,7 +137,7 @@ def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
 
 
 def _learnt(mine: Sequence[Course]) -> list[Reason]:
-    """What a reader of rewards must know."""
+    """What a reader must know about rewards."""
     steps = [step for course in mine for step in course.steps]
     groups, flat, alike = (sum(getattr(s, name) for s in steps) for name in ("groups", "flat", "alike"))
     notes = [reason("rl-flat", n=flat, of=groups, alike=alike)] if flat else []
@@ -146,10 +146,10 @@ def _learnt(mine: Sequence[Course]) -> list[Reason]:
 
 
 def held(run: Run, limits: Thresholds) -> Iterator[Held]:
-    """As `nondet.verdict.mismatch.held`: other bits of all steps of an arm, and of the means the worst step's.
+    """As `nondet.verdict.mismatch.held`: differing bits over all steps of an arm, and the worst step's means.
 
     Raises:
-        UserError: the steps have no such mean: an older nondet made them.
+        UserError: the steps have no such mean, because an older nondet made them.
     """
     for impl in dict.fromkeys(s.impl for s in run.training_steps):
         steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]

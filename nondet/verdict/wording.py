@@ -1,7 +1,7 @@
-"""The words of verdicts and gates, made here and nowhere else: a reason is a code with its numbers, until it is shown.
+"""The words of verdicts and gates. Until it is shown, a reason is a code with its numbers.
 
-In a sentence `{n:#case}` is "1 case" or "2,000 cases", `{share:up}` a share in percent, rounded up, and a reason or
-several of them stand for their own words. Where a verdict is told in brief, `where` and `tried` name no operators.
+In a sentence `{n:#case}` is "1 case" or "2,000 cases", `{share:up}` a share in percent, rounded up, and a field of
+reasons is replaced by their words. In brief verdicts `where` and `tried` name no operators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RANGES_MOST = 24  # of sizes, the same
 
 @dataclass(frozen=True)
 class Reason:
-    """What was counted, or what stands for or against a finding.
+    """What was counted, or what supports or weakens a finding.
 
     Attributes:
         code: A key of `WORDS`.
@@ -32,7 +32,7 @@ class Reason:
 
 
 def reason(code: str, **numbers: Any) -> Reason:
-    """One with these numbers."""
+    """The reason with these numbers."""
     return Reason(code, numbers)
 
 
@@ -41,7 +41,7 @@ def plural(count: int, noun: str, many: str = "") -> str:
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
-# Code -> sentence or clause. A clause that begins with a comma, a colon or a space runs on from the one before it.
+# Code -> sentence or clause. A clause that begins with a comma, a colon or a space continues the one before it.
 WORDS: dict[str, str] = {
     # what was counted
     "nonfinite": "{n:#completion} of {of:,} hold NaN or infinite logprobs: wrong",
@@ -86,7 +86,7 @@ WORDS: dict[str, str] = {
     "order-changed": " while the order of reduction changed",
     "finding": ", {findings}",
     "findings": ": {findings}",
-    # what no divergence leaves
+    # what no divergence excludes
     "bounds": " (at 95%, one-sided: below {rounds:up} of rounds ({n:,} compared), below {completions:up} of "
     "completions if they were independent)",
     "bounds-one-round": " (at 95%, one-sided: below {completions:up} of completions if they were independent; one "
@@ -290,12 +290,12 @@ WORDS: dict[str, str] = {
 
 
 def words(why: Reason, *, brief: bool = False) -> str:
-    """Its sentence or clause."""
+    """The sentence or clause of a reason."""
     return _Writer(brief).vformat(WORDS[why.code], (), why.numbers)
 
 
 def phrase(clauses: Iterable[Reason], *, brief: bool = False) -> str:
-    """Clauses as one: a semicolon before each that does not run on."""
+    """Clauses as one phrase: a semicolon before each that does not continue the one before it."""
     text = ""
     for clause in (words(c, brief=brief) for c in clauses):
         text += clause if not text or clause[:1] in ",: " else f"; {clause}"
@@ -303,13 +303,12 @@ def phrase(clauses: Iterable[Reason], *, brief: bool = False) -> str:
 
 
 class _Writer(Formatter):
-    """Fills in numbers, as the head of this module says."""
+    """Fills in numbers, as this module's docstring describes."""
 
     def __init__(self, brief: bool) -> None:
         self._brief = brief
 
     def format_field(self, value: Any, spec: str) -> str:
-        """One field."""
         match spec:
             case "where":
                 return _where(value, brief=self._brief)
@@ -356,7 +355,7 @@ def _where(hits: Sequence[tuple[str, bool]], *, brief: bool = False) -> str:
 
 
 def _tried(varied: Sequence[str], operators: Sequence[str], sizes: Sequence[int]) -> str:
-    """What a clean sweep tried; sizes that follow each other as a range."""
+    """What a clean sweep tried; consecutive sizes as a range."""
     more = f" and {len(operators) - _OPERATORS_MOST} more" if len(operators) > _OPERATORS_MOST else ""
     text = f"; varied: {', '.join(varied)}; operators: {', '.join(operators[:_OPERATORS_MOST])}{more}"
     ends = ([v for v in sizes if v - 1 not in sizes], [v for v in sizes if v + 1 not in sizes])
