@@ -292,7 +292,6 @@ def test_the_kept_notebook_is_executed_and_small() -> None:
 NOT_READ = {"docs/notebook.md": "made of docs/notebook.ipynb, whose outputs are reports"}
 # page -> words that it keeps, and why
 KEPT = {
-    "docs/architecture.md": ("is asked",),  # its tables follow the code, and change with it
     "docs/commands.md": ("moved",),  # a value of `nondet diff --fail-on`
     "docs/embed.md": ("alone",),  # the names of a report's arms
 }
