@@ -308,11 +308,8 @@ class Arithmetic(NamedTuple):
 def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic | None = None) -> Array:
     """The sums of x [R, K], or of the products x * y, in the order of the tree -> [R] float64 before the last rounding.
 
-    Args:
-        x, y: float64 that holds the operands' own numbers. Products of float32 and shorter types are exact in it.
-
-    Raises:
-        NotImplementedError: a node adds more than two and no unit is given, or joins two partial sums to products.
+    `x`, `y`: float64 that holds the operands' own numbers. Products of float32 and shorter types are exact in it.
+    Raises NotImplementedError: a node adds more than two and no unit is given, or joins two partial sums to products.
     """
     how = arithmetic or Arithmetic()
     terms = x if y is None else x * y

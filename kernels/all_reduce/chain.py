@@ -241,14 +241,8 @@ _CPU: tuple[tuple[int, int, tuple[str, ...]], ...] = (
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> str:
     """Sum x over the ranks of the group, in place, on every rank: class "ranks-chain".
 
-    Args:
-        x: Any shape; bfloat16, float16, float32 or float64, the same shape and dtype on all ranks.
-
-    Returns:
-        The name of the member that ran.
-
-    Raises:
-        NotImplementedError: another dtype.
+    `x`: any shape; bfloat16, float16, float32 or float64, the same shape and dtype on all ranks. Returns the name of
+    the member that ran. Raises NotImplementedError: another dtype.
     """
     if x.dtype not in DTYPES:
         raise NotImplementedError(f"no all-reduce in a fixed order of {x.dtype}")

@@ -62,12 +62,7 @@ def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Neighbours first, (x0 + x1) + (x2 + x3), each addition rounded to the tensors' own dtype.
 
     A rank can replace neighbouring leaves by their sum in this order: the bits do not depend on the number of ranks.
-
-    Args:
-        parts: 1, 2, 4, 8, ... tensors of equal shape and dtype.
-
-    Raises:
-        ValueError: their number is not a power of two.
+    `parts`: 1, 2, 4, 8, ... tensors of equal shape and dtype. Raises ValueError: their number is not a power of two.
     """
     level = list(parts)
     if not level or len(level) & (len(level) - 1):

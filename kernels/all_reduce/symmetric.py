@@ -34,7 +34,7 @@ from nondet.kernels.triton_common import on_device
 # kept in float32. "chain" rounds to the operands' dtype after every addition, as a sequence of additions of such
 # tensors would; "tree" rounds once, to the result's dtype.
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
@@ -403,10 +403,7 @@ def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
     """By the size: the fastest of thirteen plans or near it for large messages (docs/evidence/h200-x2, -x4).
 
     Small messages of two ranks took up to 1.9 times the fastest's time there. More than four ranks use the plan of
-    four, which is not measured.
-
-    Args:
-        narrowed: Sums are rounded to half the width.
+    four, which is not measured. `narrowed`: sums are rounded to half the width.
     """
     in_parts = count * itemsize > (_WHOLE_BYTES_MANY if world > 2 else _WHOLE_BYTES if narrowed else 2**62)
     block = (8192 if world > 2 else 16384) // itemsize

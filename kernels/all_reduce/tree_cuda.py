@@ -24,7 +24,7 @@ from nondet.kernels.triton_common import multiprocessors, on_device
 # added in float32 along the binary tree of `nondet.kernels.all_reduce.orders`. A program computes 1, 2, 4 or 8
 # neighbouring chunks, a whole subtree, so the bits do not depend on how K is cut over programs or ranks.
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 

@@ -65,11 +65,7 @@ def values(weights: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def heights_of(dim: int) -> tuple[int, ...]:
-    """Tile heights R of one numerics class, ascending.
-
-    Raises:
-        NotInvariantError: there is none.
-    """
+    """Tile heights R of one numerics class, ascending. Raises NotInvariantError: there is none."""
     by_scores, by_values = _prove_heights(scores, dim, BLOCK), _prove_heights(values, BLOCK, dim)
     found = tuple(sorted(set(by_scores.sizes) & set(by_values.sizes)))
     if not found:
@@ -245,10 +241,7 @@ def attention_varlen(
 
     Each request has the bits that `attention` gives it solo. Arguments as in
     `nondet.kernels.attention.cuda.attention_varlen`, of which max_seqlen_q, max_seqlen_k and split are not used here;
-    errors as `attention`.
-
-    Returns:
-        Zeros for queries that belong to no request (those from cu_seqlens_q[-1] on).
+    errors as `attention`. Returns zeros for queries that belong to no request (those from cu_seqlens_q[-1] on).
     """
     del max_seqlen_q, max_seqlen_k, split
     _check(q, k, v, q.shape[1], k.shape[1], causal=causal, window=window, softcap=softcap)

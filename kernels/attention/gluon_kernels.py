@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 # The pieces of the prefill kernel, for one consumer: ROWS queries (64) by the keys of a tile, or by the head dim, in
 # float32.
 
-# Triton reads a kernel's annotations itself: only gl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only gl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 

@@ -21,7 +21,7 @@ from nondet.kernels.triton_common import capability, multiprocessors
 # Every fused multiply-add is written out as tl.fma, because FMA contraction is off; every sum is written out as a tree,
 # because the order of tl.sum follows the layout, and the layout follows BLOCK_M and the number of warps.
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
@@ -577,10 +577,8 @@ def span_for(programs: int, segments: int, tiles: int, device: torch.device) -> 
     """Segments of one program: 0 for all of them, merged there; else this many, and a second launch merges.
 
     The bits are equal, so this may depend on anything. A multiprocessor runs about one program at full speed; time is
-    counted in tiles of keys: those of a program, a start for each wave of programs, and the second launch.
-
-    Args:
-        tiles: Of a segment.
+    counted in tiles of keys: those of a program, a start for each wave of programs, and the second launch. `tiles`: of
+    a segment.
     """
     sms = multiprocessors(device)
     best, best_cost = 0, float(-(-programs // sms) * (segments * tiles + _START_TILES))

@@ -27,7 +27,7 @@ MAX_HEAD_DIM = 256
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 

@@ -861,10 +861,8 @@ def _finished(x: torch.Tensor, waited: bool) -> Any:
     """A boxed Work of something that is already on the current stream, so a later wait on that stream comes after it.
 
     It is made of a future, which is pure C++: a Work written in Python loses its Python half when it is boxed, and the
-    rest waits for ever.
-
-    Args:
-        waited: The caller waits at once, on the stream that computed; then there is nothing to wait for.
+    rest waits for ever. `waited`: the caller waits at once, on the stream that computed; then there is nothing to wait
+    for.
     """
     c10d: Any = torch._C._distributed_c10d  # its stubs lack what makes a work of a future
     if waited or (x.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -276,12 +276,9 @@ def write_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Write the new keys of a layer without a window, and return where all of them are: nothing is gathered.
 
-    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
-
-    Returns:
-        The whole cache's keys and values [tokens, Hkv, D], and the slot of each key that a request of the step sees.
-        None where the step reads no cache or this version of transformers stores it differently; then nothing was
-        written.
+    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor. Returns the whole cache's keys and values [tokens, Hkv,
+    D], and the slot of each key that a request of the step sees. None where the step reads no cache or this version of
+    transformers stores it differently; then nothing was written.
     """
     kept: tuple[torch.Tensor, torch.Tensor] | None
     if "read_index" in _parameters(type(cache).update):  # 5.17

@@ -84,10 +84,8 @@ def index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -
     """target [R, C] with source [n, C] added to its rows index [n]; a new tensor.
 
     Accumulated in float32 (float64 and integers in their own dtype), rounded once to target's dtype. A row depends on
-    its own contributions and their order in `index`; every run has the same bits.
-
-    Raises:
-        IndexError: an index outside of target.
+    its own contributions and their order in `index`; every run has the same bits. Raises IndexError: an index outside
+    of target.
     """
     if target.dtype in (torch.float32, torch.float16, torch.bfloat16) and target.dim() == 2:
         # what `batch_invariant()` runs: a row's additions in sequence, in the order of the index

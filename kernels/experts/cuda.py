@@ -42,7 +42,7 @@ from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capabil
 # leaves ties open, and chooses its algorithm by the number of rows. `sum_middle` and `index_add_` add in sequence, in
 # float32, in the order of the axis or of the index, and round once; no atomics. Nothing is read back to the host.
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
@@ -538,10 +538,8 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 def route(logits: torch.Tensor, k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [M, E] -> the k largest of their softmax: weights float32 [M, k], largest first, and experts int64 [M, k].
 
-    In float32: `softmax` in class lanes, then `topk`, of equal numbers the lower index.
-
-    Args:
-        renormalize: Divide a token's weights by their sum, added in their order.
+    In float32: `softmax` in class lanes, then `topk`, of equal numbers the lower index. `renormalize`: divide a token's
+    weights by their sum, added in their order.
     """
     weights, chosen = topk(softmax(logits.float()), k)
     return weights / sum_middle(weights.unsqueeze(-1)) if renormalize else weights, chosen

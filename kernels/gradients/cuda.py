@@ -17,7 +17,7 @@ from nondet.core.launch import note
 from nondet.kernels.rows.cuda_softmax import add_tree, load_tile, merged_sum, plan, store_tile
 from nondet.kernels.triton_common import INTERPRETED, launch, on_device
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 _COMPILED = tl.constexpr(not INTERPRETED)

@@ -69,11 +69,7 @@ version = cublaslt_version
 
 
 def do(name: str, *arguments: Any) -> None:
-    """Call the library's function `name`.
-
-    Raises:
-        BlasError: it refused, or there is no library.
-    """
+    """Call the library's function `name`. Raises BlasError: it refused, or there is no library."""
     found = library()
     if found is None:
         raise BlasError("PyTorch has loaded no cuBLASLt here")

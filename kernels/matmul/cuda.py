@@ -116,11 +116,7 @@ def write(path: Path, table: Table) -> None:
 
 
 def read(path: Path) -> Table:
-    """Read a table.
-
-    Raises:
-        ValueError: it is not one, of another form, or names no known member.
-    """
+    """Read a table. Raises ValueError: it is not one, of another form, or names no known member."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or data.get("form") != FORM or data.get("columns") != list(Row._fields):
         raise ValueError(f"{path} is no table of matmul choices of form {FORM}")
@@ -247,12 +243,8 @@ def member(
 ) -> Member | None:
     """The member called `choice` (see `KINDS`) for a [B, M, K] x b [B, K, N] + bias [N]; None: not for it.
 
-    Args:
-        alignment: Of all operands that it will be launched with, in bytes: 16, or 256, which gives cuBLASLt more
-            choices.
-
-    Raises:
-        ValueError: no such name.
+    `alignment`: of all operands that it will be launched with, in bytes: 16, or 256, which gives cuBLASLt more choices.
+    Raises ValueError: no such name.
     """
     key = operands_key("chain-tf32" if tf32 else "chain", (a, b, bias), alignment=alignment)
     prefix, _, name = choice.rpartition(":")

@@ -121,7 +121,7 @@ def barriers_of(ptx: str, warps: int) -> tuple[int, int]:
 # If the next kernel on the stream is started early (EARLY), it sets up its barriers on free multiprocessors meanwhile:
 # 0.8 us less from one such product to the next, on an H200, and less next to other kernels.
 
-# Triton reads a kernel's annotations itself: only gl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only gl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 

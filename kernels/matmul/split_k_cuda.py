@@ -16,7 +16,7 @@ from nondet.core.launch import note
 from nondet.kernels.matmul.triton_kernels import Tile, chain, tile_for, tile_offsets
 from nondet.kernels.triton_common import HALF, on_device, require
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 

@@ -37,11 +37,7 @@ class Tile(NamedTuple):
 
 
 def tile_named(name: str) -> Tile:
-    """The tile with that `Tile.name`.
-
-    Raises:
-        ValueError: not a name of a tile.
-    """
+    """The tile with that `Tile.name`. Raises ValueError: not a name of a tile."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)", name)
     if match is None:
         raise ValueError(f"{name!r} names no tile; one is called like 16x32x128w4s5")
@@ -105,7 +101,7 @@ def tile_for(m: int, n: int, dtype: torch.dtype) -> Tile:
 # float32 uses fused multiply-adds, one k after another (input_precision="ieee"), and float64 the float64 matrix
 # instructions. float32 operands rounded to TF32 (`tf32=True`) are a class of their own, "chain-tf32".
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 

@@ -20,7 +20,7 @@ from triton.language.extra import libdevice
 from nondet.core.launch import note
 from nondet.kernels.triton_common import INTERPRETED, Step, again, launch, on_device, remember
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 

@@ -33,7 +33,7 @@ from nondet.kernels.triton_common import Step, accumulator, again, launch, on_de
 # RMSNorm, also with the residual's addition before it, in one pass over memory. A mean of squares is added up in the
 # class's order; everything else is elementwise.
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 

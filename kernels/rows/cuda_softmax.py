@@ -60,7 +60,7 @@ from nondet.kernels.triton_common import (
 # of its warp, then over warps. A tree is also more accurate than a chain. Sums are kept in float32, in float64 for
 # float64.
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 

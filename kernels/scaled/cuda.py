@@ -36,7 +36,7 @@ from nondet.kernels.scaled.functions import BLOCK, Operands, checked, laid_out, 
 from nondet.kernels.stock import block_scales, or_refused
 from nondet.kernels.triton_common import INTERPRETED, on_device
 
-# Triton reads a kernel's annotations itself: only tl.constexpr may stand there.
+# Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 # block_k is the promotion interval: part of the class, the same for all.
