@@ -116,15 +116,9 @@ def launch(
     """kernel[grid](*tensors, *numbers, **constants, **options), with a cache of compiled kernels.
 
     Triton's own lookup binds a signature, and takes several times as long as the launch. Here the key is all that
-    Triton compiles for: the device, numbers, constants, options, and each tensor's dtype and 16-byte alignment.
-
-    Args:
-        tensors: The kernel's first parameters, by position: tensors, boxes of them for the copy engine, or None.
-        numbers: The next ones.
-        constants: All others, by name and in their order.
-
-    Returns:
-        The same launch, repeatable, as `Launched`; None where that is not possible.
+    Triton compiles for: the device, numbers, constants, options, and each tensor's dtype and 16-byte alignment. The
+    kernel's parameters are, in order, the tensors (or boxes of them for the copy engine, or None), the numbers and the
+    constants. Returns the same launch, repeatable, as `Launched`; None where that is not possible.
     """
     if INTERPRETED or torch.compiler.is_compiling():
         kernel[grid](*tensors, *numbers, **constants, **options)
@@ -211,11 +205,8 @@ def remember(
 ) -> None:
     """Cache the launches for calls with the same `what` and tensors of these shapes, strides, dtypes and device.
 
-    Args:
-        what: The operator and all its arguments except tensors.
-        tensors: As the call got them; the launches read them in place, without copies.
-        rooms: Its results and intermediate buffers, contiguous.
-        label: What is noted.
+    `what`: the operator and all its arguments except `tensors`, which the launches read in place, without copies.
+    `rooms`: its results and intermediate buffers, contiguous. `label`: what is noted.
     """
     if torch.compiler.is_compiling() or any(step.launch is None for step in steps):
         return
@@ -260,9 +251,7 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
 def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tensor) -> None:
     """Refuse tensors that the kernels do not support.
 
-    Raises:
-        NotImplementedError: the device or the dtype has no kernel.
-        ValueError: the tensors' devices or dtypes differ.
+    Raises NotImplementedError: the device or the dtype has no kernel; ValueError: devices or dtypes differ.
     """
     first = tensors[0]
     for x in tensors[1:]:

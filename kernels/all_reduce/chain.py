@@ -376,17 +376,10 @@ ScatterMember = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> str:
-    """out [n] = this rank's share of the sum of x [W * n] over the ranks, in the order of "ranks-chain".
+    """out [n] = this rank's share of the sum of x [W * n] over the ranks, in the order of "ranks-chain"; any shapes.
 
-    Args:
-        out, x: Any shapes of that many elements; bfloat16, float16, float32 or float64, the same on all ranks.
-
-    Returns:
-        The name of the member that ran.
-
-    Raises:
-        NotImplementedError: another dtype.
-        ValueError: sizes or dtypes that do not fit.
+    bfloat16, float16, float32 or float64, the same on all ranks. Returns the name of the member that ran. Raises
+    NotImplementedError: another dtype; ValueError: sizes or dtypes that do not fit.
     """
     world = dist.get_world_size(group)
     if x.dtype not in DTYPES:

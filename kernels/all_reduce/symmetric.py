@@ -354,12 +354,10 @@ def _pointers(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def reduce_peers(
     parts: Sequence[torch.Tensor], out: torch.Tensor, order: str, start: int = 0, stop: int | None = None
 ) -> None:
-    """Sum elements [start, stop) of W flat tensors into the same elements of `out`.
+    """Sum elements [start, stop) of W flat tensors, one per rank in their order, into the same elements of flat `out`.
 
-    Args:
-        parts: One flat tensor per rank, in the order of ranks: float16, bfloat16 or float32, contiguous.
-        out: Flat, contiguous; with "chain" of the parts' dtype.
-        order: "chain" or "tree"; see `nondet.kernels.all_reduce.orders`.
+    float16, bfloat16 or float32, contiguous; with "chain" `out` has the parts' dtype. `order` is "chain" or "tree"; see
+    `nondet.kernels.all_reduce.orders`.
     """
     stop = out.numel() if stop is None else stop
     if stop <= start:
@@ -440,10 +438,8 @@ def region_bytes(size_bytes: int, world: int) -> int:
 def push(x: torch.Tensor, out: torch.Tensor, order: str, box: Mailbox) -> None:
     """Sum flat x over the ranks into flat `out` (which may be x), as `reduce_peers` would, without a barrier.
 
-    Args:
-        x: [n], contiguous: float16, bfloat16 or float32; or float32 [splits, n], added along their tree first.
-        order: "chain" or "tree".
-        box: With room for the message, by `mail_bytes`.
+    x is [n], contiguous, float16, bfloat16 or float32; or float32 [splits, n], added along their tree first. The box
+    must have enough memory for the message, by `mail_bytes`.
     """
     splits, count, width = x.numel() // out.numel(), out.numel(), x.element_size()
     plan = plan_push(count, width, box.world, out.element_size() < width)

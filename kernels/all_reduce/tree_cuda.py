@@ -140,13 +140,11 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, chunks: int) -> ChunkTile:
 def chunk_products(
     x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor, tile: ChunkTile | None = None
 ) -> torch.Tensor:
-    """x [M, K] times weight [N, K] transposed, over `chunks` equal chunks of K -> out [M, N].
+    """x [M, K] times weight [N, K] transposed, over `chunks` (1, 2, 4 or 8, a divisor of K) equal chunks of K -> out
+    [M, N].
 
-    Args:
-        x, weight: float16, bfloat16 or float32 of one dtype; any strides.
-        chunks: 1, 2, 4 or 8, which divides K.
-        out: Contiguous, float32 (the sum as it is) or x's dtype (rounded once).
-        tile: None chooses one; the bits are the same.
+    float16, bfloat16 or float32 of one dtype; any strides. `out` is contiguous, float32 (the sum as it is) or x's dtype
+    (rounded once). `tile`: None chooses one; the bits are the same.
     """
     m, n = x.shape[0], weight.shape[0]
     if out.numel() == 0:

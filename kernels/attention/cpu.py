@@ -125,13 +125,8 @@ def _right(product: Callable[..., None], batch: int, depth: int, width: int, see
 def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
     """Test the whole at its promise, including the exponential, a soft cap's tanh and the sums.
 
-    Args:
-        varlen: varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softcap=...), packed attention without checks.
-        dim: Head dim.
-        capped: With a soft cap.
-
-    Raises:
-        NotInvariantError: a query has different bits in a decode step, a chunk or a batch from its prefill.
+    varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softcap=...) is packed attention without checks. Raises
+    NotInvariantError: a query has different bits in a decode step, a chunk or a batch from its prefill.
     """
     rng = torch.Generator().manual_seed(23)
     length, heads = 3 * BLOCK - 7, 6

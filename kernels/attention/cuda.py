@@ -137,9 +137,8 @@ def _has_few_row_kernels(call: Call) -> bool:
 def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
     """Compute call.out in this way.
 
-    Args:
-        why: Added to the note, where another way would have been faster.
-        what: The key of its cached launches; for a packed call without positions, all that its tensors don't show.
+    `why` is added to the note, where another way would have been faster. `what`: the key of its cached launches; for a
+    packed call without positions, all that its tensors don't show.
     """
     q, k, v, out = call.q, call.k, call.v, call.out
     plan, span = way.plan, way.span
@@ -571,17 +570,11 @@ def _check(
 
 
 def compute(call: Call, way: Way, *, asked: bool = False, what: object = None) -> bool:
-    """Compute call.out in this way where it is proven on this machine, else by the one plan.
+    """Compute call.out in this way where it is proven on this machine, else by the one plan; whether it was this way,
+    proven.
 
-    Args:
-        asked: Use this way even where it is not proven.
-        what: As in `launch`, for what is proven.
-
-    Returns:
-        Whether this way was used, proven.
-
-    Raises:
-        NotImplementedError: the one plan itself gave a row different bits at another position.
+    `asked`: use this way even where it is not proven. `what`: as in `launch`, for what is proven. Raises
+    NotImplementedError: the one plan itself gave a row different bits at another position.
     """
     if asked or INTERPRETED:  # NumPy's products there: they say nothing about the hardware
         launch(call, way, what=what)

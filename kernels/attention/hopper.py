@@ -137,19 +137,10 @@ def prefill(
 
     float16 or bfloat16, D of 64 or 128, accumulated in float32 in the order of `triton_attention`; forward only. Causal
     is aligned to the end: query i has position Tk - Tq + i, so chunks of a prefill work. The bits of a query depend on
-    its position, its head and the keys it sees. Can be captured in a CUDA graph.
-
-    An infinite or NaN value at a key that a query may not see can still reach it (0 * inf) if the key is in a tile that
-    the query's block reads; what lies beyond the last key is read as zeros.
-
-    Args:
-        causal: A query sees the keys up to its own position; otherwise all.
-        scale: Of the scores, above 0; None for 1 / sqrt(D).
-        what: The key of the cached launch.
-
-    Raises:
-        NotImplementedError: `supports` gives a reason.
-        ValueError: a scale that is not above 0.
+    its position, its head and the keys it sees. Can be captured in a CUDA graph. What lies beyond the last key is read
+    as zeros, but an infinite or NaN value at a hidden key can reach a query (0 * inf) if its block reads that tile.
+    `scale`: of the scores, above 0, or None for 1 / sqrt(D); `what`: the key of the cached launch. Raises
+    NotImplementedError where `supports` gives a reason.
     """
     fault = supports(q, k, v, causal, None, None)
     if fault is not None:
@@ -239,12 +230,9 @@ def decode(
     """Launch `decode_kernel`: q, k, v, out of `operands` [B, H, T, D]; `part` and the numbers are `cuda.launch`'s.
 
     Positions are aligned to the end. The plan's stages are the slots of the ring, and its warps those of a program.
-
-    Args:
-        packed: cu_q, cu_k and key_index, where requests are ranges of tokens.
-        numbers: From tq to qk_scale, then the steps of q and out.
-        page: Keys that lie together in a paged cache; 0 for a dense one.
-        mask: VARLEN, CAUSAL, GROUP, HEAD_DIM and SEGMENT.
+    `packed`: cu_q, cu_k and key_index, where requests are ranges of tokens; `numbers`: from tq to qk_scale, then the
+    steps of q and out; `page`: keys that lie together in a paged cache, 0 for a dense one; `mask`: VARLEN, CAUSAL,
+    GROUP, HEAD_DIM and SEGMENT.
     """
     q, k, v, out = operands
     plan = way.plan

@@ -213,12 +213,8 @@ def attend_packed(
 ) -> torch.Tensor:
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D]; queries that see no key give zeros.
 
-    Args:
-        attention_varlen: The kernel.
-        packings: Of the mask.
-        scale: Of the scores.
-        positions: [B * Tq], each query's position in its request, for packings that are not `anchored`.
-        more: Further arguments of the kernel; a window given here replaces the mask's, which may not have filled.
+    `positions` [B * Tq]: each query's position in its request, for packings that are not `anchored`. `more`: further
+    arguments of the kernel; a window given here replaces the mask's, which may not have filled.
     """
     batch, heads, q_len, dim = q.shape
     q_tokens, k_tokens, v_tokens = (x.transpose(1, 2).reshape(-1, x.shape[1], dim) for x in (q, k, v))

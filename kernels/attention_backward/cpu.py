@@ -45,14 +45,12 @@ def attention_backward(
     """Gradients of packed attention over q, k and v, in their shapes and dtype.
 
     Args:
-        q, out, gradient: [Tq, Hq, D], requests in sequence; the forward's result and its gradient; `out` is not used,
-            because the exponentials are computed again.
+        q, out, gradient: [Tq, Hq, D], requests in sequence; the forward's result (not used: the exponentials are
+            computed again) and its gradient.
         k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
         cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], where each begins. If causal, a request's last query has the
             position of its last key.
-        scale: Of the scores.
-        window: Keys that a query sees at most, its own included.
-        softcap: Scores s become softcap * tanh(s / softcap) before the softmax.
+        scale, window, softcap: As in `nondet.kernels.attention.cuda.attention`.
         max_seqlen_q, max_seqlen_k: Not used; the signature is that of the CUDA kernel.
     """
     parts = [torch.zeros_like(x) for x in (q, k, v)]

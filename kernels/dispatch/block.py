@@ -218,11 +218,7 @@ _SHARE = 0.5
 
 
 def packing(model: Any, most: int | None) -> AbstractContextManager[int]:
-    """See `nondet.kernels.matmul.cpu.packed_weights`.
-
-    Args:
-        most: Bytes of copies; None: half of what the machine has free now.
-    """
+    """See `nondet.kernels.matmul.cpu.packed_weights`; `most` None: half of the memory that is free now."""
     from nondet.kernels.matmul.cpu import packed_weights
 
     return packed_weights(_linear_weights(model), int(_SHARE * free_memory()) if most is None else most)

@@ -232,12 +232,6 @@ class Kernels:
             self._targets |= {name: targets.get(device) for name, targets in entries.items()}
 
     def __getattr__(self, name: str) -> Any:
-        """Import a kernel at its first use.
-
-        Raises:
-            AttributeError: no declaration has that name.
-            Leave: it is declared, and has no such kernel on this device.
-        """
         if name not in self._targets:
             raise AttributeError(f"no declared operator or entry is called {name!r}")
         target = self._targets[name]

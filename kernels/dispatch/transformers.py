@@ -132,12 +132,7 @@ note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as t
 
 
 def own_source(function: Any) -> str:
-    """The dedented source of a function.
-
-    Raises:
-        OSError: there is none, or a foreign wrapper surrounds it.
-        TypeError: it is not a function.
-    """
+    """The dedented source of a function. Raises OSError: none, or a foreign wrapper; TypeError: not a function."""
     layer = function
     while (inner := getattr(layer, "__wrapped__", None)) is not None:
         if not _is_of_transformers(layer):

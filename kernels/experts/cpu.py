@@ -23,12 +23,8 @@ _ALIGNMENT = 64
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Rows offsets[g - 1] ... offsets[g] - 1 of x [R, K] times weight[g] of [G, K, N] -> [R, N]. Any strides.
 
-    Numerics and invariance as `nondet.kernels.matmul.cpu`. Rows after the last offset belong to no weight: zeros.
-
-    Raises:
-        ValueError: shapes that do not fit, or offsets that do not ascend within R.
-        UserError: a gradient is needed, or a dtype that is not floating.
-        NotInvariantError: this machine has no certified way.
+    Numerics, invariance and errors as `nondet.kernels.matmul.cpu`; ValueError: shapes that do not fit, or offsets that
+    do not ascend within R. Rows after the last offset belong to no weight: zeros.
     """
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
         raise ValueError(

@@ -321,10 +321,8 @@ def tile_for(rows: int, groups: int, n: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def _place(offsets_ptr, R, N, GROUPS, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr):
-    """This program's expert, its tile's first row and column, and where the expert's rows end.
-
-    Tiles are assigned expert by expert. The rows after the last offset count as one more expert, GROUPS, whose result
-    is zero; BLOCK_G, a power of two above GROUPS, means no tile, and then there are no rows either.
+    """This program's expert, its tile's first row and column, and where the expert's rows end; expert GROUPS gives
+    zeros.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -452,12 +450,7 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def grouped_chain(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None, tma: bool | None = None
 ) -> torch.Tensor:
-    """`grouped_matmul` without its checks.
-
-    Args:
-        tile: One of `tiles(dtype)`; None chooses by rows, weights and columns, among those proven here.
-        tma: Which of the two kernels; None chooses by layout.
-    """
+    """`grouped_matmul` without its checks; None for `tile` or `tma` chooses by sizes and layout, among the proven ones."""
     (rows, depth), (groups, _, columns) = x.shape, weight.shape
     out = torch.empty(rows, columns, device=x.device, dtype=x.dtype)
     if out.numel() == 0:
@@ -515,11 +508,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     chain over K in one accumulator, rounded once: the bits of a row are those of
     `nondet.kernels.matmul.triton_kernels.matmul(row, weight[g])`, so they depend only on the row and its weight. Rows
     after the last offset belong to no weight and give zeros. Offsets are read only on the device: they have to ascend,
-    and what is beyond R is cut. Forward only.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel, or none that is proven here (see `proven`).
-        ValueError: shapes that do not fit.
+    and what is beyond R is cut. Forward only. NotImplementedError also where no kernel is proven (see `proven`).
     """
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
         raise ValueError(
@@ -550,14 +539,9 @@ def weighted_experts(
 ) -> torch.Tensor:
     """The weighted sum of a token's experts' results, with SiLU gates: x [M, H] -> [M, H], in x's dtype.
 
-    Class "grouped" twice; then a token's weighted numbers are added up in float32, in the order of `chosen`, and
-    rounded once. Only integers are sorted and counted, and nothing is read back to the host.
-
-    Args:
-        w13: [E, 2 I, H], an expert's gates above the projections that they gate.
-        w2: [E, H, I].
-        weights: float32 [M, k].
-        chosen: Experts, integers [M, k].
+    Class "grouped" twice; then a token's weighted numbers are added up in float32, in the order of `chosen` (integers
+    [M, k]), and rounded once. Only integers are sorted and counted, and nothing is read back to the host. `w13` is [E,
+    2 I, H], an expert's gates above the projections that they gate; `w2` [E, H, I]; `weights` float32 [M, k].
     """
     (tokens, top), inner = chosen.shape, w2.shape[2]
     owner, order = torch.sort(chosen.reshape(-1), stable=True)

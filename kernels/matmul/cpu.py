@@ -138,14 +138,8 @@ def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> I
 
     A change that torch counts (in place, by an optimizer) is noticed, and that copy is not used any more. You must
     prevent others: `weight.data.copy_(...)`, `weight.data += delta` as in some merges of LoRA adapters, a write through
-    `weight.numpy()`.
-
-    Args:
-        weights: Of linear layers, [N, K], each with whether it has a bias.
-        most: Bytes of copies; what is beyond them stays plain.
-
-    Yields:
-        Bytes kept.
+    `weight.numpy()`. `weights`: of linear layers, [N, K], each with whether it has a bias. `most`: bytes of copies;
+    what is beyond them stays plain. Yields the bytes kept.
     """
     mine: dict[int, _Packed] = {}
     spent = 0
@@ -357,7 +351,7 @@ def _slices(b: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def tiles_of(b: torch.Tensor, with_bias: bool = False) -> Tiles:
-    """The certified row counts for products with operands of b's shape, strides, dtype and alignment."""
+    """The certified row counts for products with operands like b. Raises NotInvariantError: none was found."""
     return _way_of(b, with_bias)[0]
 
 

@@ -33,13 +33,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """How a number of rows is cut.
-
-    Attributes:
-        sizes: Of the calls, in order.
-        label: A name for `launch.note`.
-        whole: One call takes exactly all rows.
-    """
+    """How a number of rows is cut into calls; `whole`: one call takes exactly all rows."""
 
     sizes: tuple[int, ...]
     label: str
@@ -94,15 +88,8 @@ class Tiles:
         return min(options)
 
     def apply(self, inputs: Sequence[torch.Tensor], out: torch.Tensor, call: Callable[..., object]) -> torch.Tensor:
-        """Fill `out` by calls of certified sizes.
-
-        Args:
-            inputs: Contiguous tensors that share their first axis, the rows.
-            out: Contiguous, same first axis.
-            call: call(*tiles, out_tile) fills out_tile; all of them are contiguous and aligned.
-
-        Returns:
-            `out`.
+        """Fill `out` by calls of certified sizes: call(*tiles, out_tile) gets contiguous, aligned rows of inputs and
+        out.
         """
         rows = out.shape[0]
         plan = self.plan(rows)
@@ -217,8 +204,7 @@ def prove(
         cases: (call, inputs): call(*tiles, out_tile) is the fixed-shape call under test; the inputs share their first
             axis. A row count has to agree in every case.
         out_of: Makes an output tile of a given number of rows.
-        sizes: Row counts to try.
-        bases: Base tiles to try, in order of preference.
+        sizes, bases: Row counts, and base tiles in order of preference, to try.
 
     Raises:
         NotInvariantError: no base tile is position-invariant.
@@ -328,17 +314,10 @@ def environment_key() -> tuple[object, ...]:
 
 
 def proven(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles:
-    """The tiles of `what` under `key`, proven at the first use on this machine; the process caches a failure.
+    """The tiles of `what` under `key`, proven by `make` at the first use on this machine; the process caches a failure.
 
-    The certificate is kept, so that the next process, and a dispatcher after `nondet certify`, proves nothing.
-
-    Args:
-        what: The operator and dtype: the class of the certificate.
-        key: Whatever may change the bits, `environment_key()` included.
-        make: Proves them, as `prove` does.
-
-    Raises:
-        NotInvariantError: as `prove`.
+    The certificate is kept, so that the next process, and a dispatcher after `nondet certify`, proves nothing. `key` is
+    whatever may change the bits, `environment_key()` included. Raises NotInvariantError: as `prove`.
     """
     tiles = _known.get(key)
     if tiles is None:

@@ -243,8 +243,8 @@ def member(
 ) -> Member | None:
     """The member called `choice` (see `KINDS`) for a [B, M, K] x b [B, K, N] + bias [N]; None: not for it.
 
-    `alignment`: of all operands that it will be launched with, in bytes: 16, or 256, which gives cuBLASLt more choices.
-    Raises ValueError: no such name.
+    `alignment`: of all operands at launch, in bytes: 16, or 256, which gives cuBLASLt more choices. Raises ValueError:
+    no such name.
     """
     key = operands_key("chain-tf32" if tf32 else "chain", (a, b, bias), alignment=alignment)
     prefix, _, name = choice.rpartition(":")

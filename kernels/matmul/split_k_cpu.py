@@ -24,14 +24,10 @@ _entropy = random.SystemRandom()
 def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
     """a [M, K] times b [K, N] -> [M, N], with K cut into `splits` equal parts (the last may be shorter). Any strides.
 
-    float16, bfloat16 or float32. Operands are widened to float32; each part is a product of torch's own (`torch.mm`);
-    the parts are added one by one in float32, one rounding at the end.
-
-    Args:
-        splits: How many parts; empty parts are left out.
-        ordered: Add the parts in index order. Else in a random order for each call, from the system's entropy, which
-            simulates atomic additions on a GPU, where programs finish in any order. No CPU library does so: differences
-            between runs with ordered=False come from this simulation.
+    As `nondet.kernels.matmul.split_k_cuda.split_k`; operands are widened to float32, and each part is a product of
+    torch's own (`torch.mm`). With ordered=False the order is random for each call, from the system's entropy, which
+    simulates atomic additions on a GPU, where programs finish in any order. No CPU library does so: differences between
+    such runs come from this simulation.
     """
     _check("split_k", a, b, splits=splits)
     if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:

@@ -146,13 +146,9 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
     """a [M, K] times b [K, N] -> [M, N], with K cut into `splits` equal parts (the last may be shorter). Any strides.
 
     float16, bfloat16 or float32; each part is a chain in float32, the parts are added in float32, one rounding at the
-    end. The bits depend on `splits`: splits=1 is the serial chain of `triton_matmul.matmul`, and a library that picks
-    the number by M is not batch-invariant. With ordered=False atomics add the parts in the order in which programs
-    finish, so even the same call may give different bits.
-
-    Args:
-        splits: How many parts; empty parts are left out.
-        ordered: Add the parts in index order, else by atomic additions.
+    end; empty parts are left out. The bits depend on `splits`: splits=1 is the serial chain of `triton_matmul.matmul`,
+    and a library that picks the number by M is not batch-invariant. With ordered=False atomics add the parts in the
+    order in which programs finish, so even the same call may give different bits.
     """
     _check("split_k", a, b, splits=splits)
     (m, k), n = a.shape, b.shape[1]
@@ -176,13 +172,10 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
 def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 512) -> torch.Tensor:
     """a [M, K] times b [K, N] -> [M, N], with K cut into chunks of fixed size, shared among `workers`. Any strides.
 
-    float16, bfloat16 or float32. Each chunk is a chain in float32 from zero; the chunks are added in chunk order in
-    float32; one rounding at the end. That order depends only on `chunk` and K: one worker adds the chunks in registers,
-    several leave them in memory for an ordered sum, and the bits are the same, so M may choose the number of workers.
-
-    Args:
-        workers: Programs that share the chunks of one tile.
-        chunk: Elements of K in a chunk; the last may be shorter.
+    float16, bfloat16 or float32. Each chunk of `chunk` elements of K (the last may be shorter) is a chain in float32
+    from zero; the chunks are added in chunk order in float32; one rounding at the end. That order depends only on
+    `chunk` and K: one worker adds the chunks in registers, several leave them in memory for an ordered sum, and the
+    bits are the same, so M may choose the number of workers (programs that share a tile's chunks).
     """
     _check("fixed_chunk", a, b, workers=workers, chunk=chunk)
     (m, k), n = a.shape, b.shape[1]

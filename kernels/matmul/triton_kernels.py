@@ -269,12 +269,8 @@ def matmul_chain(
     """a [B, M, K] times b [B, K, N], plus bias [N] -> [B, M, N], each element one chain over K.
 
     Accumulates in float32 (float64 for float64); the bias is added there; one rounding at the end. Without rows or
-    columns the result is empty; with K = 0 it is the bias, or zeros.
-
-    Args:
-        tile: A member of the class; None takes `tile_for`. The bits are the same.
-        tf32: Round float32 operands to TF32: the class "chain-tf32".
-        out: The result's tensor, contiguous [B, M, N]; None makes it.
+    columns the result is empty; with K = 0 it is the bias, or zeros. `tile`: None takes `tile_for`; the bits are the
+    same. `tf32`: round float32 operands to TF32, the class "chain-tf32". `out`: contiguous [B, M, N], or None.
     """
     (batch, m, _), n = a.shape, b.shape[2]
     if out is None:

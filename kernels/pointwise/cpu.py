@@ -32,11 +32,9 @@ def in_vectors(elements: int) -> bool:
 def vectors_only(call: Callable[..., torch.Tensor], x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """call(x, *others) for an elementwise `call` that keeps the shape, computed only by its vector body.
 
-    Args:
-        call: The operator with all its other arguments bound.
-        x: Any shape and strides. The result has those that torch's own would have: x's, where x is dense in memory
-            (channels_last, transposed), else contiguous ones in x's order of axes.
-        others: Of x's shape, any strides.
+    The other arguments of the operator are bound in `call`. x and others have one shape and any strides. The result has
+    the strides that torch's own would have: x's, where x is dense in memory (channels_last, transposed), else
+    contiguous ones in x's order of axes.
     """
     like = torch.empty_like(x)  # has the strides of the result
     dense = [_dense(t, like) for t in (x, *others)]

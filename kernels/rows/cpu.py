@@ -82,7 +82,7 @@ def _numbers(x: torch.Tensor, like: torch.Tensor) -> np.ndarray[Any, Any]:
 def rms_norm_residual(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`rms_norm` of x + residual, x + residual), both [..., H] in x's dtype; the sum is rounded before it is normalized.
+    """(`rms_norm` of x + residual, x + residual), both [..., H] in x's dtype; the sum is rounded before the norm.
 
     Raises UserError: shapes or dtypes of x and residual differ.
     """

@@ -32,11 +32,8 @@ def scaled_matmul(
     """a [M, K] times b [K, N], float8_e4m3fn or float8_e5m2, with float32 scales -> [M, N] of the dtype.
 
     Scales per tensor, per row, or in blocks (1x128 of a; 128x128, or 128x1, of b); see `nondet.kernels.reference`. The
-    order and why it is invariant: above. A bias [N] is added in float32 before the one rounding.
-
-    Raises:
-        ValueError: shapes that do not fit.
-        NotImplementedError: other dtypes, or another device.
+    order and why it is invariant: above. A bias [N] is added in float32 before the one rounding. Raises ValueError:
+    shapes that do not fit; NotImplementedError: other dtypes, or another device.
     """
     if a.device.type != "cpu":
         raise NotImplementedError(f"it runs on a CPU, not on {a.device.type}")
@@ -133,11 +130,7 @@ def scaled_grouped_matmul(
     """Rows offsets[g - 1] ... offsets[g] - 1 of x [R, K] (scales [R]) times weight[g] of [G, K, N] ([G, N]) -> [R, N].
 
     Each expert's rows by `product`, one expert after another: a row has the bits of its own plain product. Later rows
-    are zeros. Offsets are read on the host.
-
-    Raises:
-        ValueError: shapes that do not fit, or offsets that do not ascend within R.
-        NotImplementedError: other dtypes, or another device.
+    are zeros. Offsets are read on the host. Errors as `scaled_matmul`; ValueError also for offsets that do not ascend.
     """
     ends = [0, *offsets.tolist()]
     if weight.dim() != 3 or len(ends) != len(weight) + 1 or ends != sorted(ends) or ends[-1] > len(x):

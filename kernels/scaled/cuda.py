@@ -137,15 +137,9 @@ def scaled_matmul(
     """a [M, K] times b [K, N], float8_e4m3fn or float8_e5m2, with float32 scales -> [M, N] of the dtype. Any strides.
 
     Scales per tensor, per row, or in blocks; see `nondet.kernels.reference`. Order and invariance: top of this file. A
-    bias [N] is added in float32 before the one rounding. Forward only.
-
-    Args:
-        tile: One of `TILES`, unproven; None chooses by M among the members proven here.
-        tiles_only: Without torch's own, which is proven again at each M.
-
-    Raises:
-        ValueError: shapes that do not fit.
-        NotImplementedError: a device or dtype without a kernel, or no member that is proven here.
+    bias [N] is added in float32 before the one rounding. Forward only. `tile`: one of `TILES`, unproven; None chooses
+    by M among the members proven here, with `tiles_only` not torch's own, which is proven again at each M. Raises
+    ValueError: shapes that do not fit; NotImplementedError: a device or dtype without a kernel, or no proven member.
     """
     blocked = checked(a, b, scale_a, scale_b, dtype)
     if not (a.is_cuda or INTERPRETED):
