@@ -107,18 +107,22 @@ def _reduce_peers_kernel(
 
 
 # The same sums without a barrier: every rank writes its numbers into the others' slots ("push"), and adds what arrives.
+#
 # A message is cut into shares, one per program, and a share into pieces. Program b writes a piece into its slot on
 # every other rank, raises its flag there, and adds the piece before, which has arrived from all ranks by then. So
 # writing, which NVLink bounds, and adding, which memory bounds, overlap. Nothing is copied in.
+#
 # Program b of every call uses channel b: positions in the slots, flags and a counter of its uses that no other program
 # touches, whatever the message's size. So sizes may change from call to call. All ranks make the same calls, so a
 # channel's uses have the same numbers on all of them. The counter is in the rank's own memory and is increased by the
 # program itself, so a replayed graph counts like an eager call. Two invariants:
+#
 # - A piece has arrived when its flag is seen. A flag holds the largest ticket, (use, piece), and tickets grow; the
-# sender raises it after the piece's numbers, at system scope.
+#   sender raises it after the piece's numbers, at system scope.
 # - Nothing is overwritten while it is read. Uses alternate between two halves of the slots. A sender writes use e + 2
-# after its use e + 1 ended (stream order), which saw this rank's flag of e + 1, which was raised in a launch after the
-# one in which this rank read use e.
+#   after its use e + 1 ended (stream order), which saw this rank's flag of e + 1, which was raised in a launch after
+#   the one in which this rank read use e.
+#
 # A program waits only for the same program of other ranks, and grids are the same. So the lowest unfinished program
 # waits for one that runs or is the next to start, and the ranks finish even where not all programs fit at once, as long
 # as programs start in their order, as on GPUs. A rank that dies leaves the others waiting, as with every barrier here

@@ -194,7 +194,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, chunks: int, target: torch.Te
 
 # Proof at first use of class "ranks-tree" on CUDA.
 # The chunks' sums: the anchor takes chunk by chunk with one small tile, and adds the sums in plain torch along the
-# tree. A member is the fused kernel with a tile (`row_chunks_cuda`). Its proof holds for any number of rows with this
+# tree. A member is the fused kernel with a tile (`chunk_products`). Its proof holds for any number of rows with this
 # tile, because rows are independent in the kernel, and the proof has rows in full tiles and in a cut one. Each rank
 # proves for itself; one whose tile is excluded takes the anchor, and the product keeps the bits of the class.
 # The tree over ranks: the anchor gathers all ranks' sums and adds them in plain torch; all ranks prove and agree on

@@ -17,7 +17,7 @@ source. That narrow mma.sync and wide wgmma tiles accumulate alike is a property
 is proven by bits at its first use on a machine, against the one plan that supports every call. That plan runs where a
 way is not proven, or can't be while a CUDA graph is captured.
 
-Long prefills of half precision on Hopper go to `hopper_attention`, a faster member of the same class.
+Long prefills of half precision on Hopper go to `hopper.prefill`, a faster member of the same class.
 
 An infinite or NaN value at a key that a query may not see can still reach it (0 * inf), as in PyTorch's math.
 """
@@ -128,7 +128,7 @@ def quickest(call: Call, split: bool | None = None) -> Way:
 
 
 def _has_few_row_kernels(call: Call) -> bool:
-    """Whether the call has no window and no soft cap, on a GPU that has the kernels of `hopper_decode`."""
+    """Whether the call has no window and no soft cap, on a GPU that has the kernels of `hopper.decode`."""
     if torch.compiler.is_compiling():
         return False  # they can't be traced, and need not be: the one plan runs there
     return call.window is None and call.softcap is None and hopper.available(call.q.device) is None
@@ -262,7 +262,7 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
 
 # The proof at first use that a way to launch attention has, on this machine, the bits of the one plan.
 # The kernel, the tile and the number of segments per program depend on the batch. So each way is compared with the plan
-# that supports every call (`cuda_plan.one_plan`), which computes each request solo, densely, in contiguous memory:
+# that supports every call (`one_plan`), which computes each request solo, densely, in contiguous memory:
 # whole results, and results that begin at another query, so that every row has another position among its neighbours.
 # That takes milliseconds, once per way and form on a machine; the certificate is kept.
 # Inputs: "values" has equal scores and values whose exact sum is zero, so that a result consists of the rounding errors
@@ -624,7 +624,7 @@ def attention(
         softcap: Scores s become softcap * tanh(s / softcap), as in Gemma 2; part of the class where it is given.
         split: True gives each segment a program of its own, False processes all in one, both in the Triton kernels and
             proven or not; None chooses the fastest proven way, and sends large half-precision prefills on Hopper to
-            `hopper_attention`.
+            `hopper.prefill`.
 
     Raises:
         NotImplementedError: a device or dtype without a kernel.

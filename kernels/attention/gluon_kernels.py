@@ -151,7 +151,7 @@ def as_matrix(smem):
     return smem.reshape([smem.shape[-2], smem.shape[-1]])
 
 
-# The Gluon kernel behind `hopper_attention`: the order of `triton_attention` on Hopper's own instructions.
+# The Gluon kernel behind `hopper.prefill`: the order of `attention.cuda` on Hopper's own instructions.
 # A program is three warp groups. One warp loads tiles of Q, K and V into shared memory (TMA) and two consumers of 4
 # warps compute 64 queries each: scores and values through wgmma, the softmax between them in registers. Programs
 # process many blocks of queries, so that one block's last steps hide the next one's first loads.
@@ -159,7 +159,7 @@ def as_matrix(smem):
 # j - 1, and turns the scores into probabilities while the values run. Between them comes what must not overlap:
 # rescaling the segment's accumulator, and once per segment adding it to the total, which is in shared memory, because
 # registers hold only one accumulator.
-# The bits do not depend on this: every sum has the order that `triton_attention` states, by the same instructions or by
+# The bits do not depend on this: every sum has the order that `attention.cuda` states, by the same instructions or by
 # ones proved equal (wgmma of different tile shapes, on hard inputs in tests/kernels/attention/test_hopper.py).
 
 
@@ -433,7 +433,7 @@ def rescaling(m_before, m, qk_scale):
 
 @gluon.jit
 def merge_segment(m_all, l_all, acc_all, m, l, acc, qk_scale, ROW: gl.constexpr):  # noqa: E741 - the literature's name
-    """`cuda_parts.merge`: (m, l, acc) of a segment into that of the segments before it."""
+    """`triton_kernels.merge`: (m, l, acc) of a segment into that of the segments before it."""
     m_new = gl.maximum(m_all, m)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     before = gl.exp2((m_all - m_safe) * qk_scale)
@@ -445,7 +445,7 @@ def merge_segment(m_all, l_all, acc_all, m, l, acc, qk_scale, ROW: gl.constexpr)
     return m_new, l_all, gl.where(gl.expand_dims(empty, 1), acc_all, merged)
 
 
-# The Gluon kernel that merges the segments of a row: the order of `cuda_kernels.merge_kernel`, bit for bit.
+# The Gluon kernel that merges the segments of a row: the order of `triton_kernels.merge_kernel`, bit for bit.
 # It computes the factors of all segments at once, one segment per lane, because the running maximum is exact. The rest
 # is a chain of one fused multiply-add per segment, with all of its operands in registers before it starts.
 
@@ -553,7 +553,7 @@ def merge_all_kernel(
     gl.store(out_ptr + offs_d, (total / l_all).to(out_ptr.dtype.element_ty))
 
 
-# The Gluon kernels behind `hopper_decode`: the order of `cuda` for few rows, a group of tiles at a time.
+# The Gluon kernels behind `hopper.decode`: the order of `cuda` for few rows, a group of tiles at a time.
 # A decode step is limited by latency. Within a segment only two things form a chain over the tiles: the maximum, which
 # is exact and so may be taken of all tiles at once, and the accumulator. So a program computes the scores of TILES
 # tiles (a segment, or half of one), exchanges their maxima between its warps once, turns all scores into probabilities,

@@ -1,6 +1,6 @@
 """Attention on Hopper GPUs: prefill and decode in the order of the Triton kernels, bit for bit, by faster kernels.
 
-The order of reduction is the one that `triton_attention` states, so this is another member of its class: keys in
+The order of reduction is the one that `attention.cuda` states, so this is another member of its class: keys in
 segments of SEGMENT and tiles of BLOCK_N anchored at key 0, the same online softmax in float32, the same halving of row
 sums, segments merged in order. Which program computes which rows and when changes only speed; nor does a row's
 neighbour enter (64 rows to a product, but a row of a product has its own chain). It is faster because separate warps
@@ -135,7 +135,7 @@ def prefill(
 ) -> torch.Tensor:
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D], a view of contiguous [B, Tq, Hq, D].
 
-    float16 or bfloat16, D of 64 or 128, accumulated in float32 in the order of `triton_attention`; forward only. Causal
+    float16 or bfloat16, D of 64 or 128, accumulated in float32 in the order of `attention.cuda`; forward only. Causal
     is aligned to the end: query i has position Tk - Tq + i, so chunks of a prefill work. The bits of a query depend on
     its position, its head and the keys it sees. Can be captured in a CUDA graph. What lies beyond the last key is read
     as zeros, but an infinite or NaN value at a hidden key can reach a query (0 * inf) if its block reads that tile.
@@ -174,9 +174,9 @@ def prefill(
     return out
 
 
-# Decode for few rows, by the kernels of `hopper_decode_kernels`: another member of the same class, with the same tiles,
+# Decode for few rows, by the kernels of `gluon_kernels`: another member of the same class, with the same tiles,
 # segments, online softmax, sums and merge as `cuda`. Only the dependencies differ, so that a step over few keys is not
-# a chain of tiles. `cuda_proof` compares each way to launch them with the one plan before its results are used.
+# a chain of tiles. `cuda.stands` compares each way to launch them with the one plan before its results are used.
 
 try:  # Gluon is experimental: a Triton that lacks what the kernels need must not disable the other kernels
     from nondet.kernels.attention.gluon_kernels import decode_kernel, merge_all_kernel

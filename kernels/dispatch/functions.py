@@ -227,12 +227,14 @@ def _with_tensors(args: tuple[Any, ...], places: frozenset[int]) -> tuple[Any, .
 # The backends "eager", "aot_eager" and "cudagraphs" keep aten's operators, so the replacements are reached as without
 # compilation. scaled_dot_product_attention and rms_norm are decomposed while a graph is traced, before anything runs;
 # so the trace gets an operator of ours instead, which calls the whole one when the graph runs.
+#
 # Inductor generates its own kernels: it turns small products into sums, fuses reductions with what surrounds them, and
 # chooses their order of additions by the sizes that it compiles for. So in graphs compiled inside a block every product
 # and every reduction that has a replacement becomes a call of ours, which reaches the replacement when it runs. The
 # rest that inductor generates is pointwise. It is counted as at risk, once per graph, because each specialized shape is
 # compiled again, and neither fusion and contraction nor (on a CPU) the formula of a loop's last elements is guaranteed
 # to be the same.
+#
 # Graphs are compiled again when the outermost block is entered and when it is left: one from outside would bypass it. A
 # nested block with other families changes no graph: ours look up what is on when they run.
 

@@ -272,13 +272,15 @@ def _fit(a: torch.Tensor, b: torch.Tensor, axes: int) -> None:
 
 # Mixtures of experts. transformers computes experts in one of three ways, and generation changes from one to another
 # between prefill and decoding. Besides the softmax, products and sums of other families they consist of:
+#
 # - "grouped_mm": tokens sorted by expert, aten::_grouped_mm, or products into slices of one tensor (mm with out=), and
-# a sum over each token's experts in the order of their rank.
+#   a sum over each token's experts in the order of their rank.
 # - "batched_mm": a weight gathered for each token and expert, and one batched product with vectors. transformers' own
-# is distinguished from other batched products (`nondet.kernels.dispatch.transformers`), and computes a vector as a row
-# of the grouped product would be, so that the two ways agree bit for bit (except where torch.compile traced it).
+#   is distinguished from other batched products (`nondet.kernels.dispatch.transformers`), and computes a vector as a
+#   row of the grouped product would be, so that the two ways agree bit for bit (except where torch.compile traced it).
 # - "eager": expert by expert, added onto the tokens by index_add_, in the order of the experts' numbers, which the
-# token's own choice decides. Rounded after each addition, so its bits differ from those of the other two.
+#   token's own choice decides. Rounded after each addition, so its bits differ from those of the other two.
+#
 # All of them choose experts by topk, for which torch leaves ties open.
 
 SHORT = 64  # additions that one program makes in sequence

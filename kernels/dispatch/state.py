@@ -219,7 +219,7 @@ class Kernels:
 
     `kernels.softmax` is the function that the registry has for softmax's invariant implementation on the device, with
     the operator's signature (`nondet.kernels.reference`); `kernels.mm` is an entry of matmul's declaration. Each is
-    imported at its first use.
+    imported at its first use. AttributeError: no declaration has the name; `Leave`: no such kernel on this device.
     """
 
     def __init__(self, device: str) -> None:

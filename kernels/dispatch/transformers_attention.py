@@ -19,15 +19,18 @@ from nondet.kernels.dispatch.state import DTYPES, count, current, guarded, kerne
 from nondet.kernels.dispatch.transformers import Replacement, installed, note_traced
 
 # Batch-invariant attention under transformers' continuous batching.
+#
 # A step of continuous batching packs the queries of many requests into one row, reads their keys from a paged cache,
 # and separates them by a mask. Stock attention then reduces over the keys of all requests, including hidden ones, so a
 # request's bits depend on the others. The stand-in takes the same call, updates the cache itself, splits the pack into
 # requests by their cumulative lengths, and computes each over its own keys (`attention_varlen`): in blocks anchored at
 # its first key, whether those were cached, shared with another request, or computed in this step.
+#
 # A layer with a sliding window keeps only the last keys; there the positions of the queries show where the request
 # began, so that the anchor stays its first key.
 # None of the replaced functions computes a soft cap (Gemma 2's): before 5.23 they silently ignore it, and so do the
 # stand-ins, because the model would differ otherwise. Eager attention that is not paged has it, see `eager`.
+#
 # It is installed under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because
 # the engine refuses unknown names. A call without a paged cache goes on to the original, whose
 # scaled_dot_product_attention is replaced. Written for transformers 5.17 and 5.23, whose caches differ.
@@ -323,7 +326,7 @@ def longest(which: str, kwargs: dict[str, Any]) -> int:
 # decide the order of additions. So its bits depend on concurrent requests. Models use it with
 # attn_implementation="eager", and Gemma 2 by itself, for its soft cap. It is not in transformers' table of attention
 # functions: each model's module has its own copy, and most are one of two, Llama's and Gemma 2's.
-# The stand-in reads the requests from the mask as for scaled_dot_product_attention (`attention_masks`), so a request's
+# The stand-in reads the requests from the mask as for scaled_dot_product_attention (`attention.masks`), so a request's
 # bits are those of "sdpa". Copies with other code (attention sinks, biases), masks with other patterns, gradients,
 # dropout, a caller that needs the attention weights and torch.compile get the original, counted as at risk.
 

@@ -450,7 +450,7 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def grouped_chain(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None, tma: bool | None = None
 ) -> torch.Tensor:
-    """`grouped_matmul` without its checks; None for `tile` or `tma` chooses by sizes and layout, among the proven ones."""
+    """`grouped_matmul` without its checks; None for `tile` or `tma` chooses among the proven ones."""
     (rows, depth), (groups, _, columns) = x.shape, weight.shape
     out = torch.empty(rows, columns, device=x.device, dtype=x.dtype)
     if out.numel() == 0:

@@ -37,7 +37,7 @@ from nondet.kernels.matmul.cpu_tiles import (
 )
 
 # oneDNN's inner product, and weights kept in the layout that it computes in.
-# `nondet.kernels.matmul.cpu` uses it for a layer's weight in float32, because its rows are one class from two on, where
+# This file uses it for a layer's weight in float32, because its rows are one class from two on, where
 # MKL's GEMM needs sixteen. It copies a weight from torch's layout into its own at every call. `packed_weights` keeps
 # those copies, which doubles the memory, and uses row counts certified to give exactly the plain weight's bits. So
 # packing changes only the time.

@@ -301,10 +301,12 @@ def layer_norm(
 
 # transformers' RMSNorm modules in one launch. A module runs as six or seven operators: x to float32, squares, mean, +
 # eps, rsqrt, product, rounding, weight. The kernel computes and rounds the same in one pass over memory:
-#   scale = rsqrt(sum(x^2) / H + eps)         float32; the sum in class "lanes"
+#
+#   scale = rsqrt(sum(x^2) / H + eps)                         float32; the sum in class "lanes"
 #   ROUND_FIRST:      round(weight * round(x * scale))        Llama, Qwen3, Mistral: rounded twice
 #   otherwise:        round(x * scale * weight)               OLMo
 #   and with PLUS_ONE round(x * scale * (1 + weight))         Gemma
+#
 # Invariance: a row's bits depend only on the row, the width and the dtype, because the order of the one sum follows the
 # width and the rest is elementwise, without contraction (enable_fp_fusion=False).
 

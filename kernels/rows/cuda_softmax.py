@@ -44,13 +44,17 @@ from nondet.kernels.triton_common import (
 
 # The class "lanes": an order of additions that is in the source, not in the compiler's layout. The width alone decides
 # on three powers of two:
+#
 #   CHUNK   a row is cut into chunks of CHUNK elements, from element 0; a row of at most 16384 is one chunk
 #   SPAN    the chunk's length, filled up with zeros to a power of two
 #   LANES   a quarter of SPAN, but at least 256 and at most 2048; SPAN if that is less
+#
 # and a row is added up as follows.
+#
 #   1. In a chunk: element j is added to element j + n/2, for n = SPAN, SPAN/2, ... until LANES are left; then element
-# 2j to element 2j + 1, again and again, until one is left.
+#      2j to element 2j + 1, again and again, until one is left.
 #   2. Over chunks: the chunks' results, filled up to a power of two, 2j to 2j + 1 until one is left.
+#
 # Every step adds exactly two numbers, and floating addition commutes. So no bit depends on the number of rows, the
 # row's position, alignment or strides, the number of warps or of rows in a program, nor on whether the chunks of a row
 # run in one program or in many. (`tl.sum` over a whole block would leave the order to the layout, which follows the
@@ -449,10 +453,12 @@ def one_each_merge_kernel(
 
 
 # softmax and log_softmax of many wide rows in half precision, read once: the order of class "lanes", by single warps.
+#
 # A program is one warp and holds one chunk of a row (4096 columns, 64 words of two elements per thread) in registers.
 # It makes the chunk's pair (m_c, s_c), publishes it for the row's other programs, waits for theirs, and writes its part
 # of the result. So a row is read once, and nothing needs a barrier. The tree over a chunk is cut where a warp can
 # follow it: a quarter of a chunk is LANES long, a quarter of that (128 words) is what a warp reads at once.
+#
 # No deadlock: a program draws its number as it starts, and numbers count the chunks row by row. So all programs of
 # every row but the last that was begun have started. Those of the last one wait for numbers still to be drawn, and
 # there are no more of them than a row has chunks: `takes` leaves several times as many slots on the GPU, so other
