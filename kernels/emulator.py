@@ -352,6 +352,8 @@ def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic
 
 
 class _Level(NamedTuple):
+    """Nodes of one height: those that add more than two; where other sums go, and their left and right terms."""
+
     wide: list[int]
     pairs: tuple[Any, Any, Any]
     both: Any

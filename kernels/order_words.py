@@ -14,6 +14,8 @@ _NUMBERS = 4  # elements that are listed
 
 
 class _Part(NamedTuple):
+    """A node; or (node -1) leaves that one fused step adds to its accumulator."""
+
     node: int
     leaves: tuple[int, ...] = ()
 

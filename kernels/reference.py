@@ -34,11 +34,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
 
 def dequantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x [R, C] of float8 times its scales, in float64.
-
-    Args:
-        scale: One number ([], [1]); or [r, c], where r is R, 1, or R / 128 rounded up, and c likewise.
-    """
+    """x [R, C] of float8 times its scales, one number or [r, c] with r of R, 1, or R / 128 rounded up; float64."""
     wide = scale.double()
     for axis in (0, 1) if wide.dim() == 2 else ():
         if wide.shape[axis] not in (1, x.shape[axis]):
@@ -71,10 +67,7 @@ def scaled_grouped_matmul(
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(float8 numbers [M, K], float32 scales [], [M, 1] or [M, s]) whose products are approximately x [M, K].
-
-    The scale may be chosen freely and determines the numbers, so the oracle has nothing to compare with.
-    """
+    """(float8 [M, K], float32 scales [], [M, 1] or [M, s]) of x [M, K]. Any scale is right, so nothing can be compared."""
     return ()
 
 
@@ -204,8 +197,5 @@ def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Ten
 
 
 def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Of causal attention: q and the gradient [M, Hq, T, D], k and v [M, Hkv, T, D] -> [M, Hq + 2 Hkv, T, D].
-
-    The gradients of q, k and v, concatenated along the heads.
-    """
+    """Of causal attention: q and gradient [M, Hq, T, D], k and v [M, Hkv, T, D] -> of q, k, v [M, Hq + 2 Hkv, T, D]."""
     return torch.cat(autograd(attention, gradient.double(), q.double(), k.double(), v.double()), 1)

@@ -36,10 +36,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """x [R, K], weight [G, K, N], offsets [G] int32 -> [R, N]: torch._grouped_mm, as transformers' experts call it.
-
-    It takes no float64, and only strides in multiples of 16 bytes: other calls are one torch.mm per expert.
-    """
+    """x [R, K], weight [G, K, N], offsets [G] int32 -> [R, N]: torch._grouped_mm, or one torch.mm per expert."""
     strides = [s for t in (x, weight) for s in t.stride() if s > 1]
     if x.dtype != torch.float64 and not any(s * x.element_size() % 16 for s in strides):
         note("torch._grouped_mm")
@@ -57,10 +54,8 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 def scaled_matmul(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """float8 a [M, K] by b [K, N] with their scales -> [M, N]: torch._scaled_mm, with its default accumulation.
-
-    Raises:
-        NotImplementedError: torch has no such product here for these scales, dtypes or sizes.
+    """float8 a [M, K] by b [K, N] with their scales -> [M, N]: torch._scaled_mm, or NotImplementedError where it has
+    none.
     """
     note("torch._scaled_mm")
 
@@ -117,10 +112,8 @@ def scaled_grouped_matmul(
     offsets: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """float8 x [R, K] by each row's weight of [G, K, N], scales [R] and [G, N] -> [R, N]: torch._scaled_grouped_mm.
-
-    Raises:
-        NotImplementedError: torch has no such product here; on a CPU it has none at all.
+    """float8 x [R, K], weight [G, K, N], scales [R] and [G, N] -> [R, N]: torch._scaled_grouped_mm, or
+    NotImplementedError.
     """
     note("torch._scaled_grouped_mm")
     return or_refused(
@@ -164,7 +157,6 @@ def _over_last_axis(call: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return run
 
 
-# Each of x [..., K]
 softmax, log_softmax, cumsum = map(_over_last_axis, (torch.softmax, torch.log_softmax, torch.cumsum))
 logsumexp, sum, mean = map(_over_last_axis, (torch.logsumexp, torch.sum, torch.mean))
 
@@ -203,11 +195,7 @@ def attention(
 def attention_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """`attention`, with only torch's flash backend; on a CPU that is another kernel of the same name.
-
-    Raises:
-        RuntimeError: the backend can't take these inputs ("No available kernel").
-    """
+    """`attention`, with only torch's flash backend, on a CPU another kernel; RuntimeError: it can't take the inputs."""
     return _attend_by(SDPBackend.FLASH_ATTENTION, q, k, v, causal, scale)
 
 

@@ -70,10 +70,7 @@ _found: dict[tuple[Any, ...], Any] = {}
 
 
 class Launched:
-    """A launch that can be repeated: the same kernel, number of programs, numbers and constants.
-
-    Only for tensors of the dtypes, alignment and device that it was made for: this is not checked again.
-    """
+    """A repeatable launch, only for tensors of the dtypes, alignment and device that it was made for: unchecked."""
 
     __slots__ = ("_front", "_grid", "_kernel", "_rest", "_run")
 
@@ -249,10 +246,7 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
 
 
 def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tensor) -> None:
-    """Refuse tensors that the kernels do not support.
-
-    Raises NotImplementedError: the device or the dtype has no kernel; ValueError: devices or dtypes differ.
-    """
+    """Raise NotImplementedError for a device or dtype without a kernel, ValueError where the tensors' differ."""
     first = tensors[0]
     for x in tensors[1:]:
         if x.device != first.device or x.dtype != first.dtype:

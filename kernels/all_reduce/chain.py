@@ -45,10 +45,7 @@ def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) ->
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Each rank gets its share of every message, adds it in the order of ranks, and sends the sum to all ranks.
-
-    Any device; the traffic of an all-reduce, in two messages: W times less to add than `ordered_gather`.
-    """
+    """Each rank adds its share of every message in the order of ranks, and sends the sum to all ranks. Any device."""
     world = dist.get_world_size(group)
     share = -(-x.numel() // world)
     padded = x
@@ -63,10 +60,8 @@ def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def library(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The library's own all-reduce (NCCL's, gloo's), of two ranks: a + b and b + a have the same bits.
-
-    Raises:
-        NotImplementedError: more ranks, whose order the library chooses by the message's size.
+    """The library's own all-reduce, only of two ranks, where a + b and b + a have the same bits; else
+    NotImplementedError.
     """
     _check_two(group)
     dist.all_reduce(x, group=group)
@@ -125,7 +120,6 @@ MEMBERS: dict[str, Member] = {
     # reads the others' shares
     "one_shot": partial(_symmetric, "one_shot", _TORCH_DTYPES),
     "two_shot": partial(_symmetric, "two_shot", _TORCH_DTYPES),
-    # our own over the ranks' buffers, likewise, between barriers
     "peers_one_shot": partial(_symmetric, "chain_one_shot", _PEER_DTYPES),
     "peers_two_shot": partial(_symmetric, "chain_two_shot", _PEER_DTYPES),
     "push": push,
@@ -301,11 +295,7 @@ def class_key(name: str, dtype: torch.dtype, world: int) -> str:
 
 
 def prove(name: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
-    """Whether a member gives the anchor's bits on every rank, and the evidence. Called by all ranks.
-
-    Raises:
-        NotImplementedError: it does not apply to this group, device or dtype.
-    """
+    """Whether a member gives the anchor's bits, and the evidence. Collective. NotImplementedError: it does not apply."""
 
     def both(mine: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor]:
         expected, got = mine.clone(), mine.clone()
@@ -330,11 +320,7 @@ def prove_on_messages(
     parts: int = 1,
     more: tuple[int, ...] = (),
 ) -> tuple[bool, str]:
-    """Whether both(a rank's message, n) gives equal tensors of n elements on all ranks; a message has `parts` of them.
-
-    Args:
-        more: Sizes in addition to those of every proof; larger messages are partly drawn and repeated, to save memory.
-    """
+    """Whether both(message, n) gives equal tensors of n elements on all ranks, at PROOF_SIZES and the sizes `more`."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     compared, apart, most = 0, "", PROOF_SIZES[device.type][-1] * parts
     sizes = *more, *PROOF_SIZES[device.type]  # the largest first: a mailbox that grows keeps its old memory
@@ -352,10 +338,7 @@ def prove_on_messages(
 
 
 def contributions(kind: str, world: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[W, size], equal on every rank. "order": for each element two ranks nearly cancel, and the rest is small.
-
-    The rest of such a sum depends on when the large numbers are added.
-    """
+    """[W, size], equal on every rank. "order": two ranks nearly cancel, and the rest depends on when they are added."""
     rng = generator(size + world, device)
     if kind != "order":
         return make(kind, (world, size), dtype, device, rng)

@@ -22,11 +22,7 @@ T = TypeVar("T")
 
 
 class ByGroup(Generic[T]):
-    """A value for each group, made at its first use.
-
-    Args:
-        make: Takes the value of the last group that had the name, None for the first, and makes the new one's.
-    """
+    """A value for each group, made at its first use: make(the value of the last group with that name, or None)."""
 
     def __init__(self, make: Callable[[T | None], T]) -> None:
         self._make = make
@@ -47,11 +43,7 @@ class ByGroup(Generic[T]):
 
 
 def chain(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """((x0 + x1) + x2) + ..., rank by rank, each addition rounded to the tensors' own dtype.
-
-    Args:
-        parts: One tensor per rank, in the order of ranks; equal shapes and dtypes.
-    """
+    """((x0 + x1) + x2) + ... over one tensor per rank, each addition rounded to the tensors' own dtype."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

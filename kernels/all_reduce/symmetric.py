@@ -389,11 +389,7 @@ _PROGRAMS_MANY = 264  # for more ranks, in parts
 
 
 class Plan(NamedTuple):
-    """How `push` cuts a message: `share` elements per program, in pieces of `block`. The same on all ranks.
-
-    Attributes:
-        in_parts: Each rank adds a part of a share for all.
-    """
+    """How `push` cuts a message: `share` elements per program, in pieces of `block`; `in_parts`: each rank adds a part."""
 
     block: int
     share: int
@@ -415,10 +411,7 @@ def plan_push(count: int, itemsize: int, world: int, narrowed: bool) -> Plan:
 
 
 def counts_in_pieces(itemsize: int, world: int, *, narrowed: bool) -> tuple[int, ...]:
-    """Message sizes for a proof: about the smallest that has shares of several pieces, for each way to send.
-
-    The last one is not a multiple of 16 elements, because Triton compiles another kernel for those.
-    """
+    """Message sizes for a proof: about the smallest with several pieces for each way, and one not a multiple of 16."""
     found: dict[bool, tuple[int, int]] = {}
     for count in (2**k + 16 for k in range(28)):
         plan = plan_push(count, itemsize, world, narrowed)
@@ -570,10 +563,7 @@ def available(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> Workspace | None:
-    """A workspace of at least that size, the same on all ranks; None where it can't be had (capture, size, group).
-
-    Collective: every rank of the group calls it with the same size.
-    """
+    """A workspace of at least that size; None where there can't be one. Collective: all ranks pass the same size."""
     space: Workspace | None = _shared("Workspace", group, device, size_bytes)
     return space
 
@@ -642,10 +632,7 @@ def chain_two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) 
 
 
 def peers_one_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str, space: Workspace) -> None:
-    """Sum every rank's buffer into flat `out`; every rank computes all of it.
-
-    The second barrier keeps a rank from overwriting its buffer while another one still reads it.
-    """
+    """Sum every rank's buffer into flat `out`. The second barrier keeps buffers until all ranks have read them."""
     space.handle.barrier(channel=0)
     reduce_peers(space.peers(count, dtype), out, order)
     space.handle.barrier(channel=1)

@@ -206,10 +206,8 @@ _KINDS = ("order", "order-wide", "wide", "bell")
 
 
 def chunk_sum(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.Tensor) -> torch.Tensor:
-    """x [M, K] times weight [N, K] transposed -> out [M, N]: `chunks` chunks, added along their tree; see the module.
-
-    Args:
-        out: Contiguous, float32 or x's dtype.
+    """x [M, K] times weight [N, K] transposed -> contiguous `out` [M, N] in float32 or x's dtype: chunks along their
+    tree.
     """
     tile = _tile(x, weight, chunks)
     if tile_stands(x, weight, chunks, out.dtype, tile):
@@ -250,10 +248,7 @@ def _names(tile: ChunkTile, dtype: torch.dtype, out: torch.dtype, k: int, n: int
 
 
 def tile_stands(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.dtype, tile: ChunkTile) -> bool:
-    """Whether the fused kernel has the anchor's bits with this tile; proven now where nothing is known.
-
-    While a CUDA graph is captured nothing can be proven: False where nothing is known.
-    """
+    """Whether the fused kernel has the anchor's bits with this tile; proven now if unknown, except during a capture."""
     (_, k), n = x.shape, weight.shape[0]
     member, key = _names(tile, x.dtype, out, k, n, chunks)
     store = certificates(x.device.type)

@@ -342,11 +342,7 @@ def forget() -> None:
 
 
 def prove_way(form: Form, way: Way, device: torch.device, *, dry: bool = False) -> bool | None:
-    """Compare the way with the one plan in this form, and record the result; see `nondet.core.proof.prove`.
-
-    Args:
-        dry: Only launch what a proof launches, to compile its kernels, and compare nothing: None.
-    """
+    """Compare the way with the one plan in this form, and record the result; `dry` only compiles the kernels."""
     spans = 2 * way.span + 1 if way.span else 3
     queries = max(2, math.ceil(_BLOCKS * way.plan.block_m / form.group))
 

@@ -118,10 +118,7 @@ def mask_scores(s, first_key, position, tk, CAUSAL: gl.constexpr, ROW: gl.conste
 
 @gluon.jit
 def item_of(turn):
-    """The work item of this program in its turn: programs take items forwards, then backwards, and so on.
-
-    Items are sorted by work, so the program with the largest of one turn takes the smallest of the next.
-    """
+    """The work item of this program in its turn: forwards, then backwards, and so on, because items are sorted by work."""
     programs = gl.num_programs(0)
     program = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
@@ -232,7 +229,6 @@ def consumer(
             l_all = gl.full([ROWS], 0.0, gl.float32, ROW)
             before = gl.full([ROWS], 0.0, gl.float32, ACC_ROW)
             now = gl.full([ROWS], 0.0, gl.float32, ACC_ROW)
-            # Only tile 0.
             mbarrier.wait(q_full, turn & 1)
             stage = n % STAGES
             mbarrier.wait(k_full.index(stage), (n // STAGES) & 1)
@@ -278,7 +274,6 @@ def consumer(
                     before = gl.convert_layout(before_row, ACC_ROW)
                     now = gl.convert_layout(now_row, ACC_ROW)
                 p = gl.convert_layout(p32.to(dtype), PROB, assert_trivial=True)
-            # The values of the last tile, and the last segment.
             mbarrier.arrive(q_empty, count=1)
             if (tiles > 1) & (tiles % PER == 1):
                 total.store(merge_acc(total, acc, before, now, tiles == PER + 1, ACC))
@@ -495,10 +490,7 @@ def merge_all_kernel(
     stride_ob, stride_oh, stride_ot,
     CHUNK: gl.constexpr, VARLEN: gl.constexpr, CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
-    """32 columns of one row, by one warp: the segments that the row sees, merged in order, CHUNK of them at a time.
-
-    It reads up to CHUNK segments beyond the last one: part must have room for them behind its end.
-    """
+    """32 columns of one row, by one warp: its segments merged in order; reads up to CHUNK segments behind the last."""
     COLUMNS: gl.constexpr = 32
     LANES: gl.constexpr = gl.BlockedLayout([CHUNK // 32 if CHUNK > 32 else 1], [32], [1], [0])  # one segment per lane
     TILE: gl.constexpr = gl.BlockedLayout([CHUNK, 1], [1, 32], [1, 1], [1, 0])  # one column per lane, all segments
@@ -572,10 +564,7 @@ def decode_producer(
     k_desc, v_desc, index_ptr, ring, ready, empty, batch, kv_head, first_tile, groups, keys,
     TILES: gl.constexpr, SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Load TILES tiles of K, then those of V, group after group, as far ahead as there are slots.
-
-    A tile of a paged cache comes page by page; behind the last page it is read from beyond the cache, as zeros.
-    """
+    """Load TILES tiles of K, then of V, as far ahead as there are slots; behind the last page zeros are read."""
     if PAGE == 0:
         for group in range(groups):
             for j in gl.static_range(2 * TILES):

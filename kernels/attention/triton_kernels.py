@@ -449,11 +449,7 @@ _START_TILES, _MERGE_TILES = 1, 1  # the cost of a start and of a merge, in the 
 
 
 class Plan(NamedTuple):
-    """How to launch: block_n is part of the class (fixed by dtype and head dim), the rest is speed.
-
-    Attributes:
-        peel: Tiles that every row sees whole run in a loop of their own, without masks.
-    """
+    """How to launch. block_n is part of the class; `peel`: tiles that every row sees whole run in an unmasked loop."""
 
     block_m: int
     block_n: int
@@ -539,11 +535,7 @@ class Form(NamedTuple):
 
 
 def one_plan(head_dim: int, dtype: torch.dtype) -> Way:
-    """The way that supports every call and defines the class's bits: the smallest block, one program for a query's
-    keys.
-
-    It replaces what is not proven, so that no quantity of the batch can choose bits.
-    """
+    """The way that supports every call and defines the class's bits: the smallest block, one program for all keys."""
     return Way(plan_for(1, head_dim, dtype), 0, False)
 
 

@@ -263,11 +263,7 @@ def attention_backward(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Gradients:
-    """As `nondet.kernels.attention_backward.cpu.attention_backward`; the longest requests must be given.
-
-    Raises:
-        NotImplementedError: a device, dtype or head dim without a kernel.
-    """
+    """As `nondet.kernels.attention_backward.cpu.attention_backward`. NotImplementedError: no kernel for these operands."""
     require("attention_backward", _DTYPES, q, k, v, out, gradient)
     tokens, heads, dim = q.shape
     if dim > MAX_HEAD_DIM:

@@ -125,10 +125,7 @@ def devices() -> tuple[str, ...]:
 
 
 def decided() -> _Functions:
-    """Everything that is replaced, certified or at risk. Called while nothing of ours is registered.
-
-    At risk is all that has a kernel for a device, in any namespace, and is not in `nondet.kernels.dispatch.operators`.
-    """
+    """Everything that is replaced, certified or at risk (whatever else has a kernel). Called with nothing registered."""
     originals.keep()
     made = _replaced_and_certified()
     for qualified, key in _kernels_there():

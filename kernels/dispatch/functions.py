@@ -49,9 +49,8 @@ _RUNNING = frozenset({"cumprod", "cumsum", "_logcumsumexp"})
 
 
 def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str]:
-    """Whether stock `name` gives each row its own bits at the shape of args[0]; and why not, or on what ground.
-
-    While a CUDA graph is captured nothing can be proven: what is unknown then is at risk.
+    """Whether stock `name` gives each row its own bits at the shape of args[0], and why. At risk if a capture forbids
+    proof.
     """
     x: torch.Tensor = args[0]
     form = _form_of(name, x, args, kwargs)
@@ -413,11 +412,7 @@ def replacing(
     replacement: Callable[..., Any],
     again: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compute by `replacement` while `family` is on; else, or where it declines, run the original and count it.
-
-    Args:
-        again: A shorter way to `replacement`'s result, for plain tensors and without gradients; None where it has none.
-    """
+    """Compute by `replacement` (or its shortcut `again`) while `family` is on; else run the original and count it."""
     composed = name in COMPOSED
     exempt = EXEMPT.get(name)
     has_gradient = COMPOSED_WITH_GRADIENT.get(name)
@@ -569,11 +564,7 @@ def _differentiated(args: tuple[Any, ...]) -> str:
 
 
 def watching(qualified: str, original: Any, matters: Callable[..., bool | str] | None = None) -> Callable[..., Any]:
-    """Run the original, and count it as at risk where it computes floating point and `matters(*args, **kwargs)`.
-
-    Args:
-        matters: Whether it matters, or why it does; None: always.
-    """
+    """Run the original; count it as at risk if it computes floating point and `matters` (None: always) is true."""
     name = qualified.removeprefix("aten::")
     stock = accepting_numbers(qualified, original)
 

@@ -391,10 +391,7 @@ def index_add(
 def scatter_add(
     kernels: Kernels, target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
 ) -> torch.Tensor:
-    """source added to the target along an axis at index: each element's sum in the order of the axis.
-
-    Every element of the target is a row of the one-dimensional operator that the registry has.
-    """
+    """source added to the target along an axis at index: each element's sum in the order of the axis."""
     if target.dtype != source.dtype or target.dtype not in (*DTYPES, torch.float64):
         raise Leave
     if target.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -420,10 +417,7 @@ def scatter_add(
 
 
 def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
-    """The sum over one short axis that is not the last, without moving it; None where there is no kernel for that.
-
-    Only the axis and its length decide, not the number of rows.
-    """
+    """The sum over one short axis that is not the last, without moving it; None without a kernel for the axis."""
     if len(axes) != 1 or axes[0] == x.dim() - 1 or not x.is_cuda or x.shape[axes[0]] > SHORT:
         return None
     from nondet.kernels.experts import cuda as triton_routing
@@ -534,10 +528,7 @@ _SMALL = 2**15
 
 
 def _within(x: torch.Tensor) -> bool:
-    """Whether all numbers are so close together that none vanishes; for a matrix (logits), whether no mask cut one off.
-
-    False with NaN or infinities.
-    """
+    """Whether no number vanishes next to another or (matrices) is masked off; False with NaN or infinities."""
     if not x.numel():
         return True
     if x.dim() == 2:

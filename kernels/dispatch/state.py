@@ -91,10 +91,7 @@ MOVED = "over places that padding in front moves"
 
 
 def over_batch(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> str:
-    """Words for a reduction of x over axes `dim` (none: all) that may mix requests; "" for none.
-
-    "" also for a single row or axis, for parameters, and in a backward pass, where a gradient is a sum over the batch.
-    """
+    """Words for a reduction over axes `dim` (none: all) that may mix requests; "" for none and in a backward pass."""
     if x.dim() < 2 or isinstance(x, torch.nn.Parameter) or torch._C._current_graph_task_id() != -1:
         return ""
     axes = {d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim or range(x.dim()))}

@@ -428,10 +428,7 @@ def _fp8_groups(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _fp8_experts(layer: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x [T, H] by the experts index [T, k]: one product per row, added in float32 in the row's own order.
-
-    The host reads which experts were chosen, which a CUDA graph can't capture.
-    """
+    """x [T, H] by the experts index [T, k]: one product per row, added in float32. The host reads which were chosen."""
     if layer.activation_scheme == "static" or layer.block_size is None or layer._is_expert_parallel:
         raise Leave("a static scale, one scale a weight, or experts on several ranks")
     if x.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -234,10 +234,7 @@ def _paged(
 
 
 def _kept_window(cache: Any, layer: int, window: int | None) -> int | None:
-    """The window of a layer's keys in the cache; before 5.23 the cache gives 1 for none.
-
-    A layer without one (Phi-3.5-MoE's) has it only in its mask, which the engine makes by the cache.
-    """
+    """The window of a layer's keys in the cache; before 5.23 the cache gives 1 for none."""
     kept = getattr(cache, "sliding_windows", None)
     if kept is not None:
         found = None if kept[layer] == 1 else kept[layer]

@@ -211,11 +211,7 @@ def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, 
 
 
 def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[Tile, bool]:
-    """The tile and kernel if they are proven, now if need be; else the anchor's tile with pointers, if that is.
-
-    Raises:
-        NotImplementedError: neither is proven here, or nothing can be while a CUDA graph is captured.
-    """
+    """The tile and kernel if proven, now if need be; else the anchor's tile with pointers; else NotImplementedError."""
     if INTERPRETED:  # NumPy's products there: they say nothing about the hardware
         return tile, tma
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -339,7 +335,6 @@ def _place(offsets_ptr, R, N, GROUPS, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     end = tl.sum(tl.where(mine, ends, 0), axis=0)
     tiles_m = tl.sum(tl.where(mine, counts, 0), axis=0)
     within = pid - tl.sum(tl.where(mine, upto - counts, 0), axis=0) * tiles_n
-    # Within an expert, tiles go down a few rows before they go right, so that L2 serves both operands.
     first_m = within // (8 * tiles_n) * 8
     high = tl.maximum(tl.minimum(tiles_m - first_m, 8), 1)
     pid_m = first_m + (within % (8 * tiles_n)) % high

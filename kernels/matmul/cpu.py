@@ -260,9 +260,8 @@ def _refuse(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a [M, K] times b [K, N], plus bias [N] -> [M, N]; `matmul` without its checks.
-
-    A transposed weight (strides (1, K)) is passed to the library unchanged: another layout is another certificate.
+    """a [M, K] times b [K, N], plus bias [N] -> [M, N]; `matmul` without its checks. Layouts have separate
+    certificates.
     """
     rows, depth = a.shape
     columns = b.shape[1]

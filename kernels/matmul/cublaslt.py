@@ -290,10 +290,7 @@ def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: in
 
 
 class Product:
-    """A problem bound to a device and an algorithm; calling it launches one kernel.
-
-    Its reduction order is the algorithm's own, fixed by the algorithm and the problem; see the module.
-    """
+    """A problem bound to a device and an algorithm, which fix its order; calling it launches one kernel."""
 
     def __init__(self, problem: Problem, index: int, algorithm: Algorithm) -> None:
         loaded = library()

@@ -156,10 +156,7 @@ _WITHOUT_LIBRARY = (
 
 
 def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) -> list[str]:
-    """Choices for a product on the GPU of that name, best first: the table's for the next measured m, then the rule's.
-
-    Where m itself was not measured, ranks of the library's algorithms do not apply, and its first choice is taken.
-    """
+    """Choices for a product on that GPU, best first: the table's for the next measured m, then the rule's."""
     general = rule(m, n, k, dtype)
     by_shape, ranked_by = _tables(gpu)
     rows = by_shape.get((str(dtype).removeprefix("torch."), k, n))
@@ -334,11 +331,7 @@ def is_choice(name: Any) -> bool:
 def run_member(
     choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, tf32: bool = False
 ) -> torch.Tensor:
-    """a [B, M, K] x b [B, K, N] (+ bias [N]) by the member called `choice`, proven or not: to certify it.
-
-    Raises:
-        NotImplementedError: the member does not take this problem.
-    """
+    """a [B, M, K] x b [B, K, N] (+ bias [N]) by the member called `choice`, proven or not, or NotImplementedError."""
     bound = _bound(choice, a, b, bias, tf32)
     if bound is None:
         raise NotImplementedError(f"{choice} takes no {tuple(a.shape)} x {tuple(b.shape)} of {a.dtype} so laid out")
@@ -494,10 +487,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N].
-
-    Dtypes, order and invariance as `matmul`; the bias is added in the accumulator, before the one rounding.
-    """
+    """x [..., K] times weight [N, K] transposed, plus bias [N] before the one rounding -> [..., N]; else as `matmul`."""
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = torch.ops.nondet.linear(x, weight, bias)
         return compiled
@@ -661,10 +651,7 @@ def _anchor_chain(tf32: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tens
 
 
 class _Chosen:
-    """The dispatcher's member of a name, proven or not, with the signature of linear or of matmul.
-
-    `claim` names the certificate that the dispatcher needs before it uses the member on such operands.
-    """
+    """The dispatcher's member of a name, proven or not, with the signature of linear or of matmul."""
 
     def __init__(self, choice: str, wrap: Callable[..., Any], tf32: bool = False) -> None:
         self.choice, self._wrap, self._tf32 = choice, wrap, tf32

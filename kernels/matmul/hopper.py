@@ -91,9 +91,8 @@ def hopper_takes(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> bool:
 def bind_hopper(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
-    """A launcher for products of exactly these shapes, strides and dtypes that `hopper_takes`; see the module.
-
-    It writes a [1, M, K] x b [1, K, N] (+ bias [N]) to out [1, M, N]; accumulation is in float32.
+    """A launcher of a [1, M, K] x b [1, K, N] (+ bias [N]) -> out [1, M, N] for exactly these shapes, strides and
+    dtypes.
     """
     (_, m, k), n = a.shape, b.shape[2]
     a_strides, b_strides = [a.stride(1), 1], [b.stride(2), 1]

@@ -321,10 +321,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N].
-
-    Dtypes, order and invariance as `matmul`; the bias is added in the accumulator, before the one rounding.
-    """
+    """x [..., K] times weight [N, K] transposed, plus bias [N] before the one rounding -> [..., N]; else as `matmul`."""
     return matmul_chain(*linear_operands(x, weight, bias))[0].view(*x.shape[:-1], weight.shape[0])
 
 
@@ -388,9 +385,8 @@ def tma_takes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def bind_tma(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]:
-    """A launcher for products of exactly these shapes, strides and dtypes that `tma_takes`; see the module.
-
-    It writes a [1, M, K] x b [1, K, N] (+ bias [N]) to out [1, M, N]; accumulation is in float32.
+    """A launcher of a [1, M, K] x b [1, K, N] (+ bias [N]) -> out [1, M, N] for exactly these shapes, strides and
+    dtypes.
     """
     (_, m, k), n = a.shape, b.shape[2]
     b_rows = rows_fit(b[0])

@@ -106,11 +106,7 @@ _bound: dict[tuple[Any, ...], Any] = {}  # what decides the compiled kernel -> t
 def rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """q [B, Hq, T, D], k [B, Hk, T, D], cos and sin [B or 1, T, D], one dtype; None where the kernel does not support
-    it.
-
-    The results have the strides that elementwise operators would give them.
-    """
+    """q [B, Hq, T, D], k [B, Hk, T, D], cos and sin [B or 1, T, D] of one dtype, rotated in stock's strides; or None."""
     batch, heads_q, tokens, dim = q.shape
     half = dim // 2
     if (
@@ -184,10 +180,7 @@ def _silu_mul_kernel(x_ptr, out_ptr, WIDTH, BLOCK: tl.constexpr):
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor | None:
-    """silu(x[..., :H]) * x[..., H:] of contiguous x [..., 2 H], float16 or bfloat16 -> [..., H]; None of any other.
-
-    Nothing is reduced: each element depends on two, in any batch.
-    """
+    """silu(x[..., :H]) * x[..., H:] of contiguous x [..., 2 H], float16 or bfloat16 -> [..., H]; None of any other."""
     if x.dtype not in _DTYPES[:2] or x.ndim < 1 or x.shape[-1] % 2 or not x.is_contiguous():
         return None
     made = again("silu_mul", x)

@@ -82,9 +82,8 @@ def _numbers(x: torch.Tensor, like: torch.Tensor) -> np.ndarray[Any, Any]:
 def rms_norm_residual(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`rms_norm` of x + residual, x + residual), both [..., H] in x's dtype; the sum is rounded before the norm.
-
-    Raises UserError: shapes or dtypes of x and residual differ.
+    """(`rms_norm` of x + residual, x + residual), [..., H]; the sum is rounded first. UserError: shapes or dtypes
+    differ.
     """
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise UserError(
@@ -120,10 +119,7 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
 
 
 def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """Losses of logits x [..., V] for targets [...] -> [...] in x's dtype: -`log_softmax` at the target, bit for bit.
-
-    0 where the target is `ignore_index`, NaN where it is not a column otherwise.
-    """
+    """-`log_softmax` of x [..., V] at targets [...], bit for bit: 0 at `ignore_index`, NaN where it is not a column."""
     ignored, missing = target == ignore_index, (target < 0) | (target >= x.shape[-1])
     at = target.long().masked_fill(missing, 0)[..., None]
     losses = -log_softmax(x).gather(-1, at)[..., 0]

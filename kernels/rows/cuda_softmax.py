@@ -198,10 +198,7 @@ def plan(width: int, item_bytes: int) -> Plan:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as [M, K]: a view where there is one, else a copy.
-
-    Also a copy where a row reaches over 2^31 elements, because columns are counted in 32 bits, which is faster.
-    """
+    """x [..., K] as [M, K]: a view where there is one; a copy also if a row spans 2^31 elements (32-bit columns)."""
     rows = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.shape[-1] * rows.stride(-1) < 2**31 else rows.contiguous()
 

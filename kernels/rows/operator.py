@@ -142,7 +142,6 @@ RMS_NORM_RESIDUAL = Operator(
     implementations=_implementations("rms_norm_residual"),
     claims=_CLAIMS,
     operands=(Operand(("M", "H")), Operand(("M", "H")), Operand(("H",))),
-    # reads x and the residual, writes their sum and its norm
     bench=_bench("rms_norm_residual", "H", _HIDDEN, 4, "weight"),
     questions=_OF_NORMS,
 )

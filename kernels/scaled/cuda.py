@@ -88,7 +88,6 @@ def _scaled_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = (k + offs_k).to(tl.int64)
-        # zeros beyond the end add nothing
         a = tl.load(
             a_ptr + rows[:, None] * stride_am + ks[None, :] * stride_ak,
             mask=in_m[:, None] & (ks[None, :] < K),
@@ -202,11 +201,7 @@ def library(
     *,
     step: int = _STEPS[0],
 ) -> torch.Tensor:
-    """torch's own product of the same operands, proven or not; with scales in blocks, in multiples of `step`.
-
-    Raises:
-        NotImplementedError: torch has no such product.
-    """
+    """torch's own product, proven or not, or NotImplementedError; with scales in blocks, in multiples of `step` rows."""
     rows, blocks = len(a), _form(scale_a, scale_b, len(a), b.shape[1]) == "block"
     if blocks and (more := -rows % step):
         padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
@@ -257,10 +252,8 @@ def library_member(dtype: str) -> dict[str, Callable[..., torch.Tensor]]:
 
 
 def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype, tile: Tile) -> Tile:
-    """The tile if it is proven, now if need be; else the anchor's, if that gives the same bits again.
-
-    Raises:
-        NotImplementedError: neither is proven here, or nothing can be while a CUDA graph is captured.
+    """The tile if proven, now if need be; else the anchor's, if that gives the same bits again; else
+    NotImplementedError.
     """
     if INTERPRETED:  # NumPy's products there: they say nothing about the hardware
         return tile

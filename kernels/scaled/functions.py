@@ -123,9 +123,8 @@ def result_dtype(_: Shape, __: str) -> torch.dtype:
 
 
 def checked(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether sums are scaled after each 128 k, for scales in blocks; else they are once, at the end.
-
-    Raises ValueError: shapes that do not fit; NotImplementedError: dtypes that the class does not have.
+    """Whether sums are scaled per 128 k. ValueError: shapes that do not fit; NotImplementedError: dtypes without a
+    class.
     """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"scaled_matmul takes [M, K] and [K, N], got {tuple(a.shape)} and {tuple(b.shape)}")
