@@ -1,8 +1,8 @@
-"""A trainer's forward as an arm: the first call with equal inputs and unequal outputs between it and an engine's step.
+"""A trainer's forward as an arm: the first call where it and an engine's step have equal inputs and different outputs.
 
 The engine's tensors are [1, tokens, ...], the trainer's [B, W, ...]: of these the row of one rollout is taken. Its axes
 of length W then count tokens, keys or predicted rows, whichever the same call's axis counts in the engine. Attention is
-one call on both sides, over the keys that the position sees; its mask is not compared, so a wrong mask is attention's.
+one call on both sides, over the keys that the position sees; its mask is not compared, so a wrong mask shows there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Run = Callable[[Watcher], object]
 
 
 class Row(NamedTuple):
-    """Where a rollout lies in the trainer's batch [B, W].
+    """The position of a rollout in the trainer's batch [B, W].
 
     Attributes:
         batch, width: B and W.
@@ -55,19 +55,19 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The first place where an engine and a trainer differ.
+    """The first position where an engine and a trainer differ.
 
     Attributes:
         rollout: The request's; of several with that position the first by name.
         position: In the rollout; -1 where hidden states and logits agree, so that only their formula is left.
         layer: Number of a layer, "embedding" or "head"; "" with position -1.
-        module, call, occurrence: The call; "" where none that was compared has equal inputs and unequal outputs.
+        module, call, occurrence: The call; "" where none that was compared has equal inputs and different outputs.
         difference: Of its result, on this position's row.
-        family: Of `batch_invariant()`, that its name points to; "" where none does.
+        family: Of `batch_invariant()`, as its name suggests; "" where none does.
         rows: Of the engine's step, and of the trainer's batch.
-        compared: Calls that were set side by side and understood.
+        compared: Calls that were matched and understood.
         after: Where no call is named, the first whose inputs differ already, as "module call"; "" where there is none.
-        unsteady: The side that gives other bits when it is made again, "sampler" or "trainer": nothing is known then.
+        unsteady: The side whose repetition gives different bits, "sampler" or "trainer": nothing is known then.
     """
 
     rollout: str
@@ -85,7 +85,7 @@ class Place(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A forward of the trainer's, and where each request's rollout lies in it."""
+    """A forward of the trainer's, and each request's rollout in it."""
 
     forward: Callable[[], object]
     rows: Mapping[str, Row]
@@ -95,7 +95,7 @@ def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
     """Compare hashes of all layers, position by position, and then the calls of the layer where they first differ.
 
     Args:
-        run: Makes the sampler's session again, from an empty engine, with a watcher.
+        run: Repeats the sampler's session, from an empty engine, with a watcher.
         model: The trainer's; each batch's `forward` calls it once.
     """
     requests = [request for batch in batches for request in batch.rows]
@@ -120,7 +120,7 @@ def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
     batch = next(b for b in batches if request in b.rows)
     place = _fine(run, model, batch, request, site)
     if not place.call and site.region != "embedding":
-        # what is computed before the layers and is no hidden state, as the rotary embedding, shows in a layer first
+        # what is computed before the layers and is not a hidden state, as the rotary embedding, shows in a layer first
         before = _fine(run, model, batch, request, replace(site, record="input"))
         place = before if before.call else place
     return place
@@ -162,7 +162,7 @@ def _coarse(model: Any, batches: Sequence[Batch]) -> RowHashes:
             rows = batch.rows
             batch.forward()
             records.keep([Span(request, 0, row.length, True) for request, row in rows.items()])
-    if "logits" in records.names:  # not where the trainer computes them past the model, in another format
+    if "logits" in records.names:  # missing where the trainer computes them outside of the model, in another format
         place = records.names.index("logits")
         records.logits = {owner: int(hashes[place]) for owner, hashes in records.rows.items()}
     return records
