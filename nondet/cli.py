@@ -233,10 +233,8 @@ def _with_hint(text: str, params: list[Any], where: str) -> str:
 
 
 def _warn_of_namesake() -> None:
-    """Warn in one line where another package called nondet is installed: the last one installed owns the command.
-
-    A shell that asks for a completion gets no warning.
-    """
+    """Warn in one line where another package called nondet is installed: the last one installed owns the command. A
+    shell that asks for a completion gets no warning."""
     from importlib.metadata import PackageNotFoundError, version
 
     if "_NONDET_COMPLETE" in os.environ:

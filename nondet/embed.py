@@ -101,10 +101,8 @@ class LoadedEncoder:
 
 
 def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
-    """Load an encoder, a model of transformers that reads whole texts, from a local folder or by its hub name.
-
-    Raises UserError: it doesn't exist, is not an encoder, or can't be loaded here.
-    """
+    """Load an encoder, a model of transformers that reads whole texts, from a local folder or by its hub name. Raises
+    UserError: it doesn't exist, is not an encoder, or can't be loaded here."""
     from transformers import AutoModel
 
     torch_dtype = check_dtype(dtype, device)

@@ -41,10 +41,8 @@ class MisfitError(UserError):
 
 
 class WrongResultError(Exception):
-    """A result that no order of additions explains: another shape or dtype than the operator's, inputs written to.
-
-    A measurement makes it a row of status "wrong" with this message as the reason.
-    """
+    """A result that no order of additions explains: another shape or dtype than the operator's, inputs written to. A
+    measurement makes it a row of status "wrong" with this message as the reason."""
 
 
 class WrongShapeError(WrongResultError):

@@ -115,9 +115,7 @@ def _kernels_digest(folders: tuple[str, ...]) -> str:
 
 def sources(folders: Iterable[str]) -> dict[str, str]:
     """Name -> digest of the code of every file in these folders of kernels/, and of what they import of others there.
-
-    Comments, docstrings and line numbers don't count.
-    """
+    Comments, docstrings and line numbers don't count."""
     tree = (_ROOT / "kernels").resolve()  # in a checkout a symbolic link, which "**" need not follow
     found: dict[str, str] = {}
     left = [path for folder in folders for path in (tree / folder).rglob("*.py")]
@@ -243,10 +241,8 @@ class Certificates:
         return self._proofs.get((member, key))
 
     def set_aside(self, member: str, key: str, reason: str) -> None:
-        """Stop using a member that failed to run, in this process only; nothing is written to the file.
-
-        The cause may have been memory, a driver or another process: not a reason to exclude it for good.
-        """
+        """Stop using a member that failed to run, in this process only; nothing is written to the file. The cause may
+        have been memory, a driver or another process: not a reason to exclude it for good."""
         with self._lock:
             if (member, key) not in self._holds:
                 self._aside[member, key] = reason

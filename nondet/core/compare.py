@@ -330,10 +330,8 @@ class _Answer(Protocol):
 
 
 def first_difference(a: _Answer, b: _Answer) -> tuple[int | None, int | None]:
-    """(first token that differs, first position where tokens or logprob bits differ); None where none does.
-
-    Where one has fewer tokens or logprobs than the other, they differ at its end.
-    """
+    """(first token that differs, first position where tokens or logprob bits differ); None where none does. Where one
+    has fewer tokens or logprobs than the other, they differ at its end."""
     token = _first_unequal(a.token_ids, b.token_ids)
     logprob = _first_unequal(memoryview(a.logprobs).cast("I"), memoryview(b.logprobs).cast("I"))
     return token, min((place for place in (token, logprob) if place is not None), default=None)
@@ -362,11 +360,8 @@ _KEPT_BYTES = 2**26  # of results that wait on a GPU to be compared by one copy
 
 
 class ClassBook:
-    """Sorts results into classes of equal bits, numbered by first appearance.
-
-    One representative per class is kept on the device. Results are compared with the class of their predecessor first,
-    because sweeps change class rarely.
-    """
+    """Sorts results into classes of equal bits, numbered by first appearance. One representative per class is kept on
+    the device. Results are compared with the class of their predecessor first, because sweeps change class rarely."""
 
     def __init__(self) -> None:
         self.representatives: list[torch.Tensor] = []
@@ -435,10 +430,7 @@ class ClassBook:
 
     def come_again(self, results: torch.Tensor, labels: Sequence[int]) -> torch.Tensor:
         """Whether each slice of `results` has the bits of the class that its label names: one bool tensor for
-        `looked_at`.
-
-        Raises ValueError: another shape or dtype than the labelled results have.
-        """
+        `looked_at`. Raises ValueError: another shape or dtype than the labelled results have."""
         if len(results) != len(labels):
             return torch.tensor(False)
         kinds = list(dict.fromkeys(labels))

@@ -316,10 +316,8 @@ def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping
 
 
 def _nonfinite(result: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
-    """How many elements are NaN or infinite. NaN equals NaN, so a kernel that gives only NaN counts as identical.
-
-    Where the reference itself is not finite, they are right.
-    """
+    """How many elements are NaN or infinite. NaN equals NaN, so a kernel that gives only NaN counts as identical. Where
+    the reference itself is not finite, they are right."""
     if not (result.dtype.is_floating_point and result.element_size() > 1):
         return torch.zeros((), dtype=torch.int64, device=result.device)
     lost = ~torch.isfinite(result)
@@ -377,10 +375,8 @@ Fingerprint = dict[str, tuple[torch.Tensor, ...]]
 
 
 def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
-    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show.
-
-    The inputs are read, not copied. Names are the keys of a mapping, or positions in a sequence.
-    """
+    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show. The
+    inputs are read, not copied. Names are the keys of a mapping, or positions in a sequence."""
     if isinstance(inputs, torch.Tensor):
         raw = inputs.detach()
         if raw.dtype.is_complex:

@@ -145,10 +145,8 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Allow a user's own module to be imported from the current folder, but load our own imports first.
-
-    Otherwise a json.py or torch.py in a downloaded model's folder would be executed instead of the real one.
-    """
+    """Allow a user's own module to be imported from the current folder, but load our own imports first. Otherwise a
+    json.py or torch.py in a downloaded model's folder would be executed instead of the real one."""
     for name in ("numpy", "torch", "triton"):
         with suppress(ImportError):
             importlib.import_module(name)

@@ -83,9 +83,7 @@ def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite
 
 def check_outputs(options: Mapping[str, Any]) -> None:
     """Refuse, as a `UserError`, a file to write that the same command reads, or writes twice: --force would destroy it.
-
-    Of a command's options those of `_OUTPUTS` are written; every other file, and the traces of a run, are read.
-    """
+    Of a command's options those of `_OUTPUTS` are written; every other file, and the traces of a run, are read."""
     written: list[tuple[str, Path]] = []
     read: list[tuple[str, Path]] = []
     for name, value in options.items():
@@ -549,9 +547,7 @@ def begun(path: Path) -> bool:
 
 def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
     """The plan as a header has it: prompts are cut if all of them would be too long for one line; no path of a server.
-
-    A plan that went through this function is unchanged; a plan of an older nondet becomes what this version writes.
-    """
+    A plan that went through this function is unchanged; a plan of an older nondet becomes what this version writes."""
     prompts: Any = plan.get("prompts")
     endpoint = plan.get("endpoint")
     if isinstance(endpoint, dict) and isinstance(endpoint.get("servers"), list):

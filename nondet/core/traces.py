@@ -254,10 +254,8 @@ class TraceWriter:
 
 
 def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
-    """The run's side file, resumed if the run is.
-
-    A run that was stopped before its first traces has none yet; other kinds of record need none.
-    """
+    """The run's side file, resumed if the run is. A run that was stopped before its first traces has none yet; other
+    kinds of record need none."""
     begun = any(key[0] in ("completion", "round") for key in writer.done)
     resume = begun or (writer.resumed and traces_path(writer.path).exists())
     return TraceWriter(writer.path, resume=resume, piece=piece, prompts=writer.long_prompts)

@@ -153,10 +153,8 @@ def of_softmax(t: _Terms, x: torch.Tensor) -> torch.Tensor:
 
 
 def of_logarithm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """x, its maximum and the logarithm of a sum are added: each brings a rounding of its own size.
-
-    torch's CPU kernel keeps the logarithm, at most log V, in the result's dtype.
-    """
+    """x, its maximum and the logarithm of a sum are added: each brings a rounding of its own size. torch's CPU kernel
+    keeps the logarithm, at most log V, in the result's dtype."""
     largest = x.double().nan_to_num(neginf=0.0).abs().amax(-1, keepdim=t.reference.dim() == x.dim())
     logarithm = t.gamma(x.shape[-1]) + 2 * t.unit * math.log(x.shape[-1])
     return t.rounded * 3 + logarithm + _ROUNDINGS * t.epsilon * (largest + t.reference.abs() + 1)
@@ -236,10 +234,8 @@ class _Answer(NamedTuple):
 
 
 class Answers:
-    """The oracle of one case, whose implementations get the same operands: each answer is computed once.
-
-    Operands are recognized by their bits and copied, so that a kernel that writes to its inputs changes no answer.
-    """
+    """The oracle of one case, whose implementations get the same operands: each answer is computed once. Operands are
+    recognized by their bits and copied, so that a kernel that writes to its inputs changes no answer."""
 
     def __init__(self, operator: str, oracle: Operator) -> None:
         self.operator, self._oracle = operator, oracle

@@ -156,10 +156,8 @@ _HINT = "Write light, default or heavy, or keys such as others=60,targets=16,pro
 
 
 def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: float | None = None) -> EndpointLoad:
-    """Read `--load` for an endpoint: a preset, or changes to one; then --concurrency and --rate.
-
-    Raises UserError: an unknown key, an invalid value, or a key that only nondet's own engine has.
-    """
+    """Read `--load` for an endpoint: a preset, or changes to one; then --concurrency and --rate. Raises UserError: an
+    unknown key, an invalid value, or a key that only nondet's own engine has."""
     for key in (part.partition("=")[0].strip() for part in spec.split(",")):
         if key == "none":
             raise UserError("--load none is no load", "Leave the arm out: --arms solo.")
@@ -248,10 +246,8 @@ class ArmPlan:
 
 
 def parse_arms(spec: str, n: int, prompts: int = 1) -> dict[str, int]:
-    """Read `--arms`: names, each with its number of completions of each prompt ("solo=50,loaded").
-
-    Raises UserError: an unknown or repeated arm, or an invalid number.
-    """
+    """Read `--arms`: names, each with its number of completions of each prompt ("solo=50,loaded"). Raises UserError: an
+    unknown or repeated arm, or an invalid number."""
     arms: dict[str, int] = {}
     each_once("--arms", (part.partition("=")[0].strip() for part in spec.split(",")))
     for part in spec.split(","):

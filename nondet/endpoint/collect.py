@@ -225,11 +225,8 @@ class _Collector(RoundCollector):
         return self.enough is not None and self.enough(ended, self.kept[ended.round])
 
     async def _meet(self, client: Client) -> Round | None:
-        """Check the contract when the run begins; when it is resumed, whether this is still the same server.
-
-        A run begins with a request under study, before anything has warmed the server up; returns its round, if
-        planned.
-        """
+        """Check the contract when the run begins; when it is resumed, whether this is still the same server. A run
+        begins with a request under study, before anything has warmed the server up; returns its round, if planned."""
         listed = [one_line(name, 200) for name in await client.models()][:200]
         model = getattr(client, "model", "") or self.server.model
         servers = [s for s in self.before.servers if s.impl == self.impl] if self.before else []

@@ -286,10 +286,8 @@ def _logprobs_words(once: Answer) -> str:
 
 
 def _chance_of(answer: Answer) -> float | None:
-    """The probability of drawing it at temperature 1; None where unknown.
-
-    Logprobs of a model before temperature are those at temperature 1, and processed ones are as well.
-    """
+    """The probability of drawing it at temperature 1; None where unknown. Logprobs of a model before temperature are
+    those at temperature 1, and processed ones are as well."""
     total = float(_floats(answer.logprobs).astype(np.float64).sum())
     return math.exp(min(0.0, total)) if answer.logprobs and math.isfinite(total) else None
 

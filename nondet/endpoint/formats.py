@@ -71,10 +71,8 @@ class Parts:
 
 
 def answer_from(ask: Ask, parts: Parts) -> Answer:
-    """The answer that the parts of a whole body make, without times and attempts.
-
-    Inconsistent lists, or an unknown finish, are an AttemptError ("malformed").
-    """
+    """The answer that the parts of a whole body make, without times and attempts. Inconsistent lists, or an unknown
+    finish, are an AttemptError ("malformed")."""
     finish = FINISHES.get(parts.finish)
     if finish is None:
         raise malformed(f"it ended for the reason {parts.finish!r}" if parts.finish else "no reason why it ended")
@@ -231,10 +229,8 @@ class Format:
         return {**self._body(ask, model), "stream": stream}
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add one document: the body, or one event of a stream.
-
-        An invalid one is an AttemptError: "malformed", or "error" where the server reports an error in it.
-        """
+        """Add one document: the body, or one event of a stream. An invalid one is an AttemptError: "malformed", or
+        "error" where the server reports an error in it."""
         if isinstance(document, dict):
             # an error with status 200 or in a stream, an older vLLM's too; the client redacts its reason
             error = document if document.get("object") == "error" else document.get("error")
@@ -298,10 +294,8 @@ def _name(token: str) -> bytes:
 
 
 def _take_content(content: Any, parts: Parts) -> None:
-    """Logprobs as a list of objects, one per token.
-
-    A token without bytes is identified by its name; ids are taken where the server sends them here.
-    """
+    """Logprobs as a list of objects, one per token. A token without bytes is identified by its name; ids are taken
+    where the server sends them here."""
     for token in read(content, list[_Chosen]):
         parts.chosen.append(token.alternative)
         parts.named |= token.bytes is None

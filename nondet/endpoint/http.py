@@ -176,10 +176,8 @@ def _views(line: str) -> Iterator[str]:
 
 
 def key_from_environment(variable: str | None = None, environment: Mapping[str, str] | None = None) -> Key:
-    """The key in this environment variable, or in the first of `KEY_VARIABLES` that is set, if one is.
-
-    Raises UserError: the named variable is not set, or holds what can't be sent in a header.
-    """
+    """The key in this environment variable, or in the first of `KEY_VARIABLES` that is set, if one is. Raises
+    UserError: the named variable is not set, or holds what can't be sent in a header."""
     environment = os.environ if environment is None else environment
     for name in (variable,) if variable else KEY_VARIABLES:
         value = environment.get(name, "").strip()
@@ -253,10 +251,8 @@ class Address:
 
 
 def read_address(url: str) -> Address:
-    """Read --endpoint: `http://host:port`, with or without `/v1` or the path of completions at its end.
-
-    Raises UserError: not an http or https URL, or one with a user, a password, a query or a fragment.
-    """
+    """Read --endpoint: `http://host:port`, with or without `/v1` or the path of completions at its end. Raises
+    UserError: not an http or https URL, or one with a user, a password, a query or a fragment."""
     hint = "Give it as http://HOST:PORT or https://HOST/v1."
     match = _SHOWN.match(url.strip()) if "@" not in url else None
     match = None if match and _TOKEN.fullmatch(match[2] or match[0].rpartition(":")[0]) else match
@@ -367,10 +363,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(document: Any, kind: type[T]) -> T:
-    """A parsed document as a type of msgspec's; else an AttemptError ("malformed") with the field.
-
-    Strict: a bool is not an int, and null is accepted only where None is.
-    """
+    """A parsed document as a type of msgspec's; else an AttemptError ("malformed") with the field. Strict: a bool is
+    not an int, and null is accepted only where None is."""
     try:
         return msgspec.convert(document, kind)
     except UnicodeEncodeError:  # msgspec looks an object's names up in UTF-8
@@ -405,9 +399,7 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
 
 def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32:
     """The float32 nearest to a decimal whose float64 may lie half way between two: then the decimal's side counts.
-
-    Comparisons of Decimal and sums of float64 this close together are exact.
-    """
+    Comparisons of Decimal and sums of float64 this close together are exact."""
     side = np.float32(math.inf if float(rounded) < double else -math.inf)
     other = np.nextafter(rounded, side, dtype=np.float32)
     if decimal == Decimal(double) or abs(float(other) - double) != abs(float(rounded) - double):

@@ -80,10 +80,8 @@ def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Ten
 
 
 def reference(message: Message) -> torch.Tensor:
-    """[width]: the row's sum over all ranks in float64 (the row itself for a gather).
-
-    The ranks draw on devices of the same kind as here, so they have the same numbers.
-    """
+    """[width]: the row's sum over all ranks in float64 (the row itself for a gather). The ranks draw on devices of the
+    same kind as here, so they have the same numbers."""
     parts = [row_of(message, rank, message.device).double() for rank in range(message.world)]
     return parts[0] if message.operator == "all_gather" else torch.stack(parts).sum(0)
 

@@ -307,10 +307,8 @@ class DistinctCompletion:
 
 @dataclass
 class TreeNode:
-    """A run of tokens shared by `count` completions, from `start`; the children begin where they diverge.
-
-    A node without children ends its completions. The leaves' counts sum to n.
-    """
+    """A run of tokens shared by `count` completions, from `start`; the children begin where they diverge. A node
+    without children ends its completions. The leaves' counts sum to n."""
 
     start: int
     length: int

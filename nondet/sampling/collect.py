@@ -156,10 +156,8 @@ def collect(
 
 
 def _take_turns(parts: Sequence[_Rounds], under: Under, repeat: bool) -> None:
-    """Round after round, every implementation once, in an order that rotates by one each round.
-
-    So a drift of the machine affects all of them alike, and none always follows the same other one.
-    """
+    """Round after round, every implementation once, in an order that rotates by one each round. So a drift of the
+    machine affects all of them alike, and none always follows the same other one."""
     for part in parts:
         with under(part.impl) as part.counted:
             part.begin(repeat)
@@ -184,10 +182,8 @@ class _Sessions(RoundCollector):
     counted: Callable[[], Counter[str]]  # the dispatcher's counts so far, as `implementation` gives them
 
     def collect(self, number: int, play: Callable[[], Session], arm: str = "") -> Session:
-        """Run a round and write it: its traces first, then its completions, and last its `Round`.
-
-        Along axes `arm` is in the completions, and the `Round` holds the session's figures.
-        """
+        """Run a round and write it: its traces first, then its completions, and last its `Round`. Along axes `arm` is
+        in the completions, and the `Round` holds the session's figures."""
         before = self.counted()
         with listen() as launched:
             session = play()

@@ -54,10 +54,8 @@ _set_apart = False  # within such a block
 
 @contextmanager
 def cheap_collections() -> Iterator[None]:
-    """Freeze what is alive now for the garbage collector, unless other code has frozen it already.
-
-    The engine collects twice per session, over all of torch and transformers: a third of a second each time.
-    """
+    """Freeze what is alive now for the garbage collector, unless other code has frozen it already. The engine collects
+    twice per session, over all of torch and transformers: a third of a second each time."""
     global _set_apart
     if _set_apart or gc.get_freeze_count() > _SOMEBODY_FROZE:  # then thawing would undo other code's freeze
         yield
@@ -452,10 +450,8 @@ def generation(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
-    """The outcome of a request whose tokens were drawn here: with the model's logprobs, and how near each draw was.
-
-    If its tokens are not the drawn ones, it is an error, never a completion: a hook was skipped, or ran twice.
-    """
+    """The outcome of a request whose tokens were drawn here: with the model's logprobs, and how near each draw was. If
+    its tokens are not the drawn ones, it is an error, never a completion: a hook was skipped, or ran twice."""
     if outcome.finish in ("error", "cut") or outcome.request.sampling is None:
         return outcome
     if [d.token for d in draws] != outcome.token_ids:

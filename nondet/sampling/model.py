@@ -304,10 +304,8 @@ def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cp
 
 
 def random_model(config: Any, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """A causal LM of that config, its matrices uniform around 0, its norms as initialized.
-
-    uniform_ and not normal_: the latter's values differ between CPUs for one seed.
-    """
+    """A causal LM of that config, its matrices uniform around 0, its norms as initialized. uniform_ and not normal_:
+    the latter's values differ between CPUs for one seed."""
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
@@ -425,10 +423,8 @@ def load_model(
 
 
 def load_libraries() -> None:
-    """Start the CUDA libraries of products and attention on another thread, while a model is being loaded.
-
-    Their first call on a machine reads hundreds of megabytes, which takes seconds.
-    """
+    """Start the CUDA libraries of products and attention on another thread, while a model is being loaded. Their first
+    call on a machine reads hundreds of megabytes, which takes seconds."""
 
     def first_calls() -> None:
         with suppress(RuntimeError):  # the code that needs a missing library raises

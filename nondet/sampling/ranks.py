@@ -104,10 +104,8 @@ def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, 
 
 @contextmanager
 def report_failures() -> Iterator[None]:
-    """Report what ends the engine's thread before the engine looks for the other ranks.
-
-    It waits for them to end their step first, and a step that waits for this rank never ends.
-    """
+    """Report what ends the engine's thread before the engine looks for the other ranks. It waits for them to end their
+    step first, and a step that waits for this rank never ends."""
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
 
     handle = Manager._handle_critical_error

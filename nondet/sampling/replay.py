@@ -331,10 +331,8 @@ T = TypeVar("T")
 
 
 def minimal(items: Sequence[T], still: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The smallest sublist found by delta debugging for which `still` holds: no member of it can be left out.
-
-    `still` must hold for all items; it is called with sublists in the order of `items`. (Zeller & Hildebrandt, 2002.)
-    """
+    """The smallest sublist found by delta debugging for which `still` holds: no member of it can be left out. `still`
+    must hold for all items; it is called with sublists in the order of `items`. (Zeller & Hildebrandt, 2002.)"""
     kept, pieces = list(items), 2
     while len(kept) > 1:
         size = -(-len(kept) // pieces)

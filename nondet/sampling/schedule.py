@@ -56,10 +56,8 @@ class _ShortestFirst(Order):
 
 @dataclass
 class _ByPrefix(Order):
-    """The request whose prompt shares the longest prefix with a prompt admitted before goes first, as in SGLang.
-
-    Every admitted prompt counts as cached, even if its pages were freed since.
-    """
+    """The request whose prompt shares the longest prefix with a prompt admitted before goes first, as in SGLang. Every
+    admitted prompt counts as cached, even if its pages were freed since."""
 
     seen: list[tuple[int, ...]] = field(default_factory=list)
     known: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> (prompts compared, longest match)
@@ -210,10 +208,8 @@ _PLACES = 512
 
 
 def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values (float32) and token ids (int64), [rows, 2], of logits [rows, vocabulary]; reads only.
-
-    Maxima rather than topk: among equal values topk may choose by the number of rows.
-    """
+    """Values (float32) and token ids (int64), [rows, 2], of logits [rows, vocabulary]; reads only. Maxima rather than
+    topk: among equal values topk may choose by the number of rows."""
     rows = logits.float()
     first = rows.max(dim=-1, keepdim=True)
     second = rows.scatter(-1, first.indices, float("-inf")).max(dim=-1, keepdim=True)

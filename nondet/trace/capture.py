@@ -171,10 +171,8 @@ def window_of(model: Any, layer: int) -> int | None:
 
 @contextmanager
 def wrapped_cache_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace the paged cache's `update` by `wrap(update)`, in every thread.
-
-    It is marked `watched`: an attention of ours that would bypass it calls it then.
-    """
+    """Replace the paged cache's `update` by `wrap(update)`, in every thread. It is marked `watched`: an attention of
+    ours that would bypass it calls it then."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     original = PagedAttentionCache.update

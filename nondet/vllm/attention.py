@@ -349,11 +349,8 @@ class SegmentsImpl(FlashAttentionImpl):
         super().__init__(*given)
 
     def call(self, operands: tuple[Any, ...], sizes: tuple[int, int, int], packed: tuple[Any, ...], page: int) -> Call:
-        """A launch of this layer's attention.
-
-        operands: q, k, v, out [1, H, T, D]. sizes: Requests, the most queries and keys of one. packed: cu_q and cu_k
-        [requests + 1], index [keys]. page: Tokens of a block of the cache.
-        """
+        """A launch of this layer's attention. operands: q, k, v, out [1, H, T, D]. sizes: Requests, the most queries
+        and keys of one. packed: cu_q and cu_k [requests + 1], index [keys]. page: Tokens of a block of the cache."""
         window = None if self.sliding_window[0] < 0 else self.sliding_window[0] + 1
         cap = self.logits_soft_cap or None
         together = min(page & -page, 128)  # what the copy engine fetches at once
