@@ -89,8 +89,7 @@ _GROUPS = {
     "CI": ("gate", "diff", "report"),
     "Kernels": ("bench", "certify"),
 }
-# What takes seconds to import.
-_LARGE = ("torch", "pandas", "matplotlib")
+_LARGE = ("torch", "pandas", "matplotlib")  # what takes seconds to import
 # Removed commands, and what to type instead.
 _GONE = {
     "list": "nondet probe --help-all, or that of certify, bench or sample: each lists what it can be given",

@@ -176,12 +176,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Change:
-    """A record that both have, and that is not the same.
-
-    Attributes:
-        worse: B has a divergence, a wrong result or a failure, and A has none, or only A measured it; better: A has one
-            of these, and B measured none.
-    """
+    """A record that both have, and that is not the same. It is `worse` if B has a divergence, a wrong result or a
+    failure, and A has none, or only A measured it; `better` if A has one of these, and B measured none."""
 
     kind: str
     name: str

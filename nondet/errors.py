@@ -131,11 +131,8 @@ def without_path(url: str) -> str:
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine died in a round. What was finished is on disk, with the reason in each request that it ended.
-
-    Attributes:
-        hint: What to try, beginning with a verb in lower case.
-    """
+    """The engine died in a round. What was finished is on disk, with the reason in each request that it ended. `hint`
+    is what to try, beginning with a verb in lower case."""
 
     hint = "run again with --force, or a smaller --load"
 

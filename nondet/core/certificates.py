@@ -199,11 +199,8 @@ _ODD = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 class CertificatesFile(msgspec.Struct, kw_only=True):
-    """A file as it was read.
-
-    Attributes:
-        ignored: Lines that were cut off, corrupt, of an older schema or of another machine than the file's first.
-    """
+    """A file as it was read. `ignored` counts lines that were cut off, corrupt, of an older schema or another
+    machine."""
 
     path: str
     machine: str = ""

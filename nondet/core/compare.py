@@ -28,8 +28,7 @@ _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float4_e2m1fn_x2 packs two numbers in a byte and has no arithmetic: its bytes are compared, its values are not.
 _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)} - {None}
 
-# float8_e8m0fnu has only an exponent: no sign bit.
-_UNSIGNED = {getattr(torch, "float8_e8m0fnu", None)} - {None}
+_UNSIGNED = {getattr(torch, "float8_e8m0fnu", None)} - {None}  # only an exponent: no sign bit
 
 
 def float_dtypes() -> list[torch.dtype]:
@@ -269,11 +268,8 @@ def errors_against(
 
 
 def class_errors(outs: Sequence[torch.Tensor], reference: torch.Tensor) -> list[ClassError]:
-    """How far each class's result is from a float64 reference of its shape, by one copy.
-
-    Args:
-        outs: Floating-point results of one shape and dtype; large ones are sampled at a million evenly spread elements.
-    """
+    """How far each class's floating-point result is from a float64 reference of its shape, by one copy. Large results
+    are sampled at a million evenly spread elements."""
     step = -(-reference.numel() // _ELEMENTS)
     exact = reference.flatten()[::step]
     results = [out.flatten()[::step].double() for out in outs]

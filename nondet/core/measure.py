@@ -31,8 +31,7 @@ from nondet.errors import UserError, WrongResultError
 
 # torch.nextafter is compiled into torch (no first-call compilation), and no probe or kernel of ours computes it.
 _MARK = "nextafter"
-# Copies and fills belong to the allocator or the launcher, not to the arithmetic.
-_NOT_KERNELS = ("Memcpy", "Memset")
+_NOT_KERNELS = ("Memcpy", "Memset")  # they belong to the allocator or the launcher, not to the arithmetic
 
 
 class VariantProfile:

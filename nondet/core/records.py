@@ -98,8 +98,7 @@ def families_of(impl: str) -> str:
     return impl.partition(":")[2] if role_of(impl) == Role.PART else ""
 
 
-# Files from before schema 3 lack the field `demonstration`.
-_SHOWN_ON_PURPOSE = {"float_sum", "split_k"}
+_SHOWN_ON_PURPOSE = {"float_sum", "split_k"}  # files from before schema 3 lack the field `demonstration`
 _EXACT_INPUTS = {"integers", "ones"}
 
 
@@ -276,8 +275,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
         return self.status not in (Status.SKIPPED, Status.ERROR)
 
 
-# The arm of the completions that every axis is compared with.
-BASE_ARM = "base"
+BASE_ARM = "base"  # the arm that every axis is compared with
 
 
 def arm_of(axis: str, value: str) -> str:
@@ -501,8 +499,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     parts: Count = 1  # sessions that it took; more than 1 where it was stopped and resumed
     counters: dict[str, float] = {}  # change of the server's own counters over the round, by name
     others_failed: dict[str, Count] = {}  # requests alongside that failed: kind -> times
-    # the fingerprints in the answers to targets -> times; "" where there was none
-    fingerprints: dict[str, Count] = {}
+    fingerprints: dict[str, Count] = {}  # in the answers to targets -> times; "" where there was none
     # names of the server's own counters that were at times not a number of requests: those values were ignored
     odd: list[str] = []
 
@@ -559,8 +556,7 @@ class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=Tr
     schedule: list[Stretch]
     batch_min: Count  # smallest, and
     batch_max: Count  # largest number of query tokens in a step that this request took part in
-    # tokens whose logprob is NaN or infinite: there the model computed no number
-    nonfinite: Count = 0
+    nonfinite: Count = 0  # tokens whose logprob is NaN or infinite
     status: Outcome = "ok"
     reason: str = ""
     # of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; else empty

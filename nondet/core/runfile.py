@@ -345,11 +345,8 @@ def torn_header(line: bytes) -> bool:
 
 def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     """Read a run file, and check that it does not contradict itself. Raises UserError: missing, empty, not a run file,
-    from a newer schema, cut off, malformed or contradicting itself; the line and the field are named.
-
-    Args:
-        allow_truncated: Take a file whose last line is cut off (a killed run), without that line.
-    """
+    from a newer schema, cut off, malformed or contradicting itself; the line and the field are named. With
+    `allow_truncated` a last line that is cut off (a killed run) is ignored."""
     try:
         lines = lines_of(path)
         number, line, whole = next(lines, (0, b"", True))

@@ -131,11 +131,8 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
 
 
 def pair_disagreement(counts: Sequence[int]) -> float:
-    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)), which doesn't grow with N.
-
-    Args:
-        counts: How often each distinct result was seen; two or more in all.
-    """
+    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)), which doesn't grow with N. `counts` are
+    those of each distinct result, two or more in all."""
     total = sum(counts)
     if total < 2:
         raise ValueError(f"{total} results make no pair")

@@ -255,8 +255,7 @@ class Answers:
         allowed = None
         if len(references) == 1 and dtype is not None:  # a bound is defined for a single result only
             allowed = bound_of(self.operator, operands, keywords, references[0], dtype)
-        # a weight that an earlier answer holds is not copied again
-        kept = tuple(looks.copy_of(x) for x in operands)
+        kept = tuple(looks.copy_of(x) for x in operands)  # a weight of an earlier answer is not copied again
         self._answers = [*self._answers[1 - _ANSWERS_MOST :], _Answer(kept, keywords, dtype, references, allowed)]
         return references, allowed
 

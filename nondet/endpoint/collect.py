@@ -143,8 +143,7 @@ Progress = Callable[[str, str, int], None]
 # Called with each round and its completions when it has ended: True ends the run, except for its last requests.
 Enough = Callable[[Round, Sequence[Completion]], bool]
 _ENDS = ("solo", "first")  # arms whose last rounds are run even then
-# After this many failures in a row the server is considered gone.
-_GONE = 24
+_GONE = 24  # after this many failures in a row the server is considered gone
 # Failures of a connection, without a response, or with one that only refuses requests at the moment.
 _SILENT = ("connect", "reset", "timeout", "cut-off", "http-429", "http-502", "http-503", "http-504", "http-529")
 

@@ -41,8 +41,7 @@ QUESTIONS: dict[str, str] = {
 _TOKENS = 16
 _DRAWS = 4
 _AT_ONCE = 8
-# Probability of a wrong "no": that all draws agree although they vary.
-_CHANCE = 0.001
+_CHANCE = 0.001  # of a wrong "no": that all draws agree although they vary
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,8 @@ class ContractResult:
 
 @dataclass
 class Contract:
-    """The checks of one server, whose completions are filed under `impl` and which lists these models.
-
-    Attributes:
-        drawn: Whether the run is at a temperature: then it is tested whether requests of one batch share a draw.
-    """
+    """The checks of one server, whose completions are filed under `impl` and which lists these models. `drawn`: the run
+    is at a temperature, so that it is tested whether requests of one batch share a draw."""
 
     client: Client
     prompt: str

@@ -68,15 +68,13 @@ RETRIED = {
 
 
 def wait_before_retry(failure: AttemptError, times: int, request: str, limits: Limits) -> float | None:
-    """Seconds to wait before a request is sent again, by `RETRIED`; None if it is not.
+    """Seconds to wait before a request is sent again, by `RETRIED`; None if it is not. `times`: repetitions of this
+    kind so far.
 
     A completion changes nothing on a server, so sending it twice is safe; every repetition is counted in
     `Answer.refusals`, because the first attempt may have been part of the load. The wait doubles from `first_wait_s` to
     `most_wait_s`, times a factor between 0.5 and 1 that is drawn from the request's id (so that refused requests do not
     all return at once, and a run can be repeated).
-
-    Args:
-        times: How often this kind has already been repeated.
     """
     if times >= RETRIED.get(failure.kind, 0):
         return None
@@ -94,13 +92,8 @@ _SHORTEST_SECRET = 8  # "EMPTY", "none" and "x" are common where a server accept
 
 
 class Key:
-    """A key that shows itself only in the header of a request.
-
-    Its repr and str are "[key]"; it can't be pickled or copied into a record by accident.
-
-    Args:
-        name: "key", or "path" for one in an address.
-    """
+    """A key that shows itself only in the header of a request. Its repr and str are "[key]"; it can't be pickled or
+    copied into a record by accident. `name` is "key", or "path" for one in an address."""
 
     __slots__ = ("_parts", "_shown", "_value")
 

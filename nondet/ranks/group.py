@@ -84,11 +84,7 @@ _pipe: Any = None  # to the parent, once this process is a rank
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer: a value, or the failure's first line and its kind.
-
-    Attributes:
-        failure: "" where there is none; never empty for a failure.
-    """
+    """A rank's answer: a value, or the failure's first line (never empty, and "" without one) and its kind."""
 
     value: Any = None
     failure: str = ""
@@ -335,11 +331,8 @@ _shared: RankGroup | None = None
 def shared_group(
     world: int, device: str, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S
 ) -> RankGroup:
-    """The group of that kind, kept from one call to the next; there is one at a time.
-
-    Args:
-        limit_s: For starting and for each call, where it is started now and NONDET_RANKS_LIMIT_S is not set.
-    """
+    """The group of that kind, kept from one call to the next; there is one at a time. `limit_s`, for starting and for
+    each call, applies where it is started now and NONDET_RANKS_LIMIT_S is not set."""
     global _shared
     wanted = (world, device, dict(environment or {}))
     if _shared is not None and (not _shared.alive or (_shared.world, _shared.device, _shared.environment) != wanted):

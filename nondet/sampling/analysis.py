@@ -464,11 +464,8 @@ _GATHERED = 1_000_000
 
 @dataclass
 class Span:
-    """Tokens `start` to `end` that the texts `first` to `last` (exclusive, in sorted order) have in common.
-
-    Attributes:
-        ways: Where they diverge at `end`, the span of each continuation; a text that ends there has one of its own.
-    """
+    """Tokens `start` to `end` that the texts `first` to `last` (exclusive, in sorted order) have in common. Where they
+    diverge at `end`, `ways` has the span of each continuation; a text that ends there has one of its own."""
 
     first: int
     last: int
@@ -558,8 +555,7 @@ def spread(root: Span | None, first_trace: npt.NDArray[np.int64], logprobs: Rows
 
 
 _BEFORE, _AFTER = 120, 80
-# The "next token" of a completion that ends where others continue.
-_END = -1
+_END = -1  # the "next token" of a completion that ends where others continue
 
 
 @dataclass
@@ -807,10 +803,8 @@ def _floats(data: bytes) -> npt.NDArray[np.float32]:
 def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> float | None:
     """Mean K3 of the other traces against the reference, over the tokens that each shares with it from the start.
 
-    None where no other trace shares a token, or logprobs are missing.
-
-    Args:
-        others: Digest -> (trace, how often it occurred, tokens that it shares with the reference).
+    `others`: digest -> (trace, how often it occurred, tokens that it shares with the reference). None where no other
+    trace shares a token, or logprobs are missing.
     """
     total, tokens = 0.0, 0
     for digest, (trace, count, length) in others.items():
@@ -870,10 +864,8 @@ def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray
 def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
     """Sets of operator families, "attention" or "attention+matmul", that made invariant by themselves left one trace.
 
-    A set that contains another cure is left out. Empty where stock did not diverge: there is nothing to cure.
-
-    Args:
-        summaries: Of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried.
+    `summaries` are those of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried. A set that contains
+    another cure is left out. Empty where stock did not diverge: there is nothing to cure.
     """
     stock = next((s for s in summaries if s.impl == "stock"), None)
     if stock is None or stock.distinct_traces < 2:
@@ -948,12 +940,9 @@ class Comparison:
 
 
 def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
-    """One for each implementation, in the order of the summaries.
-
-    Args:
-        rounds: Implementation -> rounds with a completion that succeeded. The bound by round counts only those in which
-            a completion was compared with an earlier one of its prompt.
-    """
+    """One for each implementation, in the order of the summaries. `rounds` counts rounds with a completion that
+    succeeded; the bound by round counts only those in which a completion was compared with an earlier one of its
+    prompt."""
     by_impl: dict[str, dict[int, SampleSummary]] = {}
     for s in summaries:
         by_impl.setdefault(s.impl, {})[s.prompt] = s

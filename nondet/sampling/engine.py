@@ -399,11 +399,7 @@ def draw_row(
 
 class Drawing:
     """Replaces the engine's draw by ours, as a forward hook: it draws from each row's logits, and returns logits from
-    which the engine's own argmax takes the drawn token.
-
-    Attributes:
-        drawn: Request id -> its draws, in order.
-    """
+    which the engine's own argmax takes the drawn token. `drawn`: request id -> its draws, in order."""
 
     def __init__(self, requests: Sequence[Request], log: SessionLog) -> None:
         self._of = {r.id: (r.sampling, len(r.prompt)) for r in requests}
@@ -772,8 +768,7 @@ def _outcome(
 
 # On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
 _WARM_REQUESTS, _WARM_TOKENS = 16, 3
-# Steps may have every size up to here; of larger ones, a full budget.
-_SIZES_MOST = 256
+_SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a full budget
 
 
 def warm_up(

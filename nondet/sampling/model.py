@@ -219,8 +219,7 @@ _HINT = "Write random:qwen3-12x1024: an architecture, layers, width; or random:q
 _CONTEXT = 4096
 _WIDTH_STEP = 128
 _LAYERS, _WIDTH = 200, 16384  # a larger number is more likely a typing error
-# Wide enough that logits differ, so that greedy completions are not near-ties at every step.
-_SPREAD = 0.05
+_SPREAD = 0.05  # so wide that greedy completions are not near-ties at every step
 
 # architecture -> what its config needs in addition to the common sizes
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -478,12 +477,8 @@ def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
 def read_weights(
     auto: Any, where: str, local: Path | None, config: Any, options: dict[str, Any], extra: str = ""
 ) -> Any:
-    """The model, by a class such as AutoModelForCausalLM. Raises UserError: its weights can't be loaded, or are
-    missing.
-
-    Args:
-        extra: Part of the names of tensors that may be missing.
-    """
+    """The model, by a class such as AutoModelForCausalLM. Raises UserError: its weights can't be loaded, or some are
+    missing, except those of tensors with `extra` in their names."""
     named: dict[str, Any] = {"config": config, "use_safetensors": True, "output_loading_info": True}
     try:
         model, info = auto.from_pretrained(local or where, **named, **options)

@@ -73,10 +73,7 @@ class Played:
 
 def open_model(folder: str, dtype: str, device: str, threads: int) -> int:
     """Load this rank's share of the model; returns its parameters. transformers' `ValueError` if ranks don't divide it.
-
-    Args:
-        threads: Of this rank on a CPU: the caller's own number, because ranks are compared with one process.
-    """
+    On a CPU, `threads` is the caller's own number, because ranks are compared with one process."""
     global _model
     torch.set_num_threads(threads)
     place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")

@@ -276,12 +276,10 @@ def settling_row(
     again: Session,
     started: float,
 ) -> Row:
-    """A round run again and compared with its completions on disk: traces and schedules, without the background.
+    """A round run again and compared with its completions on disk, `before` by key: traces and schedules, no
+    background.
 
     So is the first one of a stopped run: a difference between two processes is not an effect of the batch.
-
-    Args:
-        before: The round's completions by key, those that succeeded.
     """
     records = [completion_of(o, impl, index) for o in again.outcomes if o.request.target]
     failed = [r.reason for r in records if r.status != "ok"]

@@ -21,8 +21,7 @@ from nondet.sampling.plan import Outcome, Pace, Request, Span
 # The engine serves decodes before prefills, and admits waiting requests in the order given here while there is room in
 # the step. A policy decides only the order of admission.
 
-# Tokens that a client may take before the others' turn: about one prompt of the default loads.
-_QUANTUM = 64
+_QUANTUM = 64  # tokens of a client's turn: about one prompt of the default loads
 _CLIENTS = 3  # one client has the requests under study; two others share the concurrent requests
 
 

@@ -209,8 +209,7 @@ def wrapped_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 Owner = tuple[str, int]  # request, position
 Hashes = npt.NDArray[np.int64]
 
-# Hashes kept at most: 8 bytes each. Beyond them nothing more is kept, and `full` is set.
-_MOST_HASHES = 2**26
+_MOST_HASHES = 2**26  # 8 bytes each; beyond them nothing more is kept, and `full` is set
 
 
 class RowHashes:
@@ -375,8 +374,7 @@ def _rows(hidden: torch.Tensor, what: str) -> torch.Tensor:
 
 # Bytes of copies of one step; beyond them calls are recorded without their tensors, and the record is marked.
 _MOST_BYTES = 4 * 2**30
-# Steps of which only shapes are kept, to find out which axis counts tokens and which keys.
-_SHAPE_STEPS = 6
+_SHAPE_STEPS = 6  # of these only shapes are kept, to find out which axis counts tokens and which keys
 
 
 def visible_keys(pack: tuple[Span, ...], request: str, position: int, window: int | None) -> tuple[range, int]:

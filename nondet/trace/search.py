@@ -285,11 +285,8 @@ def substitution_sentence(families: Sequence[str], site: Site | None, before: Cu
 
 
 def late_sentence(families: Collection[str]) -> str:
-    """What a trace that ran out of time has not tested.
-
-    Args:
-        families: The fewest replacements under which the arms agreed; empty where there were none by then.
-    """
+    """What a trace that ran out of time has not tested; `families` are the fewest replacements under which the arms
+    agreed."""
     if families:
         named = " and ".join(sorted(families))
         return f"with {named} invariant the arms agree; whether fewer do was not fully tested, for lack of time"
@@ -299,11 +296,8 @@ def late_sentence(families: Collection[str]) -> str:
 def verdict_sentences(
     finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str], late: str = ""
 ) -> list[str]:
-    """The verdict; the first sentence is the shortest answer.
-
-    Args:
-        late: What was left out for lack of time, as a sentence.
-    """
+    """The verdict; the first sentence is the shortest answer. `late`: what was left out for lack of time, as a
+    sentence."""
     if finding != "batch-dependent":
         return [f"{finding}: {note}" for note in notes] or [finding]
     first = culprits[0]
@@ -497,8 +491,7 @@ def _what_is_known(finding: Finding) -> str:
     )
 
 
-# Culprits searched for at most: more than there are families.
-_MOST_CULPRITS = 12
+_MOST_CULPRITS = 12  # more than there are families
 
 
 class Search:

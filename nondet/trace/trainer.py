@@ -169,11 +169,8 @@ def _coarse(model: Any, batches: Sequence[Batch]) -> RowHashes:
 
 
 class _Trainer(FineCapture):
-    """Records the calls of one region in the trainer's forward, of one rollout's row.
-
-    Args:
-        flat: Whether the engine's cache gives keys as [keys, Hkv, D] (transformers 5.17), and not [1, Hkv, keys, D].
-    """
+    """Records the calls of one region in the trainer's forward, of one rollout's row. With `flat` the engine's cache
+    gives keys as [keys, Hkv, D] (transformers 5.17), not as [1, Hkv, keys, D]."""
 
     def __init__(self, row: Row, position: int, region: str, *, flat: bool) -> None:
         super().__init__("", position, region, opaque_attention=True)

@@ -259,10 +259,7 @@ def ways_of(
 
 def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> int:
     """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served.
-
-    Returns:
-        How many ways there are.
-    """
+    Returns the number of ways."""
     count = 0
     with float32_default(), torch.inference_mode():
         for impl in {(i.num_heads, i.num_kv_heads, i.sliding_window, i.logits_soft_cap): i for i in impls}.values():

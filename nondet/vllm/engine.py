@@ -264,11 +264,8 @@ class VllmEngine:
                 self._end()
 
     def run(self, requests: Sequence[Request], load: Load, looker: Any = None, **options: Any) -> Session:
-        """One round from an empty cache. An engine that died gives a session with its reason.
-
-        Args:
-            looker: Goes to vLLM's process, watches there as `attached(llm, taken)`, and returns what it saw.
-        """
+        """One round from an empty cache. An engine that died gives a session with its reason. A `looker` goes to vLLM's
+        process, watches there as `attached(llm, taken)`, and returns what it saw."""
         told = options.pop("on_token_count", None)
         kind: str = "failed"
         played: Any = "it has ended"

@@ -294,13 +294,10 @@ def stands_alone(
     device: torch.device | str,
     counts: Sequence[int],
 ) -> int | None:
-    """The first M at which compute([M, width]) differs in a row's bits from the largest call; None if there is none.
-    Raises RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
+    """The first of `counts` at which compute([M, width]) differs in a row's bits from the largest; None if there is
+    none. Raises RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
 
     Nothing is kept for the next start, because a quantized layer's kernel depends on settings that are not in our keys.
-
-    Args:
-        counts: Every M that is tested; the largest is the reference.
     """
     most, kept = max(counts), Certificates({"device": str(device)}, None)
     whole: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -472,12 +469,9 @@ def _scales_of(layer: Any) -> torch.Tensor:
 def replace_scaled(
     layer: Any, counts: Sequence[int], dtype: torch.dtype, known: dict[tuple[Any, ...], Certified]
 ) -> None:
-    """Give a layer our product, proven at each of these numbers of rows. Raises NotImplementedError: no member is
-    proven here, or the whole has other bits at one number of rows than at the largest; the layer is unchanged.
-
-    Args:
-        known: What was proven before, by the layout of a layer; layers of one layout are proven once.
-    """
+    """Give a layer our product, proven at each of these numbers of rows; layers of one layout, a key of `known`, once.
+    Raises NotImplementedError: no member is proven here, or the whole has other bits at one number of rows than at the
+    largest; the layer is unchanged."""
     scales, weight = _scales_of(layer), layer.weight.data
     scales = scales.t() if _in_blocks(weight) else scales.reshape(1, -1).expand(1, weight.shape[1])
     bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)

@@ -642,11 +642,8 @@ def _unfit_experts(layer: Any) -> str:
 
 
 def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
-    """Prove every tile that a step can use, and compile the kernels. Raises NotImplementedError: a product has no tile.
-
-    Args:
-        counts: Numbers of tokens: all of them are run, and one more for each pair of tiles that lies between.
-    """
+    """Prove every tile that a step of these numbers of tokens can use, and compile the kernels: all of them are run,
+    and one more for each pair of tiles that lies between. Raises NotImplementedError: a product has no tile."""
 
     from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
     from nondet.vllm.operators import certified
@@ -666,11 +663,7 @@ def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
 
 
 def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standing]:
-    """The standing of the sum over ranks, the part of a configuration outside of its layers that needs a proof.
-
-    Args:
-        counts: Numbers of rows for which the sum over ranks is tested; none: it is not tested.
-    """
+    """The standing of the sum over ranks, which needs a proof; without `counts`, numbers of rows, it is not tested."""
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
         if ranks > 1:
@@ -741,11 +734,8 @@ def rows_of(layer: Any, counts: Sequence[int], requests: int) -> Sequence[int]:
 
 
 def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], Standing]:
-    """A function that tests a layer's own kernel, a product's or a norm's; layers of one kind and shape once.
-
-    Args:
-        counts: All numbers of rows that it can get; none: all that a step can have, up to the largest.
-    """
+    """A function that tests a layer's own kernel, a product's or a norm's, at `counts` or at all numbers of rows that a
+    step can have; layers of one kind and shape once."""
     from nondet.vllm.operators import stands_alone, width_of
 
     _, tokens, requests = limits_of(config)
@@ -927,10 +917,7 @@ def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank:
 
 class Look:
     """Goes into vLLM's process and records what computes each layer of the loaded model, with the plugin or without.
-
-    Attributes:
-        found: Of the configuration and of every layer; complete once attached.
-    """
+    `found` is complete once attached."""
 
     def __init__(self) -> None:
         self.found: list[Standing] = []
