@@ -202,7 +202,7 @@ def _run(argv: list[str]) -> int:
                 return _fail(f"out of memory: {reason_of(error)}. {_MEMORY}", code=1)
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(message())  # noqa: T201 - the help that was asked for by giving nothing
+            print(message())  # noqa: T201 - the help, shown without arguments
             return 2
         context: Any = getattr(error, "ctx", None)
         where, text = getattr(context, "command_path", "nondet"), message().rstrip(".")

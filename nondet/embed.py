@@ -238,7 +238,7 @@ def rank_changes(a: torch.Tensor, b: torch.Tensor) -> dict[str, int]:
 
 
 K = 10
-# A packed text may differ from the text alone by this many roundings of the dtype, and by at most a seventh of its
+# A packed text may differ from the single text by this many roundings of the dtype, and by at most a seventh of its
 # length; further apart, the model has not separated the texts.
 _ROUNDINGS, _APART_MOST = 1000, 0.14
 Progress = Callable[[str, str], None]

@@ -114,8 +114,7 @@ def one_line(text: str, limit: int = 1000) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or of a longer one its first `most` characters, its length, and its digest, so that two stay
-    distinct."""
+    """The text, or of a longer one its first `most` characters, its length, and its digest."""
     if len(text) <= most:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -2,8 +2,8 @@
 
 A certificate states that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or
 that it did not and is excluded there. It is valid for one machine key (`machine`: GPU, driver, torch, Triton, cuBLAS
-and cuDNN versions, the digest of the prover's sources), and is ignored once the sources of its class's kernels have
-changed (`kernels_digest`).
+and cuDNN versions, the digest of the prover's sources), until the sources of its class's kernels change
+(`kernels_digest`).
 
 The file is JSON lines in the user's cache folder, one file per machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
 else the platform's own folder. Each line carries a checksum. A line that is cut off, corrupt or foreign is ignored,
@@ -199,8 +199,7 @@ _ODD = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 class CertificatesFile(msgspec.Struct, kw_only=True):
-    """A file as it was read. `ignored` counts lines that were cut off, corrupt, of an older schema or another
-    machine."""
+    """A file as read. `ignored` counts cut-off and corrupt lines, and those of older schemas or other machines."""
 
     path: str
     machine: str = ""

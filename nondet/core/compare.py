@@ -186,8 +186,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[tuple[float, float, float]]:
-    """Each other tensor's `difference` from the first: (nonfinite, max_ulp, mismatched), in one copy. Raises as
-    `same`."""
+    """Each other tensor's `difference` from the first: (nonfinite, max_ulp, mismatched), in one copy."""
     scalars: list[torch.Tensor] = []
     for other in others:
         a, b, mismatch = first, other, ~same(first, other)

@@ -335,8 +335,8 @@ def kept_warnings() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def reason_of(error: BaseException, caught: Sequence[warnings.WarningMessage] = ()) -> tuple[str, str]:
-    """(status, reason) of a failed measurement: a refusal is skipped, an invalid answer is wrong, the rest is an
-    error."""
+    """(status, reason) of a failed measurement: "skipped" for a refusal, "wrong" for an invalid answer, else
+    "error"."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
     if "No available kernel" in line:
         # "... not used because:" is a heading, and "has been runtime disabled" is our own restriction to one backend
@@ -399,8 +399,7 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
 
 
 def _packed(raw: torch.Tensor) -> torch.Tensor:
-    """Eight bytes of a row at a time, where they are contiguous: faster to read, and their sums show the same
-    changes."""
+    """Eight bytes of a row at a time if contiguous: faster to read, and their sums show the same changes."""
     each = 8 // raw.element_size()
     together = raw.dim() > 0 and raw.numel() > 0 and raw.stride(-1) == 1 and raw.shape[-1] % each == 0
     aligned = raw.storage_offset() % each == 0 and all(stride % each == 0 for stride in raw.stride()[:-1])

@@ -144,8 +144,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     first_bits: list[Bits] | msgspec.UnsetType = msgspec.UNSET
     # the class of the other side, where the reference is the first of several classes; unset elsewhere
     label: int | msgspec.UnsetType = msgspec.UNSET
-    # largest magnitude of the reference's finite elements, to compare max_abs with; None if nothing differs or
-    # unrecorded
+    # largest magnitude of the reference's finite elements, next to max_abs; None if nothing differs or unrecorded
     scale: Figure | None = None
 
 
@@ -334,8 +333,7 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(Record, frozen=True, tag="cell", kw_only=True):
-    """One call of one shape, timed under all implementations in turn: replay i of each next to replay i of the
-    others."""
+    """One call of one shape, timed under all implementations in turn: replay i of each next to the others'."""
 
     keyed_by = ("section", "case", "dtype", "device")
     section: str  # what it is reported with: "matmul", "attention decode", ...
@@ -870,7 +868,7 @@ class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
 # where it stores it, and by what a resumed run skips it all follow from the fields of `Run`.
 
 FORMAT = "nondet-run"
-SCHEMA_VERSION = 3  # 2: cells and limits of `nondet bench`; 3: the status "wrong", and fields for what was in names
+SCHEMA_VERSION = 3  # 2: cases and limits of `nondet bench`; 3: the status "wrong", and fields for what was in names
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):

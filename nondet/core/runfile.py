@@ -42,7 +42,7 @@ from nondet.errors import UnrecordableError, UserError, one_line, shortened, wit
 try:
     import fcntl
 except ImportError:  # Windows has none: there only the exclusive create keeps two writers apart
-    fcntl = None  # type: ignore[assignment] # told apart where it is used
+    fcntl = None  # type: ignore[assignment] # checked where it is used
 
 
 # More than any line of nondet's: a round of 100,000 requests takes 10 MB. Decoded, a line is many times larger.
@@ -208,8 +208,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a file that may exist, without waiting for a FIFO; a `UserError` if that fails, or it is a broken
-    link."""
+    """Append to a file, new or not, without waiting for a FIFO; a `UserError` if that fails, or for a broken link."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
     with disk_errors(path, "Choose another file."):
         if path.is_symlink() and not path.exists():
@@ -495,7 +494,7 @@ def open_run(
     force: bool = False,
     resume: bool = False,
 ) -> RunWriter:
-    """Open a run file for writing, and lock it. Raises UserError: it exists and neither force nor resume was asked for;
+    """Open a run file for writing, and lock it. Raises UserError: it exists and neither force nor resume was requested;
     another process is writing it; it can't be resumed; it can't be written; the plan is too large.
 
     Args:

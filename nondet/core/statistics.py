@@ -97,8 +97,7 @@ def _ends(kept_rate: float, kept: Callable[[float], bool]) -> tuple[float, float
 
 
 def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """An interval for a rate whose trials came in rounds, that holds after every round, whatever the correlation in
-    them.
+    """An interval for the rate of trials in rounds, which holds after every round, whatever the correlation in them.
 
     Only rounds are drawn: trials of one round may depend on each other in any way, and no estimate of that is needed.
     With x a round's share and q drawn from Beta(1/2, 1/2), x q / p + (1 - x) (1 - q) / (1 - p) has the mean 1 under the
@@ -211,8 +210,7 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
 
     Pointwise intervals are those of as many independent trials as would have Greenwood's variance, over the effect;
     where nothing differs the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). If one differs and one ends
-    at the same time, the difference counts first. Raises ValueError: lists of two lengths, none at all, or a negative
-    time.
+    at the same time, the difference counts first. Raises ValueError: two lengths, no data, or a negative time.
 
     Source: E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53 (1958), 457-481; S. J. Cutler
     and F. Ederer, Journal of Chronic Diseases 8 (1958), 699-712, for the trials.
@@ -293,9 +291,8 @@ _DRAWS = 9_999
 def mcnemar(only_first: int, only_second: int) -> float:
     """Two-sided exact p of McNemar's test: of the prompts on which the two systems disagree, how one-sided they are.
 
-    Prompts are the unit: they are drawn one by one, completions of one prompt are not. Under the null each prompt that
-    diverges in one system only is as likely to do so in the first as in the second. Raises ValueError: a negative
-    count.
+    Prompts are the unit: they are drawn one by one, completions of one prompt are not. Under the null, a prompt that
+    diverges in one system only does so in either with equal probability. Raises ValueError: a negative count.
 
     Source: Q. McNemar, Psychometrika 12 (1947), 153-157, with the exact binomial.
 
@@ -359,8 +356,7 @@ def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> fl
     """Mean of r - 1 - log r over tokens, r = exp(other - reference): Schulman's k3, in nats.
 
     Where the tokens were drawn from the reference it estimates KL(reference || other), without bias, and no term is
-    negative. Of greedy tokens it is not an estimate, only a distance between two traces. Raises ValueError: two
-    lengths, or no tokens.
+    negative. Of greedy tokens it is only a distance between two traces. Raises ValueError: two lengths, or no tokens.
 
     Source: J. Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html.
 

@@ -121,7 +121,7 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
     shared: dict[int, int] = {}  # each token id as one object: ten million of them are most of a large file
     number = 0
     try:
-        for number, line, whole in lines_of(path):  # noqa: B007 - what goes wrong below is said of this line
+        for number, line, whole in lines_of(path):  # noqa: B007 - errors below name this line
             if not whole:
                 break
             record = decode(_LINE, line)

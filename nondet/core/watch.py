@@ -31,7 +31,7 @@ from nondet.errors import WrongResultError
 # n products errs by at most gamma_n * sum |x||w|, with gamma_n = n u / (1 - n u), whatever its order. Here u is twice
 # the unit roundoff of the accumulator, because tensor cores truncate; sum |x||w| is at most ||x|| ||w||
 # (Cauchy-Schwarz). Added to it are the rounding of the result, and the roundings that torch's own settings allow (TF32,
-# reduced-precision reductions).
+# ...).
 
 _ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accumulator's epsilon
 

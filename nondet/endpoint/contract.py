@@ -46,8 +46,7 @@ _CHANCE = 0.001  # of a wrong "no": that all draws agree although they vary
 
 @dataclass(frozen=True)
 class ContractResult:
-    """The first answer (if it failed nothing else was tested), the least of what identified two, and the checks'
-    answers."""
+    """The first answer (if it failed nothing else was tested), what identified two, and the checks' answers."""
 
     first: Answer
     known_by: KnownBy

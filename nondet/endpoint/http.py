@@ -68,8 +68,7 @@ RETRIED = {
 
 
 def wait_before_retry(failure: AttemptError, times: int, request: str, limits: Limits) -> float | None:
-    """Seconds to wait before a request is sent again, by `RETRIED`; None if it is not. `times`: repetitions of this
-    kind so far.
+    """Seconds to wait before a request is repeated, by `RETRIED`, or None; `times`: repetitions of this kind so far.
 
     A completion changes nothing on a server, so sending it twice is safe; every repetition is counted in
     `Answer.refusals`, because the first attempt may have been part of the load. The wait doubles from `first_wait_s` to

@@ -107,7 +107,7 @@ def serve(
     try:
         _join(rank, world, device, port, limit_s)
         pipe.send(Answer())
-    except BaseException as error:  # noqa: BLE001 - the parent is told, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the parent gets any error
         pipe.send(_failure(error))
         _leave(1)
     while True:

@@ -507,8 +507,7 @@ def shared_length(one: Ids, other: Ids) -> int:
 
 
 def spans_of(texts: Sequence[Ids]) -> Span | None:
-    """The root of the tree of sorted distinct texts, or None; a loop, because forks may be nested too deep to
-    recurse."""
+    """The root of the tree of sorted distinct texts, or None; a loop, because nesting may be too deep to recurse."""
     if not texts:
         return None
     shared = np.array([shared_length(a, b) for a, b in pairwise(texts)], dtype=np.int64)
@@ -941,8 +940,7 @@ class Comparison:
 
 def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
     """One for each implementation, in the order of the summaries. `rounds` counts rounds with a completion that
-    succeeded; the bound by round counts only those in which a completion was compared with an earlier one of its
-    prompt."""
+    succeeded; the bound by round counts only those in which one was compared with an earlier one of its prompt."""
     by_impl: dict[str, dict[int, SampleSummary]] = {}
     for s in summaries:
         by_impl.setdefault(s.impl, {})[s.prompt] = s

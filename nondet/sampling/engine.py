@@ -79,8 +79,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def query_step(requests: int, budget: int) -> int:
-    """The multiple to which a step is padded under CUDA graphs: all requests' decodes, at most a quarter of the
-    budget."""
+    """The multiple to which a step is padded under CUDA graphs: requests' decodes, at most a quarter of the budget."""
     decodes = 1 << (min(requests, budget) - 1).bit_length()
     return min(_QUERY_STEP, max(8, min(decodes, budget // _SIZES_LEAST // 8 * 8)))
 
@@ -257,8 +256,7 @@ class Loop:
 
 
 def start(manager: Any, device: torch.device) -> None:
-    """Start the engine's thread, on CUDA with a `Loop`; on a CPU only a new thread has the current number of
-    threads."""
+    """Start the engine's thread, on CUDA with a `Loop`; on a CPU only a new thread has the current thread count."""
     if device.type != "cuda":
         manager.start()
         return
@@ -470,7 +468,7 @@ class TransformersEngine:
         self.model = model
 
     def describe(self) -> dict[str, Any]:
-        """What is fixed beside the load."""
+        """What is fixed in addition to the load."""
         import transformers
 
         return {

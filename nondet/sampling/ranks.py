@@ -184,7 +184,7 @@ class RanksEngine:
         return self._group.pids if self._group is not None else []
 
     def describe(self) -> dict[str, Any]:
-        """What is fixed beside the load."""
+        """What is fixed in addition to the load."""
         return TransformersEngine(self._model).describe() | {"ranks": self.world, "sampling": "greedy"}
 
     @contextmanager
@@ -199,8 +199,7 @@ class RanksEngine:
             self.impl = before
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
-        """See `run_session`; finished requests are reported at its end. A `UserError` if watched, cut short or
-        refused."""
+        """See `run_session`; progress is reported at its end. A `UserError` if watched, cut short or refused."""
         on_token_count = options.pop("on_token_count", None)
         if options.pop("watcher", None) is not None or options.pop("until", None) is not None:
             raise UserError("a session over ranks can't be watched or cut short", "Trace the model on one rank.")

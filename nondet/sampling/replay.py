@@ -88,8 +88,7 @@ def _expand(entries: Sequence[Sequence[Any]]) -> dict[int, list[list[int]]]:
 def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
     """The recorded completions of these requests; "divergent" means all whose trace is not the most common.
 
-    The most common of its own prompt, in its own arm. Raises UserError: no such request, or several implementations
-    have it and none was named.
+    Most common in its prompt and arm. Raises UserError: no such request, or several implementations have it.
     """
     impls = list(dict.fromkeys(c.impl for c in run.completions))
     if impl is not None and impl not in impls:
@@ -276,8 +275,7 @@ def settling_row(
     again: Session,
     started: float,
 ) -> Row:
-    """A round run again and compared with its completions on disk, `before` by key: traces and schedules, no
-    background.
+    """A round run again and compared with its completions on disk, `before` by key: traces and schedules.
 
     So is the first one of a stopped run: a difference between two processes is not an effect of the batch.
     """

@@ -135,7 +135,7 @@ def changed_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path
 
 
 def find_layers(model: Any) -> list[tuple[str, Any]]:
-    """The decoder layers by their paths, in order: the outermost list of modules as long as in the config, or a
+    """The decoder layers by their paths, in order: the outermost list of modules of the config's length; else
     UserError."""
     from torch import nn
 
@@ -378,9 +378,9 @@ _SHAPE_STEPS = 6  # of these only shapes are kept, to find out which axis counts
 
 
 def visible_keys(pack: tuple[Span, ...], request: str, position: int, window: int | None) -> tuple[range, int]:
-    """The indices of a position's visible keys among all that a layer reads in the step, and how many those are. Each
-    request's keys follow one another: all of its positions so far, or with a window the last window-1 cached and the
-    new ones."""
+    """The indices of a position's visible keys among all that a layer reads in the step, and the number of all. Each
+    request's keys follow one another: all of its positions so far, with a window the last window-1 cached and the new
+    ones."""
     start, columns = 0, range(0)
     for span in pack:
         cached = span.first if window is None else min(span.first, window - 1)

@@ -326,7 +326,7 @@ def _repeat(b: RecordedCall, out: torch.Tensor) -> Replay:
 
 
 def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values: Replay | None) -> Replay:
-    """This request's rows without the others: their number changes, and their values (tested by `values` alone)."""
+    """This request's rows without the others: their number changes, and their values (which `values` tests)."""
     columns = list(b.visible) if b.keys else None
     result = b.run([b.row], columns, place=0)
     like_a, like_b = identical(result.reshape(out_a.shape), out_a), identical(result.reshape(out_b.shape), out_b)
@@ -447,7 +447,7 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
 
     results = {size: run(size) for size in sizes}
     kernels: dict[int, list[str]] = {}
-    if device == "cuda":  # again, with the operator alone between the marks
+    if device == "cuda":  # again, with only the operator between the marks
         prepared = [b.prepared(*selection(size)) for size in sizes]
         with profile_variants(device) as profile:
             for index, call in enumerate(prepared):

@@ -285,8 +285,7 @@ def substitution_sentence(families: Sequence[str], site: Site | None, before: Cu
 
 
 def late_sentence(families: Collection[str]) -> str:
-    """What a trace that ran out of time has not tested; `families` are the fewest replacements under which the arms
-    agreed."""
+    """What a trace that ran out of time has not tested; `families`: the fewest replacements with equal arms."""
     if families:
         named = " and ".join(sorted(families))
         return f"with {named} invariant the arms agree; whether fewer do was not fully tested, for lack of time"
@@ -296,8 +295,7 @@ def late_sentence(families: Collection[str]) -> str:
 def verdict_sentences(
     finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str], late: str = ""
 ) -> list[str]:
-    """The verdict; the first sentence is the shortest answer. `late`: what was left out for lack of time, as a
-    sentence."""
+    """The verdict; the first sentence is the shortest answer. `late`: a sentence on what was left out."""
     if finding != "batch-dependent":
         return [f"{finding}: {note}" for note in notes] or [finding]
     first = culprits[0]
@@ -348,8 +346,7 @@ def name_culprit(
     opaque_attention: bool,
     steady: bool = True,
 ) -> Guilty:
-    """Run both arms to the site, compare their calls, and replay the responsible one; EngineStoppedError if an arm
-    died.
+    """Run both arms to the site, compare their calls, and replay the responsible one. Raises EngineStoppedError.
 
     Args:
         coarse: The coarse records that led to the site: the fine pass must reproduce their bits.

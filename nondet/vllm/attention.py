@@ -7,9 +7,8 @@ address, which captured graphs read. K is then the flat cache without its last p
 are one row (`IN_ROWS`), [blocks, heads, page, 2 dim], token by token: K and V are then the rows' halves.
 
 A step is cut into launches: the requests of one query together, further requests together, and each chunk that is large
-enough for the dense prefill by itself, its keys and values gathered first. Which launch serves a request changes no
-bit: a query's bits follow from its position and its keys (`nondet.kernels.attention.cuda`), and each way is proven at
-start.
+enough for the dense prefill, its keys and values gathered first. Which launch serves a request changes no bit: a
+query's bits follow from its position and its keys (`nondet.kernels.attention.cuda`); each way is proven at start.
 
 Imports vLLM at its top, because vLLM loads it by name.
 """
@@ -258,8 +257,7 @@ def ways_of(
 
 
 def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> int:
-    """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served.
-    Returns the number of ways."""
+    """Prove and compile every way that `way_for` can choose, before requests are served; returns their number."""
     count = 0
     with float32_default(), torch.inference_mode():
         for impl in {(i.num_heads, i.num_kv_heads, i.sliding_window, i.logits_soft_cap): i for i in impls}.values():

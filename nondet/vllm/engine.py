@@ -393,8 +393,7 @@ def session_of(played: Played, requests: Sequence[Request]) -> Session:
 
 
 def _figures(played: Played, outcomes: Sequence[Outcome], most: int) -> dict[str, int]:
-    """As `nondet.sampling.schedule.session_figures`, as far as vLLM reports it. Preempted requests have their first
-    pieces."""
+    """As `nondet.sampling.schedule.session_figures`, as far as vLLM reports it. Preempted: the first pieces."""
     figures = {"page": played.page, "graphs": int(played.graphs), "step_most": most, "preempted": played.preempted}
     figures |= dict.fromkeys(("cached", "hits", "piece_most", "in_pieces"), 0)
     for outcome in outcomes:

@@ -386,8 +386,7 @@ def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
     """Have a quantized layer's own kernel run only at these certified row counts.
 
     The layer is found by its largest parameter: with the layer's name in the operator, torch.compile would compile each
-    layer separately. Raises RuntimeError: it gives another dtype than it takes, or has no parameter; the layer is
-    unchanged.
+    layer separately. Raises RuntimeError: it gives another dtype than it takes, or has no parameter.
     """
     sizes = {name: weight.numel() for name, weight in layer.named_parameters(recurse=False)}
     name, method = max(sizes, key=lambda one: sizes[one], default=""), layer.quant_method
@@ -470,8 +469,7 @@ def replace_scaled(
     layer: Any, counts: Sequence[int], dtype: torch.dtype, known: dict[tuple[Any, ...], Certified]
 ) -> None:
     """Give a layer our product, proven at each of these numbers of rows; layers of one layout, a key of `known`, once.
-    Raises NotImplementedError: no member is proven here, or the whole has other bits at one number of rows than at the
-    largest; the layer is unchanged."""
+    Raises NotImplementedError: no member is proven here, or the whole has other bits at some number of rows."""
     scales, weight = _scales_of(layer), layer.weight.data
     scales = scales.t() if _in_blocks(weight) else scales.reshape(1, -1).expand(1, weight.shape[1])
     bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)

@@ -754,7 +754,7 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
             failed = None
             for form, size in asked:
                 failed = failed or stands_alone(form, size, config.model_config.dtype, parameter.device, met)
-        except Exception as error:  # noqa: BLE001 - whatever somebody's kernel raises, it is not proven
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, it is not proven
             return AT_RISK, f"its kernel could not be tested: {one_line(str(error), 120) or type(error).__name__}"
         if failed is not None:
             return AT_RISK, f"its kernel gives a row other bits at M={failed} than at M={met[-1]}"
@@ -792,7 +792,7 @@ def _prove(
         try:
             seen[key] = seen.get(key) or _certify_experts(module, counts)
             setattr(module, _OURS, True)
-        except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
+        except Exception as error:  # noqa: BLE001 - whatever the error, it is not proven
             why = one_line(str(error), 120) or type(error).__name__
             return standing._replace(standing=AT_RISK, why=f"no product of these experts stands here: {why}")
     elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
@@ -889,7 +889,7 @@ def _kept_or_scaled(
             why = operators.unfit_scaled(layer)
             if not why:
                 operators.replace_scaled(layer, counts, dtype, seen)
-        except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
+        except Exception as error:  # noqa: BLE001 - whatever the error, it is not proven
             why = one_line(str(error), 120) or type(error).__name__
         if why:
             return standing._replace(standing=AT_RISK, why=f"{standing.why}; not replaced: {why}")
