@@ -161,11 +161,9 @@ _ROWS = 1024  # of the matrix of similarities at a time
 
 
 def vectors(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], arm: Arm) -> torch.Tensor:
-    """[texts of the arm, poolings, hidden] in the model's dtype, in the order of the texts, whatever the batches.
-
-    The mean runs over a text's own tokens, sum over the mask and then divided, as sentence encoders do; cls is the
-    first token's.
-    """
+    """[texts of the arm, poolings, hidden] in the model's dtype, in the order of the texts, whatever the batches. The
+    mean runs over a text's own tokens, sum over the mask and then divided, as sentence encoders do; cls is the first
+    token's."""
     order = torch.tensor([i for members in arm.batches for i in members])
     with torch.inference_mode():
         pooled = [

@@ -373,11 +373,9 @@ _lock = threading.RLock()
 
 
 def certificates(device: str | None = None) -> Certificates:
-    """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one.
-
-    One object for each; the first call reads the file, and fixes the folder for this process. Different GPUs of one
-    process have separate certificates, and so has each thread count of a CPU. Later calls are a dict look-up.
-    """
+    """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one. One
+    object for each; the first call reads the file, and fixes the folder for this process. Different GPUs of one process
+    have separate certificates, and so has each thread count of a CPU. Later calls are a dict look-up."""
     import torch
 
     if device is None:

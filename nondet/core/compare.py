@@ -123,11 +123,9 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite.
-
-    float64 values of opposite sign can be further apart than int64 holds: such a distance is clamped to the largest.
-    Raises ValueError: not two tensors of one unpacked real floating dtype.
-    """
+    """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite. float64 values of
+    opposite sign can be further apart than int64 holds: such a distance is clamped to the largest. Raises ValueError:
+    not two tensors of one unpacked real floating dtype."""
     if not (a.dtype.is_floating_point and b.dtype == a.dtype and a.dtype not in _PACKED):
         raise ValueError(f"no ULP between {a.dtype} and {b.dtype}")
     left, right = _ordered(a), _ordered(b)
@@ -141,12 +139,9 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """How `b` differs from `a`, reduced on the device.
-
-    Complex tensors are compared by parts: a last axis is added, real before imaginary, also to `first_mismatch`.
-    Integers have an absolute difference and no ULP; packed float4 has neither, only mismatching bytes. Raises
-    ValueError: as `same`.
-    """
+    """How `b` differs from `a`, reduced on the device. Complex tensors are compared by parts: a last axis is added,
+    real before imaginary, also to `first_mismatch`. Integers have an absolute difference and no ULP; packed float4 has
+    neither, only mismatching bytes. Raises ValueError: as `same`."""
     mismatch = ~same(a, b)
     if a.dtype.is_complex:
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())

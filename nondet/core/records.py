@@ -159,11 +159,9 @@ class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassError(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the results of one class of bits are from the float64 reference, in ULP of the output dtype.
-
-    An ULP is the distance between neighbours at the reference; errors have fractions of it. Over elements that are
-    finite on both sides, those of the first variant that has the class.
-    """
+    """How far the results of one class of bits are from the float64 reference, in ULP of the output dtype. An ULP is
+    the distance between neighbours at the reference; errors have fractions of it. Over elements that are finite on both
+    sides, those of the first variant that has the class."""
 
     elements: Count
     median: Figure  # of the error's size
@@ -642,10 +640,8 @@ class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
 
 class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_only=True):
     """One step of reinforcement learning under one arm: its reward, and how far sampler and trainer were apart.
-
     Logprobs are of the sampled tokens at temperature 1 over the whole vocabulary; a ratio is the trainer's probability
-    of a token over the sampler's, before any correction, in the first pass over the rollouts: with equal weights.
-    """
+    of a token over the sampler's, before any correction, in the first pass over the rollouts: with equal weights."""
 
     keyed_by = ("impl", "seed", "step")
     seed: Count

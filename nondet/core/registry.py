@@ -175,11 +175,9 @@ def _user_function(target: str) -> Callable[..., Any]:
 
 
 def check_signature(function: Callable[..., Any], operator: str, who: str) -> None:
-    """Refuse a function that can't be called as the operator is, before it fails in every case; `who` is its name.
-
-    The operator's signature is its float64 reference's; what has a default there may be left out. Operators without one
-    and functions without a readable signature are accepted. Raises UserError with the signature that is needed.
-    """
+    """Refuse a function that can't be called as the operator is, before it fails in every case; `who` is its name. The
+    operator's signature is its float64 reference's; what has a default there may be left out. Operators without one and
+    functions without a readable signature are accepted. Raises UserError with the signature that is needed."""
     declaration = operators().get(operator)
     if declaration is None or declaration.reference is None or not declaration.reference.startswith(_REFERENCES):
         return

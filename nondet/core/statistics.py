@@ -37,11 +37,9 @@ def wilson(k: float, n: float) -> tuple[float, float]:
 
 
 def one_sided_bound(n: int) -> float:
-    """The rate that n independent tries without a hit exclude at 95%: 1 - 0.05^(1/n).
-
-    You can stop at any n without a hit: a rate is excluded wrongly only if no hit came in the first n tries, n the
-    fewest that exclude it, and that has a probability of at most 0.05.
-    """
+    """The rate that n independent tries without a hit exclude at 95%: 1 - 0.05^(1/n). You can stop at any n without a
+    hit: a rate is excluded wrongly only if no hit came in the first n tries, n the fewest that exclude it, and that has
+    a probability of at most 0.05."""
     if n <= 0:
         raise ValueError("no tries, no bound")
     return -math.expm1(math.log1p(-CONFIDENCE) / n)
@@ -173,11 +171,9 @@ def percent(share: float, rounding: str = "near") -> str:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Between two order statistics, whatever the values' distribution; None of too few values for an interval.
-
-    Of n independent values as many as Binomial(n, 1/2) lie below the median: it misses (k-th least, k-th largest) with
-    a probability of twice P(X < k). At 95% that takes 6 values.
-    """
+    """Between two order statistics, whatever the values' distribution; None of too few values for an interval. Of n
+    independent values as many as Binomial(n, 1/2) lie below the median: it misses (k-th least, k-th largest) with a
+    probability of twice P(X < k). At 95% that takes 6 values."""
     n, below, k = len(values), 0, 0
     while below + math.comb(n, k) <= (1.0 - CONFIDENCE) / 2 * 2**n and k < n:
         below += math.comb(n, k)

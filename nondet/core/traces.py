@@ -110,11 +110,9 @@ def facts_of(trace: Trace) -> dict[str, Any]:
 
 
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
-    """All traces by digest, and the text of single tokens by id.
-
-    A line that is cut off at the end belongs to a round that never finished, and is left out. Raises UserError: the
-    side file is missing or malformed, or a trace doesn't match its digest.
-    """
+    """All traces by digest, and the text of single tokens by id. A line that is cut off at the end belongs to a round
+    that never finished, and is left out. Raises UserError: the side file is missing or malformed, or a trace doesn't
+    match its digest."""
     path = traces_path(run)
     traces: dict[str, Trace] = {}
     pieces: dict[int, str] = {}
@@ -263,11 +261,9 @@ def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
 
 @dataclass
 class RoundCollector:
-    """Writes the rounds of one implementation, or of one server, into the run file and its side file.
-
-    A trace is written before the completion that names it, and a round's own record last: a stopped run is resumed at
-    the first round that has no record.
-    """
+    """Writes the rounds of one implementation, or of one server, into the run file and its side file. A trace is
+    written before the completion that names it, and a round's own record last: a stopped run is resumed at the first
+    round that has no record."""
 
     writer: RunWriter
     traces: TraceWriter

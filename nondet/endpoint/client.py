@@ -253,11 +253,9 @@ class HttpClient:
         return {"llamacpp:requests_processing": float(sum(slot.is_processing for slot in slots))}
 
     async def flush(self) -> bool:
-        """Empty the prefix cache; False where the server can't do that, refuses, or reports that it did not.
-
-        True is only the server's claim: a vLLM of 2025 reports no success, and other requests fill the cache again.
-        What proves a cold answer are `Answer.cached_tokens` and the counters of `metrics`.
-        """
+        """Empty the prefix cache; False where the server can't do that, refuses, or reports that it did not. True is
+        only the server's claim: a vLLM of 2025 reports no success, and other requests fill the cache again. What proves
+        a cold answer are `Answer.cached_tokens` and the counters of `metrics`."""
         if self._kind not in _FLUSH:
             return False
         try:

@@ -109,11 +109,9 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
 
 
 def _drop_holes(parts: Parts, text: str) -> None:
-    """Drop ids and bytes where some may be missing: llama.cpp lists no token that begins a character.
-
-    A partial list would be compared as if it were complete, and a fork in the missing tokens would not be seen. The
-    end-of-text token does not count as missing: a stream never has it, and the text may leave its name out.
-    """
+    """Drop ids and bytes where some may be missing: llama.cpp lists no token that begins a character. A partial list
+    would be compared as if it were complete, and a fork in the missing tokens would not be seen. The end-of-text token
+    does not count as missing: a stream never has it, and the text may leave its name out."""
     if parts.ids_of_logprobs and parts.ids is not None:
         count, usage = len(parts.ids), parts.completion_tokens
         ended = parts.streamed and FINISHES.get(parts.finish) == "eos"
@@ -142,11 +140,9 @@ def _count(parts: Parts) -> int | None:
 
 
 def _alternatives(parts: Parts, chosen: list[float]) -> tuple[bytes, int | None, tuple[int, ...]]:
-    """Margins (float32: top-1 minus top-2, rounded once), how often the chosen token is a top one, and runners-up.
-
-    The chosen token counts among the alternatives whether or not the server listed it. If some position has no other
-    token, all are left out. There are as many alternatives as tokens, or none.
-    """
+    """Margins (float32: top-1 minus top-2, rounded once), how often the chosen token is a top one, and runners-up. The
+    chosen token counts among the alternatives whether or not the server listed it. If some position has no other token,
+    all are left out. There are as many alternatives as tokens, or none."""
     listed = [other for others in parts.top for other in others]
     values = iter(np.frombuffer(float32_bytes([other.logprob for other in listed], "top_logprobs"), "<f4").tolist())
     margins, top, runner_up = [], 0, []

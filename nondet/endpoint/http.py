@@ -315,11 +315,9 @@ T = TypeVar("T")
 
 
 def parse(raw: bytes) -> Any:
-    """A JSON document with floats as strings, the decimals that were sent.
-
-    NaN, Infinity, a key that occurs twice in one object, invalid UTF-8, nesting deeper than the interpreter's stack and
-    more than some hundred thousand lists or objects are an AttemptError ("malformed" or "too-large").
-    """
+    """A JSON document with floats as strings, the decimals that were sent. NaN, Infinity, a key that occurs twice in
+    one object, invalid UTF-8, nesting deeper than the interpreter's stack and more than some hundred thousand lists or
+    objects are an AttemptError ("malformed" or "too-large")."""
     if raw.count(b"[") + raw.count(b"{") > _MOST_CONTAINERS or raw.count(b",") > _MOST_COMMAS:
         raise AttemptError("too-large", f"JSON of {len(raw):,} bytes with too many parts")
     text = ""

@@ -26,11 +26,9 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, with Ctrl-C as a cancellation of the whole, raised once everything has been cleaned up.
-
-    A KeyboardInterrupt that a signal's handler raises hits whatever runs at that moment, the event loop's own
-    bookkeeping too: a task that loses its wake-up never ends, and cancelling it spins forever (in one of some 70 runs).
-    """
+    """As `asyncio.run`, with Ctrl-C as a cancellation of the whole, raised once everything has been cleaned up. A
+    KeyboardInterrupt that a signal's handler raises hits whatever runs at that moment, the event loop's own bookkeeping
+    too: a task that loses its wake-up never ends, and cancelling it spins forever (in one of some 70 runs)."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         return asyncio.run(main)

@@ -159,11 +159,9 @@ _AS_HOSTS |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def shared_gpus(world: int) -> str:
-    """How ranks that outnumber the GPUs run, to be reported with their results; "" where they do not.
-
-    An order of additions is that of NCCL's algorithm. NCCL may choose the algorithm, and the number of pieces, by the
-    connection between ranks; and what reads another rank's memory does not run.
-    """
+    """How ranks that outnumber the GPUs run, to be reported with their results; "" where they do not. An order of
+    additions is that of NCCL's algorithm. NCCL may choose the algorithm, and the number of pieces, by the connection
+    between ranks; and what reads another rank's memory does not run."""
     import torch
 
     gpus = torch.cuda.device_count()

@@ -763,10 +763,8 @@ def token_flips(
 
 def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: float) -> tuple[float, float]:
     """Of flips over tokens: a completion's probability to diverge over the tokens it is expected to be compared for.
-
     Both have intervals by round, as a share of completions and of the `most` tokens that one may take, each at half of
-    the error; the quotients of their ends hold with both.
-    """
+    the error; the quotients of their ends hold with both."""
     each = 1.0 - (1.0 - confidence) / 2
     sizes = [n for _, _, n in rounds]
     low, high = round_interval([parted for parted, _, _ in rounds], sizes, each)
@@ -801,10 +799,8 @@ def _floats(data: bytes) -> npt.NDArray[np.float32]:
 
 def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> float | None:
     """Mean K3 of the other traces against the reference, over the tokens that each shares with it from the start.
-
     `others`: digest -> (trace, how often it occurred, tokens that it shares with the reference). None where no other
-    trace shares a token, or logprobs are missing.
-    """
+    trace shares a token, or logprobs are missing."""
     total, tokens = 0.0, 0
     for digest, (trace, count, length) in others.items():
         if digest == reference.digest or not trace.logprobs or not reference.logprobs:
@@ -862,10 +858,8 @@ def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray
 
 def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
     """Sets of operator families, "attention" or "attention+matmul", that made invariant by themselves left one trace.
-
     `summaries` are those of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried. A set that contains
-    another cure is left out. Empty where stock did not diverge: there is nothing to cure.
-    """
+    another cure is left out. Empty where stock did not diverge: there is nothing to cure."""
     stock = next((s for s in summaries if s.impl == "stock"), None)
     if stock is None or stock.distinct_traces < 2:
         return []

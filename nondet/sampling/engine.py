@@ -161,11 +161,9 @@ def quiet() -> Iterator[None]:
 
 
 def why_no_graphs(config: Any) -> str:
-    """Why a model's steps don't run as CUDA graphs by default; "" for plain dense decoders.
-
-    The host reads back which experts are chosen, and scales some rotary embeddings, which no graph can; a sliding
-    window's cache is updated by positions. Neither these nor unlisted architectures have been tested inside of a graph.
-    """
+    """Why a model's steps don't run as CUDA graphs by default; "" for plain dense decoders. The host reads back which
+    experts are chosen, and scales some rotary embeddings, which no graph can; a sliding window's cache is updated by
+    positions. Neither these nor unlisted architectures have been tested inside of a graph."""
     text = config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
         return "the model has experts"

@@ -249,11 +249,9 @@ def is_random(source: str | None) -> bool:
 
 
 def random_config(source: str, vocabulary: int) -> Any:
-    """The config of "random:ARCHITECTURE-LAYERSxWIDTH": heads of 128, in total twice as wide as the model.
-
-    Qwen3-0.6B's proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another
-    form, an unknown architecture, or impossible sizes.
-    """
+    """The config of "random:ARCHITECTURE-LAYERSxWIDTH": heads of 128, in total twice as wide as the model. Qwen3-0.6B's
+    proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another form, an unknown
+    architecture, or impossible sizes."""
     from transformers import AutoConfig
 
     def config(name: str, layers: int, width: int, heads: int, kv_heads: int, **more: Any) -> Any:

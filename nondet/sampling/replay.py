@@ -86,10 +86,8 @@ def _expand(entries: Sequence[Sequence[Any]]) -> dict[int, list[list[int]]]:
 
 
 def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
-    """The recorded completions of these requests; "divergent" means all whose trace is not the most common.
-
-    Most common in its prompt and arm. Raises UserError: no such request, or several implementations have it.
-    """
+    """The recorded completions of these requests; "divergent" means all whose trace is not the most common. Most common
+    in its prompt and arm. Raises UserError: no such request, or several implementations have it."""
     impls = list(dict.fromkeys(c.impl for c in run.completions))
     if impl is not None and impl not in impls:
         raise UserError(
@@ -275,10 +273,8 @@ def settling_row(
     again: Session,
     started: float,
 ) -> Row:
-    """A round run again and compared with its completions on disk, `before` by key: traces and schedules.
-
-    So is the first one of a stopped run: a difference between two processes is not an effect of the batch.
-    """
+    """A round run again and compared with its completions on disk, `before` by key: traces and schedules. So is the
+    first one of a stopped run: a difference between two processes is not an effect of the batch."""
     records = [completion_of(o, impl, index) for o in again.outcomes if o.request.target]
     failed = [r.reason for r in records if r.status != "ok"]
     parted = sum(r.key in before and before[r.key] != r for r in records)
@@ -407,11 +403,9 @@ class Player:
         return _replayed(completion, outcome, apart, how="alone", company=[], **took)
 
     def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
-        """The smallest set of concurrent requests found with which the request differs from its solo completion.
-
-        Tokens are compared where the recorded completion's tokens differ from the solo ones, else logprob bits. Raises
-        UserError: the solo completion equals the recorded one, so that there is nothing to shrink.
-        """
+        """The smallest set of concurrent requests found with which the request differs from its solo completion. Tokens
+        are compared where the recorded completion's tokens differ from the solo ones, else logprob bits. Raises
+        UserError: the solo completion equals the recorded one, so that there is nothing to shrink."""
         started, before = time.perf_counter(), self.sessions
         name = completion.request
         alone = _outcome(self.play([name]), name)

@@ -78,11 +78,9 @@ class _ByPrefix(Order):
 
 @dataclass
 class _DeficitRoundRobin(Order):
-    """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time.
-
-    After Shreedhar & Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and
-    when no waiting client has any, all get a quantum.
-    """
+    """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time. After Shreedhar &
+    Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and when no waiting
+    client has any, all get a quantum."""
 
     credit: Counter[str] = field(default_factory=Counter)
 
@@ -153,11 +151,9 @@ def _round_robin(index: int, request: Request, replicas: _Replicas) -> int:
 
 
 def _prefix_and_load(index: int, request: Request, replicas: _Replicas) -> int:
-    """E2 of Preble (Srivatsa et al., 2024): exploit a long prefix, else explore where it is cheapest.
-
-    Where more of the prompt is cached than has to be computed, the replica with the longest prefix is taken, unless it
-    is overloaded; otherwise the one whose load and missing tokens are least.
-    """
+    """E2 of Preble (Srivatsa et al., 2024): exploit a long prefix, else explore where it is cheapest. Where more of the
+    prompt is cached than has to be computed, the replica with the longest prefix is taken, unless it is overloaded;
+    otherwise the one whose load and missing tokens are least."""
     matches = replicas.matches(request)
     best = max(range(replicas.count), key=lambda i: (matches[i], -replicas.load[i], -i))
     overloaded = replicas.load[best] > _OVERLOAD * min(replicas.load) + _SLACK * len(request.prompt)

@@ -105,11 +105,9 @@ def _is_given(pair: Pair, pairs: Sequence[Pair]) -> bool:
 
 
 def canonical(record: StepRecord) -> Iterator[Event]:
-    """The calls, with attention's tensors in one form: transformers packs the heads of a single query differently.
-
-    For one query, query [1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D], in the same order; for several, keys and values that
-    were repeated for each head of a group become one for each group again.
-    """
+    """The calls, with attention's tensors in one form: transformers packs the heads of a single query differently. For
+    one query, query [1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D], in the same order; for several, keys and values that
+    were repeated for each head of a group become one for each group again."""
     kv_heads = 0
     for event in record.events:
         if event.key.call == "cache.update":

@@ -121,11 +121,9 @@ def places_kernel(cu_ptr, table_ptr, out_ptr, stride, page_step, PAGE: tl.conste
 
 
 def way_for(call: Call) -> Way:
-    """The way that a call is launched in, one of those that `warm` has proven and compiled.
-
-    One query per request: spans of segments are powers of two. More: the largest block, one program per block or one
-    for each `_LARGE_SPAN` segments. Only speed depends on it, as in `nondet.kernels.attention.cuda.quickest`.
-    """
+    """The way that a call is launched in, one of those that `warm` has proven and compiled. One query per request:
+    spans of segments are powers of two. More: the largest block, one program per block or one for each `_LARGE_SPAN`
+    segments. Only speed depends on it, as in `nondet.kernels.attention.cuda.quickest`."""
     heads, dim = call.q.shape[1], call.q.shape[3]
     way = quickest(call)
     if call.tq == 1:

@@ -295,10 +295,8 @@ def stands_alone(
     counts: Sequence[int],
 ) -> int | None:
     """The first of `counts` at which compute([M, width]) differs in a row's bits from the largest; None if there is
-    none. Raises RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
-
-    Nothing is kept for the next start, because a quantized layer's kernel depends on settings that are not in our keys.
-    """
+    none. Raises RuntimeError: it fails to run at some M, or gives another shape, or nothing finite. Nothing is kept for
+    the next start, because a quantized layer's kernel depends on settings that are not in our keys."""
     most, kept = max(counts), Certificates({"device": str(device)}, None)
     whole: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     with float32_default(), torch.inference_mode():
@@ -383,11 +381,9 @@ class OwnMethod:
 
 
 def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
-    """Have a quantized layer's own kernel run only at these certified row counts.
-
-    The layer is found by its largest parameter: with the layer's name in the operator, torch.compile would compile each
-    layer separately. Raises RuntimeError: it gives another dtype than it takes, or has no parameter.
-    """
+    """Have a quantized layer's own kernel run only at these certified row counts. The layer is found by its largest
+    parameter: with the layer's name in the operator, torch.compile would compile each layer separately. Raises
+    RuntimeError: it gives another dtype than it takes, or has no parameter."""
     sizes = {name: weight.numel() for name, weight in layer.named_parameters(recurse=False)}
     name, method = max(sizes, key=lambda one: sizes[one], default=""), layer.quant_method
     if not sizes.get(name):

@@ -414,11 +414,9 @@ def prepare(arguments: Any) -> None:
 
 
 def _fusions(passes: Any) -> list[str]:
-    """vLLM's own rewritings of a traced model: they replace the operators there by fused kernels.
-
-    Such a kernel may add in another order for another number of tokens: fused_add_rms_norm_static_fp8_quant uses 1024
-    threads below 256 tokens, 256 above, in batch-invariant mode or not.
-    """
+    """vLLM's own rewritings of a traced model: they replace the operators there by fused kernels. Such a kernel may add
+    in another order for another number of tokens: fused_add_rms_norm_static_fp8_quant uses 1024 threads below 256
+    tokens, 256 above, in batch-invariant mode or not."""
     return [name for name in vars(passes) if name.startswith(("fuse_", "enable_"))]
 
 
@@ -947,11 +945,9 @@ def grouped(found: Sequence[Standing]) -> list[LayerStanding]:
 
 
 def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int = 0) -> Path | None:
-    """The run file that `nondet report` reads; None where none can be written.
-
-    NONDET_COVERAGE names it; if that file exists it is kept, and this one's name also gets the date and the process. By
-    default it is in nondet's cache folder, with both in its name.
-    """
+    """The run file that `nondet report` reads; None where none can be written. NONDET_COVERAGE names it; if that file
+    exists it is kept, and this one's name also gets the date and the process. By default it is in nondet's cache
+    folder, with both in its name."""
     from nondet.core.certificates import cache_folder
     from nondet.core.environment import collect
     from nondet.core.runfile import open_run
