@@ -209,12 +209,8 @@ class CertificatesFile(msgspec.Struct, kw_only=True):
 
 
 class Certificates:
-    """The proofs of one machine key, in memory and in its file.
-
-    Args:
-        described: The machine, as `nondet.core.certificates.machine` describes it.
-        folder: Where files are; None keeps everything in memory.
-    """
+    """The proofs of one machine, `described` as by `machine`, in memory and in a file in `folder` (None: only in
+    memory)."""
 
     def __init__(self, described: dict[str, Any], folder: Path | None) -> None:
         self.described = described

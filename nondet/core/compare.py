@@ -38,14 +38,8 @@ def float_dtypes() -> list[torch.dtype]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Integer view of `x` in which equal integers mean equal results: every NaN becomes one pattern.
-
-    Args:
-        x: Any real or complex tensor, any device.
-
-    Returns:
-        An integer tensor of x's shape (complex: a last axis of 2 is added). Integer and bool tensors come back as is.
-    """
+    """Integer view of `x` (real or complex, any device) in which equal integers mean equal results: every NaN becomes
+    one pattern. It has x's shape, for complex with a last axis of 2; integer and bool tensors come back as is."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
@@ -237,12 +231,8 @@ def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
 def errors_against(
     outs: Sequence[torch.Tensor], reference: torch.Tensor | None, *more: torch.Tensor
 ) -> tuple[list[ErrorFigures], list[float]]:
-    """(`error_against` of each, the numbers in `more`), all by one copy. Raises ValueError: as `error_against`.
-
-    Args:
-        reference: None where there are no `outs`.
-        more: As `numbers` takes them.
-    """
+    """(`error_against` of each of `outs`, the numbers in `more`), all by one copy; `reference` is None without `outs`.
+    Raises as `error_against`."""
     terms = [_error_terms(out, reference) for out in outs if reference is not None]
     read = iter(numbers(*(x for each in terms for x in each), *more))
     errors = []

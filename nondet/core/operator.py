@@ -292,12 +292,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class AccuracyBound:
-    """How far from the float64 oracle a correct implementation may be, whatever its order.
-
-    Attributes:
-        bound: Target of a function of `nondet.core.watch`: one call's terms and operands -> allowed error per element.
-        source: The same in words, and where it is from.
-    """
+    """How far from the float64 oracle a correct implementation may be, whatever its order. `bound` is the target of a
+    function of `nondet.core.watch`: one call's terms and operands -> allowed error per element; `source` the same in
+    words, and where it is from."""
 
     bound: str
     source: str

@@ -49,13 +49,8 @@ class Claim(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One computation compared with the anchor's result.
-
-    Attributes:
-        result: What was computed; None where it failed.
-        equal: Every bit is the expected one.
-        failure: What was raised.
-    """
+    """One computation compared with the anchor's result, which is None where it failed; `failure` is what was
+    raised."""
 
     result: torch.Tensor | None
     equal: bool

@@ -60,13 +60,7 @@ REPORTERS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class LoadedImplementation:
-    """One implementation of one operator on one device type.
-
-    Attributes:
-        name: stock, invariant, or a user's "module:function".
-        call: The launcher, with the operator's signature (see `nondet.kernels.reference`).
-        stock, invariant: As in `Implementation`.
-    """
+    """One implementation of one operator on one device type; `call` has the signature in `nondet.kernels.reference`."""
 
     operator: str
     name: str
@@ -117,12 +111,8 @@ def implementation_names(operator: str, device: str) -> list[str]:
 
 def load_implementation(operator: str, name: str, device: str) -> LoadedImplementation:
     """The implementation of that name, or the user's "package.module:function" or "operator=package.module:function".
-
-    Raises:
-        UnknownNameError: no such implementation.
-        UserError: it exists, but not on this device; or the user's function can't be imported, takes other arguments
-            than the operator, or is named as another operator's.
-    """
+    Raises UnknownNameError: no such implementation; UserError: not on this device, or the user's function can't be
+    imported, takes other arguments than the operator, or is named as another operator's."""
     if ":" in name:
         named, _, theirs = name.rpartition("=")
         if named not in ("", operator):

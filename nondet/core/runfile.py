@@ -245,13 +245,9 @@ def regular(path: Path) -> None:
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     """(number from 1, line without its end, whether it had one) of a regular file, in bounded memory.
 
-    A name that ends in .gz or .xz is unpacked: a kept run of 1,000 completions is a tenth as large packed.
-
-    Raises:
-        FileNotFoundError: it doesn't exist.
-        UserError: it is not a file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more than a run would,
-            in
-            bytes or in lists and objects.
+    A name that ends in .gz or .xz is unpacked: a kept run of 1,000 completions is a tenth as large packed. Raises
+    FileNotFoundError, or UserError: it is not a file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more
+    than a run would, in bytes or in lists and objects.
     """
     regular(path)
     number = read = nested = 0
@@ -443,11 +439,8 @@ class RunWriter:
 
     def write(self, record: AnyRecord) -> AnyRecord:
         """Append one record, and return what was written: a record that a reader would reject is written as a failure.
-
-        Raises:
-            UserError: the disk is full or the file can't be written.
-            UnrecordableError: a reader would reject it even so.
-        """
+        Raises UserError: the disk is full or the file can't be written; UnrecordableError: a reader would reject even
+        the failure."""
         try:
             line = self._checked(record)
         except ValueError as error:
@@ -494,13 +487,11 @@ def open_run(
     force: bool = False,
     resume: bool = False,
 ) -> RunWriter:
-    """Open a run file for writing, and lock it. Raises UserError: it exists and neither force nor resume was requested;
-    another process is writing it; it can't be resumed; it can't be written; the plan is too large.
+    """Open a run file for writing, and lock it; its folder is made if it is missing.
 
-    Args:
-        path: Its folder is made if it is missing.
-        plan: What decides the records; must be JSON-able.
-        resume: Go on with what exists, if its plan and everything that changes bits are the same.
+    `plan`, which must be JSON-able, decides the records. With `resume` an existing file is continued if its plan and
+    everything that changes bits are the same. Raises UserError: it exists and neither force nor resume was requested;
+    another process is writing it; it can't be resumed; it can't be written; the plan is too large.
     """
     try:
         header = Header(

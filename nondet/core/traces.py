@@ -190,14 +190,9 @@ def _token_id(name: str) -> int:
 class TraceWriter:
     """Appends to the side file: each distinct trace and each token's text once, whichever implementation made it first.
 
-    Raises UserError: the file can't be written, or can't be read back to resume.
-
-    Args:
-        resume: Continue the existing side file; without it the file is created or emptied.
-        prompts: Whole texts of prompts that the header has cut.
-
-    Attributes:
-        pieces: The tokens' texts that the file held when it was opened.
+    With `resume` an existing file is continued, without it the file is emptied. `prompts` are whole texts of prompts
+    that the header has cut, `pieces` the tokens' texts that the file held. Raises UserError: it can't be written, or
+    read back.
     """
 
     def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:
@@ -216,12 +211,8 @@ class TraceWriter:
             self._append(encoded(WholePrompt(text=shortened(text, _PROMPT_MOST)), _LINE)[0] for text in prompts)
 
     def write(self, traces: Iterable[Trace]) -> None:
-        """Write the new ones, and flush, so that a completion can name them.
-
-        Raises:
-            UnrecordableError: a reader would reject one of them; none is written.
-            UserError: the disk is full or the file can't be written.
-        """
+        """Write the new ones, and flush, so that a completion can name them. Raises UserError: the disk is full or the
+        file can't be written; UnrecordableError: a reader would reject one of them; none is written."""
         lines: dict[str, bytes] = {}
         fresh: set[int] = set()
         try:

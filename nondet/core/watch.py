@@ -30,8 +30,7 @@ from nondet.errors import WrongResultError
 # The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms (2nd ed., 2002), section 3.1: a sum of
 # n products errs by at most gamma_n * sum |x||w|, with gamma_n = n u / (1 - n u), whatever its order. Here u is twice
 # the unit roundoff of the accumulator, because tensor cores truncate; sum |x||w| is at most ||x|| ||w||
-# (Cauchy-Schwarz). Added to it are the rounding of the result, and the roundings that torch's own settings allow (TF32,
-# ...).
+# (Cauchy-Schwarz). Added are the result's rounding and those that torch's settings allow (TF32, reduced precision).
 
 _ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accumulator's epsilon
 
@@ -192,11 +191,7 @@ def bound_of(
     operator: str, arguments: Sequence[Any], keywords: dict[str, Any], reference: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """What is allowed at each element, float64 of the reference's shape; None where no bound is written down.
-
-    Args:
-        arguments, keywords: Of the call, as `nondet.kernels.reference` takes them.
-        reference: Its float64 result; `dtype` is the result's own.
-    """
+    `arguments` and `keywords` are the call's, `reference` its float64 result, `dtype` the result's own."""
     declared = declared_bound(operator)
     if declared is None or not dtype.is_floating_point:
         return None

@@ -268,13 +268,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Branch:
-    """One continuation at a fork.
-
-    Attributes:
-        continuation: The text that follows on this branch (about 80 characters of its most common completion).
-        margin_min, margin_median: top-1 minus top-2 logit at the fork over the completions of this branch; None if not
-            recorded.
-    """
+    """One continuation at a fork: `continuation` is the text that follows (about 80 characters of its most common
+    completion), margins are top-1 minus top-2 logit at the fork over its completions, or None."""
 
     token_id: int
     text: str
@@ -528,12 +523,8 @@ def spans_of(texts: Sequence[Ids]) -> Span | None:
 
 
 def spread(root: Span | None, first_trace: npt.NDArray[np.int64], logprobs: Rows) -> float:
-    """Largest spread of one token's logprob over traces that share it and everything before it.
-
-    Args:
-        first_trace: [texts + 1] where the traces of each text, in the texts' order, begin among the rows.
-        logprobs: Of the traces; non-finite values are left out.
-    """
+    """Largest spread of one token's logprob over traces that share it and everything before it; non-finite ones are
+    left out. `first_trace` [texts + 1] is where the traces of each text, in the texts' order, begin among the rows."""
     widest = 0.0
     pending = [root] if root is not None else []
     while pending:
@@ -591,13 +582,10 @@ def text_of(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:
 
 
 class Grower:
-    """The tree of completions, with every fork in it.
+    """The tree of completions, with every fork in it. `groups` are distinct completions, the most common first.
 
-    In it a place is an index into the sorted texts, a rank into the groups as given, a row into the traces.
-
-    Args:
-        groups: Distinct completions, the most common first.
-        margins: Whether branches get their margins, which don't decide drawn tokens.
+    A place is an index into the sorted texts, a rank into the groups as given, a row into the traces. Without `margins`
+    branches get none, because they don't decide drawn tokens.
     """
 
     def __init__(
@@ -1031,10 +1019,8 @@ def summarize(
 ) -> SampleSummary:
     """Everything about the completions of `prompt` under `impl`.
 
-    Args:
-        traces: By digest, as `nondet.core.traces.read_traces` gives them; a `KeyError` where a completion's is missing.
-        pieces: Text of single tokens, from the same file.
-        completions, batches: Theirs, and `batch_totals`, where the caller has them already.
+    `traces` (by digest) and `pieces` are as `nondet.core.traces.read_traces` gives them, `completions` and `batches`
+    theirs and `batch_totals`, where the caller has them. Raises KeyError: a completion's trace is missing.
     """
     if completions is None:
         completions = [c for c in run.completions if c.impl == impl and c.prompt == prompt]

@@ -364,13 +364,8 @@ def vary(
     progress: Callable[[str, str, int, int], None] | None = None,
     elsewhere: Play | None = None,
 ) -> None:
-    """Run whatever the run file does not hold yet. Raises as `collect`.
-
-    Args:
-        plan: The requests, the same for every arm.
-        elsewhere: Runs a round in another engine, which switches implementations by itself.
-        progress: Called with (implementation, arm, arms done, arms) as arms begin and at the end.
-    """
+    """Run whatever the run file does not hold yet, with the same requests in every arm; raises as `collect`.
+    `elsewhere` runs a round in another engine, `progress` is called with (implementation, arm, arms done, arms)."""
     arms = arms_of(base, axes, len(plan.rounds))
     with ExitStack() as stack:
         traces = stack.enter_context(closing(open_traces(writer, piece_of(loaded))))

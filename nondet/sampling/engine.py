@@ -87,12 +87,9 @@ def query_step(requests: int, budget: int) -> int:
 def batching_config(
     requests: Sequence[Request], load: Load, pages: int | None = None, model: Any = None, **more: Any
 ) -> Any:
-    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed.
-
-    Args:
-        pages: Of the KV cache, over all layers; None: enough that no request is preempted.
-        model: Its layers may have several kinds of attention: 5.17 gives each group of layers blocks of its own.
-    """
+    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed. `pages`
+    are the KV cache's over all layers, None: enough that no request is preempted. In 5.17 each kind of attention in
+    `model` has blocks of its own."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     known = {f.name for f in fields(ContinuousBatchingConfig)}
@@ -277,14 +274,13 @@ def stop_now(manager: Any) -> None:
 #
 # No order of operations can matter in its steps, so its invariance does not depend on kernels:
 #
-# 1. Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it),
-#    all distinct, so any sort or top-k gives one result.
-# 2. Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
-# 3. Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole. 4. Draw: 53 bits of Philox4x32-10
-# with the seed as its key and the position as its counter, against the exact sum of
-#    the kept weights in the order of their token ids: a logit that changes a little moves the boundaries a little,
-#        where
-#    an order by logits would let two tokens change places.
+# - Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it), all
+#   distinct, so any sort or top-k gives one result.
+# - Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
+# - Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole.
+# - Draw: 53 bits of Philox4x32-10 with the seed as its key and the position as its counter, against the exact sum of
+#   the kept weights in the order of their token ids: a logit that changes a little moves the boundaries a little, where
+#   an order by logits would let two tokens change places.
 #
 # Only the logits remain: if they have the same bits, so has the token. Weights below 2^-44 of the largest are never
 # drawn, a probability of less than 2^-26 for the largest vocabulary. Logprobs are the model's own, at temperature 1
@@ -770,18 +766,14 @@ _SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a ful
 def warm_up(
     model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
 ) -> Session | None:
-    """Run everything once that the rounds will run, under the implementation that is on.
+    """Run everything once that the rounds will run, under the implementation that is on; returns the whole first round,
+    if run.
 
-    On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the model's layers are
-    called at the sizes that steps may have, and the whole first round is run. First uses in later rounds are left out
-    of the timings, see `nondet.core.launch`.
-
-    Args:
-        model: Whose layers are called; None: they are in other processes.
-        progress: Called with the calls of layers, and one for the round, and at each compilation or proof.
-
-    Returns:
-        The first round, where the whole of it was run.
+    On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
+    (None:
+    they are in other processes) are called at the sizes that steps may have, and the whole first round is run. First
+    uses in later rounds are left out of the timings, see `nondet.core.launch`. `progress` is called for each layer's
+    call, for the round, and at each compilation or proof.
     """
     if device == "cuda":
         if model is None:

@@ -321,14 +321,9 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, and its description for a run's header.
-
-    Attributes:
-        name: "embedded", or the folder or hub name as given.
-        context: Positions that it has; None where the config has no limit.
-        identity: What decides its bits: class, parameters, dtype, commit, weights. JSON-able, for the header: a run is
-            resumed only under an equal one.
-    """
+    """A model on its device, and its description for a run's header: `name` is "embedded", or the folder or hub name as
+    given; `context` the positions that it has, or None; `identity` what decides its bits (class, parameters, dtype,
+    commit, weights), JSON-able: a run is resumed only under an equal one."""
 
     name: str
     model: Any = field(repr=False)
@@ -362,11 +357,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model and its tokenizer. Raises UserError: it is missing, incomplete, not a causal LM, or can't run here.
 
-    Args:
-        source: None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
-            weights.
-        dtype: A key of `DTYPES`.
-        attention: The form that transformers gives it; where another engine runs the model any works.
+    `source` is None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
+    weights; `attention` is the form that transformers gives it, which another engine ignores.
     """
     from transformers import AutoModelForCausalLM
 

@@ -130,16 +130,9 @@ LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 
 class RanksEngine:
-    """A group of ranks that holds one model. Close it, or use it in a `with` statement. Raises UserError: ranks that
-    are not available, or a model that can't be cut over them.
-
-    Args:
-        loaded: The model as the caller loaded it: the ranks get its tokenizer, its identity and its weights.
-        world: Ranks; 1 too, for a comparison by the same means.
-
-    Attributes:
-        shares: Parameters that each rank holds.
-    """
+    """A group of `world` ranks that holds one model, `loaded` by the caller; one rank too, for a comparison by the same
+    means. Close it, or use it in a `with` statement. `shares`: parameters of each rank. Raises UserError: ranks that
+    are not available, or a model that can't be cut over them."""
 
     def __init__(self, loaded: LoadedModel, world: int) -> None:
         check_loader()
