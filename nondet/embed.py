@@ -73,12 +73,8 @@ def _cut(order: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder on its device, and its description for a run's header.
-
-    Attributes:
-        context: The most tokens of a text, special ones included.
-        identity: What decides its bits; JSON-able.
-    """
+    """An encoder on its device, and its description for a run's header: `context` is the most tokens of a text, special
+    ones included, `identity` what decides its bits; JSON-able."""
 
     name: str
     model: Any = field(repr=False)

@@ -96,15 +96,9 @@ def loaded_each(load: EndpointLoad, prompts: int, rate: float, confidence: float
 
 
 class Watcher:
-    """Counts comparisons, load by load.
-
-    Args:
-        rate, confidence, by: The required power: see `nondet.verdict.gate.Power`.
-        prompts: How many there are; each must have had a load before there is enough data.
-
-    Attributes:
-        diverged: Whether an answer differs from its prompt's first: in tokens, logprobs or its end.
-    """
+    """Counts comparisons, load by load, up to the required power, see `nondet.verdict.gate.Power`; each of the prompts
+    must have had a load before there is enough data. `diverged`: an answer differs from its prompt's first in tokens,
+    logprobs or end."""
 
     def __init__(self, rate: float, confidence: float, by: str, prompts: int = 1) -> None:
         self._needed, self._by = trials_to_see(rate, confidence), by

@@ -398,14 +398,10 @@ def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32
 
 
 class Events:
-    """Collects pieces of a body and gives the data of each complete event.
+    """Collects pieces of a body and gives the data of each complete event, within `most_bytes` each and `most_events`.
 
     Lines end with CR LF, LF or CR; `data:` lines of one event are joined by newlines; comments and other fields are
     skipped. An unfinished event at the end of the body is dropped, as the standard requires.
-
-    Args:
-        most_bytes: Of one event.
-        most_events: Of the stream.
     """
 
     def __init__(self, most_bytes: int, most_events: int) -> None:
@@ -463,13 +459,8 @@ class Times:
 
 
 class Transport:
-    """Connections to one origin.
-
-    Args:
-        key: Sent to this origin only.
-        verify: False accepts any certificate; a path is a file of certificates to trust instead of the usual ones (a
-            `UserError` where it can't be read).
-    """
+    """Connections to one origin, the only one that gets the key. `verify` False accepts any certificate; a path is a
+    file of certificates to trust instead of the usual ones (a `UserError` where it can't be read)."""
 
     def __init__(self, address: Address, key: Key, limits: Limits, verify: bool | str = True) -> None:
         self.address, self.key, self.limits = address, key, limits
@@ -528,12 +519,8 @@ class Transport:
         within_s: float | None = None,
     ) -> AsyncIterator[httpx.Response]:
         """The answer to one request once its header is there, with a status from 200 to 299. Any error is an
-        AttemptError, inside of the block as well.
-
-        Args:
-            path: After the address's prefix.
-            within_s: Seconds for the whole exchange; None takes the limits' `total_s`.
-        """
+        AttemptError, inside of the block as well. `path` follows the address's prefix; `within_s` None takes the
+        limits' `total_s`."""
         times = times if times is not None else Times()
         within_s = self.limits.total_s if within_s is None else within_s
         times.sent = time.monotonic()

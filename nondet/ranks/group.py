@@ -255,12 +255,9 @@ class RankGroup:
         return [p.pid for p in self._processes]
 
     def ask(self, target: str, *args: Any, limit_s: float | None = None) -> list[Any]:
-        """Call "module:function" with the arguments on every rank, and return each result, by rank.
-
-        Raises:
-            NotImplementedError: every rank raised it: the call does not apply here. The group stays.
-            RankError: anything else went wrong. The group is ended.
-        """
+        """Call "module:function" with the arguments on every rank, and return each result, by rank. Raises
+        NotImplementedError: every rank raised it, because the call does not apply here; the group stays. Raises
+        RankError: anything else went wrong; the group is ended."""
         with contextlib.suppress(OSError):  # a rank has ended: the reason is reported below
             for pipe in self._pipes:
                 pipe.send((target, args))

@@ -36,13 +36,8 @@ class EventKey(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The lengths that axes of a step's tensors can have.
-
-    Attributes:
-        tokens: Rows of the step.
-        keys: Keys that the region's attention reads, of all requests; 0 where the region has none.
-        predicted: Rows of the logits.
-    """
+    """The lengths that axes of a step's tensors can have: rows of the step, keys that the region's attention reads, of
+    all requests (0 where the region has none), and rows of the logits."""
 
     tokens: int
     keys: int
@@ -258,12 +253,8 @@ class RowHashes:
 
 
 class CoarseCapture(RowHashes):
-    """A watcher that keeps hashes.
-
-    Args:
-        last: The position after which the session may end; None for its end.
-        sharing: Whether requests share cached pages; then the writers are tracked.
-    """
+    """A watcher that keeps hashes. The session may end after the position `last` (None: at its end). With `sharing`
+    requests share cached pages, and the writers are tracked."""
 
     def __init__(self, request: str, last: int | None = None, *, sharing: bool = True) -> None:
         super().__init__()

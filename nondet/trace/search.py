@@ -36,12 +36,7 @@ class OutOfTimeError(Exception):
 
 @dataclass
 class Pace:
-    """The time of runs of both arms, compared with the time left.
-
-    Attributes:
-        left: Seconds that the trace may still take; by default unlimited.
-        longest: Seconds of the longest run of both arms so far.
-    """
+    """The time of runs of both arms, the longest so far, compared with the seconds left (by default unlimited)."""
 
     left: Callable[[], float] = lambda: math.inf
     clock: Callable[[], float] = time.perf_counter
@@ -62,12 +57,8 @@ class Pace:
 
 @dataclass
 class Arm:
-    """One way to run the request under study.
-
-    Attributes:
-        name: "alone", or "in company", or the round and request of a recorded run; for display: `title`.
-        forced: Tokens that all requests are fed, once they are known.
-    """
+    """One way to run the request under study: "alone", or "in company", or the round and request of a recorded run; for
+    display: `title`. `forced` are the tokens that all requests are fed, once they are known."""
 
     name: str
     request: str
@@ -103,12 +94,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Site:
-    """The least position where the arms' records differ.
-
-    Attributes:
-        owners: Whose row it is in either arm: the request's own, or that of the writer of the keys that it read.
-        record: What differs first there: "input", "3.k", "3.out", "logits".
-    """
+    """The least position where the arms' records differ, and in which record: "input", "3.k", "3.out", "logits".
+    `owners` is whose row it is in either arm: the request's own, or that of the writer of the keys that it read."""
 
     owners: tuple[str, str]
     position: int
@@ -348,9 +335,7 @@ def name_culprit(
 ) -> Guilty:
     """Run both arms to the site, compare their calls, and replay the responsible one. Raises EngineStoppedError.
 
-    Args:
-        coarse: The coarse records that led to the site: the fine pass must reproduce their bits.
-        steady: Whether an arm gives the same bits each time; where it does not, the coarse bits can't be reproduced.
+    The fine pass must reproduce the bits of `coarse`, the records that led to the site, unless an arm is not `steady`.
     """
     site = naming.site
     if site.record == "logprob":
@@ -374,12 +359,8 @@ def name_culprit(
 
 @dataclass
 class Naming:
-    """What every culprit's record has in common.
-
-    Attributes:
-        replaced: Families that are replaced in both arms; the caller has entered them.
-        sweeps: Whether the call is also replayed at other numbers of rows and keys.
-    """
+    """What every culprit's record has in common: `replaced` families in both arms, which the caller has entered, and
+    whether the call is also replayed at other numbers of rows and keys (`sweeps`)."""
 
     model: Any
     arms: tuple[Arm, Arm]
@@ -545,12 +526,8 @@ class Search:
             self._write(record)
 
     def run(self) -> TraceVerdict:
-        """The whole search.
-
-        Raises:
-            EngineStoppedError: an arm died; what was found by then is written.
-            UserError: the engine refuses the model, or an implementation the call.
-        """
+        """The whole search. Raises EngineStoppedError: an arm died; what was found by then is written; UserError: the
+        engine refuses the model, or an implementation the call."""
         with implementation(self.impl):
             last = self._plain()
             site = self._controlled(last)

@@ -35,13 +35,8 @@ Run = Callable[[Watcher], object]
 
 
 class Row(NamedTuple):
-    """The position of a rollout in the trainer's batch [B, W].
-
-    Attributes:
-        batch, width: B and W.
-        row, start: Its row, and the column of its first token there.
-        length: Its tokens.
-    """
+    """The position of a rollout of `length` tokens in the trainer's batch [B, W]: its row, and its first column
+    there."""
 
     batch: int
     width: int
@@ -93,11 +88,8 @@ class Batch(NamedTuple):
 
 def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
     """Compare hashes of all layers, position by position, and then the calls of the layer where they first differ.
-
-    Args:
-        run: Repeats the sampler's session, from an empty engine, with a watcher.
-        model: The trainer's; each batch's `forward` calls it once.
-    """
+    `run` repeats the sampler's session, from an empty engine, with a watcher; each batch's `forward` calls the
+    trainer's `model` once."""
     requests = [request for batch in batches for request in batch.rows]
     engines = CoarseCapture(requests[0]), CoarseCapture(requests[0])
     for capture in engines:

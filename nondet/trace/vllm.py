@@ -43,12 +43,8 @@ _ATTENTION = "Attention"  # the class of vLLM's attention layer, whose inputs ar
 
 
 def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Span]:
-    """The requests of the running step, in the order of its rows.
-
-    Args:
-        batch: The runner's: of its second version that of the step, of its first that of all requests it holds.
-        counts: Tokens of each request of the step, by the scheduler.
-    """
+    """The requests of the running step, in the order of its rows, with the scheduler's `counts` of their tokens.
+    `batch` is the runner's: of its second version that of the step, of its first that of all requests it holds."""
     whole = getattr(batch, "num_computed_tokens_np", None)
     computed = batch.num_computed_tokens_cpu if whole is None else whole
     return [Span(r, int(computed[i]), counts[r], True) for i, r in enumerate(batch.req_ids) if r in counts]
@@ -153,12 +149,8 @@ class Coarse(RowHashes, Looker):
 
 
 class Fine(Looker):
-    """Every call inside one layer in the step that computes one position, of that position's rows.
-
-    Attributes:
-        record: The calls; None until the step ran.
-        step: Its requests.
-    """
+    """Every call inside one layer in the step that computes one position, of that position's rows; `record` and `step`,
+    its requests, are None and empty until it ran."""
 
     def __init__(self, request: str, position: int, region: str) -> None:
         self.request, self.position, self.region = request, position, region

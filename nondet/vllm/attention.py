@@ -68,12 +68,8 @@ _FEW_PROGRAMS = 66
 
 
 class Piece(NamedTuple):
-    """One launch: requests first ... last - 1 of a step.
-
-    Attributes:
-        queries, keys: The most of a request.
-        dense: (first query, end) of a chunk that is computed by itself, over as many keys; else None.
-    """
+    """One launch: requests first ... last - 1 of a step, of at most `queries` and `keys`. `dense`: (first query, end)
+    of a chunk that is computed by itself, over as many keys; else None."""
 
     first: int
     last: int
@@ -83,15 +79,9 @@ class Piece(NamedTuple):
 
 
 def pieces_of(starts: list[int], lengths: list[int] | None, longest: int, heads: int, may_gather: bool) -> list[Piece]:
-    """How a step's requests are launched.
-
-    Args:
-        starts: Each request's first query, and the end.
-        lengths: Keys of each, exactly; None where the host does not know.
-        longest: At least the keys of any.
-        heads: Query heads.
-        may_gather: Whether chunks may be computed densely.
-    """
+    """How a step's requests, beginning at the queries `starts`, are launched. `lengths` are the exact numbers of keys,
+    or None where the host does not know them; `longest` is at least the largest. `may_gather`: chunks may be computed
+    densely."""
     counts = [b - a for a, b in itertools.pairwise(starts)]
     pieces: list[Piece] = []
     begin = 0

@@ -116,12 +116,8 @@ class Played(NamedTuple):
 
 
 def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: list[Any]) -> Played:
-    """Run the requests from an empty engine to an empty one, each from its step of arrival on.
-
-    Args:
-        engine: vLLM's LLMEngine.
-        taken: Where the scheduler's outputs arrive, one per step.
-    """
+    """Run the requests from an empty engine (vLLM's LLMEngine) to an empty one, each from its step of arrival on. The
+    scheduler's outputs arrive in `taken`, one per step."""
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
@@ -313,12 +309,8 @@ class VllmEngine:
 
 
 class VllmArms:
-    """vLLM along the axes of `nondet sample --vary`: restarted for each arm and implementation.
-
-    Args:
-        loaded, longest: As `VllmEngine`.
-        grain: Tokens that a page is a multiple of.
-    """
+    """vLLM along the axes of `nondet sample --vary`: restarted for each arm and implementation. Arguments as of
+    `VllmEngine`; a page is a multiple of `grain` tokens."""
 
     def __init__(self, loaded: LoadedModel, longest: int, grain: int) -> None:
         self._loaded, self._longest, self._grain = loaded, longest, grain

@@ -49,12 +49,8 @@ _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address of a w
 
 
 def row_counts(graphs: Sequence[int], tokens: int) -> list[int]:
-    """The numbers of rows that products are certified for, ascending, the last at least `tokens`.
-
-    Args:
-        graphs: Sizes of vLLM's CUDA graphs; empty where there are none.
-        tokens: Most rows of a step.
-    """
+    """The numbers of rows that products are certified for, ascending, the last at least `tokens`, the most rows of a
+    step. `graphs` are the sizes of vLLM's CUDA graphs, if any."""
     sizes = [m for m in graphs or (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)) if m <= tokens]
     top = max(sizes, default=0)
     fine = range(-(-top // _FINE) * _FINE, min(tokens, _FINE_TO) + 1, _FINE)
@@ -246,12 +242,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 class Certified(NamedTuple):
-    """What was done for one shape of weights.
-
-    Attributes:
-        proofs: New ones: a machine's second start needs none.
-        compiled: Kernels that Triton did not have on disk.
-    """
+    """What was done for one shape of weights: new proofs (none at a machine's second start), and kernels that Triton
+    did not have on disk."""
 
     seconds: float
     proofs: int
@@ -362,13 +354,8 @@ def _from(
 
 
 class OwnMethod:
-    """Replaces a quantized layer's method: calls that method in an operator and at certified row counts.
-
-    Args:
-        weight: The name of the parameter that identifies the layer.
-        width: Of the result.
-        most: The largest number of rows that was proven.
-    """
+    """Replaces a quantized layer's method: calls that method in an operator and at certified row counts, at most
+    `most`. The parameter `weight` identifies the layer; `width` is the result's."""
 
     def __init__(self, method: Any, weight: str, width: int, most: int) -> None:
         self.method, self.weight, self.width, self.most = method, weight, width, most

@@ -437,11 +437,8 @@ def graph_prefill(compilation: Any, tokens: int) -> None:
     """Let vLLM capture its graphs between attentions also for steps with prompts in them, up to `_GRAPHED_TO` tokens.
 
     vLLM stops at 512, where its own launches cost little compared with a step's work. Ours start in Python, so with a
-    small model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step among them.
-
-    Args:
-        compilation: vLLM's CompilationConfig, its sizes as vLLM chose them; none without CUDA graphs.
-        tokens: Most tokens of a step.
+    small model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step, of `tokens`, among them;
+    none without CUDA graphs in vLLM's `compilation` configuration.
     """
     sizes = compilation.cudagraph_capture_sizes
     if not sizes:
@@ -534,12 +531,8 @@ def _ancestors(module: Any) -> set[str]:
 def standing_of(
     name: str, module: Any, own: Callable[[str, Any], Standing], *, installed: bool = True
 ) -> Standing | None:
-    """The standing of a module; None if it only holds others.
-
-    Args:
-        own: own(name, module) -> the standing of a layer's own kernel.
-        installed: Whether nondet's kernels are in place; else every product and norm has its own kernel.
-    """
+    """The standing of a module; None if it only holds others. own(name, module) gives that of a layer's own kernel,
+    which every product and norm has where nondet's kernels are not `installed`."""
     ancestors, kind = _ancestors(module), type(module).__name__
 
     def said(standing: str, why: str) -> Standing:
