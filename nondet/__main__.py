@@ -25,9 +25,7 @@ def _end_now(number: int, frame: object) -> None:
 
 def leave(code: int) -> None:
     """End this process with the code, after the exit handlers, and without Python's own teardown where that is safe.
-
-    Python would unload every module first, which takes half a second or more with torch.
-    """
+    Python would unload every module first, which takes half a second or more with torch."""
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     if "torch" not in sys.modules or not all(thread.daemon for thread in others):
         return  # Python waits for the threads

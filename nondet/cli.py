@@ -89,8 +89,7 @@ _GROUPS = {
     "CI": ("gate", "diff", "report"),
     "Kernels": ("bench", "certify"),
 }
-# What takes seconds to import.
-_LARGE = ("torch", "pandas", "matplotlib")
+_LARGE = ("torch", "pandas", "matplotlib")  # what takes seconds to import
 # Removed commands, and what to type instead.
 _GONE = {
     "list": "nondet probe --help-all, or that of certify, bench or sample: each lists what it can be given",
@@ -203,7 +202,7 @@ def _run(argv: list[str]) -> int:
                 return _fail(f"out of memory: {reason_of(error)}. {_MEMORY}", code=1)
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(message())  # noqa: T201 - the help that was asked for by giving nothing
+            print(message())  # noqa: T201 - the help, shown without arguments
             return 2
         context: Any = getattr(error, "ctx", None)
         where, text = getattr(context, "command_path", "nondet"), message().rstrip(".")
@@ -233,10 +232,8 @@ def _with_hint(text: str, params: list[Any], where: str) -> str:
 
 
 def _warn_of_namesake() -> None:
-    """Warn in one line where another package called nondet is installed: the last one installed owns the command.
-
-    A shell that asks for a completion gets no warning.
-    """
+    """Warn in one line where another package called nondet is installed: the last one installed owns the command. A
+    shell that asks for a completion gets no warning."""
     from importlib.metadata import PackageNotFoundError, version
 
     if "_NONDET_COMPLETE" in os.environ:

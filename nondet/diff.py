@@ -176,12 +176,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Change:
-    """A record that both have, and that is not the same.
-
-    Attributes:
-        worse: B has a divergence, a wrong result or a failure, and A has none, or only A measured it; better: A has one
-            of these, and B measured none.
-    """
+    """A record that both have, and that is not the same. It is `worse` if B has a divergence, a wrong result or a
+    failure, and A has none, or only A measured it; `better` if A has one of these, and B measured none."""
 
     kind: str
     name: str
@@ -192,13 +188,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Kind:
-    """Records of one kind.
-
-    Attributes:
-        matched: Keys that both runs have; same: those whose records are the same, times left out.
-        measured: Matched keys under which both runs measured something.
-        only_a, only_b: Names of the others.
-    """
+    """Records of one kind. `matched` counts keys that both runs have, `same` those with equal records (times left out),
+    `measured` those that both runs measured; `only_a` and `only_b` name the others."""
 
     name: str
     matched: int
@@ -249,14 +240,8 @@ class RunDiff:
 
 
 def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
-    """Match the records of two runs by key.
-
-    Args:
-        impl: Of A only the records of this implementation; of B those of `against`, or of the same one.
-
-    Raises:
-        UnknownNameError: a run holds nothing of that implementation.
-    """
+    """Match the records of two runs by key: of A only those of `impl`, if given, of B those of `against`, or of the
+    same one. Raises UnknownNameError: a run holds nothing of that implementation."""
     if impl:
         a, b = _of(a, impl, impl), _of(b, against or impl, impl)
     kinds, changes = [], []

@@ -73,12 +73,8 @@ def _cut(order: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder on its device, and its description for a run's header.
-
-    Attributes:
-        context: The most tokens of a text, special ones included.
-        identity: What decides its bits; JSON-able.
-    """
+    """An encoder on its device, and its description for a run's header: `context` is the most tokens of a text, special
+    ones included, `identity` what decides its bits; JSON-able."""
 
     name: str
     model: Any = field(repr=False)
@@ -101,10 +97,8 @@ class LoadedEncoder:
 
 
 def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
-    """Load an encoder, a model of transformers that reads whole texts, from a local folder or by its hub name.
-
-    Raises UserError: it doesn't exist, is not an encoder, or can't be loaded here.
-    """
+    """Load an encoder, a model of transformers that reads whole texts, from a local folder or by its hub name. Raises
+    UserError: it doesn't exist, is not an encoder, or can't be loaded here."""
     from transformers import AutoModel
 
     torch_dtype = check_dtype(dtype, device)
@@ -163,11 +157,9 @@ _ROWS = 1024  # of the matrix of similarities at a time
 
 
 def vectors(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], arm: Arm) -> torch.Tensor:
-    """[texts of the arm, poolings, hidden] in the model's dtype, in the order of the texts, whatever the batches.
-
-    The mean runs over a text's own tokens, sum over the mask and then divided, as sentence encoders do; cls is the
-    first token's.
-    """
+    """[texts of the arm, poolings, hidden] in the model's dtype, in the order of the texts, whatever the batches. The
+    mean runs over a text's own tokens, sum over the mask and then divided, as sentence encoders do; cls is the first
+    token's."""
     order = torch.tensor([i for members in arm.batches for i in members])
     with torch.inference_mode():
         pooled = [
@@ -240,7 +232,7 @@ def rank_changes(a: torch.Tensor, b: torch.Tensor) -> dict[str, int]:
 
 
 K = 10
-# A packed text may differ from the text alone by this many roundings of the dtype, and by at most a seventh of its
+# A packed text may differ from the single text by this many roundings of the dtype, and by at most a seventh of its
 # length; further apart, the model has not separated the texts.
 _ROUNDINGS, _APART_MOST = 1000, 0.14
 Progress = Callable[[str, str], None]

@@ -41,10 +41,8 @@ class MisfitError(UserError):
 
 
 class WrongResultError(Exception):
-    """A result that no order of additions explains: another shape or dtype than the operator's, inputs written to.
-
-    A measurement makes it a row of status "wrong" with this message as the reason.
-    """
+    """A result that no order of additions explains: another shape or dtype than the operator's, inputs written to. A
+    measurement makes it a row of status "wrong" with this message as the reason."""
 
 
 class WrongShapeError(WrongResultError):
@@ -116,8 +114,7 @@ def one_line(text: str, limit: int = 1000) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or of a longer one its first `most` characters, its length, and its digest, so that two stay
-    distinct."""
+    """The text, or of a longer one its first `most` characters, its length, and its digest."""
     if len(text) <= most:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -133,11 +130,8 @@ def without_path(url: str) -> str:
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine died in a round. What was finished is on disk, with the reason in each request that it ended.
-
-    Attributes:
-        hint: What to try, beginning with a verb in lower case.
-    """
+    """The engine died in a round. What was finished is on disk, with the reason in each request that it ended. `hint`
+    is what to try, beginning with a verb in lower case."""
 
     hint = "run again with --force, or a smaller --load"
 

@@ -2,8 +2,8 @@
 
 A certificate states that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or
 that it did not and is excluded there. It is valid for one machine key (`machine`: GPU, driver, torch, Triton, cuBLAS
-and cuDNN versions, the digest of the prover's sources), and is ignored once the sources of its class's kernels have
-changed (`kernels_digest`).
+and cuDNN versions, the digest of the prover's sources), until the sources of its class's kernels change
+(`kernels_digest`).
 
 The file is JSON lines in the user's cache folder, one file per machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
 else the platform's own folder. Each line carries a checksum. A line that is cut off, corrupt or foreign is ignored,
@@ -115,9 +115,7 @@ def _kernels_digest(folders: tuple[str, ...]) -> str:
 
 def sources(folders: Iterable[str]) -> dict[str, str]:
     """Name -> digest of the code of every file in these folders of kernels/, and of what they import of others there.
-
-    Comments, docstrings and line numbers don't count.
-    """
+    Comments, docstrings and line numbers don't count."""
     tree = (_ROOT / "kernels").resolve()  # in a checkout a symbolic link, which "**" need not follow
     found: dict[str, str] = {}
     left = [path for folder in folders for path in (tree / folder).rglob("*.py")]
@@ -201,11 +199,7 @@ _ODD = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 class CertificatesFile(msgspec.Struct, kw_only=True):
-    """A file as it was read.
-
-    Attributes:
-        ignored: Lines that were cut off, corrupt, of an older schema or of another machine than the file's first.
-    """
+    """A file as read. `ignored` counts cut-off and corrupt lines, and those of older schemas or other machines."""
 
     path: str
     machine: str = ""
@@ -215,12 +209,8 @@ class CertificatesFile(msgspec.Struct, kw_only=True):
 
 
 class Certificates:
-    """The proofs of one machine key, in memory and in its file.
-
-    Args:
-        described: The machine, as `nondet.core.certificates.machine` describes it.
-        folder: Where files are; None keeps everything in memory.
-    """
+    """The proofs of one machine, `described` as by `machine`, in memory and in a file in `folder` (None: only in
+    memory)."""
 
     def __init__(self, described: dict[str, Any], folder: Path | None) -> None:
         self.described = described
@@ -243,10 +233,8 @@ class Certificates:
         return self._proofs.get((member, key))
 
     def set_aside(self, member: str, key: str, reason: str) -> None:
-        """Stop using a member that failed to run, in this process only; nothing is written to the file.
-
-        The cause may have been memory, a driver or another process: not a reason to exclude it for good.
-        """
+        """Stop using a member that failed to run, in this process only; nothing is written to the file. The cause may
+        have been memory, a driver or another process: not a reason to exclude it for good."""
         with self._lock:
             if (member, key) not in self._holds:
                 self._aside[member, key] = reason
@@ -381,11 +369,9 @@ _lock = threading.RLock()
 
 
 def certificates(device: str | None = None) -> Certificates:
-    """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one.
-
-    One object for each; the first call reads the file, and fixes the folder for this process. Different GPUs of one
-    process have separate certificates, and so has each thread count of a CPU. Later calls are a dict look-up.
-    """
+    """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one. One
+    object for each; the first call reads the file, and fixes the folder for this process. Different GPUs of one process
+    have separate certificates, and so has each thread count of a CPU. Later calls are a dict look-up."""
     import torch
 
     if device is None:

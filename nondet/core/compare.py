@@ -28,8 +28,7 @@ _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float4_e2m1fn_x2 packs two numbers in a byte and has no arithmetic: its bytes are compared, its values are not.
 _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)} - {None}
 
-# float8_e8m0fnu has only an exponent: no sign bit.
-_UNSIGNED = {getattr(torch, "float8_e8m0fnu", None)} - {None}
+_UNSIGNED = {getattr(torch, "float8_e8m0fnu", None)} - {None}  # only an exponent: no sign bit
 
 
 def float_dtypes() -> list[torch.dtype]:
@@ -39,14 +38,8 @@ def float_dtypes() -> list[torch.dtype]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Integer view of `x` in which equal integers mean equal results: every NaN becomes one pattern.
-
-    Args:
-        x: Any real or complex tensor, any device.
-
-    Returns:
-        An integer tensor of x's shape (complex: a last axis of 2 is added). Integer and bool tensors come back as is.
-    """
+    """Integer view of `x` (real or complex, any device) in which equal integers mean equal results: every NaN becomes
+    one pattern. It has x's shape, for complex with a last axis of 2; integer and bool tensors come back as is."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
@@ -124,11 +117,9 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite.
-
-    float64 values of opposite sign can be further apart than int64 holds: such a distance is clamped to the largest.
-    Raises ValueError: not two tensors of one unpacked real floating dtype.
-    """
+    """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite. float64 values of
+    opposite sign can be further apart than int64 holds: such a distance is clamped to the largest. Raises ValueError:
+    not two tensors of one unpacked real floating dtype."""
     if not (a.dtype.is_floating_point and b.dtype == a.dtype and a.dtype not in _PACKED):
         raise ValueError(f"no ULP between {a.dtype} and {b.dtype}")
     left, right = _ordered(a), _ordered(b)
@@ -142,12 +133,9 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """How `b` differs from `a`, reduced on the device.
-
-    Complex tensors are compared by parts: a last axis is added, real before imaginary, also to `first_mismatch`.
-    Integers have an absolute difference and no ULP; packed float4 has neither, only mismatching bytes. Raises
-    ValueError: as `same`.
-    """
+    """How `b` differs from `a`, reduced on the device. Complex tensors are compared by parts: a last axis is added,
+    real before imaginary, also to `first_mismatch`. Integers have an absolute difference and no ULP; packed float4 has
+    neither, only mismatching bytes. Raises ValueError: as `same`."""
     mismatch = ~same(a, b)
     if a.dtype.is_complex:
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
@@ -187,8 +175,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[tuple[float, float, float]]:
-    """Each other tensor's `difference` from the first: (nonfinite, max_ulp, mismatched), in one copy. Raises as
-    `same`."""
+    """Each other tensor's `difference` from the first: (nonfinite, max_ulp, mismatched), in one copy."""
     scalars: list[torch.Tensor] = []
     for other in others:
         a, b, mismatch = first, other, ~same(first, other)
@@ -244,12 +231,8 @@ def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
 def errors_against(
     outs: Sequence[torch.Tensor], reference: torch.Tensor | None, *more: torch.Tensor
 ) -> tuple[list[ErrorFigures], list[float]]:
-    """(`error_against` of each, the numbers in `more`), all by one copy. Raises ValueError: as `error_against`.
-
-    Args:
-        reference: None where there are no `outs`.
-        more: As `numbers` takes them.
-    """
+    """(`error_against` of each of `outs`, the numbers in `more`), all by one copy; `reference` is None without `outs`.
+    Raises as `error_against`."""
     terms = [_error_terms(out, reference) for out in outs if reference is not None]
     read = iter(numbers(*(x for each in terms for x in each), *more))
     errors = []
@@ -269,11 +252,8 @@ def errors_against(
 
 
 def class_errors(outs: Sequence[torch.Tensor], reference: torch.Tensor) -> list[ClassError]:
-    """How far each class's result is from a float64 reference of its shape, by one copy.
-
-    Args:
-        outs: Floating-point results of one shape and dtype; large ones are sampled at a million evenly spread elements.
-    """
+    """How far each class's floating-point result is from a float64 reference of its shape, by one copy. Large results
+    are sampled at a million evenly spread elements."""
     step = -(-reference.numel() // _ELEMENTS)
     exact = reference.flatten()[::step]
     results = [out.flatten()[::step].double() for out in outs]
@@ -330,10 +310,8 @@ class _Answer(Protocol):
 
 
 def first_difference(a: _Answer, b: _Answer) -> tuple[int | None, int | None]:
-    """(first token that differs, first position where tokens or logprob bits differ); None where none does.
-
-    Where one has fewer tokens or logprobs than the other, they differ at its end.
-    """
+    """(first token that differs, first position where tokens or logprob bits differ); None where none does. Where one
+    has fewer tokens or logprobs than the other, they differ at its end."""
     token = _first_unequal(a.token_ids, b.token_ids)
     logprob = _first_unequal(memoryview(a.logprobs).cast("I"), memoryview(b.logprobs).cast("I"))
     return token, min((place for place in (token, logprob) if place is not None), default=None)
@@ -362,11 +340,8 @@ _KEPT_BYTES = 2**26  # of results that wait on a GPU to be compared by one copy
 
 
 class ClassBook:
-    """Sorts results into classes of equal bits, numbered by first appearance.
-
-    One representative per class is kept on the device. Results are compared with the class of their predecessor first,
-    because sweeps change class rarely.
-    """
+    """Sorts results into classes of equal bits, numbered by first appearance. One representative per class is kept on
+    the device. Results are compared with the class of their predecessor first, because sweeps change class rarely."""
 
     def __init__(self) -> None:
         self.representatives: list[torch.Tensor] = []
@@ -435,10 +410,7 @@ class ClassBook:
 
     def come_again(self, results: torch.Tensor, labels: Sequence[int]) -> torch.Tensor:
         """Whether each slice of `results` has the bits of the class that its label names: one bool tensor for
-        `looked_at`.
-
-        Raises ValueError: another shape or dtype than the labelled results have.
-        """
+        `looked_at`. Raises ValueError: another shape or dtype than the labelled results have."""
         if len(results) != len(labels):
             return torch.tensor(False)
         kinds = list(dict.fromkeys(labels))

@@ -203,10 +203,8 @@ def _version(package: str) -> str | None:
 
 
 def _cublas() -> str | None:
-    """The version that the loaded library reports, because the wheel's version may be another one's.
-
-    PyTorch's own CUDA library comes first: the system may have another one, which computes nothing here.
-    """
+    """The version that the loaded library reports, because the wheel's version may be another one's. PyTorch's own CUDA
+    library comes first: the system may have another one, which computes nothing here."""
     library = _cuda_library("cublas") or _cuda_library("cublas", ctypes.util.find_library("cublas"))
     parts = [ctypes.c_int() for _ in range(3)]  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
     if library is None or any(library.cublasGetProperty(i, ctypes.byref(value)) for i, value in enumerate(parts)):
@@ -258,10 +256,8 @@ def _commit() -> str | None:
 
 @functools.cache
 def _sources() -> str:
-    """First 16 hex digits of the SHA-256 over our own source files, each once, by its path in the package.
-
-    Two trees of one commit with changes differ; a checkout and an installation from it do not.
-    """
+    """First 16 hex digits of the SHA-256 over our own source files, each once, by its path in the package. Two trees of
+    one commit with changes differ; a checkout and an installation from it do not."""
     root = Path(__file__).resolve().parent.parent
     files: dict[str, Path] = {}
     for name in ("", "kernels", "probes", "reports"):  # symbolic links in a checkout, which "**" need not follow

@@ -39,13 +39,8 @@ def generator(seed: int, device: str | torch.device) -> torch.Generator:
 def make(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, rng: torch.Generator
 ) -> torch.Tensor:
-    """A tensor of the kind. Raises ValueError: unknown kind.
-
-    Args:
-        shape: Any shape; `cancel` pairs neighbours along the last axis, the order-revealing kinds pair halves of it.
-        dtype: Floating dtype of the result; the numbers are drawn in float32.
-        device: Where it is made; `rng` must be on it.
-    """
+    """A tensor of the kind, drawn in float32 on `device`, where `rng` must be. `cancel` pairs neighbours along the last
+    axis, the order-revealing kinds pair halves of it. Raises ValueError: unknown kind."""
 
     def uniform() -> torch.Tensor:
         return torch.rand(shape, generator=rng, device=device, dtype=torch.float32)

@@ -31,8 +31,7 @@ from nondet.errors import UserError, WrongResultError
 
 # torch.nextafter is compiled into torch (no first-call compilation), and no probe or kernel of ours computes it.
 _MARK = "nextafter"
-# Copies and fills belong to the allocator or the launcher, not to the arithmetic.
-_NOT_KERNELS = ("Memcpy", "Memset")
+_NOT_KERNELS = ("Memcpy", "Memset")  # they belong to the allocator or the launcher, not to the arithmetic
 
 
 class VariantProfile:
@@ -316,10 +315,8 @@ def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping
 
 
 def _nonfinite(result: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
-    """How many elements are NaN or infinite. NaN equals NaN, so a kernel that gives only NaN counts as identical.
-
-    Where the reference itself is not finite, they are right.
-    """
+    """How many elements are NaN or infinite. NaN equals NaN, so a kernel that gives only NaN counts as identical. Where
+    the reference itself is not finite, they are right."""
     if not (result.dtype.is_floating_point and result.element_size() > 1):
         return torch.zeros((), dtype=torch.int64, device=result.device)
     lost = ~torch.isfinite(result)
@@ -338,8 +335,8 @@ def kept_warnings() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def reason_of(error: BaseException, caught: Sequence[warnings.WarningMessage] = ()) -> tuple[str, str]:
-    """(status, reason) of a failed measurement: a refusal is skipped, an invalid answer is wrong, the rest is an
-    error."""
+    """(status, reason) of a failed measurement: "skipped" for a refusal, "wrong" for an invalid answer, else
+    "error"."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
     if "No available kernel" in line:
         # "... not used because:" is a heading, and "has been runtime disabled" is our own restriction to one backend
@@ -377,10 +374,8 @@ Fingerprint = dict[str, tuple[torch.Tensor, ...]]
 
 
 def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
-    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show.
-
-    The inputs are read, not copied. Names are the keys of a mapping, or positions in a sequence.
-    """
+    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show. The
+    inputs are read, not copied. Names are the keys of a mapping, or positions in a sequence."""
     if isinstance(inputs, torch.Tensor):
         raw = inputs.detach()
         if raw.dtype.is_complex:
@@ -404,8 +399,7 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
 
 
 def _packed(raw: torch.Tensor) -> torch.Tensor:
-    """Eight bytes of a row at a time, where they are contiguous: faster to read, and their sums show the same
-    changes."""
+    """Eight bytes of a row at a time if contiguous: faster to read, and their sums show the same changes."""
     each = 8 // raw.element_size()
     together = raw.dim() > 0 and raw.numel() > 0 and raw.stride(-1) == 1 and raw.shape[-1] % each == 0
     aligned = raw.storage_offset() % each == 0 and all(stride % each == 0 for stride in raw.stride()[:-1])

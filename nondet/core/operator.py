@@ -97,9 +97,7 @@ def row_cells(
 
 def tile_borders(first: int, last: int) -> tuple[int, ...]:
     """M on both sides of tile boundaries, where a sawtooth shows: b and b + 1 for every boundary b in [first, last].
-
-    Boundaries are the multiples of 8 up to 64, of 64 up to 1024, and of 256 beyond: tile heights are such multiples.
-    """
+    Boundaries are the multiples of 8 up to 64, of 64 up to 1024, and of 256 beyond: tile heights are such multiples."""
     borders = [*range(8, 65, 8), *range(128, 1025, 64), *range(1280, last + 1, 256)]
     rows = {first, last} | {m for b in borders for m in (b, b + 1) if first <= m <= last}
     return tuple(sorted(rows))
@@ -294,12 +292,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class AccuracyBound:
-    """How far from the float64 oracle a correct implementation may be, whatever its order.
-
-    Attributes:
-        bound: Target of a function of `nondet.core.watch`: one call's terms and operands -> allowed error per element.
-        source: The same in words, and where it is from.
-    """
+    """How far from the float64 oracle a correct implementation may be, whatever its order. `bound` is the target of a
+    function of `nondet.core.watch`: one call's terms and operands -> allowed error per element; `source` the same in
+    words, and where it is from."""
 
     bound: str
     source: str

@@ -49,13 +49,8 @@ class Claim(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One computation compared with the anchor's result.
-
-    Attributes:
-        result: What was computed; None where it failed.
-        equal: Every bit is the expected one.
-        failure: What was raised.
-    """
+    """One computation compared with the anchor's result, which is None where it failed; `failure` is what was
+    raised."""
 
     result: torch.Tensor | None
     equal: bool
@@ -244,11 +239,9 @@ def product_inputs(
     kinds: Iterable[str] = PRODUCT_INPUTS,
     seed: int = 0,
 ) -> Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
-    """Operands of a product over K, one kind after another: (kind, (x [m, k], weight [n, k], bias [n] or None)).
-
-    With batch > 1 x is [batch, m, k] and weight [batch, n, k]. Both are contiguous: for another layout the caller
-    converts them (weight.T for "tn"). Made on the device, one kind at a time.
-    """
+    """Operands of a product over K, one kind after another: (kind, (x [m, k], weight [n, k], bias [n] or None)). With
+    batch > 1 x is [batch, m, k] and weight [batch, n, k]. Both are contiguous: for another layout the caller converts
+    them (weight.T for "tn"). Made on the device, one kind at a time."""
     for kind in kinds:
         x, weight = product_operands(kind, (batch * m, k), (batch * n, k), dtype, device, seed)
         with_bias = None

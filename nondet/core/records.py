@@ -98,8 +98,7 @@ def families_of(impl: str) -> str:
     return impl.partition(":")[2] if role_of(impl) == Role.PART else ""
 
 
-# Files from before schema 3 lack the field `demonstration`.
-_SHOWN_ON_PURPOSE = {"float_sum", "split_k"}
+_SHOWN_ON_PURPOSE = {"float_sum", "split_k"}  # files from before schema 3 lack the field `demonstration`
 _EXACT_INPUTS = {"integers", "ones"}
 
 
@@ -145,8 +144,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     first_bits: list[Bits] | msgspec.UnsetType = msgspec.UNSET
     # the class of the other side, where the reference is the first of several classes; unset elsewhere
     label: int | msgspec.UnsetType = msgspec.UNSET
-    # largest magnitude of the reference's finite elements, to compare max_abs with; None if nothing differs or
-    # unrecorded
+    # largest magnitude of the reference's finite elements, next to max_abs; None if nothing differs or unrecorded
     scale: Figure | None = None
 
 
@@ -161,11 +159,9 @@ class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassError(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the results of one class of bits are from the float64 reference, in ULP of the output dtype.
-
-    An ULP is the distance between neighbours at the reference; errors have fractions of it. Over elements that are
-    finite on both sides, those of the first variant that has the class.
-    """
+    """How far the results of one class of bits are from the float64 reference, in ULP of the output dtype. An ULP is
+    the distance between neighbours at the reference; errors have fractions of it. Over elements that are finite on both
+    sides, those of the first variant that has the class."""
 
     elements: Count
     median: Figure  # of the error's size
@@ -276,8 +272,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
         return self.status not in (Status.SKIPPED, Status.ERROR)
 
 
-# The arm of the completions that every axis is compared with.
-BASE_ARM = "base"
+BASE_ARM = "base"  # the arm that every axis is compared with
 
 
 def arm_of(axis: str, value: str) -> str:
@@ -336,8 +331,7 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(Record, frozen=True, tag="cell", kw_only=True):
-    """One call of one shape, timed under all implementations in turn: replay i of each next to replay i of the
-    others."""
+    """One call of one shape, timed under all implementations in turn: replay i of each next to the others'."""
 
     keyed_by = ("section", "case", "dtype", "device")
     section: str  # what it is reported with: "matmul", "attention decode", ...
@@ -501,8 +495,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     parts: Count = 1  # sessions that it took; more than 1 where it was stopped and resumed
     counters: dict[str, float] = {}  # change of the server's own counters over the round, by name
     others_failed: dict[str, Count] = {}  # requests alongside that failed: kind -> times
-    # the fingerprints in the answers to targets -> times; "" where there was none
-    fingerprints: dict[str, Count] = {}
+    fingerprints: dict[str, Count] = {}  # in the answers to targets -> times; "" where there was none
     # names of the server's own counters that were at times not a number of requests: those values were ignored
     odd: list[str] = []
 
@@ -559,8 +552,7 @@ class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=Tr
     schedule: list[Stretch]
     batch_min: Count  # smallest, and
     batch_max: Count  # largest number of query tokens in a step that this request took part in
-    # tokens whose logprob is NaN or infinite: there the model computed no number
-    nonfinite: Count = 0
+    nonfinite: Count = 0  # tokens whose logprob is NaN or infinite
     status: Outcome = "ok"
     reason: str = ""
     # of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; else empty
@@ -648,10 +640,8 @@ class Replayed(ImplementationRecord, frozen=True, tag="replayed", kw_only=True):
 
 class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_only=True):
     """One step of reinforcement learning under one arm: its reward, and how far sampler and trainer were apart.
-
     Logprobs are of the sampled tokens at temperature 1 over the whole vocabulary; a ratio is the trainer's probability
-    of a token over the sampler's, before any correction, in the first pass over the rollouts: with equal weights.
-    """
+    of a token over the sampler's, before any correction, in the first pass over the rollouts: with equal weights."""
 
     keyed_by = ("impl", "seed", "step")
     seed: Count
@@ -874,7 +864,7 @@ class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
 # where it stores it, and by what a resumed run skips it all follow from the fields of `Run`.
 
 FORMAT = "nondet-run"
-SCHEMA_VERSION = 3  # 2: cells and limits of `nondet bench`; 3: the status "wrong", and fields for what was in names
+SCHEMA_VERSION = 3  # 2: cases and limits of `nondet bench`; 3: the status "wrong", and fields for what was in names
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):

@@ -60,13 +60,7 @@ REPORTERS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class LoadedImplementation:
-    """One implementation of one operator on one device type.
-
-    Attributes:
-        name: stock, invariant, or a user's "module:function".
-        call: The launcher, with the operator's signature (see `nondet.kernels.reference`).
-        stock, invariant: As in `Implementation`.
-    """
+    """One implementation of one operator on one device type; `call` has the signature in `nondet.kernels.reference`."""
 
     operator: str
     name: str
@@ -117,12 +111,8 @@ def implementation_names(operator: str, device: str) -> list[str]:
 
 def load_implementation(operator: str, name: str, device: str) -> LoadedImplementation:
     """The implementation of that name, or the user's "package.module:function" or "operator=package.module:function".
-
-    Raises:
-        UnknownNameError: no such implementation.
-        UserError: it exists, but not on this device; or the user's function can't be imported, takes other arguments
-            than the operator, or is named as another operator's.
-    """
+    Raises UnknownNameError: no such implementation; UserError: not on this device, or the user's function can't be
+    imported, takes other arguments than the operator, or is named as another operator's."""
     if ":" in name:
         named, _, theirs = name.rpartition("=")
         if named not in ("", operator):
@@ -145,10 +135,8 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Allow a user's own module to be imported from the current folder, but load our own imports first.
-
-    Otherwise a json.py or torch.py in a downloaded model's folder would be executed instead of the real one.
-    """
+    """Allow a user's own module to be imported from the current folder, but load our own imports first. Otherwise a
+    json.py or torch.py in a downloaded model's folder would be executed instead of the real one."""
     for name in ("numpy", "torch", "triton"):
         with suppress(ImportError):
             importlib.import_module(name)
@@ -177,14 +165,9 @@ def _user_function(target: str) -> Callable[..., Any]:
 
 
 def check_signature(function: Callable[..., Any], operator: str, who: str) -> None:
-    """Refuse a function that can't be called as the operator is, before it fails in every case.
-
-    The operator's signature is its float64 reference's; what has a default there may be left out. Operators without one
-    and functions without a readable signature are accepted. Raises UserError with the signature that is needed.
-
-    Args:
-        who: The name of the function in the message.
-    """
+    """Refuse a function that can't be called as the operator is, before it fails in every case; `who` is its name. The
+    operator's signature is its float64 reference's; what has a default there may be left out. Operators without one and
+    functions without a readable signature are accepted. Raises UserError with the signature that is needed."""
     declaration = operators().get(operator)
     if declaration is None or declaration.reference is None or not declaration.reference.startswith(_REFERENCES):
         return

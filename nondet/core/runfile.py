@@ -42,7 +42,7 @@ from nondet.errors import UnrecordableError, UserError, one_line, shortened, wit
 try:
     import fcntl
 except ImportError:  # Windows has none: there only the exclusive create keeps two writers apart
-    fcntl = None  # type: ignore[assignment] # told apart where it is used
+    fcntl = None  # type: ignore[assignment] # checked where it is used
 
 
 # More than any line of nondet's: a round of 100,000 requests takes 10 MB. Decoded, a line is many times larger.
@@ -83,9 +83,7 @@ def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite
 
 def check_outputs(options: Mapping[str, Any]) -> None:
     """Refuse, as a `UserError`, a file to write that the same command reads, or writes twice: --force would destroy it.
-
-    Of a command's options those of `_OUTPUTS` are written; every other file, and the traces of a run, are read.
-    """
+    Of a command's options those of `_OUTPUTS` are written; every other file, and the traces of a run, are read."""
     written: list[tuple[str, Path]] = []
     read: list[tuple[str, Path]] = []
     for name, value in options.items():
@@ -210,8 +208,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a file that may exist, without waiting for a FIFO; a `UserError` if that fails, or it is a broken
-    link."""
+    """Append to a file, new or not, without waiting for a FIFO; a `UserError` if that fails, or for a broken link."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
     with disk_errors(path, "Choose another file."):
         if path.is_symlink() and not path.exists():
@@ -248,13 +245,9 @@ def regular(path: Path) -> None:
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     """(number from 1, line without its end, whether it had one) of a regular file, in bounded memory.
 
-    A name that ends in .gz or .xz is unpacked: a kept run of 1,000 completions is a tenth as large packed.
-
-    Raises:
-        FileNotFoundError: it doesn't exist.
-        UserError: it is not a file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more than a run would,
-            in
-            bytes or in lists and objects.
+    A name that ends in .gz or .xz is unpacked: a kept run of 1,000 completions is a tenth as large packed. Raises
+    FileNotFoundError, or UserError: it is not a file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more
+    than a run would, in bytes or in lists and objects.
     """
     regular(path)
     number = read = nested = 0
@@ -347,11 +340,8 @@ def torn_header(line: bytes) -> bool:
 
 def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     """Read a run file, and check that it does not contradict itself. Raises UserError: missing, empty, not a run file,
-    from a newer schema, cut off, malformed or contradicting itself; the line and the field are named.
-
-    Args:
-        allow_truncated: Take a file whose last line is cut off (a killed run), without that line.
-    """
+    from a newer schema, cut off, malformed or contradicting itself; the line and the field are named. With
+    `allow_truncated` a last line that is cut off (a killed run) is ignored."""
     try:
         lines = lines_of(path)
         number, line, whole = next(lines, (0, b"", True))
@@ -449,11 +439,8 @@ class RunWriter:
 
     def write(self, record: AnyRecord) -> AnyRecord:
         """Append one record, and return what was written: a record that a reader would reject is written as a failure.
-
-        Raises:
-            UserError: the disk is full or the file can't be written.
-            UnrecordableError: a reader would reject it even so.
-        """
+        Raises UserError: the disk is full or the file can't be written; UnrecordableError: a reader would reject even
+        the failure."""
         try:
             line = self._checked(record)
         except ValueError as error:
@@ -500,13 +487,11 @@ def open_run(
     force: bool = False,
     resume: bool = False,
 ) -> RunWriter:
-    """Open a run file for writing, and lock it. Raises UserError: it exists and neither force nor resume was asked for;
-    another process is writing it; it can't be resumed; it can't be written; the plan is too large.
+    """Open a run file for writing, and lock it; its folder is made if it is missing.
 
-    Args:
-        path: Its folder is made if it is missing.
-        plan: What decides the records; must be JSON-able.
-        resume: Go on with what exists, if its plan and everything that changes bits are the same.
+    `plan`, which must be JSON-able, decides the records. With `resume` an existing file is continued if its plan and
+    everything that changes bits are the same. Raises UserError: it exists and neither force nor resume was requested;
+    another process is writing it; it can't be resumed; it can't be written; the plan is too large.
     """
     try:
         header = Header(
@@ -549,9 +534,7 @@ def begun(path: Path) -> bool:
 
 def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
     """The plan as a header has it: prompts are cut if all of them would be too long for one line; no path of a server.
-
-    A plan that went through this function is unchanged; a plan of an older nondet becomes what this version writes.
-    """
+    A plan that went through this function is unchanged; a plan of an older nondet becomes what this version writes."""
     prompts: Any = plan.get("prompts")
     endpoint = plan.get("endpoint")
     if isinstance(endpoint, dict) and isinstance(endpoint.get("servers"), list):

@@ -37,11 +37,9 @@ def wilson(k: float, n: float) -> tuple[float, float]:
 
 
 def one_sided_bound(n: int) -> float:
-    """The rate that n independent tries without a hit exclude at 95%: 1 - 0.05^(1/n).
-
-    You can stop at any n without a hit: a rate is excluded wrongly only if no hit came in the first n tries, n the
-    fewest that exclude it, and that has a probability of at most 0.05.
-    """
+    """The rate that n independent tries without a hit exclude at 95%: 1 - 0.05^(1/n). You can stop at any n without a
+    hit: a rate is excluded wrongly only if no hit came in the first n tries, n the fewest that exclude it, and that has
+    a probability of at most 0.05."""
     if n <= 0:
         raise ValueError("no tries, no bound")
     return -math.expm1(math.log1p(-CONFIDENCE) / n)
@@ -97,8 +95,7 @@ def _ends(kept_rate: float, kept: Callable[[float], bool]) -> tuple[float, float
 
 
 def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """An interval for a rate whose trials came in rounds, that holds after every round, whatever the correlation in
-    them.
+    """An interval for the rate of trials in rounds, which holds after every round, whatever the correlation in them.
 
     Only rounds are drawn: trials of one round may depend on each other in any way, and no estimate of that is needed.
     With x a round's share and q drawn from Beta(1/2, 1/2), x q / p + (1 - x) (1 - q) / (1 - p) has the mean 1 under the
@@ -131,11 +128,8 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
 
 
 def pair_disagreement(counts: Sequence[int]) -> float:
-    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)), which doesn't grow with N.
-
-    Args:
-        counts: How often each distinct result was seen; two or more in all.
-    """
+    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)), which doesn't grow with N. `counts` are
+    those of each distinct result, two or more in all."""
     total = sum(counts)
     if total < 2:
         raise ValueError(f"{total} results make no pair")
@@ -177,11 +171,9 @@ def percent(share: float, rounding: str = "near") -> str:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Between two order statistics, whatever the values' distribution; None of too few values for an interval.
-
-    Of n independent values as many as Binomial(n, 1/2) lie below the median: it misses (k-th least, k-th largest) with
-    a probability of twice P(X < k). At 95% that takes 6 values.
-    """
+    """Between two order statistics, whatever the values' distribution; None of too few values for an interval. Of n
+    independent values as many as Binomial(n, 1/2) lie below the median: it misses (k-th least, k-th largest) with a
+    probability of twice P(X < k). At 95% that takes 6 values."""
     n, below, k = len(values), 0, 0
     while below + math.comb(n, k) <= (1.0 - CONFIDENCE) / 2 * 2**n and k < n:
         below += math.comb(n, k)
@@ -214,8 +206,7 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
 
     Pointwise intervals are those of as many independent trials as would have Greenwood's variance, over the effect;
     where nothing differs the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). If one differs and one ends
-    at the same time, the difference counts first. Raises ValueError: lists of two lengths, none at all, or a negative
-    time.
+    at the same time, the difference counts first. Raises ValueError: two lengths, no data, or a negative time.
 
     Source: E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53 (1958), 457-481; S. J. Cutler
     and F. Ederer, Journal of Chronic Diseases 8 (1958), 699-712, for the trials.
@@ -296,9 +287,8 @@ _DRAWS = 9_999
 def mcnemar(only_first: int, only_second: int) -> float:
     """Two-sided exact p of McNemar's test: of the prompts on which the two systems disagree, how one-sided they are.
 
-    Prompts are the unit: they are drawn one by one, completions of one prompt are not. Under the null each prompt that
-    diverges in one system only is as likely to do so in the first as in the second. Raises ValueError: a negative
-    count.
+    Prompts are the unit: they are drawn one by one, completions of one prompt are not. Under the null, a prompt that
+    diverges in one system only does so in either with equal probability. Raises ValueError: a negative count.
 
     Source: Q. McNemar, Psychometrika 12 (1947), 153-157, with the exact binomial.
 
@@ -362,8 +352,7 @@ def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> fl
     """Mean of r - 1 - log r over tokens, r = exp(other - reference): Schulman's k3, in nats.
 
     Where the tokens were drawn from the reference it estimates KL(reference || other), without bias, and no term is
-    negative. Of greedy tokens it is not an estimate, only a distance between two traces. Raises ValueError: two
-    lengths, or no tokens.
+    negative. Of greedy tokens it is only a distance between two traces. Raises ValueError: two lengths, or no tokens.
 
     Source: J. Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html.
 

@@ -110,18 +110,16 @@ def facts_of(trace: Trace) -> dict[str, Any]:
 
 
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
-    """All traces by digest, and the text of single tokens by id.
-
-    A line that is cut off at the end belongs to a round that never finished, and is left out. Raises UserError: the
-    side file is missing or malformed, or a trace doesn't match its digest.
-    """
+    """All traces by digest, and the text of single tokens by id. A line that is cut off at the end belongs to a round
+    that never finished, and is left out. Raises UserError: the side file is missing or malformed, or a trace doesn't
+    match its digest."""
     path = traces_path(run)
     traces: dict[str, Trace] = {}
     pieces: dict[int, str] = {}
     shared: dict[int, int] = {}  # each token id as one object: ten million of them are most of a large file
     number = 0
     try:
-        for number, line, whole in lines_of(path):  # noqa: B007 - what goes wrong below is said of this line
+        for number, line, whole in lines_of(path):  # noqa: B007 - errors below name this line
             if not whole:
                 break
             record = decode(_LINE, line)
@@ -192,14 +190,9 @@ def _token_id(name: str) -> int:
 class TraceWriter:
     """Appends to the side file: each distinct trace and each token's text once, whichever implementation made it first.
 
-    Raises UserError: the file can't be written, or can't be read back to resume.
-
-    Args:
-        resume: Continue the existing side file; without it the file is created or emptied.
-        prompts: Whole texts of prompts that the header has cut.
-
-    Attributes:
-        pieces: The tokens' texts that the file held when it was opened.
+    With `resume` an existing file is continued, without it the file is emptied. `prompts` are whole texts of prompts
+    that the header has cut, `pieces` the tokens' texts that the file held. Raises UserError: it can't be written, or
+    read back.
     """
 
     def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:
@@ -218,12 +211,8 @@ class TraceWriter:
             self._append(encoded(WholePrompt(text=shortened(text, _PROMPT_MOST)), _LINE)[0] for text in prompts)
 
     def write(self, traces: Iterable[Trace]) -> None:
-        """Write the new ones, and flush, so that a completion can name them.
-
-        Raises:
-            UnrecordableError: a reader would reject one of them; none is written.
-            UserError: the disk is full or the file can't be written.
-        """
+        """Write the new ones, and flush, so that a completion can name them. Raises UserError: the disk is full or the
+        file can't be written; UnrecordableError: a reader would reject one of them; none is written."""
         lines: dict[str, bytes] = {}
         fresh: set[int] = set()
         try:
@@ -254,10 +243,8 @@ class TraceWriter:
 
 
 def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
-    """The run's side file, resumed if the run is.
-
-    A run that was stopped before its first traces has none yet; other kinds of record need none.
-    """
+    """The run's side file, resumed if the run is. A run that was stopped before its first traces has none yet; other
+    kinds of record need none."""
     begun = any(key[0] in ("completion", "round") for key in writer.done)
     resume = begun or (writer.resumed and traces_path(writer.path).exists())
     return TraceWriter(writer.path, resume=resume, piece=piece, prompts=writer.long_prompts)
@@ -265,11 +252,9 @@ def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
 
 @dataclass
 class RoundCollector:
-    """Writes the rounds of one implementation, or of one server, into the run file and its side file.
-
-    A trace is written before the completion that names it, and a round's own record last: a stopped run is resumed at
-    the first round that has no record.
-    """
+    """Writes the rounds of one implementation, or of one server, into the run file and its side file. A trace is
+    written before the completion that names it, and a round's own record last: a stopped run is resumed at the first
+    round that has no record."""
 
     writer: RunWriter
     traces: TraceWriter

@@ -30,8 +30,7 @@ from nondet.errors import WrongResultError
 # The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms (2nd ed., 2002), section 3.1: a sum of
 # n products errs by at most gamma_n * sum |x||w|, with gamma_n = n u / (1 - n u), whatever its order. Here u is twice
 # the unit roundoff of the accumulator, because tensor cores truncate; sum |x||w| is at most ||x|| ||w||
-# (Cauchy-Schwarz). Added to it are the rounding of the result, and the roundings that torch's own settings allow (TF32,
-# reduced-precision reductions).
+# (Cauchy-Schwarz). Added are the result's rounding and those that torch's settings allow (TF32, reduced precision).
 
 _ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accumulator's epsilon
 
@@ -153,10 +152,8 @@ def of_softmax(t: _Terms, x: torch.Tensor) -> torch.Tensor:
 
 
 def of_logarithm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """x, its maximum and the logarithm of a sum are added: each brings a rounding of its own size.
-
-    torch's CPU kernel keeps the logarithm, at most log V, in the result's dtype.
-    """
+    """x, its maximum and the logarithm of a sum are added: each brings a rounding of its own size. torch's CPU kernel
+    keeps the logarithm, at most log V, in the result's dtype."""
     largest = x.double().nan_to_num(neginf=0.0).abs().amax(-1, keepdim=t.reference.dim() == x.dim())
     logarithm = t.gamma(x.shape[-1]) + 2 * t.unit * math.log(x.shape[-1])
     return t.rounded * 3 + logarithm + _ROUNDINGS * t.epsilon * (largest + t.reference.abs() + 1)
@@ -194,11 +191,7 @@ def bound_of(
     operator: str, arguments: Sequence[Any], keywords: dict[str, Any], reference: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """What is allowed at each element, float64 of the reference's shape; None where no bound is written down.
-
-    Args:
-        arguments, keywords: Of the call, as `nondet.kernels.reference` takes them.
-        reference: Its float64 result; `dtype` is the result's own.
-    """
+    `arguments` and `keywords` are the call's, `reference` its float64 result, `dtype` the result's own."""
     declared = declared_bound(operator)
     if declared is None or not dtype.is_floating_point:
         return None
@@ -236,10 +229,8 @@ class _Answer(NamedTuple):
 
 
 class Answers:
-    """The oracle of one case, whose implementations get the same operands: each answer is computed once.
-
-    Operands are recognized by their bits and copied, so that a kernel that writes to its inputs changes no answer.
-    """
+    """The oracle of one case, whose implementations get the same operands: each answer is computed once. Operands are
+    recognized by their bits and copied, so that a kernel that writes to its inputs changes no answer."""
 
     def __init__(self, operator: str, oracle: Operator) -> None:
         self.operator, self._oracle = operator, oracle
@@ -259,8 +250,7 @@ class Answers:
         allowed = None
         if len(references) == 1 and dtype is not None:  # a bound is defined for a single result only
             allowed = bound_of(self.operator, operands, keywords, references[0], dtype)
-        # a weight that an earlier answer holds is not copied again
-        kept = tuple(looks.copy_of(x) for x in operands)
+        kept = tuple(looks.copy_of(x) for x in operands)  # a weight of an earlier answer is not copied again
         self._answers = [*self._answers[1 - _ANSWERS_MOST :], _Answer(kept, keywords, dtype, references, allowed)]
         return references, allowed
 

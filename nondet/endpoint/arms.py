@@ -1,7 +1,7 @@
-"""What a server is asked: requests, loads, arms and their plan, the run's header, and how its tokens are known.
+"""The requests to a server: requests, loads, arms and their plan, the run's header, and how tokens are identified.
 
-Pure data: no HTTP, no torch. A server may lie or fail in many ways, so an answer says how it was understood: what its
-tokens are known by (ids, else bytes, else text), whether it gave logprobs, what it cost, and why it failed.
+Pure data: no HTTP, no torch. A server may be wrong or fail in many ways, so an answer records how it was understood:
+by what its tokens are identified (ids, else bytes, else text), whether it has logprobs, its times, and why it failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nondet.sampling.plan import Load, RoundLoad, Sampling, changed_load
 
 
 class KnownBy(StrEnum):
-    """What two completions can be compared by, the surest first."""
+    """What two completions can be compared by, the most reliable first."""
 
     IDS = "ids"
     BYTES = "bytes"
@@ -39,9 +39,9 @@ class Ask:
         prompt: A chat endpoint gets it as one user message.
         temperature: 0.0 is greedy.
         seed: Of the server's sampler; None sends none.
-        top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format can say top_k.
-        top_logprobs: Alternatives asked for at each position; 0 asks for no logprobs.
-        cached: False asks the server not to reuse a cached prefix, where it can be asked; None says nothing.
+        top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format has top_k.
+        top_logprobs: Alternatives requested at each position; 0 requests no logprobs.
+        cached: False tells the server not to reuse a cached prefix, where that is possible; None sends nothing.
     """
 
     id: str
@@ -57,7 +57,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came of one request. Never an exception: a failure is an answer with a reason.
+    """The result of one request. Never an exception: a failure is an answer with a reason.
 
     Attributes:
         text: The completion, as sent; "" if it failed.
@@ -65,21 +65,21 @@ class Answer:
         token_bytes: UTF-8 bytes of each token; None where the server gives none.
         logprobs: Little-endian float32, one for each token, each the float32 nearest to the decimal that was sent (not
             to its float64); empty where the server gives none.
-        margins: Little-endian float32, top-1 minus top-2 logprob of each position; empty where it can't be had.
+        margins: Little-endian float32, top-1 minus top-2 logprob of each position; empty where unknown.
         chosen_is_top: Positions at which the chosen token has the largest logprob, ties included; None if unknown.
         runner_up: For each position the better of the other alternatives: its id, or -1 where the server gives none.
         finish: "length", "eos" (the server's "stop"), or "error".
         prompt_tokens, cached_tokens: As the server counts them; None where it does not.
-        completion_tokens: As the server counts them, which need not be what it sent; None where it does not.
-        fingerprint, model: What the server said of itself, as sent; "" where it said nothing.
+        completion_tokens: As the server counts them, which may differ from what it sent; None where it does not.
+        fingerprint, model: As sent by the server; "" where it sent none.
         sent, first, done: Seconds on one monotonic clock: first byte sent, first token received (None if not streamed),
             last byte received. Two requests overlap where these intervals do.
         attempts: How often it was sent; 1 if nothing went wrong.
-        refusals: What went wrong at the attempts before the last one: kind -> times ("http-429", "reset", ...).
+        refusals: Errors of the attempts before the last one: kind -> times ("http-429", "reset", ...).
         reason: One line, empty unless the request failed.
         kind: The kind of failure ("timeout", "malformed", "http-500", ...), empty unless it failed.
-        notes: What was odd about an answer that was taken all the same, a line each: usage that counts other than the
-            tokens there are, more tokens than asked for, a stream without its end mark.
+        notes: Oddities of an accepted answer, a line each: a usage that differs from the number of tokens, more tokens
+            than requested, a stream without its end mark.
     """
 
     ask: str
@@ -122,7 +122,7 @@ class Client(Protocol):
     """A connection to one server, in one protocol; used inside of one asyncio event loop."""
 
     async def complete(self, ask: Ask) -> Answer:
-        """Send one request and wait for its end, retrying by rule. Only cancellation is raised."""
+        """Send one request and wait for its end, retrying by rule. Raises only on cancellation."""
 
     async def models(self) -> list[str]:
         """The names that the server lists; empty where it lists none."""
@@ -131,19 +131,18 @@ class Client(Protocol):
         """The server's own counters (requests running or waiting, prefix hits), by name; empty if it has none."""
 
     async def flush(self) -> bool:
-        """Empty the server's prefix cache; False where it can't be asked to."""
+        """Empty the server's prefix cache; False where that is not possible."""
 
 
-# Lengths of prompts are in tokens, and are cut from text by four characters a token, since a server's tokenizer is its
-# own; what a prompt really came to is what the server counts.
+# Prompts are cut from text by four characters per token, because each server has its own tokenizer, which counts.
 
 
 @dataclass(frozen=True)
 class EndpointLoad(RoundLoad):
     """The load of a server's arm "loaded", a round of which is one burst from an idle client to an idle client."""
 
-    concurrency: int  # requests under way at once, at most
-    rate: float = 0.0  # requests let go a second, at seeded Poisson times; 0: as fast as `concurrency` lets them
+    concurrency: int  # most requests in flight at once
+    rate: float = 0.0  # requests sent per second, at seeded Poisson times; 0: as fast as `concurrency` allows
 
 
 ENDPOINT_PRESETS: dict[str, EndpointLoad] = {
@@ -157,10 +156,8 @@ _HINT = "Write light, default or heavy, or keys such as others=60,targets=16,pro
 
 
 def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: float | None = None) -> EndpointLoad:
-    """Read `--load` for an endpoint: a preset, or changes to one; then what --concurrency and --rate say.
-
-    What is unknown, makes no sense, or is a key of nondet's own engine alone is a `UserError`.
-    """
+    """Read `--load` for an endpoint: a preset, or changes to one; then --concurrency and --rate. Raises UserError: an
+    unknown key, an invalid value, or a key that only nondet's own engine has."""
     for key in (part.partition("=")[0].strip() for part in spec.split(",")):
         if key == "none":
             raise UserError("--load none is no load", "Leave the arm out: --arms solo.")
@@ -175,7 +172,7 @@ def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: floa
     return replace(load, concurrency=concurrency or load.concurrency, rate=rate or load.rate)
 
 
-# Arm -> what it is, in words that follow "completions".
+# Arm -> a description that follows "completions".
 ARMS: dict[str, str] = {
     "solo": "one at a time, nothing else of ours under way",
     "cold": "one at a time, the cached prefix flushed or left out",
@@ -183,8 +180,8 @@ ARMS: dict[str, str] = {
     "chunked": "while a long neighbour arrived in mid-answer",
     "loaded": "among others, as the load says",
 }
-DETERMINISTIC = "deterministic inference"  # in what a server says of itself: its own mode is on
-_FEW = 6  # tell a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%
+DETERMINISTIC = "deterministic inference"  # in a server's description of itself: its own mode is on
+_FEW = 6  # enough to separate a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%
 _SOLO_MOST, _SOLO_LEAST, _ARM_MOST = 32, 10, 1_000_000
 _CHARACTERS_PER_TOKEN = 4
 _LONG_NEIGHBOUR = 4  # times the longest background prompt
@@ -195,7 +192,7 @@ class Planned:
     """One request of a round."""
 
     id: str  # unique in the run, so that a run that is stopped knows what it has
-    target: bool  # under study; else it rides along
+    target: bool  # under study; else a concurrent request
     prompt: int  # index of the prompt under study; -1 for background text
     text: str  # of a background request; a target's is the prompt's
     max_tokens: int
@@ -205,15 +202,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class ArmRound:
-    """One burst of requests, in the order in which they are sent: begun and ended with nothing of ours under way."""
+    """One burst of requests, in the order in which they are sent, from an idle client to an idle client."""
 
     number: int
     arm: str
     requests: tuple[Planned, ...]
     concurrency: int
     rate: float
-    ramp: bool  # whether the first half of the round goes from one request under way to `concurrency`; else all at once
-    pattern: str  # the same in words, with what rides along
+    ramp: bool  # whether concurrency rises from one request to `concurrency` in the first half; else all start at once
+    pattern: str  # the same in words, with the concurrent requests
 
     @property
     def targets(self) -> int:
@@ -223,7 +220,7 @@ class ArmRound:
 
 @dataclass(frozen=True)
 class ArmPlan:
-    """All rounds, in the order in which they are played."""
+    """All rounds, in the order in which they are run."""
 
     arms: Mapping[str, int]
     rounds: tuple[ArmRound, ...]
@@ -249,10 +246,8 @@ class ArmPlan:
 
 
 def parse_arms(spec: str, n: int, prompts: int = 1) -> dict[str, int]:
-    """Read `--arms`: names, each with the completions of each of the prompts that it makes ("solo=50,loaded").
-
-    An unknown arm, one twice, or a number that makes no sense is a `UserError`.
-    """
+    """Read `--arms`: names, each with its number of completions of each prompt ("solo=50,loaded"). Raises UserError: an
+    unknown or repeated arm, or an invalid number."""
     arms: dict[str, int] = {}
     each_once("--arms", (part.partition("=")[0].strip() for part in spec.split(",")))
     for part in spec.split(","):
@@ -279,20 +274,20 @@ def build_arms(
 ) -> ArmPlan:
     """Draw the plan.
 
-    Solo comes first and again at the end, so that what changed with time is not taken for the load's doing. Where cold
-    answers are asked for, every second request of a prompt under load finds no cached prefix either.
+    Solo comes first and again at the end, so that a change over time is not attributed to the load. Where cold answers
+    are requested, every second request of a prompt under load finds no cached prefix either.
 
     Args:
         arms: Arm -> completions of each prompt.
         prompts: How many prompts are under study.
         texts: What background prompts are cut from.
-        opening: Whether the very first answer is kept, as the arm "first", and the same is asked again at the end.
+        opening: Whether the very first answer is kept, as the arm "first", and the same request is repeated at the end.
     """
     rounds = _Rounds(load, prompts, max_tokens, seed, texts, "cold" in arms)
     if opening:
         rounds.first(0)
     solo = arms.get("solo", 0)
-    # half before and half after, and two before where there are two at all: they are what the rest is held against
+    # half before and half after, and two before where there are two at all: the rest is compared with them
     before = solo if len(arms) == 1 else min(solo, max(2, (solo + 1) // 2))
     if solo:
         rounds.single("solo", before)
@@ -325,7 +320,7 @@ class _Rounds:
     drawn: list[ArmRound] = field(default_factory=list)
 
     def first(self, index: int) -> None:
-        """The request that a run begins with, and ends with."""
+        """The request at the beginning and at the end of a run."""
         requests = (self._target("first", 0, index),)
         self.drawn.append(ArmRound(len(self.drawn), "first", requests, 1, 0.0, False, "one at a time"))
 
@@ -337,7 +332,7 @@ class _Rounds:
                 if arm in ("solo", "warm") and i == first:  # a prompt's first finds no cached prefix: not counted
                     requests.append(Planned(f"r{number}-prime-{p:05d}", False, p, "", self.max_tokens))
                 requests.append(self._target(arm, p, i))
-        if arm == "warm":  # what one prompt left in the cache must not be pushed out by another
+        if arm == "warm":  # another prompt must not evict what one prompt left in the cache
             requests.sort(key=lambda r: r.prompt)
         self.drawn.append(ArmRound(number, arm, tuple(requests), 1, 0.0, False, "one at a time"))
 
@@ -352,7 +347,7 @@ class _Rounds:
         self.drawn.append(ArmRound(number, "chunked", requests, 2, 0.0, False, pattern))
 
     def loaded(self, targets: Sequence[tuple[int, int]]) -> None:
-        """One burst: a mix of lengths and a way to arrive are drawn, then the order of everybody."""
+        """One burst: a mix of lengths and of arrivals is drawn, then the order of all requests."""
         number, load, rng = len(self.drawn), self.load, self._rng()
         mix = rng.choice(("mixed lengths", "one long, many short", "short prompts", "long prompts"))
         ramp = rng.random() < 0.5
@@ -382,11 +377,10 @@ class _Rounds:
         return Planned(f"{arm}-{prompt:05d}-{index:06d}", True, prompt, "", self.max_tokens)
 
     def _rng(self) -> random.Random:
-        # a string seeds through SHA-512, so that neither the hash seed nor the rounds before matter
+        # a string seeds through SHA-512, so that neither the hash seed nor earlier rounds matter
         return random.Random(f"nondet endpoint plan {self.seed} {len(self.drawn)}")  # noqa: S311 - a load, no secret
 
     def _cut(self, rng: random.Random, length: int) -> str:
-        """About so many tokens of text."""
         wanted = length * _CHARACTERS_PER_TOKEN
         text = self.texts[rng.randrange(len(self.texts))]
         while len(text) < wanted:
@@ -397,7 +391,7 @@ class _Rounds:
 
 @dataclass(frozen=True)
 class Server:
-    """One server to ask, filed under `impl` ("server", "server-2"), by the url and model that the user named."""
+    """One server, filed under `impl` ("server", "server-2"), by the url and model that the user named."""
 
     impl: str
     connect: Callable[[], AbstractAsyncContextManager[Client]]
@@ -411,12 +405,12 @@ class Settings:
 
     prompts: Sequence[str]  # the prompts under study; where tokens are drawn one for each prompt and seed
     max_tokens: int
-    samplings: Sequence[Sampling] = ()  # how each is drawn, alike but for the seed; empty for greedy requests
+    samplings: Sequence[Sampling] = ()  # how each is drawn, equal except for the seed; empty for greedy requests
 
     def ask(self, planned: Planned, arm: str) -> Ask:
-        """What a planned request is to the server."""
+        """The request for a planned one."""
         target, drawn = planned.prompt >= 0, dict[str, Any]()
-        if self.samplings:  # a background request's seed is given by its name, so that equal plans ask for the same
+        if self.samplings:  # a background request's seed follows from its name, so that equal plans send the same
             how = self.samplings[planned.prompt]
             drawn = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
             drawn["seed"] = how.seed if target else zlib.crc32(planned.id.encode()) >> 1
@@ -429,13 +423,13 @@ class Settings:
         )
 
 
-_FIXED = {"top_logprobs": 2, "ignore_eos": False, "extra": {}}  # of all requests, as every header has said
+_FIXED = {"top_logprobs": 2, "ignore_eos": False, "extra": {}}  # of all requests, as in every header
 
 
 def describe(
     servers: Sequence[Server], plan: ArmPlan, settings: Settings, load: EndpointLoad, *, seed: int, **options: Any
 ) -> dict[str, Any]:
-    """The header's plan of an endpoint run, resumed only under an equal one; `options` decide what is sent, too."""
+    """The header's plan of an endpoint run, resumed only under an equal one; `options` also decide what is sent."""
     prompts: list[dict[str, Any]] = [{"text": str(text), "tokens": 0} for text in settings.prompts]
     sampling: dict[str, Any] = {}
     for prompt, drawn in zip(prompts, settings.samplings, strict=False):
@@ -468,17 +462,15 @@ def clean(text: str) -> str:
 
 @dataclass
 class Tokens:
-    """Turns answers into traces, whose integers tell their tokens apart, and remembers what each reads as.
+    """Turns answers into traces, with an integer for each distinct token, and remembers each token's text.
 
-    Ids are the server's own. A server that gives the bytes of each token, and no ids, has an id made for each of them
-    from the bytes alone, so that two runs agree on it. A server that gives text alone is compared character by
-    character: code points are the ids.
+    Ids are the server's own. If a server gives only the bytes of each token, an id is made from the bytes, so that two
+    runs agree on it. If it gives only text, completions are compared character by character: code points are the ids.
 
     Attributes:
         known_by: What every completion of the run is compared by.
         pieces: Id -> its text, of those whose text the server gives.
-        with_logprobs: Whether the server's first answers had logprobs, so that one without them is no other trace
-            but an answer that can't be compared.
+        with_logprobs: Whether the server's first answers had logprobs; then an answer without them can't be compared.
     """
 
     known_by: KnownBy
@@ -492,7 +484,7 @@ class Tokens:
         return self.pieces.get(token, f"⟨{token}⟩")
 
     def trace(self, answer: Answer) -> Trace | str:
-        """The trace of a completion, or why it has none: it lacks what the others of the run are compared by."""
+        """The trace of a completion, or why it has none: it lacks what the run's completions are compared by."""
         if self.known_by == KnownBy.IDS:
             if answer.token_ids is None:
                 return "it has no token ids, and others of this run do"
@@ -531,7 +523,7 @@ class Tokens:
                     self.pieces[token] = piece.decode("utf-8", "backslashreplace")
 
     def _made(self, data: bytes) -> int:
-        """An id from the bytes alone; where two of a run would share one, the next that is free."""
+        """An id made from the bytes; if two of a run would share one, the next free one."""
         text = shortened(data.decode("utf-8", "backslashreplace"), PIECE_MOST)  # as a resumed run reads it back
         token = int.from_bytes(hashlib.sha256(data).digest()[:4], "little") & _MOST_TOKENS
         while self.pieces.setdefault(token, text) != text:

@@ -1,9 +1,9 @@
-"""The client of one server: what it is, what it can be asked, every answer or failure as plain data.
+"""The client of one server: its kind and abilities, and every answer or failure as plain data.
 
     async with connect("http://127.0.0.1:8000", model="tiny") as client:
         answer = await client.complete(Ask(id="a", prompt="Once upon", max_tokens=16))
 
-Nothing of the environment but the key is used: no proxies, no .netrc. The key goes to the URL's origin only.
+Only the key is taken from the environment: no proxies, no .netrc. It is sent only to the URL's origin.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Models(Struct):
 
 
 class _Sglang(Struct):
-    """What of /server_info says how it computes."""
+    """The fields of /server_info that describe how it computes."""
 
     version: str = ""
     enable_deterministic_inference: bool = False
@@ -90,7 +90,7 @@ class _Slot(Struct):
 
 
 _ROUTES = defstruct("_Routes", [("load_model", dict)], rename={"load_model": "/load_model"})
-# Server, a page that only this kind has, what is on it, and what of that is its version.
+# Server, a page that only this kind has, what is on it, and the field with its version.
 _PAGES: tuple[tuple[str, str, tuple[str, type], str], ...] = (
     ("sglang", "/model_info", ("is_generation", bool), ""),
     ("sglang", "/get_model_info", ("is_generation", bool), ""),  # of older ones, and deprecated
@@ -98,17 +98,17 @@ _PAGES: tuple[tuple[str, str, tuple[str, type], str], ...] = (
     ("vllm", "/version", ("version", str), "version"),
     ("transformers", "/openapi.json", ("paths", _ROUTES), ""),
 )
-# What a server says of its models' owner -> the server whose page confirms it and knows the version.
+# A server's entry for its models' owner -> the server whose page confirms it and has the version.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 _OPENAI = {"openai", "openai-internal", "system"}
-# Server -> the form that says most, and the one for a URL that ends in /v1/chat/completions.
+# Server -> the most informative form, and the one for a URL that ends in /v1/chat/completions.
 _NATIVE = {
     "vllm": ("vllm", "vllm-chat"),
     "sglang": ("sglang", "openai-chat"),
     "llama.cpp": ("llama.cpp", "openai-chat"),
     "transformers": ("transformers", "transformers-chat"),
 }
-# Paths that empty the prefix cache, by POST. A llama.cpp erases slots with --slot-save-path only.
+# Paths that empty the prefix cache, by POST. llama.cpp erases slots only with --slot-save-path.
 _FLUSH = {
     "vllm": "/reset_prefix_cache",  # with VLLM_SERVER_DEV_MODE=1
     "sglang": "/flush_cache",  # refused while requests run
@@ -127,18 +127,19 @@ def connect(
     insecure: bool = False,
     ca_file: str | None = None,
 ) -> HttpClient:
-    """A client that is not connected yet; use it with `async with`, which asks the server what it is. Raises UserError:
-    A URL that is none or holds a password, an unknown protocol, a key that is missing or would go out unencrypted,
-    certificates that can't be read.
+    """A client that is not connected yet; use it with `async with`, which identifies the server.
+
+    Raises UserError: a URL that is invalid or holds a password, an unknown protocol, a key that is missing or would be
+    sent unencrypted, certificates that can't be read.
 
     Args:
         url: http://HOST:PORT or https://HOST/v1; the full path of a completions endpoint names the protocol too.
         model: As the server calls it; None takes the only one that it lists.
         protocol: A key of `FORMATS`, or "auto" to find out.
-        stream: Whether answers are asked for as server-sent events, which gives the time of the first token.
+        stream: Whether answers are requested as server-sent events, which gives the time of the first token.
         key_env: The environment variable that holds the key; None takes the first of `KEY_VARIABLES` that is set.
-        limits: What a request may cost; None takes the defaults.
-        insecure, ca_file: Whether any certificate is taken; a file of those to trust instead of the usual ones.
+        limits: Of a request; None takes the defaults.
+        insecure, ca_file: Whether any certificate is accepted; a file of those to trust instead of the usual ones.
     """
     address = read_address(url)
     if protocol != "auto" and protocol not in FORMATS:
@@ -158,12 +159,12 @@ def connect(
 
 
 class HttpClient:
-    """A connection to one server; see `connect`, and `nondet.endpoint.arms.Client` for what others rely on.
+    """A connection to one server; see `connect`, and `nondet.endpoint.arms.Client` for its interface.
 
     Attributes:
         protocol: The format in use, a key of `FORMATS`; set on entry, like the following.
-        server: What the server seems to be, with its version and mode where it says them.
-        context: The least context of its models, in tokens, where it says one.
+        server: The kind of server, with its version and mode where it reports them.
+        context: The least context of its models, in tokens, where it reports one.
     """
 
     def __init__(self, transport: Transport, *, model: str | None, protocol: str, stream: bool) -> None:
@@ -171,8 +172,8 @@ class HttpClient:
         self._limits = transport.limits
         self._asked_model = model
         self._stream = stream
-        self._full_since: float | None = None  # on time.monotonic(): the first refusal of those since the last answer
-        self._missing: set[str] = set()  # pages that are not there are not asked for at every poll
+        self._full_since: float | None = None  # on time.monotonic(): the first refusal since the last answer
+        self._missing: set[str] = set()  # missing pages are not requested at every poll
         self.url = transport.address.url
         self.protocol = protocol
         self.model = model or ""
@@ -183,7 +184,7 @@ class HttpClient:
         return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"
 
     async def __aenter__(self) -> Self:
-        """Find out what the server is; no server, none that is understood, or not the model is a `UserError`."""
+        """Identify the server; a `UserError` if there is none, it is not understood, or it lacks the model."""
         self._transport.open()
         try:
             await self._recognize()
@@ -201,7 +202,7 @@ class HttpClient:
         await self._transport.close()
 
     async def complete(self, ask: Ask) -> Answer:
-        """As `nondet.endpoint.arms.Client`: sent again as `wait_before_retry` says."""
+        """As `nondet.endpoint.arms.Client`: repeated as `wait_before_retry` decides."""
         refusals: Counter[str] = Counter()
         for attempt in range(1, self._limits.attempts + 1):
             times = Times()
@@ -213,7 +214,7 @@ class HttpClient:
                     self._full_since = self._full_since or times.done
                 wait_s = wait_before_retry(failure, refusals[failure.kind], ask.id, self._limits)
                 if times.done - (self._full_since or times.done) > self._limits.patience_s:
-                    wait_s = None  # it takes nothing from anybody: asking again is for a resumed run
+                    wait_s = None  # no repetition here: a resumed run repeats it
                 if wait_s is not None and attempt < self._limits.attempts:
                     refusals[failure.kind] += 1
                     await asyncio.sleep(wait_s)
@@ -252,11 +253,9 @@ class HttpClient:
         return {"llamacpp:requests_processing": float(sum(slot.is_processing for slot in slots))}
 
     async def flush(self) -> bool:
-        """Empty the prefix cache; False where the server can't be asked to, refuses, or says that it did not.
-
-        True is the server's word only: a vLLM of 2025 says nothing about success, and other requests fill the cache
-        again. `Answer.cached_tokens` and the counters of `metrics` are what proves a cold answer.
-        """
+        """Empty the prefix cache; False where the server can't do that, refuses, or reports that it did not. True is
+        only the server's claim: a vLLM of 2025 reports no success, and other requests fill the cache again. What proves
+        a cold answer are `Answer.cached_tokens` and the counters of `metrics`."""
         if self._kind not in _FLUSH:
             return False
         try:
@@ -269,7 +268,7 @@ class HttpClient:
             return True
 
     async def _page(self, method: str, path: str) -> bytes:
-        """What is at a path beside completions."""
+        """The content of a path other than completions."""
         if path in self._missing:
             raise AttemptError("http-404", "not there, as found before")
         try:
@@ -284,10 +283,10 @@ class HttpClient:
         return read(parse(await self._page("GET", "/v1/models")), _Models).data
 
     async def _recognize(self) -> None:
-        """What the server is and holds, and the form that it is asked in."""
+        """Find out the server's kind, models and form of requests."""
         try:
             listed = await self._listed()
-        except AttemptError as failure:  # the one question whose failure may mean that there is no server
+        except AttemptError as failure:  # only this request's failure may mean that there is no server
             reason = self._transport.reason(failure.reason)
             if failure.kind in _NO_SERVER:
                 hint = _HINTS.get(failure.kind, "Is it running, and is the address right?")
@@ -308,7 +307,7 @@ class HttpClient:
         self.model = self._one_of(names, strict=name != "transformers")  # which lists what it could load
 
     async def _known_page(self, named: list[str]) -> str:
-        """Which server has the page that only it has, with its version; that of the models' owner is asked first."""
+        """The server that has the page that only it has, with its version; that of the models' owner is tried first."""
         for server, path, (key, kind), version_key in sorted(_PAGES, key=lambda page: page[0] not in named):
             try:
                 page = read(parse(await self._page("GET", path)), dict[str, Any])
@@ -343,7 +342,6 @@ class HttpClient:
         return "openai"
 
     def _one_of(self, listed: list[str], strict: bool) -> str:
-        """The model's name as the server knows it."""
         model = self._asked_model
         if model is None:
             if len(listed) == 1:
@@ -362,14 +360,15 @@ class HttpClient:
         async with self._transport.exchange("POST", self._format.path, body, times) as response:
             kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind == "text/event-stream" or (self._stream and kind != "application/json"):
-                events = Events(most, 8 * ask.max_tokens + 256)  # some servers send none for a token, none sends many
+                # some servers send no event for a token, none sends many
+                events = Events(most, 8 * ask.max_tokens + 256)
                 await self._follow(response, events, most, parts, times)
             else:
                 self._format.take(parse(await self._transport.body(response, most)), parts, False)
         return self._checked(answer_from(ask, parts))
 
     async def _follow(self, response: Response, events: Events, most: int, parts: Parts, times: Times) -> None:
-        """Read a stream up to its end mark, or up to the end of the body if the answer said that it ended."""
+        """Read a stream up to its end mark, or up to the end of the body if the answer reported its end."""
         parts.streamed = True
         async for piece in self._transport.pieces(response, most):
             for event in events.feed(piece):
@@ -389,7 +388,7 @@ class HttpClient:
             parts.ended = True
         elif not parts.ended:
             self._format.take(parse(event), parts, True)
-            # an event that names a role alone is no token: the request may still be waiting for its turn
+            # an event with only a role is not a token: the request may still be queued
             if times.first is None and (any(parts.text) or parts.ids or parts.bytes or parts.chosen):
                 times.first = came
 

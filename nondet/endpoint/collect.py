@@ -1,7 +1,7 @@
-"""Endpoint runs into a run file: the contract, then the arms round by round, until a gate has seen enough.
+"""Endpoint runs into a run file: the contract, then the arms round by round, until a gate has enough data.
 
-A round whose `Round` record is missing is gone on with: what it has is kept, the rest is asked among the same
-neighbours. Failures are written too, but not those that a dead server leaves behind: a resumed run asks again.
+A round without a `Round` record is resumed: its completions are kept, the rest are requested among the same neighbours.
+Failures are written too, but not those of a dead server: a resumed run repeats the requests.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_same(first: ServerSeen, now: ServerSeen) -> None:
 
 
 def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
-    """Refuse, as a `UserError` with what the contract saw, a server that is not shown to keep to a seed."""
+    """Refuse, as a `UserError` with the contract's evidence, a server that is not shown to respect a seed."""
     seen = next((a for a in contract if a.question == "seed"), None)
     greedy = next((a for a in contract if a.question == "tempered" and a.answer == "no"), None)
     if greedy is not None:
@@ -77,13 +77,13 @@ def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
         )
 
 
-# When a server has been asked enough for a gate: at the first divergence, or at the power that is wanted.
+# When a gate has enough data: at the first divergence, or at the required power.
 #
-# Looking after each load is free while nothing diverged: see `nondet.verdict.gate`.
+# Looking after each load costs nothing while nothing diverged: see `nondet.verdict.gate`.
 
-SOLO = 4  # answers of each prompt alone: two before the loads, two after them
+SOLO = 4  # solo answers of each prompt: two before the loads, two after them
 CACHE = 2  # without a cached prefix, and as many with one
-_SPARE = 1.5  # loads that are planned for each one that is needed: not every load forms
+_SPARE = 1.5  # loads that are planned for each needed one, because not every load forms
 _SPARE_LEAST = 4
 
 
@@ -96,15 +96,9 @@ def loaded_each(load: EndpointLoad, prompts: int, rate: float, confidence: float
 
 
 class Watcher:
-    """Counts what was tried, load by load.
-
-    Args:
-        rate, confidence, by: The power that is wanted: see `nondet.verdict.gate.Power`.
-        prompts: How many there are; each must have met a load before enough was asked.
-
-    Attributes:
-        diverged: Whether an answer came that is another one than its prompt's first: in tokens, logprobs or its end.
-    """
+    """Counts comparisons, load by load, up to the required power, see `nondet.verdict.gate.Power`; each of the prompts
+    must have had a load before there is enough data. `diverged`: an answer differs from its prompt's first in tokens,
+    logprobs or end."""
 
     def __init__(self, rate: float, confidence: float, by: str, prompts: int = 1) -> None:
         self._needed, self._by = trials_to_see(rate, confidence), by
@@ -116,11 +110,11 @@ class Watcher:
 
     @property
     def loads(self) -> int:
-        """Loads so far in which a request under study is known to have had company, of all servers."""
+        """Loads so far, of all servers, in which a request under study is known to have run with others."""
         return self._loads.total()
 
     def enough(self, ended: Round, completions: Sequence[Completion]) -> bool:
-        """Whether nothing more needs to be asked of the round's server: the others' loads say nothing of it."""
+        """Whether the round's server needs no more requests; other servers' loads don't count for it."""
         good: Counter[tuple[str, int]] = Counter()
         for completion in completions:
             if completion.status == "ok":
@@ -133,19 +127,18 @@ class Watcher:
             alone = max(0, ended.targets - company)
             self._tries.update({who: count - alone for who, count in good.items() if count > alone})
             self._loads[ended.impl] += company > 0
-        # as `nondet.verdict.served.proven_tries` counts them: those alone may all have been one prompt's
+        # as `nondet.verdict.served.proven_tries` counts them, which may all have been one prompt's
         counts = [count for (impl, _), count in self._tries.items() if impl == ended.impl]
         tries = self._loads[ended.impl] if self._by == "load" else sum(counts)
         return self.diverged or (tries >= self._needed and len(counts) >= self._prompts)
 
 
 Progress = Callable[[str, str, int], None]
-# Called with each round and its completions when it has ended: True ends the run, but for what is asked at its end.
+# Called with each round and its completions when it has ended: True ends the run, except for its last requests.
 Enough = Callable[[Round, Sequence[Completion]], bool]
-_ENDS = ("solo", "first")  # arms whose last rounds are asked even so
-# So many failures in a row, and nothing in between that succeeds: the server is gone.
-_GONE = 24
-# Failures of a connection, in which no server said anything, or nothing but that it takes no requests now.
+_ENDS = ("solo", "first")  # arms whose last rounds are run even then
+_GONE = 24  # after this many failures in a row the server is considered gone
+# Failures of a connection, without a response, or with one that only refuses requests at the moment.
 _SILENT = ("connect", "reset", "timeout", "cut-off", "http-429", "http-502", "http-503", "http-504", "http-529")
 
 
@@ -159,16 +152,16 @@ def collect(
     enough: Enough | None = None,
     seeded: bool = False,
 ) -> None:
-    """Ask whatever the run file does not hold yet.
+    """Request whatever the run file does not hold yet.
 
     Args:
         progress: Called with (server, arm, targets done) whenever a target has ended.
-        enough: Whether the rounds so far will do, so that of those to come only solo ones are played.
-        seeded: Whether answers mean nothing unless the server keeps to a seed.
+        enough: Whether the rounds so far suffice, so that only solo ones of the remaining rounds are run.
+        seeded: Whether answers are only meaningful if the server respects a seed.
 
     Raises:
-        UserError: a server that does not answer, or that is another one than when the run began, or that is to keep to
-            a seed and is not shown to; a full disk.
+        UserError: a server that does not answer, differs from the one at the run's beginning, or is not shown to
+            respect a seed although it must; a full disk.
         ServerStoppedError: a server stopped answering; what was finished is on disk.
         KeyboardInterrupt: Ctrl-C; what was finished is on disk.
     """
@@ -183,7 +176,7 @@ def collect(
 
 @dataclass
 class _Collector(RoundCollector):
-    """One server's part, and how far it has come. A completion is written when it comes: its request costs money."""
+    """One server's part, and its progress. A completion is written at once, because its request costs money."""
 
     server: Server
     plan: ArmPlan
@@ -195,7 +188,8 @@ class _Collector(RoundCollector):
     seeded: bool
     done: int = 0
     kept: defaultdict[int, list[Completion]] = field(default_factory=lambda: defaultdict(list))  # by round, on disk
-    held: list[Completion] = field(default_factory=list)  # failures of the round without a word: written if it lives
+    # failures of the round without a response: written if the server lives
+    held: list[Completion] = field(default_factory=list)
     streak: int = 0  # of such failures since the last answer
     solo_seconds: list[float] = field(default_factory=list)
 
@@ -204,7 +198,7 @@ class _Collector(RoundCollector):
         for completion in before.completions if before else ():
             if completion.impl == self.impl:
                 self._keep(completion)
-        # who counts what is enough is shown the rounds that the file holds as when they were played
+        # `enough` is called with the rounds in the file as if they had just run
         ended = [r for r in before.rounds if r.impl == self.impl] if before else []
         over = any(self._enough(r) for r in ended)
         left = [self.plan.rounds[number] for number in self.missing(range(len(self.plan.rounds)))]
@@ -217,17 +211,15 @@ class _Collector(RoundCollector):
                 for round_ in left:
                     if not over or round_.arm in _ENDS:
                         over = self._enough(await self._round(client, round_)) or over
-        except BaseExceptionGroup as group:  # what a task raised, a full disk say, is what went wrong
+        except BaseExceptionGroup as group:  # what a task raised, for example a full disk, is the cause
             raise _first_of(group) from None
 
     def _enough(self, ended: Round) -> bool:
         return self.enough is not None and self.enough(ended, self.kept[ended.round])
 
     async def _meet(self, client: Client) -> Round | None:
-        """The contract when the run begins; when it goes on, whether this is still the same server.
-
-        A run begins with a request under study, before anything has warmed the server up: its round, where one is due.
-        """
+        """Check the contract when the run begins; when it is resumed, whether this is still the same server. A run
+        begins with a request under study, before anything has warmed the server up; returns its round, if planned."""
         listed = [one_line(name, 200) for name in await client.models()][:200]
         model = getattr(client, "model", "") or self.server.model
         servers = [s for s in self.before.servers if s.impl == self.impl] if self.before else []
@@ -276,7 +268,7 @@ class _Collector(RoundCollector):
         kept = {c.request for c in self.kept[round_.number]}
         left = [r for r in round_.requests if not r.target or r.id not in kept]
         if not any(r.target for r in left):
-            left = []  # all is there but the round's own record: there is nobody whom neighbours could meet
+            left = []  # only the round's own record is missing: no neighbours are needed
         if round_.arm == "chunked" and left and not self.solo_seconds:
             await self._time_one(client, left)
         self.held = []
@@ -293,11 +285,11 @@ class _Collector(RoundCollector):
             on_answer,
             solo_seconds=statistics.median(self.solo_seconds or [0.0]),
         )
-        if self.held:  # the server said nothing to these: is anybody there?
+        if self.held:  # no response to these: check whether the server is alive
             answer = await client.complete(Ask(id="alive", prompt=self.settings.prompts[0], max_tokens=1))
             if answer.kind in _SILENT:
                 raise self._stopped()
-        for completion in self.held:  # it is there, so that its silence is a finding
+        for completion in self.held:  # it is alive, so that its silence is a finding
             self._put(completion)
         ended = Round(
             impl=self.impl,
@@ -314,7 +306,7 @@ class _Collector(RoundCollector):
         return ended
 
     async def _time_one(self, client: Client, requests: Sequence[Planned]) -> None:
-        """How long an answer takes alone, where no solo arm was asked for: one request that is counted nowhere."""
+        """Measure a solo answer's time, where no solo arm was requested, by one request that is not counted."""
         target = next(r for r in requests if r.target)
         answer = await client.complete(replace(self.settings.ask(target, "solo"), id="timing"))
         if answer.ok:
@@ -330,7 +322,7 @@ class _Collector(RoundCollector):
                 trace = error.what
         result: dict[str, Any]
         if isinstance(trace, str):
-            if answer.ok:  # an answer that can't be compared with the others is no completion
+            if answer.ok:  # an answer that can't be compared with the others is not a completion
                 served = msgspec.structs.replace(served, kind="incomparable")
             result = {"status": "error", "finish": "error", "reason": one_line(trace, 300)}
             result |= {"tokens_digest": "", "trace": "", "n_tokens": 0}
@@ -354,7 +346,7 @@ class _Collector(RoundCollector):
             if self.streak >= _GONE:
                 raise self._stopped()
             return
-        self.streak = 0  # an answer, whatever it says
+        self.streak = 0  # any answer counts
         self._put(completion)
 
     def _stopped(self) -> ServerStoppedError:
@@ -370,7 +362,7 @@ class _Collector(RoundCollector):
                 self.progress(self.impl, written.arm, self.done)
 
     def _keep(self, completion: Completion) -> None:
-        """What the file holds, and how long solo answers take."""
+        """Update what the file holds, and the time of solo answers."""
         self.kept[completion.round].append(completion)
         self.done += 1
         if completion.arm == "solo" and completion.status == "ok" and completion.served is not None:
@@ -378,7 +370,7 @@ class _Collector(RoundCollector):
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group that is not one itself."""
+    """The first error of a group that is not itself a group."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

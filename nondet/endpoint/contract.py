@@ -1,7 +1,7 @@
-"""The contract: what a comparison of a server's answers takes for granted, asked of the server first.
+"""The contract: what a comparison of a server's answers assumes, tested first.
 
-A question has the answer yes, no or unknown, and the evidence in a phrase. A "no" stops nothing: verdicts say it, and
-claim less. All requests go one at a time, of one prompt, with few tokens.
+A check has the answer yes, no or unknown, and the evidence in a phrase. A "no" stops nothing: verdicts report it, and
+claim less. All requests are sent one at a time, of one prompt, with few tokens.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ QUESTIONS: dict[str, str] = {
 _TOKENS = 16
 _DRAWS = 4
 _AT_ONCE = 8
-# Chance of a wrong "no": that all draws agree although they vary.
-_CHANCE = 0.001
+_CHANCE = 0.001  # of a wrong "no": that all draws agree although they vary
 
 
 @dataclass(frozen=True)
 class ContractResult:
-    """The first answer (if it failed nothing else was asked), the least that two were known by, and the answers."""
+    """The first answer (if it failed nothing else was tested), what identified two, and the checks' answers."""
 
     first: Answer
     known_by: KnownBy
@@ -57,11 +56,8 @@ class ContractResult:
 
 @dataclass
 class Contract:
-    """The questions of one server, whose completions are filed under `impl` and which lists these models.
-
-    Attributes:
-        drawn: Whether the run is at a temperature: then it is asked whether requests of one batch share a draw.
-    """
+    """The checks of one server, whose completions are filed under `impl` and which lists these models. `drawn`: the run
+    is at a temperature, so that it is tested whether requests of one batch share a draw."""
 
     client: Client
     prompt: str
@@ -72,7 +68,7 @@ class Contract:
     number: int = 0
 
     async def check(self, known: Collection[str] = ()) -> ContractResult:
-        """Ask all questions; where all have an answer already, only two requests go out."""
+        """Run all checks; where all have an answer already, only two requests are sent."""
         met = all(q in known for q in QUESTIONS if self.drawn or q != "independent")
         once = await self.ask()
         if not once.ok:
@@ -234,7 +230,7 @@ class Contract:
         return self._answer("independent", "no", f"{text}; two agree by chance in {percent(chance, 'up')} of cases")
 
     async def _distribution(self) -> ContractAnswer:
-        """The first position's margin at two temperatures: a scaled one doubles when the temperature halves."""
+        """Compare the first position's margin at two temperatures: a scaled one doubles when the temperature halves."""
         full = await self.ask(temperature=1.0, max_tokens=1)
         half = await self.ask(temperature=0.5, max_tokens=1)
         margins = [_floats(a.margins) for a in (full, half) if a.ok]
@@ -285,15 +281,13 @@ def _logprobs_words(once: Answer) -> str:
 
 
 def _chance_of(answer: Answer) -> float | None:
-    """The chance of drawing it at temperature 1; None where that is not known.
-
-    Logprobs of a model before temperature are those at temperature 1, and processed ones are as well.
-    """
+    """The probability of drawing it at temperature 1; None where unknown. Logprobs of a model before temperature are
+    those at temperature 1, and processed ones are as well."""
     total = float(_floats(answer.logprobs).astype(np.float64).sum())
     return math.exp(min(0.0, total)) if answer.logprobs and math.isfinite(total) else None
 
 
 def _all_alike(answers: list[Answer]) -> float | None:
-    """The chance that draws agree so: that of the answer that all agree on, once for each after the first."""
+    """The probability that all draws agree: that of their common answer, once for each after the first."""
     chance = _chance_of(answers[0])
     return None if chance is None else chance ** (len(answers) - 1)

@@ -1,4 +1,4 @@
-"""The forms in which servers take requests and give answers, a class each, a line each in `FORMATS`."""
+"""The formats of servers' requests and answers, a class each, a line each in `FORMATS`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FINISHES = {
 
 @dataclass(frozen=True)
 class Alternative:
-    """A token that could stand at one position: what it is known by, its logprob as sent, its id or -1."""
+    """A possible token at one position: by what it is identified, its logprob as sent, its id or -1."""
 
     key: Hashable
     logprob: Any
@@ -32,22 +32,22 @@ class Alternative:
 
 @dataclass
 class Parts:
-    """What the documents of one answer have said so far; a stream adds to it piece by piece."""
+    """The parsed parts of one answer; a stream adds to it piece by piece."""
 
     text: list[str] = field(default_factory=list)
     ids: list[int] | None = None  # of the tokens; None where the server gives none
     bytes: list[bytes] | None = None
     chosen: list[Alternative] = field(default_factory=list)  # the token at each position; empty without logprobs
     top: list[list[Alternative]] = field(default_factory=list)  # alternatives at each, in no order; or empty
-    finish: str = ""  # as the server said it; "" until it did
+    finish: str = ""  # as the server sent it; "" until then
     prompt_tokens: int | None = None  # as in `Answer`
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     fingerprint: str = ""
     model: str = ""
     notes: list[str] = field(default_factory=list)
-    named: bool = False  # whether `bytes` are names of tokens, which need not be the text's
-    ids_of_logprobs: bool = False  # whether ids came with logprobs, and leave out what those do
+    named: bool = False  # whether `bytes` are names of tokens, which may differ from the text's bytes
+    ids_of_logprobs: bool = False  # whether ids came with logprobs, and lack the same tokens
     streamed: bool = False  # whether it came as a stream
     ended: bool = False  # whether the server marked the end of the answer
 
@@ -57,7 +57,7 @@ class Parts:
             self.notes.append(what)
 
     def count(self, **counts: tuple[str, int | None]) -> None:
-        """Numbers of tokens as the server said them, each with its name there; a note where it counts nothing."""
+        """Token counts as the server sent them, each with its name there; a note if the value is not a count."""
         for name, (theirs, value) in counts.items():
             fits = value is not None and 0 <= value <= TOKENS_MOST
             setattr(self, name, value if fits else None)
@@ -65,16 +65,14 @@ class Parts:
                 self.note(f"{theirs} of {str(value)[:40]} (not taken)")
 
     def add_ids(self, ids: list[int]) -> None:
-        """Ids of tokens that follow those there are."""
+        """Append ids of tokens."""
         self.ids = self.ids or []
         self.ids += ids
 
 
 def answer_from(ask: Ask, parts: Parts) -> Answer:
-    """The answer that the parts of a whole body make, without times and attempts.
-
-    Lists that do not fit each other, or a finish that nobody knows, are an AttemptError ("malformed").
-    """
+    """The answer that the parts of a whole body make, without times and attempts. Inconsistent lists, or an unknown
+    finish, are an AttemptError ("malformed")."""
     finish = FINISHES.get(parts.finish)
     if finish is None:
         raise malformed(f"it ended for the reason {parts.finish!r}" if parts.finish else "no reason why it ended")
@@ -111,11 +109,9 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
 
 
 def _drop_holes(parts: Parts, text: str) -> None:
-    """Take no ids and no bytes where some may be missing: a llama.cpp lists no token that begins a character.
-
-    What is known of some tokens would be compared as if it were all: a fork in the others would not be seen. The token
-    that ends a text is no hole in a stream, which never has it, nor in the text, which may leave its name out.
-    """
+    """Drop ids and bytes where some may be missing: llama.cpp lists no token that begins a character. A partial list
+    would be compared as if it were complete, and a fork in the missing tokens would not be seen. The end-of-text token
+    does not count as missing: a stream never has it, and the text may leave its name out."""
     if parts.ids_of_logprobs and parts.ids is not None:
         count, usage = len(parts.ids), parts.completion_tokens
         ended = parts.streamed and FINISHES.get(parts.finish) == "eos"
@@ -144,11 +140,9 @@ def _count(parts: Parts) -> int | None:
 
 
 def _alternatives(parts: Parts, chosen: list[float]) -> tuple[bytes, int | None, tuple[int, ...]]:
-    """Margins (float32: top-1 minus top-2, rounded once), how often the chosen token is a top one, and runners-up.
-
-    The chosen token counts among the alternatives whether or not the server listed it. Where some position has no
-    other token, nothing is said of any. There are as many alternatives as tokens, or none.
-    """
+    """Margins (float32: top-1 minus top-2, rounded once), how often the chosen token is a top one, and runners-up. The
+    chosen token counts among the alternatives whether or not the server listed it. If some position has no other token,
+    all are left out. There are as many alternatives as tokens, or none."""
     listed = [other for others in parts.top for other in others]
     values = iter(np.frombuffer(float32_bytes([other.logprob for other in listed], "top_logprobs"), "<f4").tolist())
     margins, top, runner_up = [], 0, []
@@ -171,8 +165,8 @@ def _alternatives(parts: Parts, chosen: list[float]) -> tuple[bytes, int | None,
     return np.array(margins, "<f4").tobytes(), top, tuple(runner_up)
 
 
-# What a format reads of a document, typed: `read` refuses another type or a number out of range, and skips what is not
-# named here. Logprobs may be anything until `float32_bytes` takes them.
+# The parts of a document that a format reads: `read` refuses other types and numbers out of range, and skips any other
+# field. Logprobs may be anything until `float32_bytes` takes them.
 
 _Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _AS_ID = "token_id:"  # how vLLM writes a token with return_tokens_as_token_ids
@@ -185,7 +179,7 @@ def named_id(token: str) -> int:
 
 
 class _Named(Struct):
-    """A token in an OpenAI form: it is told from others by its id, else its bytes, else its text."""
+    """A token in an OpenAI form: identified by its id, else its bytes, else its text."""
 
     token: str
     logprob: Any = None
@@ -221,20 +215,18 @@ class _Counts(Struct):
 
 
 class Format:
-    """One form of requests and answers."""
+    """One format of requests and answers."""
 
-    path: ClassVar[str]  # of the requests, behind the server's prefix
-    cuts: ClassVar[bool] = True  # whether a request can say top_k
+    path: ClassVar[str]  # of the requests, after the server's prefix
+    cuts: ClassVar[bool] = True  # whether a request can have top_k
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
-        """The request's JSON. Temperature and limits are always said: a server's own defaults are nobody's business."""
+        """The request's JSON. It always has temperature and limits, because servers' defaults differ."""
         return {**self._body(ask, model), "stream": stream}
 
     def take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """Add what one document says: the body, or one event of a stream.
-
-        What it should not be is an AttemptError: "malformed", or "error" where the server reports one in an answer.
-        """
+        """Add one document: the body, or one event of a stream. An invalid one is an AttemptError: "malformed", or
+        "error" where the server reports an error in it."""
         if isinstance(document, dict):
             # an error with status 200 or in a stream, an older vLLM's too; the client redacts its reason
             error = document if document.get("object") == "error" else document.get("error")
@@ -252,11 +244,10 @@ class Format:
 
 
 def _given(**fields: Any) -> dict[str, Any]:
-    """Those fields of a request that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-# The forms of OpenAI, for completions and for chats; what only some servers understand is left out of the request.
+# OpenAI's formats, for completions and for chats, with only the fields that all servers understand.
 
 
 class _Usage(_Counts):
@@ -299,10 +290,8 @@ def _name(token: str) -> bytes:
 
 
 def _take_content(content: Any, parts: Parts) -> None:
-    """Logprobs as a list of objects, one a token.
-
-    A token without bytes is known by its name; ids are taken where the server sends them here.
-    """
+    """Logprobs as a list of objects, one per token. A token without bytes is identified by its name; ids are taken
+    where the server sends them here."""
     for token in read(content, list[_Chosen]):
         parts.chosen.append(token.alternative)
         parts.named |= token.bytes is None
@@ -346,7 +335,7 @@ class Completions(Format):
         )
 
     def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
-        """The one choice, and what the server says of itself and of its counts."""
+        """The one choice, and the server's fields about itself and its counts."""
         whole = read(document, _Document)
         parts.fingerprint = whole.system_fingerprint or parts.fingerprint
         parts.model = whole.model or parts.model
@@ -375,7 +364,7 @@ class Completions(Format):
         if choice.logprobs is None:
             return
         content = choice.logprobs.get("content")
-        if isinstance(content, list):  # llama.cpp's server: the form of chats here too
+        if isinstance(content, list):  # llama.cpp's server uses the form of chats here too
             _take_content(content, parts)
         else:
             _take_lists(read(choice.logprobs, _Lists), parts)
@@ -406,8 +395,8 @@ class Chat(Completions):
 #
 # `return_token_ids` puts `token_ids` into every choice (deltas in a stream), `return_tokens_as_token_ids` names the
 # tokens of `logprobs` "token_id:N", so that two ids with one text stay two alternatives. The counter of prefix cache
-# hits is in /metrics; `usage.prompt_tokens_details.cached_tokens` is there with --enable-prompt-tokens-details only,
-# and /reset_prefix_cache with VLLM_SERVER_DEV_MODE=1 only.
+# hits is in /metrics; `usage.prompt_tokens_details.cached_tokens` exists only with --enable-prompt-tokens-details, and
+# /reset_prefix_cache only with VLLM_SERVER_DEV_MODE=1.
 
 
 class VllmCompletions(Completions):
@@ -420,18 +409,18 @@ class VllmCompletions(Completions):
             return_token_ids=True,
             return_tokens_as_token_ids=True if ask.top_logprobs else None,
             top_k=ask.top_k if ask.temperature else None,  # 0 keeps all
-            # a prefix that no earlier request can have left behind
+            # so that no earlier request can have left this prefix in the cache
             cache_salt=secrets.token_hex(16) if ask.cached is False else None,
         )
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
         super()._take_choice(choice, parts, streamed)
-        if choice.token_ids is not None:  # old versions know no return_token_ids
+        if choice.token_ids is not None:  # old versions don't know return_token_ids
             parts.add_ids(choice.token_ids)
 
 
 class VllmChat(VllmCompletions, Chat):
-    """/v1/chat/completions of vLLM. The bytes of its logprobs are those of decoded text, so ids take their place."""
+    """/v1/chat/completions of vLLM. The bytes of its logprobs are those of decoded text, so ids replace them."""
 
     def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
         super()._take_choice(choice, parts, streamed)
@@ -440,10 +429,10 @@ class VllmChat(VllmCompletions, Chat):
 
 # SGLang's /generate: token ids, logprobs as [logprob, id, text], and how many prompt tokens the cache gave.
 #
-# A stream sends the whole answer so far with every event, or what is new where the server runs with
-# --incremental-streaming-output; `completion_tokens` counts the whole so far in both, which tells them apart. The seed
-# is kept with --enable-deterministic-inference only. `extra_key` keeps a request in a part of the prefix cache of its
-# own.
+# A stream sends the whole answer so far with every event, or only what is new where the server runs with
+# --incremental-streaming-output; `completion_tokens` counts the whole so far in both, which distinguishes them. The
+# seed is respected only with --enable-deterministic-inference. `extra_key` gives a request a separate part of the
+# prefix cache.
 
 
 class _Entry(_Numbered, array_like=True):
@@ -504,7 +493,7 @@ class SglangGenerate(Format):
             parts.ids, parts.text, parts.chosen, parts.top = [], [], [], []
         parts.add_ids(ids)
         parts.text.append(whole.text)
-        if meta.weight_version not in (None, "default"):  # which every server is called
+        if meta.weight_version not in (None, "default"):  # every server's default name
             parts.fingerprint = f"weight_version {meta.weight_version}"
         if meta.num_retractions:
             parts.note("preempted while it ran")
@@ -517,13 +506,12 @@ class SglangGenerate(Format):
         parts.top += [[other.alternative for other in top] for top in meta.output_top_logprobs or ()]
 
 
-# llama.cpp's /completion: token ids, probabilities with ids and bytes, and no reuse of cached prompts if asked.
+# llama.cpp's /completion: token ids, probabilities with ids and bytes, and on request no reuse of cached prompts.
 #
 # `timings.cache_n` counts the prompt tokens that were reused; `tokens_cached`, in spite of its name, how many the slot
-# holds at the end. The server leaves a token without probability while the character that it begins is not finished,
-# so the two lists can differ in length: then there are no logprobs, and a note says so. A stream leaves such tokens
-# out altogether, ids too (and the end-of-text token, which every answer that ends by it has): then there are no ids
-# either.
+# holds at the end. The server leaves a token without probability while its first character is not finished, so the two
+# lists can differ in length: then there are no logprobs, and a note reports that. A stream leaves these tokens out
+# altogether, ids too (and the end-of-text token, which ends every answer): then there are no ids either.
 
 
 class _Probability(_Numbered):
@@ -555,7 +543,8 @@ class Completion(Format):
     path = "/completion"
 
     def _body(self, ask: Ask, model: str) -> dict[str, Any]:
-        drawn = ask.temperature > 0  # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the likeliest
+        # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the most likely
+        drawn = ask.temperature > 0
         return _given(
             prompt=ask.prompt,
             n_predict=ask.max_tokens,

@@ -1,6 +1,4 @@
-"""One HTTP exchange within its limits: the URL, the key, what arrives as strict JSON or events, or one line on why
-not.
-"""
+"""One HTTP exchange within its limits: the URL, the key, the response as strict JSON or events, or a one-line error."""
 
 from __future__ import annotations
 
@@ -37,23 +35,23 @@ class AttemptError(Exception):
     """One attempt that gave no completion."""
 
     kind: str  # a word for counting: "timeout", "http-429", "malformed", ... (see `RETRIED`)
-    reason: str  # one line for a reader; what a server sent is in it only redacted and made printable
-    retry_after_s: float | None = None  # seconds that the server asked to wait; None where it did not
+    reason: str  # one line for a reader; text from a server is redacted and made printable
+    retry_after_s: float | None = None  # seconds that the server requested to wait; None where it did not
 
     def __str__(self) -> str:
         return self.reason
 
 
 def malformed(reason: str) -> AttemptError:
-    """What a server sent can't be read as the answer it should be."""
+    """A server's response can't be read as an answer."""
     return AttemptError("malformed", reason)
 
 
-# What a full server says: its Retry-After is kept, up to `most_wait_s`; nothing is sent again where its client was
-# refused like this for longer than `patience_s`.
+# Kinds by which a server reports that it is full: its Retry-After is followed, up to `most_wait_s`; requests are no
+# longer repeated after `patience_s` of nothing else.
 FULL = ("http-429", "http-503", "http-529")
-# Kind -> how often it is tried again at most (`attempts` bounds all kinds together). What is not here would be wrong
-# again, or (a timeout) may still be at work on the server, where a second one adds load.
+# Kind -> most repetitions (`attempts` bounds all kinds together). Other kinds would fail again, or (a timeout) may
+# still be running on the server, where a second one adds load.
 RETRIED = {
     "connect": 3,  # nothing listened, or the name did not resolve
     "reset": 3,  # closed before the answer's header was whole
@@ -61,7 +59,7 @@ RETRIED = {
     "http-408": 3,
     "http-425": 3,
     "http-429": 8,
-    "http-500": 1,  # the request itself may be what kills the server
+    "http-500": 1,  # the request itself may be what crashes the server
     "http-502": 3,
     "http-503": 8,
     "http-504": 1,
@@ -70,15 +68,12 @@ RETRIED = {
 
 
 def wait_before_retry(failure: AttemptError, times: int, request: str, limits: Limits) -> float | None:
-    """Seconds to wait before a request is sent again, by `RETRIED`; None if it is not.
+    """Seconds to wait before a request is repeated, by `RETRIED`, or None; `times`: repetitions of this kind so far.
 
     A completion changes nothing on a server, so sending it twice is safe; every repetition is counted in
-    `Answer.refusals`, because the first attempt may have been part of the load all the same. The wait doubles from
-    `first_wait_s` to `most_wait_s`, times a factor between 0.5 and 1 that is drawn from the request's id (so that many
-    refused requests do not come back at one moment, and a run can be repeated).
-
-    Args:
-        times: How often this kind has already been tried again.
+    `Answer.refusals`, because the first attempt may have been part of the load. The wait doubles from `first_wait_s` to
+    `most_wait_s`, times a factor between 0.5 and 1 that is drawn from the request's id (so that refused requests do not
+    all return at once, and a run can be repeated).
     """
     if times >= RETRIED.get(failure.kind, 0):
         return None
@@ -92,17 +87,12 @@ KEY_VARIABLES = ("NONDET_API_KEY", "OPENAI_API_KEY")
 _LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.proxy")
 _MASKED = re.compile(r"\S{0,200}\*{3}\S{0,200}")
 _ESCAPE = re.compile(r"\\(?:x|u00)([0-9a-fA-F]{2})")
-_SHORTEST_SECRET = 8  # "EMPTY", "none" and "x" are what people write where a server wants any key at all
+_SHORTEST_SECRET = 8  # "EMPTY", "none" and "x" are common where a server accepts any key
 
 
 class Key:
-    """A key that shows itself only in the header of a request.
-
-    Its repr and str are "[key]"; it can't be pickled or copied into a record by accident.
-
-    Args:
-        name: What it is called where it was: "key", or "path" for one in an address.
-    """
+    """A key that shows itself only in the header of a request. Its repr and str are "[key]"; it can't be pickled or
+    copied into a record by accident. `name` is "key", or "path" for one in an address."""
 
     __slots__ = ("_parts", "_shown", "_value")
 
@@ -121,21 +111,21 @@ class Key:
         raise TypeError("a key is not written anywhere")
 
     def headers(self) -> dict[str, str]:
-        """What authorizes one request; empty without a key."""
+        """The headers that authorize one request; empty without a key."""
         return {"Authorization": f"Bearer {self._value}"} if self._value else {}
 
     def redact(self, text: str) -> str:
-        """The text with the key, as it is or percent-encoded, replaced by "[key]". Before any cutting of the text."""
+        """The text with the key, as it is or percent-encoded, replaced by "[key]". Apply it before cutting the text."""
         for form in self._forms():
             text = text.replace(form, self._shown)
         return text
 
     def reason(self, text: str, limit: int = 300) -> str:
-        """What a server said, for one line of a report: printable, cut, without the key or a recognizable part of it.
+        """A server's message for one line of a report: printable, cut, without the key or a recognizable part of it.
 
         A part is eight characters in a row, or a word that a server has masked itself ("sk-abc***xyz"). A line that
-        still has such a part in one of the forms of `_views` is withheld. A server that has the key can of course hide
-        it in what it sends; this is against carelessness, its and ours.
+        still has such a part in one of the forms of `_views` is withheld. A server that has the key could still hide it
+        in what it sends: this protects only against carelessness.
         """
         line = _MASKED.sub("[masked]", one_line(self.redact(text), limit))
         for start in range(len(self._value) - _SHORTEST_SECRET + 1):
@@ -157,18 +147,18 @@ class Key:
 
 
 def _squeezed(text: str) -> str:
-    """Letters and digits alone, in lower case: however a text was wrapped, spaced or capitalized."""
+    """Only letters and digits, in lower case, to ignore wrapping, spaces and capitals."""
     return "".join(filter(str.isalnum, text.casefold()))
 
 
 def _views(line: str) -> Iterator[str]:
-    """What a line may say in other forms: escapes and entities undone (twice), base64, hex, and codes of characters."""
+    """The line in other forms: escapes and entities undone (twice), base64, hex, and codes of characters."""
     yield line
     for _ in range(2):
         line = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), html.unescape(unquote(line)))
         yield line
     for run in re.findall(r"[\w+/-]{11,}", line, re.ASCII):
-        for start in range(4):  # where the encoding begins within the run is not known
+        for start in range(4):  # the beginning of the encoding within the run is unknown
             text = run[start:].translate({ord("-"): "+", ord("_"): "/"})
             yield base64.b64decode(text[: len(text) // 4 * 4]).decode("latin-1")
     digits = re.sub(r"0x|[^0-9a-fA-F]", "", line)
@@ -178,10 +168,8 @@ def _views(line: str) -> Iterator[str]:
 
 
 def key_from_environment(variable: str | None = None, environment: Mapping[str, str] | None = None) -> Key:
-    """The key that a variable of the environment holds, or the first of `KEY_VARIABLES` that is set, if one is.
-
-    A named one that is not set, or holds what can't go into a header, is a `UserError`.
-    """
+    """The key in this environment variable, or in the first of `KEY_VARIABLES` that is set, if one is. Raises
+    UserError: the named variable is not set, or holds what can't be sent in a header."""
     environment = os.environ if environment is None else environment
     for name in (variable,) if variable else KEY_VARIABLES:
         value = environment.get(name, "").strip()
@@ -205,47 +193,47 @@ _PATHS = {
     "/generate": "",
 }
 _PORTS = {"http": 80, "https": 443}
-_PREFIX_LEAST, _PART_LEAST = 4, 8  # characters of what is taken out of lines: "/v2" and "api" are in many
-# What of an address that can't be used is repeated: no more than its scheme, host and port.
+_PREFIX_LEAST, _PART_LEAST = 4, 8  # shorter parts are not redacted: "/v2" and "api" are common
+# The part of an unusable address that is repeated: only its scheme, host and port.
 _SHOWN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?|[\w.-]+:\d{1,5})(?=[/?#]|$)", re.I)
 
 
-# The first part of a host that looks like a key in its place: what may be one is in no message and no file.
+# A first part of a host that looks like a key: it is written to no message and no file.
 _TOKEN = re.compile(r"(((sk|pk|xai|pplx|nvapi)-|(hf|gh[opsu]|gsk|r8)_)[\w-]{12,}|\w{24,})(\..*)?", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server is."""
+    """A server's address."""
 
     scheme: str  # "http" or "https"
-    host: str  # and port, as one connects to them
+    host: str  # and port, as for connecting
     port: int
-    prefix: str = ""  # the path in front of /v1/..., without a slash at its end; usually ""
-    protocol: str = ""  # what the URL's path names, openai-chat for .../v1/chat/completions, say
+    prefix: str = ""  # the path before /v1/..., without a slash at its end; usually ""
+    protocol: str = ""  # what the URL's path names, for example openai-chat for .../v1/chat/completions
 
     @property
     def origin(self) -> str:
-        """Scheme, host and port; what a key belongs to."""
+        """Scheme, host and port, to which a key belongs."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
         return f"{self.scheme}://{host}{port}"
 
     @property
     def url(self) -> str:
-        """Origin, and what tells its prefix from others, as records show it."""
+        """Origin, and a digest of the prefix, as records show it."""
         origin = f"{self.scheme}://HOST-NOT-REPEATED" if _TOKEN.fullmatch(self.host) else self.origin
         return without_path(origin + self.prefix)
 
     @property
     def secrets(self) -> tuple[Key, ...]:
-        """The prefix and its longer parts, any of which may be a token that a gateway takes."""
+        """The prefix and its longer parts, any of which may be a gateway's token."""
         parts = [self.prefix, *(part for part in self.prefix.split("/") if len(part) >= _PART_LEAST)]
         return tuple(Key(part, "path") for part in parts if len(part) >= _PREFIX_LEAST)
 
     @property
     def local(self) -> bool:
-        """Whether the name is this machine's own: what goes there passes no network."""
+        """Whether the name is this machine's own, so that no network is used."""
         if self.host == "localhost" or self.host.endswith(".localhost"):
             return True
         try:
@@ -255,10 +243,8 @@ class Address:
 
 
 def read_address(url: str) -> Address:
-    """What a user gave as --endpoint: `http://host:port`, with or without `/v1` or the path of completions at its end.
-
-    What is no http or https URL, or has a user, a password, a query or a fragment, is a `UserError`.
-    """
+    """Read --endpoint: `http://host:port`, with or without `/v1` or the path of completions at its end. Raises
+    UserError: not an http or https URL, or one with a user, a password, a query or a fragment."""
     hint = "Give it as http://HOST:PORT or https://HOST/v1."
     match = _SHOWN.match(url.strip()) if "@" not in url else None
     match = None if match and _TOKEN.fullmatch(match[2] or match[0].rpartition(":")[0]) else match
@@ -299,22 +285,22 @@ _BYTES_PER_ALTERNATIVE = 2048  # a token id, its text, its bytes as a JSON list 
 class Limits:
     """Bounds of one attempt, and of how often there is another."""
 
-    connect_s: float = 10.0  # until the connection (with TLS) stands
-    first_byte_s: float = 300.0  # until the answer's header is whole: a full server lets a request wait in its queue
+    connect_s: float = 10.0  # until the connection (with TLS) is open
+    first_byte_s: float = 300.0  # until the answer's header is whole: a full server keeps requests in its queue
     idle_s: float = 120.0  # between two pieces of the body
-    total_s: float = 900.0  # for one attempt, all in all; what a slow drip ends at
-    page_s: float = 20.0  # the same for a page that says what the server is or counts
+    total_s: float = 900.0  # for one attempt in total, which also ends a slow drip
+    page_s: float = 20.0  # the same for a page with the server's description or counters
     most_bytes: int = 64 << 20  # of one answer, before anything is parsed; `bytes_for` is usually less
-    most_page_bytes: int = 4 << 20  # of a page that says what the server is or counts
+    most_page_bytes: int = 4 << 20  # of a page with the server's description or counters
     most_error_bytes: int = 64 << 10  # read of the body of an error
-    attempts: int = 10  # sent at most this often, whatever went wrong
+    attempts: int = 10  # sent at most this often, for whatever reason
     first_wait_s: float = 0.5  # the first and the longest wait between attempts, Retry-After included
     most_wait_s: float = 30.0
-    patience_s: float = 300.0  # of a full server; from then on each request is sent once, until one is answered
+    patience_s: float = 300.0  # with a full server; then each request is sent once, until one is answered
 
     def bytes_for(self, ask: Ask) -> int:
-        """The most bytes that an answer to this request may have: a generous share for each token it asked for."""
-        echoed = 32 * len(ask.prompt)  # some servers send the prompt back, as text, escaped, and as ids
+        """The most bytes of an answer to this request: a generous share for each requested token."""
+        echoed = 32 * len(ask.prompt)  # some servers return the prompt, as text, escaped, and as ids
         tokens = ask.max_tokens * (ask.top_logprobs + 2) * _BYTES_PER_ALTERNATIVE
         return min(self.most_bytes, (1 << 20) + echoed + tokens)
 
@@ -329,11 +315,9 @@ T = TypeVar("T")
 
 
 def parse(raw: bytes) -> Any:
-    """A JSON document with floats as strings, the decimals that were sent.
-
-    NaN, Infinity, a key that occurs twice in one object, invalid UTF-8, nesting deeper than the interpreter's stack and
-    more than some hundred thousand lists or objects are an AttemptError ("malformed" or "too-large").
-    """
+    """A JSON document with floats as strings, the decimals that were sent. NaN, Infinity, a key that occurs twice in
+    one object, invalid UTF-8, nesting deeper than the interpreter's stack and more than some hundred thousand lists or
+    objects are an AttemptError ("malformed" or "too-large")."""
     if raw.count(b"[") + raw.count(b"{") > _MOST_CONTAINERS or raw.count(b",") > _MOST_COMMAS:
         raise AttemptError("too-large", f"JSON of {len(raw):,} bytes with too many parts")
     text = ""
@@ -369,10 +353,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(document: Any, kind: type[T]) -> T:
-    """What of a parsed document belongs to a type of msgspec's; else an AttemptError ("malformed") with the place.
-
-    Strictly: a bool is no int, null only where None is.
-    """
+    """A parsed document as a type of msgspec's; else an AttemptError ("malformed") with the field. Strict: a bool is
+    not an int, and null is accepted only where None is."""
     try:
         return msgspec.convert(document, kind)
     except UnicodeEncodeError:  # msgspec looks an object's names up in UTF-8
@@ -384,9 +366,9 @@ def read(document: Any, kind: type[T]) -> T:
 def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
     """Little-endian float32, each the one nearest to its decimal (ties to even), never rounded twice.
 
-    A float64 in between is harmless except where it lies exactly half way between two float32: there the decimal
-    itself decides. (Rounding keeps order, and every such midpoint is a float64, so a decimal above a midpoint can't
-    become a float64 below it.) Null, no number, or one too large for float32 is an AttemptError ("malformed").
+    A float64 in between is harmless except where it lies exactly half way between two float32: there the decimal itself
+    decides. (Rounding keeps order, and every such midpoint is a float64, so a decimal above a midpoint can't become a
+    float64 below it.) Null, not a number, or one too large for float32 is an AttemptError ("malformed").
     """
     for value in decimals:
         if type(value) not in (int, str):
@@ -407,9 +389,7 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
 
 def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32:
     """The float32 nearest to a decimal whose float64 may lie half way between two: then the decimal's side counts.
-
-    Comparisons of Decimal and sums of float64 this close together are exact.
-    """
+    Comparisons of Decimal and sums of float64 this close together are exact."""
     side = np.float32(math.inf if float(rounded) < double else -math.inf)
     other = np.nextafter(rounded, side, dtype=np.float32)
     if decimal == Decimal(double) or abs(float(other) - double) != abs(float(rounded) - double):
@@ -418,25 +398,21 @@ def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32
 
 
 class Events:
-    """Collects pieces of a body and gives the data of each event that is whole.
+    """Collects pieces of a body and gives the data of each complete event, within `most_bytes` each and `most_events`.
 
     Lines end with CR LF, LF or CR; `data:` lines of one event are joined by newlines; comments and other fields are
-    skipped. What an unfinished event holds when the body ends is dropped, as the standard says.
-
-    Args:
-        most_bytes: Of one event.
-        most_events: Of the stream.
+    skipped. An unfinished event at the end of the body is dropped, as the standard requires.
     """
 
     def __init__(self, most_bytes: int, most_events: int) -> None:
         self._most = most_bytes
         self._left, self._most_events = most_events, most_events
-        self._rest: list[bytes] = []  # pieces of one line, joined once it ends: a drip of single bytes stays cheap
+        self._rest: list[bytes] = []  # pieces of one line, joined once it ends, so that a drip of single bytes is cheap
         self._data: list[bytes] = []
         self._size = 0
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The events that this piece finished; an AttemptError ("too-large") if one, or their number, has no end."""
+        """The events that this piece finished; an AttemptError ("too-large") beyond the limits."""
         self._size += len(piece)
         if self._size > self._most:
             raise AttemptError("too-large", f"an event of more than {self._most:,} bytes")
@@ -465,9 +441,9 @@ class Events:
         return None
 
 
-# Proxies and .netrc of the environment are not used (httpx's trust_env is off): the request goes where the user said,
-# and the key with it. Compressed answers are not asked for and not accepted, so that no few bytes become gigabytes. A
-# connection carries one request: what a server sends too much can't become the answer to another one.
+# Proxies and .netrc of the environment are not used (httpx's trust_env is off): the request and the key go only to the
+# user's URL. Compressed answers are not accepted, because a few bytes could become gigabytes. A connection carries one
+# request, so that excess data from a server can't become the answer to another one.
 
 _MOST_REDIRECTS = 3
 
@@ -483,13 +459,8 @@ class Times:
 
 
 class Transport:
-    """Connections to one origin.
-
-    Args:
-        key: Sent to this origin only.
-        verify: False takes any certificate; a path is a file of certificates to trust instead of the usual ones (a
-            `UserError` where it can't be read).
-    """
+    """Connections to one origin, the only one that gets the key. `verify` False accepts any certificate; a path is a
+    file of certificates to trust instead of the usual ones (a `UserError` where it can't be read)."""
 
     def __init__(self, address: Address, key: Key, limits: Limits, verify: bool | str = True) -> None:
         self.address, self.key, self.limits = address, key, limits
@@ -504,18 +475,19 @@ class Transport:
             else False,  # reading all certificates takes a tenth of a second
             trust_env=False,
             follow_redirects=False,
-            timeout=httpx.Timeout(None, connect=limits.connect_s),  # the others are kept here, over the whole
+            # the other limits are enforced here, over the whole exchange
+            timeout=httpx.Timeout(None, connect=limits.connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             headers={"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "nondet"},
         )
 
     def open(self) -> None:
-        """Before the first exchange: from here to `close` the key is kept out of logs."""
+        """Prepare for the first exchange: from here to `close` the key is kept out of logs."""
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(self._redacted)
 
     def _redacted(self, record: logging.LogRecord) -> bool:
-        """What httpx and httpcore log, where somebody turned that on: it has addresses and the server's headers."""
+        """Redact logs of httpx and httpcore, if they are enabled: they have addresses and the server's headers."""
         message = record.getMessage()
         for secret in self.secrets:
             message = secret.redact(message)
@@ -524,7 +496,7 @@ class Transport:
         return True
 
     def reason(self, text: str, limit: int = 300) -> str:
-        """What a server or a library said, for one line of a report: as `Key.reason`, for the address's path too."""
+        """A message for one line of a report: as `Key.reason`, and without the address's path."""
         for secret in self.secrets:
             text = secret.redact(text)
         for secret in self.secrets:
@@ -546,14 +518,9 @@ class Transport:
         times: Times | None = None,
         within_s: float | None = None,
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to one request once its header is there, with a status from 200 to 299.
-
-        Whatever goes wrong is an AttemptError, inside of the block as well.
-
-        Args:
-            path: Behind the address's prefix.
-            within_s: Seconds for all of it; None takes the limits' `total_s`.
-        """
+        """The answer to one request once its header is there, with a status from 200 to 299. Any error is an
+        AttemptError, inside of the block as well. `path` follows the address's prefix; `within_s` None takes the
+        limits' `total_s`."""
         times = times if times is not None else Times()
         within_s = self.limits.total_s if within_s is None else within_s
         times.sent = time.monotonic()
@@ -604,14 +571,14 @@ class Transport:
                 times.sent = time.monotonic()
 
         headers, content = self.key.headers(), None
-        if body is not None:  # in ASCII: half a surrogate pair in a prompt is no error of ours
+        if body is not None:  # in ASCII, because a prompt may hold half a surrogate pair
             headers["Content-Type"] = "application/json"
             content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
         for _ in range(_MOST_REDIRECTS + 1):
             request = self._http.build_request(
                 method, self.address.origin + path, content=content, headers=headers, extensions={"trace": trace}
             )
-            # The trace is kept beside httpx's own "timeout" extension, which build_request sets.
+            # Added to httpx's own "timeout" extension, which build_request sets.
             request.extensions.setdefault("timeout", httpx.Timeout(None, connect=self.limits.connect_s).as_dict())
             try:
                 async with asyncio.timeout(self.limits.connect_s + self.limits.first_byte_s):
@@ -625,7 +592,7 @@ class Transport:
         raise AttemptError("redirect", f"more than {_MOST_REDIRECTS} redirects")
 
     def _redirected(self, url: httpx.URL, response: httpx.Response) -> str:
-        """The path that a redirect within the same origin names; only 307 and 308 keep a POST a POST."""
+        """The path of a redirect within the same origin; only 307 and 308 keep a POST a POST."""
         try:
             target = url.join(response.headers.get("location", ""))
             where = read_address(str(target.copy_with(query=None, fragment=None))).origin
@@ -638,9 +605,9 @@ class Transport:
         return target.raw_path.decode("ascii", "replace")
 
     async def _refusal(self, response: httpx.Response) -> AttemptError:
-        """A status that is no success, with what the server said of it."""
+        """The error of an unsuccessful status, with the server's message."""
         message = ""
-        with contextlib.suppress(AttemptError):  # an error's body that can't be read is still that error
+        with contextlib.suppress(AttemptError):  # an error whose body can't be read is still that error
             message = self.reason(_message(await self.body(response, self.limits.most_error_bytes)))
         status = f"HTTP {response.status_code}"
         retry_after_s = _retry_after(response.headers.get("retry-after", ""))
@@ -649,7 +616,7 @@ class Transport:
         )
 
     def _failure(self, error: Exception, times: Times) -> AttemptError:
-        """What an exception of httpx, TLS or the sockets means."""
+        """The AttemptError for an exception of httpx, TLS or the sockets."""
         text = self.reason(str(error), 200) or type(error).__name__
         cause: BaseException | None = error
         while cause is not None:
@@ -657,7 +624,8 @@ class Transport:
                 return AttemptError("certificate", f"the server's certificate is not trusted: {text}")
             cause = cause.__cause__ or cause.__context__
         if isinstance(error, httpx.RemoteProtocolError) and "location header" in text:
-            return AttemptError("redirect", "redirects to no address")  # httpx reads it though nobody follows it
+            # httpx parses it although redirects are not followed
+            return AttemptError("redirect", "redirects to no address")
         if isinstance(error, httpx.ConnectTimeout):
             return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
         if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # IDNA knows no such host
@@ -670,7 +638,7 @@ class Transport:
 
 
 def _retry_after(value: str) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or as a date; None where it can't be read."""
+    """Seconds of a Retry-After header, as a number or as a date; None where it can't be read."""
     value = value.strip()[:64]
     if value.isascii() and value.isdigit():
         return float(value[:9])
@@ -681,7 +649,7 @@ def _retry_after(value: str) -> float | None:
 
 
 def _message(raw: bytes) -> str:
-    """What an error's body says: its message where it is JSON of one of the usual forms, else its text."""
+    """The message in an error's body: from JSON of one of the usual forms, else the text."""
     try:
         document = parse(raw)
     except AttemptError:

@@ -1,6 +1,6 @@
-"""Plays one round against a server: who is let go when, what shows that the load was there, and how Ctrl-C ends it.
+"""Runs one round against a server: when each request is sent, what shows that the load was there, and Ctrl-C.
 
-Nothing of HTTP is here: a `Client` asks. Everything happens in one asyncio loop, so the callbacks need no locks.
+HTTP is left to a `Client`. Everything happens in one asyncio loop, so the callbacks need no locks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, with Ctrl-C as a cancellation of the whole, raised once everything has been cleaned up.
-
-    A KeyboardInterrupt that a signal's handler raises hits whatever runs at that moment, the event loop's own
-    bookkeeping too: a task whose wake-up is lost in there never ends, and cancelling it spins for ever (one of some 70
-    interrupted runs did).
-    """
+    """As `asyncio.run`, with Ctrl-C as a cancellation of the whole, raised once everything has been cleaned up. A
+    KeyboardInterrupt that a signal's handler raises hits whatever runs at that moment, the event loop's own bookkeeping
+    too: a task that loses its wake-up never ends, and cancelling it spins forever (in one of some 70 runs)."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         return asyncio.run(main)
@@ -53,7 +50,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         try:
             return await main
         finally:
-            # what the handler before may have put in its own place for a second Ctrl-C stays
+            # the previous handler may have installed its own for a second Ctrl-C, which stays
             if signal.getsignal(signal.SIGINT) is stop:
                 signal.signal(signal.SIGINT, before)
 
@@ -65,17 +62,17 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-# Between two looks at the server's counters: closer at the beginning, for rounds that are soon over.
+# Between two polls of the server's counters: shorter at the beginning, for short rounds.
 _POLL_FIRST_SECONDS, _POLL_SECONDS = 0.005, 0.2
 # How many requests run or wait now, by the names of vLLM, SGLang and llama.cpp.
 _RUNNING = (":num_requests_running", ":num_running_reqs", ":requests_processing")
 _WAITING = (":num_requests_waiting", ":num_queue_reqs", ":requests_deferred")
-# Counters that a round's record keeps the movement of: cache hits, requests that ended, preemptions.
+# Counters whose change a round's record keeps: cache hits, requests that ended, preemptions.
 _COUNTED = (
     *("prefix_cache_hits", "prefix_cache_queries", "cache_hits", "cached_tokens"),  # cache_hit_rate is a gauge
     *("request_success", "num_requests_total", "preempt"),
 )
-_RETRACTED = "num_retracted_reqs"  # SGLang's preemptions: a gauge, of which the most is kept
+_RETRACTED = "num_retracted_reqs"  # SGLang's preemptions: a gauge, whose maximum is kept
 
 OnAnswer = Callable[[Planned, Answer, Served], None]
 
@@ -86,11 +83,12 @@ class Played:
 
     began: float
     seconds: float = 0.0
-    tokens: int = 0  # of everybody, as the server counts them, else as it sent them
+    tokens: int = 0  # of all requests, as the server counts them, else as it sent them
     polls: int = 0
     polled: list[tuple[float, float, float | None]] = field(default_factory=list)  # (when, running, waiting or None)
     streams: list[tuple[float, float, bool]] = field(default_factory=list)  # (first token, last byte, target)
-    unstreamed: list[tuple[float, float]] = field(default_factory=list)  # (sent, last byte) of targets that did not
+    # (sent, last byte) of targets that did not stream
+    unstreamed: list[tuple[float, float]] = field(default_factory=list)
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     others_failed: Counter[str] = field(default_factory=Counter)
@@ -119,10 +117,10 @@ class Played:
         )
 
     def _in_company(self) -> int:
-        """Targets that something ran beside: another stream of ours, or what the server said while they ran."""
+        """Targets with concurrent requests: another stream of ours, or as the server reported while they ran."""
         ran = [(first, done, target) for first, done, target in self.streams if done > first]
         beside = _overlapping([(first, done) for first, done, _ in ran])
-        # a request that streams runs; one that does not may be waiting, unless nothing waits
+        # a request that streams runs; any other may be waiting, unless nothing waits
         sure = [when for when, running, waiting in self.polled if running >= 2]
         known = [when for when, running, waiting in self.polled if running >= 2 and waiting == 0]
         count = sum(
@@ -133,7 +131,7 @@ class Played:
 
 
 def counters(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """How far the counters moved that say something of caches, and of requests that were not ours."""
+    """Changes of the counters of caches, and of requests that were not ours."""
     moved = {
         name: after[name] - value
         for name, value in before.items()
@@ -168,7 +166,7 @@ async def play(
     *,
     solo_seconds: float = 0.0,
 ) -> Played:
-    """Play these requests of the round; `solo_seconds` is an answer's time alone, for a long neighbour's moment."""
+    """Run these requests of the round; `solo_seconds` is a solo answer's time, for timing a long neighbour."""
     played = Played(began=time.monotonic())
     played.before = await client.metrics()
     played.began = time.monotonic()
@@ -202,7 +200,7 @@ async def play(
                 await gate.acquire()
                 group.create_task(ask(planned))
                 if round_.ramp and place < len(requests) // 2:
-                    # the first ones meet a small batch, the last ones a full one
+                    # the first ones get a small batch, the last ones a full one
                     await asyncio.sleep(min(0.05, 2 * solo_seconds / max(1, len(requests))))
     finally:
         played.seconds = time.monotonic() - played.began
@@ -243,12 +241,12 @@ async def _poll(client: Client, played: Played) -> None:
 
 
 def says_running(values: dict[str, float]) -> bool:
-    """Whether the counters tell how many requests run now."""
+    """Whether the counters show how many requests run now."""
     return _sum(values, _RUNNING) is not None
 
 
 def _odd(values: dict[str, float]) -> set[str]:
-    """Names of those that say how many requests run or wait, and give no number of requests."""
+    """Names of the counters of running or waiting requests whose values are not a number of requests."""
     return {n for n, value in values.items() if n.endswith(_RUNNING + _WAITING) and not 0 <= value < math.inf}
 
 
@@ -268,5 +266,5 @@ def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:
 def _overlapping(spans: Sequence[tuple[float, float]]) -> list[bool]:
     """For each interval, none of them empty, whether another one shares more than an end with it."""
     starts, ends = sorted(start for start, _ in spans), sorted(end for _, end in spans)
-    # those that begin before its end, but for those that end before its beginning; it is one of them itself
+    # those that begin before its end, except those that end before its beginning; it is one of them itself
     return [bisect_left(starts, end) - bisect_right(ends, start) > 1 for start, end in spans]

@@ -84,11 +84,7 @@ _pipe: Any = None  # to the parent, once this process is a rank
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer: a value, or the failure's first line and its kind.
-
-    Attributes:
-        failure: "" where there is none; never empty for a failure.
-    """
+    """A rank's answer: a value, or the failure's first line (never empty, and "" without one) and its kind."""
 
     value: Any = None
     failure: str = ""
@@ -111,7 +107,7 @@ def serve(
     try:
         _join(rank, world, device, port, limit_s)
         pipe.send(Answer())
-    except BaseException as error:  # noqa: BLE001 - the parent is told, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the parent gets any error
         pipe.send(_failure(error))
         _leave(1)
     while True:
@@ -163,11 +159,9 @@ _AS_HOSTS |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def shared_gpus(world: int) -> str:
-    """How ranks that outnumber the GPUs run, to be reported with their results; "" where they do not.
-
-    An order of additions is that of NCCL's algorithm. NCCL may choose the algorithm, and the number of pieces, by the
-    connection between ranks; and what reads another rank's memory does not run.
-    """
+    """How ranks that outnumber the GPUs run, to be reported with their results; "" where they do not. An order of
+    additions is that of NCCL's algorithm. NCCL may choose the algorithm, and the number of pieces, by the connection
+    between ranks; and what reads another rank's memory does not run."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -261,12 +255,9 @@ class RankGroup:
         return [p.pid for p in self._processes]
 
     def ask(self, target: str, *args: Any, limit_s: float | None = None) -> list[Any]:
-        """Call "module:function" with the arguments on every rank, and return each result, by rank.
-
-        Raises:
-            NotImplementedError: every rank raised it: the call does not apply here. The group stays.
-            RankError: anything else went wrong. The group is ended.
-        """
+        """Call "module:function" with the arguments on every rank, and return each result, by rank. Raises
+        NotImplementedError: every rank raised it, because the call does not apply here; the group stays. Raises
+        RankError: anything else went wrong; the group is ended."""
         with contextlib.suppress(OSError):  # a rank has ended: the reason is reported below
             for pipe in self._pipes:
                 pipe.send((target, args))
@@ -335,11 +326,8 @@ _shared: RankGroup | None = None
 def shared_group(
     world: int, device: str, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S
 ) -> RankGroup:
-    """The group of that kind, kept from one call to the next; there is one at a time.
-
-    Args:
-        limit_s: For starting and for each call, where it is started now and NONDET_RANKS_LIMIT_S is not set.
-    """
+    """The group of that kind, kept from one call to the next; there is one at a time. `limit_s`, for starting and for
+    each call, applies where it is started now and NONDET_RANKS_LIMIT_S is not set."""
     global _shared
     wanted = (world, device, dict(environment or {}))
     if _shared is not None and (not _shared.alive or (_shared.world, _shared.device, _shared.environment) != wanted):

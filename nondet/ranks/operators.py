@@ -60,13 +60,8 @@ class Message:
 
 
 class Outcome(NamedTuple):
-    """The result of one rank.
-
-    Attributes:
-        row: The tested row as bytes of its dtype; None on ranks that do not hold it.
-        notes: Of the launchers.
-        kernels: Device kernels of the call.
-    """
+    """The result of one rank: the tested row as bytes of its dtype (None on ranks that do not hold it), the launchers'
+    notes, and device kernels of the call."""
 
     row: bytes | None
     notes: list[str]
@@ -80,10 +75,8 @@ def row_of(message: Message, rank: int, device: str | torch.device) -> torch.Ten
 
 
 def reference(message: Message) -> torch.Tensor:
-    """[width]: the row's sum over all ranks in float64 (the row itself for a gather).
-
-    The ranks draw on devices of the same kind as here, so they have the same numbers.
-    """
+    """[width]: the row's sum over all ranks in float64 (the row itself for a gather). The ranks draw on devices of the
+    same kind as here, so they have the same numbers."""
     parts = [row_of(message, rank, message.device).double() for rank in range(message.world)]
     return parts[0] if message.operator == "all_gather" else torch.stack(parts).sum(0)
 
@@ -204,12 +197,8 @@ def invariant(message: Message) -> torch.Tensor:
 
 
 def collective(message: Message) -> torch.Tensor:
-    """The row [width], on the CPU.
-
-    Raises:
-        RankError: a rank failed, died or hung.
-        NotImplementedError: the implementation does not apply.
-    """
+    """The row [width], on the CPU. Raises RankError: a rank failed, died or hung; NotImplementedError: the
+    implementation does not apply."""
     group = shared_group(message.world, message.device, dict(message.environment))
     outcomes: list[Outcome] = group.ask("nondet.ranks.operators:collect", message)
     for name in outcomes[0].notes:

@@ -268,13 +268,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Branch:
-    """One continuation at a fork.
-
-    Attributes:
-        continuation: The text that follows on this branch (about 80 characters of its most common completion).
-        margin_min, margin_median: top-1 minus top-2 logit at the fork over the completions of this branch; None if not
-            recorded.
-    """
+    """One continuation at a fork: `continuation` is the text that follows (about 80 characters of its most common
+    completion), margins are top-1 minus top-2 logit at the fork over its completions, or None."""
 
     token_id: int
     text: str
@@ -307,10 +302,8 @@ class DistinctCompletion:
 
 @dataclass
 class TreeNode:
-    """A run of tokens shared by `count` completions, from `start`; the children begin where they diverge.
-
-    A node without children ends its completions. The leaves' counts sum to n.
-    """
+    """A run of tokens shared by `count` completions, from `start`; the children begin where they diverge. A node
+    without children ends its completions. The leaves' counts sum to n."""
 
     start: int
     length: int
@@ -466,11 +459,8 @@ _GATHERED = 1_000_000
 
 @dataclass
 class Span:
-    """Tokens `start` to `end` that the texts `first` to `last` (exclusive, in sorted order) have in common.
-
-    Attributes:
-        ways: Where they diverge at `end`, the span of each continuation; a text that ends there has one of its own.
-    """
+    """Tokens `start` to `end` that the texts `first` to `last` (exclusive, in sorted order) have in common. Where they
+    diverge at `end`, `ways` has the span of each continuation; a text that ends there has one of its own."""
 
     first: int
     last: int
@@ -512,8 +502,7 @@ def shared_length(one: Ids, other: Ids) -> int:
 
 
 def spans_of(texts: Sequence[Ids]) -> Span | None:
-    """The root of the tree of sorted distinct texts, or None; a loop, because forks may be nested too deep to
-    recurse."""
+    """The root of the tree of sorted distinct texts, or None; a loop, because nesting may be too deep to recurse."""
     if not texts:
         return None
     shared = np.array([shared_length(a, b) for a, b in pairwise(texts)], dtype=np.int64)
@@ -534,12 +523,8 @@ def spans_of(texts: Sequence[Ids]) -> Span | None:
 
 
 def spread(root: Span | None, first_trace: npt.NDArray[np.int64], logprobs: Rows) -> float:
-    """Largest spread of one token's logprob over traces that share it and everything before it.
-
-    Args:
-        first_trace: [texts + 1] where the traces of each text, in the texts' order, begin among the rows.
-        logprobs: Of the traces; non-finite values are left out.
-    """
+    """Largest spread of one token's logprob over traces that share it and everything before it; non-finite ones are
+    left out. `first_trace` [texts + 1] is where the traces of each text, in the texts' order, begin among the rows."""
     widest = 0.0
     pending = [root] if root is not None else []
     while pending:
@@ -560,8 +545,7 @@ def spread(root: Span | None, first_trace: npt.NDArray[np.int64], logprobs: Rows
 
 
 _BEFORE, _AFTER = 120, 80
-# The "next token" of a completion that ends where others continue.
-_END = -1
+_END = -1  # the "next token" of a completion that ends where others continue
 
 
 @dataclass
@@ -598,13 +582,10 @@ def text_of(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:
 
 
 class Grower:
-    """The tree of completions, with every fork in it.
+    """The tree of completions, with every fork in it. `groups` are distinct completions, the most common first.
 
-    In it a place is an index into the sorted texts, a rank into the groups as given, a row into the traces.
-
-    Args:
-        groups: Distinct completions, the most common first.
-        margins: Whether branches get their margins, which don't decide drawn tokens.
+    A place is an index into the sorted texts, a rank into the groups as given, a row into the traces. Without `margins`
+    branches get none, because they don't decide drawn tokens.
     """
 
     def __init__(
@@ -770,10 +751,8 @@ def token_flips(
 
 def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: float) -> tuple[float, float]:
     """Of flips over tokens: a completion's probability to diverge over the tokens it is expected to be compared for.
-
     Both have intervals by round, as a share of completions and of the `most` tokens that one may take, each at half of
-    the error; the quotients of their ends hold with both.
-    """
+    the error; the quotients of their ends hold with both."""
     each = 1.0 - (1.0 - confidence) / 2
     sizes = [n for _, _, n in rounds]
     low, high = round_interval([parted for parted, _, _ in rounds], sizes, each)
@@ -808,12 +787,8 @@ def _floats(data: bytes) -> npt.NDArray[np.float32]:
 
 def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> float | None:
     """Mean K3 of the other traces against the reference, over the tokens that each shares with it from the start.
-
-    None where no other trace shares a token, or logprobs are missing.
-
-    Args:
-        others: Digest -> (trace, how often it occurred, tokens that it shares with the reference).
-    """
+    `others`: digest -> (trace, how often it occurred, tokens that it shares with the reference). None where no other
+    trace shares a token, or logprobs are missing."""
     total, tokens = 0.0, 0
     for digest, (trace, count, length) in others.items():
         if digest == reference.digest or not trace.logprobs or not reference.logprobs:
@@ -871,12 +846,8 @@ def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray
 
 def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
     """Sets of operator families, "attention" or "attention+matmul", that made invariant by themselves left one trace.
-
-    A set that contains another cure is left out. Empty where stock did not diverge: there is nothing to cure.
-
-    Args:
-        summaries: Of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried.
-    """
+    `summaries` are those of one prompt: stock, and invariant:FAMILY[+FAMILY] for what was tried. A set that contains
+    another cure is left out. Empty where stock did not diverge: there is nothing to cure."""
     stock = next((s for s in summaries if s.impl == "stock"), None)
     if stock is None or stock.distinct_traces < 2:
         return []
@@ -950,12 +921,8 @@ class Comparison:
 
 
 def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
-    """One for each implementation, in the order of the summaries.
-
-    Args:
-        rounds: Implementation -> rounds with a completion that succeeded. The bound by round counts only those in which
-            a completion was compared with an earlier one of its prompt.
-    """
+    """One for each implementation, in the order of the summaries. `rounds` counts rounds with a completion that
+    succeeded; the bound by round counts only those in which one was compared with an earlier one of its prompt."""
     by_impl: dict[str, dict[int, SampleSummary]] = {}
     for s in summaries:
         by_impl.setdefault(s.impl, {})[s.prompt] = s
@@ -1052,10 +1019,8 @@ def summarize(
 ) -> SampleSummary:
     """Everything about the completions of `prompt` under `impl`.
 
-    Args:
-        traces: By digest, as `nondet.core.traces.read_traces` gives them; a `KeyError` where a completion's is missing.
-        pieces: Text of single tokens, from the same file.
-        completions, batches: Theirs, and `batch_totals`, where the caller has them already.
+    `traces` (by digest) and `pieces` are as `nondet.core.traces.read_traces` gives them, `completions` and `batches`
+    theirs and `batch_totals`, where the caller has them. Raises KeyError: a completion's trace is missing.
     """
     if completions is None:
         completions = [c for c in run.completions if c.impl == impl and c.prompt == prompt]

@@ -156,10 +156,8 @@ def collect(
 
 
 def _take_turns(parts: Sequence[_Rounds], under: Under, repeat: bool) -> None:
-    """Round after round, every implementation once, in an order that rotates by one each round.
-
-    So a drift of the machine affects all of them alike, and none always follows the same other one.
-    """
+    """Round after round, every implementation once, in an order that rotates by one each round. So a drift of the
+    machine affects all of them alike, and none always follows the same other one."""
     for part in parts:
         with under(part.impl) as part.counted:
             part.begin(repeat)
@@ -184,10 +182,8 @@ class _Sessions(RoundCollector):
     counted: Callable[[], Counter[str]]  # the dispatcher's counts so far, as `implementation` gives them
 
     def collect(self, number: int, play: Callable[[], Session], arm: str = "") -> Session:
-        """Run a round and write it: its traces first, then its completions, and last its `Round`.
-
-        Along axes `arm` is in the completions, and the `Round` holds the session's figures.
-        """
+        """Run a round and write it: its traces first, then its completions, and last its `Round`. Along axes `arm` is
+        in the completions, and the `Round` holds the session's figures."""
         before = self.counted()
         with listen() as launched:
             session = play()
@@ -368,13 +364,8 @@ def vary(
     progress: Callable[[str, str, int, int], None] | None = None,
     elsewhere: Play | None = None,
 ) -> None:
-    """Run whatever the run file does not hold yet. Raises as `collect`.
-
-    Args:
-        plan: The requests, the same for every arm.
-        elsewhere: Runs a round in another engine, which switches implementations by itself.
-        progress: Called with (implementation, arm, arms done, arms) as arms begin and at the end.
-    """
+    """Run whatever the run file does not hold yet, with the same requests in every arm; raises as `collect`.
+    `elsewhere` runs a round in another engine, `progress` is called with (implementation, arm, arms done, arms)."""
     arms = arms_of(base, axes, len(plan.rounds))
     with ExitStack() as stack:
         traces = stack.enter_context(closing(open_traces(writer, piece_of(loaded))))

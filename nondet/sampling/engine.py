@@ -54,10 +54,8 @@ _set_apart = False  # within such a block
 
 @contextmanager
 def cheap_collections() -> Iterator[None]:
-    """Freeze what is alive now for the garbage collector, unless other code has frozen it already.
-
-    The engine collects twice per session, over all of torch and transformers: a third of a second each time.
-    """
+    """Freeze what is alive now for the garbage collector, unless other code has frozen it already. The engine collects
+    twice per session, over all of torch and transformers: a third of a second each time."""
     global _set_apart
     if _set_apart or gc.get_freeze_count() > _SOMEBODY_FROZE:  # then thawing would undo other code's freeze
         yield
@@ -81,8 +79,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def query_step(requests: int, budget: int) -> int:
-    """The multiple to which a step is padded under CUDA graphs: all requests' decodes, at most a quarter of the
-    budget."""
+    """The multiple to which a step is padded under CUDA graphs: requests' decodes, at most a quarter of the budget."""
     decodes = 1 << (min(requests, budget) - 1).bit_length()
     return min(_QUERY_STEP, max(8, min(decodes, budget // _SIZES_LEAST // 8 * 8)))
 
@@ -90,12 +87,9 @@ def query_step(requests: int, budget: int) -> int:
 def batching_config(
     requests: Sequence[Request], load: Load, pages: int | None = None, model: Any = None, **more: Any
 ) -> Any:
-    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed.
-
-    Args:
-        pages: Of the KV cache, over all layers; None: enough that no request is preempted.
-        model: Its layers may have several kinds of attention: 5.17 gives each group of layers blocks of its own.
-    """
+    """transformers' settings for these requests: everything that it would otherwise choose by itself is fixed. `pages`
+    are the KV cache's over all layers, None: enough that no request is preempted. In 5.17 each kind of attention in
+    `model` has blocks of its own."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     known = {f.name for f in fields(ContinuousBatchingConfig)}
@@ -164,11 +158,9 @@ def quiet() -> Iterator[None]:
 
 
 def why_no_graphs(config: Any) -> str:
-    """Why a model's steps don't run as CUDA graphs by default; "" for plain dense decoders.
-
-    The host reads back which experts are chosen, and scales some rotary embeddings, which no graph can; a sliding
-    window's cache is updated by positions. Neither these nor unlisted architectures have been tested inside of a graph.
-    """
+    """Why a model's steps don't run as CUDA graphs by default; "" for plain dense decoders. The host reads back which
+    experts are chosen, and scales some rotary embeddings, which no graph can; a sliding window's cache is updated by
+    positions. Neither these nor unlisted architectures have been tested inside of a graph."""
     text = config.get_text_config()
     if any(getattr(text, name, None) for name in _EXPERTS):
         return "the model has experts"
@@ -259,8 +251,7 @@ class Loop:
 
 
 def start(manager: Any, device: torch.device) -> None:
-    """Start the engine's thread, on CUDA with a `Loop`; on a CPU only a new thread has the current number of
-    threads."""
+    """Start the engine's thread, on CUDA with a `Loop`; on a CPU only a new thread has the current thread count."""
     if device.type != "cuda":
         manager.start()
         return
@@ -283,14 +274,13 @@ def stop_now(manager: Any) -> None:
 #
 # No order of operations can matter in its steps, so its invariance does not depend on kernels:
 #
-# 1. Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it),
-#    all distinct, so any sort or top-k gives one result.
-# 2. Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
-# 3. Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole. 4. Draw: 53 bits of Philox4x32-10
-# with the seed as its key and the position as its counter, against the exact sum of
-#    the kept weights in the order of their token ids: a logit that changes a little moves the boundaries a little,
-#        where
-#    an order by logits would let two tokens change places.
+# - Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it), all
+#   distinct, so any sort or top-k gives one result.
+# - Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
+# - Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole.
+# - Draw: 53 bits of Philox4x32-10 with the seed as its key and the position as its counter, against the exact sum of
+#   the kept weights in the order of their token ids: a logit that changes a little moves the boundaries a little, where
+#   an order by logits would let two tokens change places.
 #
 # Only the logits remain: if they have the same bits, so has the token. Weights below 2^-44 of the largest are never
 # drawn, a probability of less than 2^-26 for the largest vocabulary. Logprobs are the model's own, at temperature 1
@@ -401,11 +391,7 @@ def draw_row(
 
 class Drawing:
     """Replaces the engine's draw by ours, as a forward hook: it draws from each row's logits, and returns logits from
-    which the engine's own argmax takes the drawn token.
-
-    Attributes:
-        drawn: Request id -> its draws, in order.
-    """
+    which the engine's own argmax takes the drawn token. `drawn`: request id -> its draws, in order."""
 
     def __init__(self, requests: Sequence[Request], log: SessionLog) -> None:
         self._of = {r.id: (r.sampling, len(r.prompt)) for r in requests}
@@ -452,10 +438,8 @@ def generation(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
-    """The outcome of a request whose tokens were drawn here: with the model's logprobs, and how near each draw was.
-
-    If its tokens are not the drawn ones, it is an error, never a completion: a hook was skipped, or ran twice.
-    """
+    """The outcome of a request whose tokens were drawn here: with the model's logprobs, and how near each draw was. If
+    its tokens are not the drawn ones, it is an error, never a completion: a hook was skipped, or ran twice."""
     if outcome.finish in ("error", "cut") or outcome.request.sampling is None:
         return outcome
     if [d.token for d in draws] != outcome.token_ids:
@@ -478,7 +462,7 @@ class TransformersEngine:
         self.model = model
 
     def describe(self) -> dict[str, Any]:
-        """What is fixed beside the load."""
+        """What is fixed in addition to the load."""
         import transformers
 
         return {
@@ -776,25 +760,20 @@ def _outcome(
 
 # On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
 _WARM_REQUESTS, _WARM_TOKENS = 16, 3
-# Steps may have every size up to here; of larger ones, a full budget.
-_SIZES_MOST = 256
+_SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a full budget
 
 
 def warm_up(
     model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
 ) -> Session | None:
-    """Run everything once that the rounds will run, under the implementation that is on.
+    """Run everything once that the rounds will run, under the implementation that is on; returns the whole first round,
+    if run.
 
-    On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the model's layers are
-    called at the sizes that steps may have, and the whole first round is run. First uses in later rounds are left out
-    of the timings, see `nondet.core.launch`.
-
-    Args:
-        model: Whose layers are called; None: they are in other processes.
-        progress: Called with the calls of layers, and one for the round, and at each compilation or proof.
-
-    Returns:
-        The first round, where the whole of it was run.
+    On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
+    (None:
+    they are in other processes) are called at the sizes that steps may have, and the whole first round is run. First
+    uses in later rounds are left out of the timings, see `nondet.core.launch`. `progress` is called for each layer's
+    call, for the round, and at each compilation or proof.
     """
     if device == "cuda":
         if model is None:

@@ -121,11 +121,9 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
 
 @contextmanager
 def _no_cudnn_attention() -> Iterator[None]:
-    """scaled_dot_product_attention without cuDNN, in every thread.
-
-    cuDNN builds a plan for each new length of keys, which costs the host more time than the attention of a small model
-    costs the GPU; a comparison of kernels leaves this out.
-    """
+    """scaled_dot_product_attention without cuDNN, in every thread. cuDNN builds a plan for each new length of keys,
+    which costs the host more time than the attention of a small model costs the GPU; a comparison of kernels leaves
+    this out."""
     if not torch.cuda.is_available():
         raise UserError(f"{STOCK_NO_CUDNN} needs a CUDA device: there is no cuDNN to switch off", "Use --impl stock.")
     before = torch.backends.cuda.cudnn_sdp_enabled()

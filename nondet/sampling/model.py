@@ -219,8 +219,7 @@ _HINT = "Write random:qwen3-12x1024: an architecture, layers, width; or random:q
 _CONTEXT = 4096
 _WIDTH_STEP = 128
 _LAYERS, _WIDTH = 200, 16384  # a larger number is more likely a typing error
-# Wide enough that logits differ, so that greedy completions are not near-ties at every step.
-_SPREAD = 0.05
+_SPREAD = 0.05  # so wide that greedy completions are not near-ties at every step
 
 # architecture -> what its config needs in addition to the common sizes
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -250,11 +249,9 @@ def is_random(source: str | None) -> bool:
 
 
 def random_config(source: str, vocabulary: int) -> Any:
-    """The config of "random:ARCHITECTURE-LAYERSxWIDTH": heads of 128, in total twice as wide as the model.
-
-    Qwen3-0.6B's proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another
-    form, an unknown architecture, or impossible sizes.
-    """
+    """The config of "random:ARCHITECTURE-LAYERSxWIDTH": heads of 128, in total twice as wide as the model. Qwen3-0.6B's
+    proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another form, an unknown
+    architecture, or impossible sizes."""
     from transformers import AutoConfig
 
     def config(name: str, layers: int, width: int, heads: int, kv_heads: int, **more: Any) -> Any:
@@ -304,10 +301,8 @@ def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cp
 
 
 def random_model(config: Any, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """A causal LM of that config, its matrices uniform around 0, its norms as initialized.
-
-    uniform_ and not normal_: the latter's values differ between CPUs for one seed.
-    """
+    """A causal LM of that config, its matrices uniform around 0, its norms as initialized. uniform_ and not normal_:
+    the latter's values differ between CPUs for one seed."""
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
@@ -326,14 +321,9 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, and its description for a run's header.
-
-    Attributes:
-        name: "embedded", or the folder or hub name as given.
-        context: Positions that it has; None where the config has no limit.
-        identity: What decides its bits: class, parameters, dtype, commit, weights. JSON-able, for the header: a run is
-            resumed only under an equal one.
-    """
+    """A model on its device, and its description for a run's header: `name` is "embedded", or the folder or hub name as
+    given; `context` the positions that it has, or None; `identity` what decides its bits (class, parameters, dtype,
+    commit, weights), JSON-able: a run is resumed only under an equal one."""
 
     name: str
     model: Any = field(repr=False)
@@ -367,11 +357,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model and its tokenizer. Raises UserError: it is missing, incomplete, not a causal LM, or can't run here.
 
-    Args:
-        source: None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
-            weights.
-        dtype: A key of `DTYPES`.
-        attention: The form that transformers gives it; where another engine runs the model any works.
+    `source` is None for the embedded model, a local folder, a hub name (weights must be safetensors), or random
+    weights; `attention` is the form that transformers gives it, which another engine ignores.
     """
     from transformers import AutoModelForCausalLM
 
@@ -425,10 +412,8 @@ def load_model(
 
 
 def load_libraries() -> None:
-    """Start the CUDA libraries of products and attention on another thread, while a model is being loaded.
-
-    Their first call on a machine reads hundreds of megabytes, which takes seconds.
-    """
+    """Start the CUDA libraries of products and attention on another thread, while a model is being loaded. Their first
+    call on a machine reads hundreds of megabytes, which takes seconds."""
 
     def first_calls() -> None:
         with suppress(RuntimeError):  # the code that needs a missing library raises
@@ -482,12 +467,8 @@ def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
 def read_weights(
     auto: Any, where: str, local: Path | None, config: Any, options: dict[str, Any], extra: str = ""
 ) -> Any:
-    """The model, by a class such as AutoModelForCausalLM. Raises UserError: its weights can't be loaded, or are
-    missing.
-
-    Args:
-        extra: Part of the names of tensors that may be missing.
-    """
+    """The model, by a class such as AutoModelForCausalLM. Raises UserError: its weights can't be loaded, or some are
+    missing, except those of tensors with `extra` in their names."""
     named: dict[str, Any] = {"config": config, "use_safetensors": True, "output_loading_info": True}
     try:
         model, info = auto.from_pretrained(local or where, **named, **options)

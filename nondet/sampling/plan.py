@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 # Implementations that exist only at a temperature -> the kernels they run on.
 DRAWN = {"stock-seeded": "stock", "unseeded-invariant": "invariant"}
-# Implementations whose draw is left to the engine.
-UNSEEDED = ("stock", "unseeded-invariant")
+UNSEEDED = ("stock", "unseeded-invariant")  # the draw is left to the engine
 SEEDS_MOST = 10_000
 _HOTTEST = 100.0
 
@@ -499,8 +498,7 @@ def make_engine(name: str, model: Any) -> Engine:
 
 # Each prompt has its own completions, figures and section of a report; ten thousand of them are a benchmark's size.
 PROMPTS_MOST = 10_000
-# A row is read up to this length; a longer prompt is beyond the context of any model here.
-_ROW_BYTES = 4 * 2**20
+_ROW_BYTES = 4 * 2**20  # a longer prompt is beyond the context of any model here
 _COLUMN = "prompt"
 
 
@@ -664,8 +662,7 @@ def _named(where: str, kind: str, names: list[str], column: str | None) -> str:
     raise UserError(f"{where} has no {kind} {shown!r}", hint)
 
 
-# A shorter prompt is followed by its own completion, so that there is something to chunk or share.
-LONG = 44
+LONG = 44  # a shorter prompt is followed by its own completion, so that there is something to chunk or share
 _EVERY = 8
 
 

@@ -73,10 +73,7 @@ class Played:
 
 def open_model(folder: str, dtype: str, device: str, threads: int) -> int:
     """Load this rank's share of the model; returns its parameters. transformers' `ValueError` if ranks don't divide it.
-
-    Args:
-        threads: Of this rank on a CPU: the caller's own number, because ranks are compared with one process.
-    """
+    On a CPU, `threads` is the caller's own number, because ranks are compared with one process."""
     global _model
     torch.set_num_threads(threads)
     place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
@@ -104,10 +101,8 @@ def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, 
 
 @contextmanager
 def report_failures() -> Iterator[None]:
-    """Report what ends the engine's thread before the engine looks for the other ranks.
-
-    It waits for them to end their step first, and a step that waits for this rank never ends.
-    """
+    """Report what ends the engine's thread before the engine looks for the other ranks. It waits for them to end their
+    step first, and a step that waits for this rank never ends."""
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
 
     handle = Manager._handle_critical_error
@@ -135,16 +130,9 @@ LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 
 class RanksEngine:
-    """A group of ranks that holds one model. Close it, or use it in a `with` statement. Raises UserError: ranks that
-    are not available, or a model that can't be cut over them.
-
-    Args:
-        loaded: The model as the caller loaded it: the ranks get its tokenizer, its identity and its weights.
-        world: Ranks; 1 too, for a comparison by the same means.
-
-    Attributes:
-        shares: Parameters that each rank holds.
-    """
+    """A group of `world` ranks that holds one model, `loaded` by the caller; one rank too, for a comparison by the same
+    means. Close it, or use it in a `with` statement. `shares`: parameters of each rank. Raises UserError: ranks that
+    are not available, or a model that can't be cut over them."""
 
     def __init__(self, loaded: LoadedModel, world: int) -> None:
         check_loader()
@@ -189,7 +177,7 @@ class RanksEngine:
         return self._group.pids if self._group is not None else []
 
     def describe(self) -> dict[str, Any]:
-        """What is fixed beside the load."""
+        """What is fixed in addition to the load."""
         return TransformersEngine(self._model).describe() | {"ranks": self.world, "sampling": "greedy"}
 
     @contextmanager
@@ -204,8 +192,7 @@ class RanksEngine:
             self.impl = before
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
-        """See `run_session`; finished requests are reported at its end. A `UserError` if watched, cut short or
-        refused."""
+        """See `run_session`; progress is reported at its end. A `UserError` if watched, cut short or refused."""
         on_token_count = options.pop("on_token_count", None)
         if options.pop("watcher", None) is not None or options.pop("until", None) is not None:
             raise UserError("a session over ranks can't be watched or cut short", "Trace the model on one rank.")

@@ -86,11 +86,8 @@ def _expand(entries: Sequence[Sequence[Any]]) -> dict[int, list[list[int]]]:
 
 
 def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
-    """The recorded completions of these requests; "divergent" means all whose trace is not the most common.
-
-    The most common of its own prompt, in its own arm. Raises UserError: no such request, or several implementations
-    have it and none was named.
-    """
+    """The recorded completions of these requests; "divergent" means all whose trace is not the most common. Most common
+    in its prompt and arm. Raises UserError: no such request, or several implementations have it."""
     impls = list(dict.fromkeys(c.impl for c in run.completions))
     if impl is not None and impl not in impls:
         raise UserError(
@@ -212,10 +209,8 @@ def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
     """Rounds to repeat in addition to the first, so that each prompt that diverged does so within repeated rounds.
 
     Greedy: the round that settles most prompts first, the earlier one among equals. A prompt may need two rounds.
-
-    Args:
-        completions: Of one implementation, those that succeeded; all that there will be.
-        most: Rounds at most; prompts that would need more stay open, as their verdict reports.
+    `completions` are all that succeeded under one implementation; prompts that need more than `most` rounds stay open,
+    as their verdict reports.
     """
     traces: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for c in completions:
@@ -276,13 +271,8 @@ def settling_row(
     again: Session,
     started: float,
 ) -> Row:
-    """A round run again and compared with its completions on disk: traces and schedules, without the background.
-
-    So is the first one of a stopped run: a difference between two processes is not an effect of the batch.
-
-    Args:
-        before: The round's completions by key, those that succeeded.
-    """
+    """A round run again and compared with its completions on disk, `before` by key: traces and schedules. So is the
+    first one of a stopped run: a difference between two processes is not an effect of the batch."""
     records = [completion_of(o, impl, index) for o in again.outcomes if o.request.target]
     failed = [r.reason for r in records if r.status != "ok"]
     parted = sum(r.key in before and before[r.key] != r for r in records)
@@ -331,10 +321,8 @@ T = TypeVar("T")
 
 
 def minimal(items: Sequence[T], still: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The smallest sublist found by delta debugging for which `still` holds: no member of it can be left out.
-
-    `still` must hold for all items; it is called with sublists in the order of `items`. (Zeller & Hildebrandt, 2002.)
-    """
+    """The smallest sublist found by delta debugging for which `still` holds: no member of it can be left out. `still`
+    must hold for all items; it is called with sublists in the order of `items`. (Zeller & Hildebrandt, 2002.)"""
     kept, pieces = list(items), 2
     while len(kept) > 1:
         size = -(-len(kept) // pieces)
@@ -413,11 +401,9 @@ class Player:
         return _replayed(completion, outcome, apart, how="alone", company=[], **took)
 
     def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
-        """The smallest set of concurrent requests found with which the request differs from its solo completion.
-
-        Tokens are compared where the recorded completion's tokens differ from the solo ones, else logprob bits. Raises
-        UserError: the solo completion equals the recorded one, so that there is nothing to shrink.
-        """
+        """The smallest set of concurrent requests found with which the request differs from its solo completion. Tokens
+        are compared where the recorded completion's tokens differ from the solo ones, else logprob bits. Raises
+        UserError: the solo completion equals the recorded one, so that there is nothing to shrink."""
         started, before = time.perf_counter(), self.sessions
         name = completion.request
         alone = _outcome(self.play([name]), name)

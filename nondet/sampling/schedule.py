@@ -21,8 +21,7 @@ from nondet.sampling.plan import Outcome, Pace, Request, Span
 # The engine serves decodes before prefills, and admits waiting requests in the order given here while there is room in
 # the step. A policy decides only the order of admission.
 
-# Tokens that a client may take before the others' turn: about one prompt of the default loads.
-_QUANTUM = 64
+_QUANTUM = 64  # tokens of a client's turn: about one prompt of the default loads
 _CLIENTS = 3  # one client has the requests under study; two others share the concurrent requests
 
 
@@ -56,10 +55,8 @@ class _ShortestFirst(Order):
 
 @dataclass
 class _ByPrefix(Order):
-    """The request whose prompt shares the longest prefix with a prompt admitted before goes first, as in SGLang.
-
-    Every admitted prompt counts as cached, even if its pages were freed since.
-    """
+    """The request whose prompt shares the longest prefix with a prompt admitted before goes first, as in SGLang. Every
+    admitted prompt counts as cached, even if its pages were freed since."""
 
     seen: list[tuple[int, ...]] = field(default_factory=list)
     known: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> (prompts compared, longest match)
@@ -81,11 +78,9 @@ class _ByPrefix(Order):
 
 @dataclass
 class _DeficitRoundRobin(Order):
-    """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time.
-
-    After Shreedhar & Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and
-    when no waiting client has any, all get a quantum.
-    """
+    """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time. After Shreedhar &
+    Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and when no waiting
+    client has any, all get a quantum."""
 
     credit: Counter[str] = field(default_factory=Counter)
 
@@ -156,11 +151,9 @@ def _round_robin(index: int, request: Request, replicas: _Replicas) -> int:
 
 
 def _prefix_and_load(index: int, request: Request, replicas: _Replicas) -> int:
-    """E2 of Preble (Srivatsa et al., 2024): exploit a long prefix, else explore where it is cheapest.
-
-    Where more of the prompt is cached than has to be computed, the replica with the longest prefix is taken, unless it
-    is overloaded; otherwise the one whose load and missing tokens are least.
-    """
+    """E2 of Preble (Srivatsa et al., 2024): exploit a long prefix, else explore where it is cheapest. Where more of the
+    prompt is cached than has to be computed, the replica with the longest prefix is taken, unless it is overloaded;
+    otherwise the one whose load and missing tokens are least."""
     matches = replicas.matches(request)
     best = max(range(replicas.count), key=lambda i: (matches[i], -replicas.load[i], -i))
     overloaded = replicas.load[best] > _OVERLOAD * min(replicas.load) + _SLACK * len(request.prompt)
@@ -210,10 +203,8 @@ _PLACES = 512
 
 
 def two_largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values (float32) and token ids (int64), [rows, 2], of logits [rows, vocabulary]; reads only.
-
-    Maxima rather than topk: among equal values topk may choose by the number of rows.
-    """
+    """Values (float32) and token ids (int64), [rows, 2], of logits [rows, vocabulary]; reads only. Maxima rather than
+    topk: among equal values topk may choose by the number of rows."""
     rows = logits.float()
     first = rows.max(dim=-1, keepdim=True)
     second = rows.scatter(-1, first.indices, float("-inf")).max(dim=-1, keepdim=True)

@@ -23,8 +23,7 @@ from nondet.sampling.model import LoadedModel
 
 # Keys that the query in question attends to; packed among the other keys of the step, as the engine packs them.
 _OWN_KEYS = 48
-# Packings tried for attention: all of them would repeat themselves, and the largest take long on a CPU.
-_PACKINGS = 64
+_PACKINGS = 64  # of attention: all of them would repeat themselves, and the largest take long on a CPU
 
 
 @dataclass(frozen=True)

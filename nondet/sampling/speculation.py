@@ -80,10 +80,8 @@ def _after(text: Sequence[int], context: Sequence[int], most: int, *, latest: bo
 
 
 def draft_from_layers(model: Any) -> Draft:
-    """Greedy tokens of the first half of the model's own layers, with its own embedding, norm and head.
-
-    Its weights are a copy, because the engine switches the attention of the model's own layers.
-    """
+    """Greedy tokens of the first half of the model's own layers, with its own embedding, norm and head. Its weights are
+    a copy, because the engine switches the attention of the model's own layers."""
     return _greedy(_half(model))
 
 

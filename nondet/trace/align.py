@@ -1,10 +1,10 @@
-"""Setting the calls of two arms side by side, and finding the first with equal inputs and unequal outputs.
+"""Matching the calls of two arms, and finding the first with equal inputs and different outputs.
 
 What an axis of a tensor counts is not guessed from one size: it counts tokens if it was as long as the step in every
 step seen, over steps of several lengths, and keys or predicted rows likewise. Then a call's tensors are compared on the
 rows of the position under study, and on the keys that it sees, in order of position, wherever in the pack or in the
-pages they are. An axis that follows none of the three (rows sorted by expert, say) is not understood, and no claim is
-made of that tensor.
+pages they are. An axis that follows none of the three (for example rows sorted by expert) is not understood, and
+nothing is claimed about that tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nondet.core.records import Difference
 from nondet.trace.capture import Event, Sizes, Slot, StepRecord
 
 Roles = tuple[str, ...]  # for each axis "tokens", "keys", "predicted" or "": one that no step changed
-# Their integer operands say where to read, which differs between packs; what was read is compared.
+# Their integer operands are read positions, which differ between packs; what was read is compared.
 _INDEXING = ("getitem", "index_select", "gather", "take", "index", "embedding", "Tensor.index_select", "Tensor.gather")
 
 
@@ -30,9 +30,9 @@ class Pair:
 
     Attributes:
         equal_inputs, equal_outputs: On this request's rows; None where one of the tensors is not understood.
-        unequal: The results that differ: where they stand, and how.
+        unequal: The results that differ: their paths, and the differences.
         shared: Whether the result that differs belongs to no row: something that all rows share, like a scale.
-        roles: Place of an input or a result -> what its axes count.
+        roles: Path of an input or a result -> what its axes count.
     """
 
     a: Event
@@ -48,14 +48,14 @@ class Pair:
 
 @dataclass
 class Finding:
-    """What the comparison of one region came to.
+    """The result of comparing one region.
 
     Attributes:
-        guilty: The first call with equal inputs and unequal outputs.
-        after: Where there is none: the first call whose inputs differ already, though nothing before it is guilty.
-        outside: Whether these are given to the region, so that no call in there computed them.
-        compared: Calls that were set side by side and understood.
-        unmatched: Calls before the guilty one that only one arm made, as "a: module call".
+        guilty: The first call with equal inputs and different outputs.
+        after: Where there is none: the first call whose inputs differ already, though no earlier call is responsible.
+        outside: Whether these are arguments of the region, so that no call in there computed them.
+        compared: Calls that were matched and understood.
+        unmatched: Calls before the responsible one that only one arm made, as "a: module call".
     """
 
     guilty: Pair | None = None
@@ -68,9 +68,9 @@ class Finding:
 def first_guilty(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> Finding:
     """The first call in order of time whose inputs are bitwise equal on this request's rows and whose outputs are not.
 
-    A module ends after the calls inside it, so the innermost call that can be judged is named. Results that belong to
-    no row (a scale, a count) make their call guilty only if a later call takes them and gives this request's row other
-    bits: bookkeeping differs between packs by its nature.
+    A module ends after the calls inside it, so the innermost comparable call is named. Results that belong to no row (a
+    scale, a count) make their call responsible only if a later call takes them and gives this request's row different
+    bits, because bookkeeping always differs between packs.
     """
     events_a, events_b = list(canonical(a)), list(canonical(b))
     seen = _observations([a, b, *shapes])
@@ -105,11 +105,9 @@ def _is_given(pair: Pair, pairs: Sequence[Pair]) -> bool:
 
 
 def canonical(record: StepRecord) -> Iterator[Event]:
-    """The calls, with attention's tensors in one form: transformers packs the heads of a single query in another way.
-
-    For one query, query [1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D], in the same order; for several, keys and values that
-    were repeated for each head of a group become one for each group again.
-    """
+    """The calls, with attention's tensors in one form: transformers packs the heads of a single query differently. For
+    one query, query [1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D], in the same order; for several, keys and values that
+    were repeated for each head of a group become one for each group again."""
     kv_heads = 0
     for event in record.events:
         if event.key.call == "cache.update":
@@ -147,7 +145,7 @@ Shapes = dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]]
 
 
 def _observations(records: Sequence[StepRecord]) -> Shapes:
-    """(module, call, occurrence, place) -> the shapes that it had at which sizes."""
+    """(module, call, occurrence, path) -> the shapes that it had at which sizes."""
     seen: Shapes = {}
     for record in records:
         for event in canonical(record):
@@ -157,7 +155,7 @@ def _observations(records: Sequence[StepRecord]) -> Shapes:
 
 
 def roles_of(observations: Sequence[tuple[Sizes, tuple[int, ...]]]) -> Roles | None:
-    """What each axis counts, going by all steps seen; None where that can't be told."""
+    """What each axis counts, by all steps seen; None where that is undecided."""
     ranks = {len(shape) for _, shape in observations}
     if len(ranks) != 1:
         return None
@@ -272,7 +270,7 @@ def _compare(a: Event, b: Event, record_a: StepRecord, record_b: StepRecord, see
 
 
 def _reaches(pair: Pair, later: Sequence[Pair]) -> bool:
-    """Whether a result that belongs to no row is taken by a later call that gives this request's row other bits."""
+    """Whether a later call takes a result that belongs to no row and gives this request's row different bits."""
     values = [(x.value, y.value) for x, y in zip(pair.a.outputs, pair.b.outputs, strict=False)]
     for index, user in enumerate(later):
         inputs = {slot.path: slot.value for slot in user.b.inputs}

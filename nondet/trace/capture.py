@@ -20,7 +20,7 @@ from nondet.errors import UserError
 from nondet.sampling.plan import Span, StepLog
 from nondet.sampling.schedule import requested_logits
 
-# What the fine pass keeps of one step: the calls in one region of the model, with their tensors, in the order of time.
+# What the fine pass keeps of one step: the calls in one region of the model, with their tensors, in order of time.
 #
 # A region is one layer, or what comes before the first ("embedding") or after the last ("head"). A call is a function
 # of torch as the model's Python calls it (`linear`, `scaled_dot_product_attention`, `Tensor.mul`), an update of the
@@ -28,7 +28,7 @@ from nondet.sampling.schedule import requested_logits
 
 
 class EventKey(NamedTuple):
-    """Who called what, for which time in this call of the module."""
+    """The caller, the function, and which of the module's calls it is."""
 
     module: str
     call: str
@@ -36,13 +36,8 @@ class EventKey(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a step's tensors can be as long as.
-
-    Attributes:
-        tokens: Rows of the step.
-        keys: Keys that the region's attention reads, of everybody; 0 where the region has none.
-        predicted: Rows of the logits.
-    """
+    """The lengths that axes of a step's tensors can have: rows of the step, keys that the region's attention reads, of
+    all requests (0 where the region has none), and rows of the logits."""
 
     tokens: int
     keys: int
@@ -54,10 +49,10 @@ class Slot:
     """One tensor of a call.
 
     Attributes:
-        path: Where it stands among the arguments: "0", "attn_mask", "1.0"; "out" and "out.1" for results.
+        path: Its position among the arguments: "0", "attn_mask", "1.0"; "out" and "out.1" for results.
         weight: Whether it is a parameter of the model or a view of one: equal in both arms, as the weights are.
-        value: A copy of it as it was at the call (inputs) or after it (results); None in a step whose shapes alone are
-            wanted, for weights, and past the memory limit.
+        value: A copy of it as it was at the call (inputs) or after it (results); None if only shapes are recorded, for
+            weights, and beyond the memory limit.
     """
 
     path: str
@@ -72,9 +67,9 @@ class Event:
     """One call.
 
     Attributes:
-        constants: Arguments that are no tensors, by place.
+        constants: Arguments that are not tensors, by position.
         function, args, kwargs: What was called, for replays: tensors are the copies, weights the weights themselves.
-            None where the call can't be made alone.
+            None where the call can't be made by itself.
         of_module: Whether it is a module's, with all calls inside.
     """
 
@@ -93,8 +88,8 @@ class StepRecord:
     """The region's calls in one step.
 
     Attributes:
-        row: The row of the position under study; -1 in a step of which only shapes are wanted.
-        columns: Where this request's visible keys are among all keys, in order of position.
+        row: The row of the position under study; -1 in a step of which only shapes are recorded.
+        columns: Indices of this request's visible keys among all keys, in order of position.
         limited: Whether copies were left out for lack of memory.
         cut: Whether every tensor was cut to the position's rows: then none belongs to all rows, and no axis counts any.
     """
@@ -109,7 +104,7 @@ class StepRecord:
 
 
 def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
-    """The tensors in nested arguments or results, each with where it stands."""
+    """The tensors in nested arguments or results, each with its path."""
     if isinstance(value, torch.Tensor):
         return [(path, value)]
     if isinstance(value, list | tuple):
@@ -122,7 +117,7 @@ def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
 
 
 def changed_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
-    """The same nested arguments, each tensor replaced by `change` of where it stands (as in `tensors_in`) and it."""
+    """The same nested arguments, each tensor replaced by `change(path, tensor)`, paths as in `tensors_in`."""
     if isinstance(value, torch.Tensor):
         return change(path, value)
     join = f"{path}." if path else ""
@@ -135,8 +130,8 @@ def changed_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path
 
 
 def find_layers(model: Any) -> list[tuple[str, Any]]:
-    """The decoder layers by their paths, in order: the outermost list of modules that is as long as the config says.
-    Raises UserError: no such list."""
+    """The decoder layers by their paths, in order: the outermost list of modules of the config's length; else
+    UserError."""
     from torch import nn
 
     count = model.config.get_text_config().num_hidden_layers
@@ -171,10 +166,8 @@ def window_of(model: Any, layer: int) -> int | None:
 
 @contextmanager
 def wrapped_cache_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Put `wrap(update)` in the place of the paged cache's `update`, in every thread.
-
-    It is marked `watched`: an attention of ours that would go around it calls it then.
-    """
+    """Replace the paged cache's `update` by `wrap(update)`, in every thread. It is marked `watched`: an attention of
+    ours that would bypass it calls it then."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     original = PagedAttentionCache.update
@@ -189,7 +182,7 @@ def wrapped_cache_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
 
 @contextmanager
 def wrapped_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Put `wrap(function)` in the place of each attention function of transformers' table that may be asked for."""
+    """Replace each attention function of transformers' table that may be used by `wrap(function)`."""
     from transformers.modeling_utils import AttentionInterface
 
     table = AttentionInterface()
@@ -204,25 +197,24 @@ def wrapped_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
 # The coarse pass: for each position and layer a hash of the hidden state and of K and V as written, and of the logits.
 #
-# Hashes of all rows of a step are taken on the device, of whoever's they are, and copied to the host once a step. They
+# Hashes of all rows of a step, of every request, are computed on the device and copied to the host once per step. They
 # are kept under (request, position), never under a step or a row. With prefix sharing a request may read K and V that
-# another one wrote: who wrote what is read off the cache's own indices, so that a position's record is its owner's.
+# another one wrote: the writer is found by the cache's own indices, so that a position's record is its owner's.
 
 Owner = tuple[str, int]  # request, position
 Hashes = npt.NDArray[np.int64]
 
-# Hashes kept at most: 8 bytes each. Beyond them nothing more is kept, and `full` says so.
-_MOST_HASHES = 2**26
+_MOST_HASHES = 2**26  # 8 bytes each; beyond them nothing more is kept, and `full` is set
 
 
 class RowHashes:
-    """What a coarse pass keeps of a session, step by step. Who uses it says which rows are whose.
+    """What a coarse pass keeps of a session, step by step. The user of the class decides which rows are whose.
 
     Attributes:
         names: What is hashed at each position, in the order of computation: "input", "3.k", "3.v", "3.out", ...
         rows: (request, position) -> one hash for each name.
         logits: (request, position) -> hash of the logits there.
-        foreign: Request -> position -> who else wrote what that request read there.
+        foreign: Request -> position -> other owners of what that request read there.
         full: Whether a limit stopped the keeping of hashes.
     """
 
@@ -236,13 +228,13 @@ class RowHashes:
         self._step: dict[str, torch.Tensor] = {}
 
     def note(self, name: str, *tensors: torch.Tensor) -> None:
-        """Tensors [rows, ...] of the step under way, under one name."""
+        """Hash tensors [rows, ...] of the running step, under one name."""
         for tensor in tensors:
             hashes = row_hashes(tensor.detach())
             self._step[name] = self._step[name] * 31 + hashes if name in self._step else hashes
 
     def keep(self, spans: Sequence[Span], *others: torch.Tensor) -> list[Hashes]:
-        """A step is over, whose rows are those of `spans`: one copy to the host, of the other integers as well."""
+        """End a step, whose rows are those of `spans`: one copy to the host, of the other integers as well."""
         names, tensors = list(self._step), [*self._step.values(), *others]
         self._step = {}
         pieces = np.split(torch.cat(tensors).cpu().numpy(), np.cumsum([len(t) for t in tensors])[:-1])
@@ -261,12 +253,8 @@ class RowHashes:
 
 
 class CoarseCapture(RowHashes):
-    """A watcher that keeps hashes.
-
-    Args:
-        last: The position after which the session may end; None to look on until its end.
-        sharing: Whether requests share cached pages; then who wrote what is followed.
-    """
+    """A watcher that keeps hashes. The session may end after the position `last` (None: at its end). With `sharing`
+    requests share cached pages, and the writers are tracked."""
 
     def __init__(self, request: str, last: int | None = None, *, sharing: bool = True) -> None:
         super().__init__()
@@ -339,7 +327,7 @@ class CoarseCapture(RowHashes):
             self._note_owners(*indices)
 
     def _note_owners(self, read: Hashes, write: Hashes) -> None:
-        """Who wrote what each request reads: its own rows first, then whatever its pages hold."""
+        """Find the writer of what each request reads: its own rows first, then whatever its pages hold."""
         start = 0
         for span in self._log.pack:
             for offset in range(span.rows):
@@ -358,8 +346,8 @@ class CoarseCapture(RowHashes):
 
 
 def _rows(hidden: torch.Tensor, what: str) -> torch.Tensor:
-    """The step's rows [tokens, width] of a hidden state [1, tokens, width]. Raises UserError: it has another form, as
-    Gemma 3n's several predictions of each token."""
+    """The step's rows [tokens, width] of a hidden state [1, tokens, width]; a UserError for another form, such as Gemma
+    3n's several predictions of each token."""
     if hidden.dim() != 3 or hidden.shape[0] != 1:
         raise UserError(
             f"{what} has shape {tuple(hidden.shape)}, not one row for each token, so its rows can't be followed",
@@ -370,23 +358,20 @@ def _rows(hidden: torch.Tensor, what: str) -> torch.Tensor:
 
 # The fine pass: every call inside one region of the model, in the one step that computes one position.
 #
-# Calls are seen by a TorchFunctionMode that is entered in the engine's own thread, inside the model's forward, and
-# left there again: torch's functions as the model calls them, before the dispatcher takes them apart, so that a call
-# is what `batch_invariant()` replaces. What such a mode cannot see (a Triton launch, another library's write) shows as
-# a module whose inputs agree and whose outputs do not while no call inside it is guilty.
+# A TorchFunctionMode that is entered in the engine's own thread, inside the model's forward, sees torch's functions as
+# the model calls them, before the dispatcher decomposes them, so that a call is what `batch_invariant()` replaces. What
+# it cannot see (a Triton launch, another library's write) shows as a module with equal inputs and different outputs
+# while no call inside it is responsible.
 
-# Bytes of copies of one step; past it calls are seen without their tensors, and the record says so.
+# Bytes of copies of one step; beyond them calls are recorded without their tensors, and the record is marked.
 _MOST_BYTES = 4 * 2**30
-# Steps of which only shapes are kept, to tell which axis counts tokens and which keys.
-_SHAPE_STEPS = 6
+_SHAPE_STEPS = 6  # of these only shapes are kept, to find out which axis counts tokens and which keys
 
 
 def visible_keys(pack: tuple[Span, ...], request: str, position: int, window: int | None) -> tuple[range, int]:
-    """Where the keys that a position sees are among all that a layer reads in the step, and how many those are.
-
-    Each request's keys follow one another: all of its positions so far, or with a window the last window-1 cached ones
-    and the new ones.
-    """
+    """The indices of a position's visible keys among all that a layer reads in the step, and the number of all. Each
+    request's keys follow one another: all of its positions so far, with a window the last window-1 cached and the new
+    ones."""
     start, columns = 0, range(0)
     for span in pack:
         cached = span.first if window is None else min(span.first, window - 1)
@@ -432,7 +417,7 @@ class FineCapture:
 
     @contextmanager
     def attached(self, model: Any, log: StepLog) -> Iterator[None]:
-        """Hooks at the region's borders and on every module inside, wrappers around the cache and the attention."""
+        """Hooks at the region's boundaries and on every module inside, wrappers around the cache and the attention."""
         self._log = log
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
         layers = find_layers(model)
@@ -462,7 +447,7 @@ class FineCapture:
             yield
 
     def _begin(self, *_: Any) -> None:
-        """The region begins: is this a step to record?"""
+        """Decide, as the region begins, whether this step is recorded."""
         pack = self._log.pack
         tokens = sum(span.rows for span in pack)
         start, site = 0, False
@@ -486,7 +471,7 @@ class FineCapture:
         self._start(record)
 
     def _start(self, record: StepRecord) -> None:
-        """Record what the region calls from here on."""
+        """Record the region's calls from here on."""
         self._now, self._bytes = record, 0
         self._count.clear()
         self._path, self._entered, self._read = [], [], []
@@ -494,7 +479,6 @@ class FineCapture:
         self._mode.__enter__()
 
     def _end(self, *_: Any) -> None:
-        """The region ends."""
         if self._mode is None or self._now is None:
             return
         self._mode.__exit__(None, None, None)
@@ -569,12 +553,10 @@ class FineCapture:
         return run
 
     def _cached(self, _key: torch.Tensor, _value: torch.Tensor) -> list[Slot]:
-        """The keys and values that attention reads."""
         return self._read
 
     @property
     def _record(self) -> StepRecord:
-        """The step that is recorded now."""
         if self._now is None:
             raise RuntimeError("no step is recorded")
         return self._now
@@ -602,7 +584,8 @@ class FineCapture:
         if not writes and all(memory_of(t) in before.values() for _, t in results):
             return out  # a view: nothing was computed
         written = args[0] if writes and args else out
-        named = name + (f"[{', '.join(made)}]" if made else "")  # linear[Float8Tensor] is no product of plain numbers
+        # linear[Float8Tensor] is not a product of plain numbers
+        named = name + (f"[{', '.join(made)}]" if made else "")
         event = self._add(self._where(), named, inputs, self._slots({"out": written}))
         event.constants = {str(i): a for i, a in enumerate((*args, kwargs)) if isinstance(a, bool | int | float | str)}
         event.constants |= {k: v for k, v in kwargs.items() if isinstance(v, bool | int | float | str)}
@@ -650,7 +633,7 @@ def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 
 def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A module's tensors, without the engine's own: those are told apart by request and not by row."""
+    """A module's tensors, without the engine's own: those are separated by request and not by row."""
     engine = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_to_keep",
               "cache", "block_table", "logits_processor_args")  # fmt: skip
     return {k: v for k, v in kwargs.items() if k not in engine}

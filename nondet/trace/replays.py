@@ -1,6 +1,6 @@
-"""The guilty call, made again alone: each replay changes one thing and says in one sentence what that showed.
+"""The responsible call, repeated by itself: each replay changes one thing and reports its effect in one sentence.
 
-Only the second arm's whole inputs are varied (the company is in them). "Its bits" are those of this request's row.
+Only the second arm's inputs, which include the concurrent requests, are varied; compared are the bits of one row.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One arm's call of the guilty operator.
+    """One arm's call of the responsible operator.
 
     Attributes:
-        roles: Place of a tensor -> what its axes count, see `nondet.trace.align`.
+        roles: Path of a tensor -> what its axes count, see `nondet.trace.align`.
         axis: "tokens" or "predicted": what this call's rows are; "" where its result belongs to no row.
         visible: This request's keys among all keys.
         keys: All keys; 0 for a call that reads none.
@@ -53,7 +53,7 @@ class RecordedCall:
 
     @classmethod
     def of(cls, event: Event, pair: Pair, record: StepRecord) -> RecordedCall | None:
-        """The call of one arm of the pair; None where it can't be made alone."""
+        """The call of one arm of the pair; None where it can't be made by itself."""
         if event.function is None:
             return None
         flat = {role for roles in pair.roles.values() for role in roles}
@@ -83,8 +83,8 @@ class RecordedCall:
 
         Args:
             rows: Which rows, in which order; None: all.
-            change: change(place, tensor) of each tensor, before the selection.
-            place: Where this request's row is in the selection; None: where it was.
+            change: change(path, tensor) of each tensor, before the selection.
+            place: Index of this request's row in the selection; None: as recorded.
         """
         out = self.prepared(rows, columns, change)()
         out = out if isinstance(out, torch.Tensor) else next(x for x in out if isinstance(x, torch.Tensor))
@@ -93,7 +93,7 @@ class RecordedCall:
     def prepared(
         self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
     ) -> Callable[[], Any]:
-        """The same call, its tensors selected already: what runs when it is called is the operator alone. Raises
+        """The same call with its tensors already selected, so that calling it runs only the operator. Raises
         NotImplementedError: other numbers for a weight that is made of other tensors, as torchao's are."""
 
         def pick(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -132,16 +132,16 @@ class RecordedCall:
         return out
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the call by their place."""
+        """All tensors of the call by their path."""
         return dict(tensors_in((*self.args, self.kwargs)))
 
     def carries_values(self, path: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor holds numbers of rows or keys, and is no mask between the two."""
+        """Whether a tensor holds numbers of rows or keys, and is not a mask between the two."""
         roles = set(self.roles.get(path, ())) - {""}
         return tensor.dtype.is_floating_point and len(roles) == 1
 
 
-# parts of names of what computes nothing: views, and memory that is allocated
+# parts of names of operators that compute nothing: views, and allocations
 _NO_KERNELS = ("view", "expand", "transpose", "aten.t.", "slice", "detach", "alias", "empty")
 
 
@@ -157,22 +157,22 @@ class _Operators(TorchDispatchMode):
 
 
 def operators_of(call: Callable[[], Any]) -> list[str]:
-    """The aten operators that the dispatcher took a call apart into, views left out, in the order of first use."""
+    """The aten operators into which the dispatcher decomposed a call, without views, in the order of first use."""
     with _Operators() as seen:
         call()
     return list(seen.names)
 
 
-# A wrong sum or rounding? The guilty call on numbers whose exact result is known, against the same call in float64.
+# A wrong sum or rounding? The responsible call on numbers with a known exact result, compared with float64.
 #
-# On ones every partial sum is a whole number. On small integers results may cancel, and then a distance in ULP says
-# nothing: there the error is held against the sum of the terms' magnitudes, which is the same call on absolute values.
+# On ones every partial sum is a whole number. On small integers results may cancel, so that a distance in ULP means
+# nothing: there the error is compared with the sum of the terms' magnitudes, which is the same call on absolute values.
 # An attention gets equal scores (queries of zero), so that its result is the mean of the values.
 #
-# The oracle is the call itself in float64, which torch computes by other kernels: a fault of one kernel shows, one
-# that the float64 code shares does not.
+# The oracle is the call itself in float64, which torch computes by other kernels: it reveals a fault of one kernel, but
+# not one that the float64 code shares.
 
-_QUERY = "0"  # the place among attention's arguments
+_QUERY = "0"  # its position among attention's arguments
 _MOST_ULP = 2
 # Roundings to the result's own format that a library may make on the way (split sums kept in it), each half an ULP of
 # the terms' magnitudes: a term or a slice that is lost, doubled or of the wrong sign costs far more on these inputs.
@@ -241,15 +241,14 @@ def replays(
     Args:
         out_a, out_b: This request's part of the recorded results.
         name: What was called, as "scaled_dot_product_attention".
-        sweeps: Whether the call is repeated at other numbers of rows and keys, for each of which libraries plan anew,
-            and under each family that might cure it, for which kernels are compiled; the family that its name says
+        sweeps: Whether the call is repeated at other numbers of rows and keys, for each of which libraries plan again,
+            and under each family that might cure it, for which kernels are compiled; the family that its name suggests
             is tried in the whole run in any case.
     """
     device = out_b.device.type
     again = _guarded("repeat", lambda: _repeat(b, out_b))
     yield again
-    # its bits change by themselves, or follow something that was not captured: whatever else is changed, nothing
-    # follows from what comes out
+    # its bits change by themselves, or depend on something that was not captured: no other replay is then conclusive
     if again.status == "divergent" or not again.equals_second:
         yield _guarded("substitution", lambda: _substitution(b, name))
         return
@@ -278,7 +277,7 @@ def _replay(name: str, apart: bool, sentence: str, **found: Any) -> Replay:
 
 
 def _guarded(name: str, replay: Callable[[], Replay]) -> Replay:
-    """A replay that fails is a record, and ends nothing."""
+    """Turn a replay that fails into a record."""
     try:
         return replay()
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, StopIteration) as error:
@@ -287,7 +286,7 @@ def _guarded(name: str, replay: Callable[[], Replay]) -> Replay:
 
 
 def kernels_of(call: RecordedCall, device: str) -> list[str]:
-    """What ran: on CUDA the kernels that the profiler saw, on a CPU the aten operators that the call consists of."""
+    """What ran: on CUDA the kernels that the profiler saw, on a CPU the aten operators of the call."""
     prepared = call.prepared()
     try:
         if device != "cuda":
@@ -296,7 +295,7 @@ def kernels_of(call: RecordedCall, device: str) -> list[str]:
         with profile_variants(device) as profile, profile.variant(0):
             prepared()
         return profile.kernels(1)[0]
-    except RuntimeError:  # no profiler, or one that saw nothing: then no name is given
+    except RuntimeError:  # without a profiler, or without results, no name is given
         return []
 
 
@@ -327,7 +326,7 @@ def _repeat(b: RecordedCall, out: torch.Tensor) -> Replay:
 
 
 def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values: Replay | None) -> Replay:
-    """This request's rows without the others: their number goes, and with it their values, of which `values` tells."""
+    """This request's rows without the others: their number changes, and their values (which `values` tests)."""
     columns = list(b.visible) if b.keys else None
     result = b.run([b.row], columns, place=0)
     like_a, like_b = identical(result.reshape(out_a.shape), out_a), identical(result.reshape(out_b.shape), out_b)
@@ -389,7 +388,7 @@ def _values(b: RecordedCall, out: torch.Tensor) -> Replay:
 
 
 def _order(b: RecordedCall, out: torch.Tensor) -> Replay:
-    """Other rows and keys in another order, then this row at other places."""
+    """Other rows and keys in another order, then this row at other positions."""
     rows, columns = _all_others(b)
     turned = list(range(b.rows))
     for place, other in zip(rows, rows[1:] + rows[:1], strict=True):
@@ -448,14 +447,14 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
 
     results = {size: run(size) for size in sizes}
     kernels: dict[int, list[str]] = {}
-    if device == "cuda":  # again, with the operator alone between the marks
+    if device == "cuda":  # again, with only the operator between the marks
         prepared = [b.prepared(*selection(size)) for size in sizes]
         with profile_variants(device) as profile:
             for index, call in enumerate(prepared):
                 with profile.variant(index):
                     call()
         kernels = dict(zip(sizes, profile.kernels(len(sizes)), strict=True))
-    for low, high in pairwise(sizes):  # the borders exactly: halving where neighbours differ
+    for low, high in pairwise(sizes):  # the exact boundaries: halving where neighbours differ
         while high - low > 1 and not identical(results[low], results[high]):
             middle = (low + high) // 2
             results[middle] = run(middle)
@@ -480,15 +479,15 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
     return _replay(axis, distinct > 1, sentence, **found)
 
 
-# In which order do the arms add? The call of either arm, at its own sizes, is asked for the reduction tree of this
+# In which order do the arms add? The call of either arm, at its own sizes, is tested for the reduction tree of this
 # request's row (`nondet.probes.reduction_order`): its other operands hold masks, its shapes, strides and settings stay.
 
-_MOST_WEIGHTS = 2**26  # elements of a weight whose trees are asked: it is held four times, twice in float32
+_MOST_WEIGHTS = 2**26  # elements of a weight whose trees are tested: it is held four times, twice in float32
 
 
 def _product(call: RecordedCall, name: str) -> MeasuredSum:
-    """The row of a product of rows and a weight of no row, over the weight's columns. Raises NotImplementedError: it is
-    no such product, or too large."""
+    """The row of a product with a weight, over the weight's columns; NotImplementedError if it is none, or too
+    large."""
     own = [path for path in call.tensors() if call.axis in call.roles.get(path, ())]
     shared = [path for path, x in call.tensors().items() if path not in own and x.is_floating_point() and x.dim() == 2]
     x, weight = (call.tensors()[paths[0]] if len(paths) == 1 else None for paths in (own, shared))
@@ -552,7 +551,7 @@ def _values_of(call: RecordedCall, name: str) -> MeasuredSum:
         return call.run(change=change).reshape(-1, D)[None, None, :1]
 
     own, seen = list(call.visible), []
-    for start in range(0, len(own), D):  # each key by itself: a weight of 0 is none
+    for start in range(0, len(own), D):  # each key by itself, because a weight of 0 drops it
         some = own[start : start + D]
         shown = out(some, torch.eye(len(some), D))[0, 0, 0]
         seen += [key for key, weight in zip(some, shown.tolist(), strict=False) if weight]
@@ -595,7 +594,7 @@ def _trees(a: RecordedCall, b: RecordedCall, asked: Callable[[RecordedCall, str]
 
 
 def families_for(name: str) -> Sequence[str]:
-    """Families of `batch_invariant()` to try for a call: the one that its name points to first."""
+    """Families of `batch_invariant()` to try for a call: the one that its name suggests first."""
     from nondet.kernels.dispatch.operators import FAMILIES
 
     short = name.removeprefix("Tensor.").removeprefix("_")
@@ -604,7 +603,7 @@ def families_for(name: str) -> Sequence[str]:
 
 
 def _substitution(b: RecordedCall, name: str) -> Replay:
-    """The invariant implementation of each family in turn: this row alone against this row in the whole call."""
+    """The invariant implementation of each family in turn: this row by itself, compared with it in the whole call."""
     from nondet.kernels.dispatch.block import batch_invariant
 
     columns = list(b.visible) if b.keys else None
@@ -619,6 +618,6 @@ def _substitution(b: RecordedCall, name: str) -> Replay:
     sentence = "no family of batch_invariant() takes this call and gives the row the same bits solo and in the call"
     with batch_invariant() as invariance:
         b.run()
-    if risks := sorted(what for what in invariance.coverage().at_risk if ": " in what):  # what has its reason beside it
+    if risks := sorted(what for what in invariance.coverage().at_risk if ": " in what):  # those that name a reason
         sentence += f"; at risk under all of them: {'; '.join(risks)}"
     return _replay("substitution", True, sentence, trials=2, distinct=2)

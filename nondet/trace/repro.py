@@ -1,7 +1,7 @@
-"""A stand-alone script of the guilty call: torch alone, its inputs beside it as safetensors, run once to verify it.
+"""A stand-alone script of the responsible call: only torch, inputs in a safetensors file, run once to verify it.
 
-Where this request's row alone and the row in its company differ, the script needs the second arm's inputs only, and
-makes the call on all rows and on the one. Otherwise it holds both arms' inputs, and makes both arms' calls.
+Where this request's row by itself and among the others differ, the script needs only the second arm's inputs, and makes
+the call on all rows and on the one. Otherwise it holds both arms' inputs, and makes both arms' calls.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ if __name__ == "__main__":
 
 
 def write_and_run(path: Path, guilty: Guilty) -> str:
-    """Write the script and its inputs, run it in a process of its own, and say what it showed. Raises UserError: the
+    """Write the script and its inputs, run it in a process of its own, and return its result. Raises UserError: the
     disk is full, or the path can't be written."""
     from safetensors.torch import save
 
@@ -143,7 +143,7 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
         what=what,
     )
     with replacing(data) as scratch:
-        # not save_file: a full disk would be an error of its own kind there
+        # not save_file, which raises its own kind of error on a full disk
         scratch.write_bytes(save({k: v.detach().cpu().contiguous() for k, v in held.items()}))
     replace_text(path, text)
     return f"python -P {shlex.quote(str(path))}: {_run(path)}"
@@ -182,7 +182,7 @@ def _callable_name(function: Callable[..., Any]) -> str | None:
 def _written(
     call: RecordedCall, held: dict[str, torch.Tensor], arm: str, rows: list[int] | None, columns: list[int] | None
 ) -> tuple[Any, Any]:
-    """The call's arguments as data: tensors by name, with what to take of them."""
+    """The call's arguments as data: tensors by name, with the selection of each."""
     places = {id(t): p for p, t in call.tensors().items()}
 
     def plain(value: Any) -> Any:
@@ -209,10 +209,10 @@ def _written(
 
 
 def _taken(call: RecordedCall, place: int, columns: list[int] | None) -> list[Any]:
-    """What of the result is this request's: [[axis, indices], ...]."""
+    """This request's part of the result: [[axis, indices], ...]."""
     axes = call.roles.get("out", call.roles.get("out.0", ()))
     taken: list[Any] = []
-    packed = call.rows == 1  # a single row is the whole result, whichever way its heads are laid out
+    packed = call.rows == 1  # a single row is the whole result, whatever the layout of its heads
     for axis, role in enumerate(axes):
         if role and role == call.axis and not packed:
             taken.append([axis, [place]])

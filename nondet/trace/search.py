@@ -1,8 +1,8 @@
-"""`nondet trace`: from two arms that part to the list of guilty operators, and the smallest cure.
+"""`nondet trace`: from two arms that differ to the list of responsible operators, and the smallest cure.
 
-In order: controls; the coarse pass and the least place that differs; the fine pass there; replays of the guilty call
-alone; its invariant implementation in both arms, and again, until the arms agree. Every step is a record as soon as it
-is done, so that what was found stays, whatever comes after.
+In order: controls; the coarse pass and the least position that differs; the fine pass there; replays of the responsible
+call; its invariant implementation in both arms, and again, until the arms agree. Every step is recorded as soon as it
+is done, so that a later failure loses nothing.
 """
 
 from __future__ import annotations
@@ -31,30 +31,25 @@ from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
 
 
 class OutOfTimeError(Exception):
-    """What is left would not do for another run of both arms."""
+    """The time left is not enough for another run of both arms."""
 
 
 @dataclass
 class Pace:
-    """What runs of both arms take, held against what is left.
-
-    Attributes:
-        left: Seconds that the trace may still take; by default as many as it needs.
-        longest: Seconds of the longest run of both arms so far.
-    """
+    """The time of runs of both arms, the longest so far, compared with the seconds left (by default unlimited)."""
 
     left: Callable[[], float] = lambda: math.inf
     clock: Callable[[], float] = time.perf_counter
     longest: float = 0.0
 
     def check(self) -> None:
-        """Go on only where the longest run of both arms so far would fit once more; else an `OutOfTimeError`."""
+        """Raise `OutOfTimeError` unless the longest run of both arms so far would fit once more."""
         if self.left() < self.longest:
             raise OutOfTimeError
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A run of both arms."""
+        """Measure a run of both arms."""
         began = self.clock()
         yield
         self.longest = max(self.longest, self.clock() - began)
@@ -62,12 +57,8 @@ class Pace:
 
 @dataclass
 class Arm:
-    """One way to run the request under study.
-
-    Attributes:
-        name: "alone", or "in company", or the round and request of a recorded run; as it is shown: `title`.
-        forced: Tokens that all requests are fed, once they are known.
-    """
+    """One way to run the request under study: "alone", or "in company", or the round and request of a recorded run; for
+    display: `title`. `forced` are the tokens that all requests are fed, once they are known."""
 
     name: str
     request: str
@@ -97,18 +88,14 @@ class Arm:
         return session
 
     def outcome(self, session: Session) -> Outcome:
-        """What became of the request under study."""
+        """The result of the request under study."""
         return next(o for o in session.outcomes if o.request.id == self.request)
 
 
 @dataclass(frozen=True)
 class Site:
-    """The least place where the arms' records differ.
-
-    Attributes:
-        owners: Whose row it is in either arm: the request's own, or that of whoever wrote the keys that it read.
-        record: What differs first there: "input", "3.k", "3.out", "logits".
-    """
+    """The least position where the arms' records differ, and in which record: "input", "3.k", "3.out", "logits".
+    `owners` is whose row it is in either arm: the request's own, or that of the writer of the keys that it read."""
 
     owners: tuple[str, str]
     position: int
@@ -116,7 +103,7 @@ class Site:
 
     @property
     def region(self) -> str:
-        """Where the fine pass has to look: "embedding", "head" or the number of a layer."""
+        """The region for the fine pass: "embedding", "head" or the number of a layer."""
         return {"input": "embedding", "logits": "head"}.get(self.record, self.record.partition(".")[0])
 
 
@@ -132,9 +119,9 @@ def same_records(a: RowHashes, b: RowHashes) -> Owner | None:
 def least_site(a: RowHashes, b: RowHashes, requests: tuple[str, str], last: int | None = None) -> Site | None:
     """The least position where a record of the arms differs, and there the record that is computed first.
 
-    A position's records are its own, and those of everybody who wrote keys and values that the request read there:
-    after a prefix hit the donor's are all there is, and an engine that finds two equal pages keeps one of them. Where a
-    donor's record differs, the donor's own history is searched first.
+    A position's records are its own, and those of each request that wrote keys and values that the request read there:
+    after a prefix hit the writer's are all there is, and an engine that finds two equal pages keeps one of them. Where
+    a writer's record differs, the writer's own history is searched first.
     """
     first, second = requests
     ends = [pos for capture, name in ((a, first), (b, second)) for request, pos in capture.rows if request == name]
@@ -159,7 +146,7 @@ def least_site(a: RowHashes, b: RowHashes, requests: tuple[str, str], last: int 
 
 
 def _records(capture: RowHashes, request: str, position: int) -> list[Owner]:
-    """Whose rows stand for this position: its own first."""
+    """The owners of this position's records: the request itself first."""
     others = capture.foreign.get(request, {}).get(position, set())
     return [owner for owner in ((request, position), *sorted(others)) if owner in capture.rows]
 
@@ -168,19 +155,19 @@ def _first_unequal(a: RowHashes, b: RowHashes, one: Owner, two: Owner, *, foreig
     differs = a.rows[one] != b.rows[two]
     names = [name for name, apart in zip(a.names, differs, strict=True) if apart]
     if foreign and not any(name.endswith((".k", ".v")) for name in names):
-        return None  # of somebody else's row this request only ever saw keys and values
+        return None  # of another owner's row this request only read keys and values
     return names[0] if names else None
 
 
 class Until:
-    """Looks on without capture until the request has gone past a position; to the end where there is none."""
+    """Watches without capture until the request has passed a position; to the end where there is none."""
 
     def __init__(self, request: str, last: int | None) -> None:
         self.request, self.last, self.done = request, last, False
 
     @contextmanager
     def attached(self, model: Any, log: StepLog) -> Iterator[None]:
-        """A hook that reads the schedule alone."""
+        """Attach a hook that only reads the schedule."""
 
         def look(*_: Any) -> None:
             if self.last is not None:
@@ -195,7 +182,7 @@ class Until:
 
 
 def logits_at_fault(bare: Session, captured: Session) -> str:
-    """Why the logits of a session are nothing to trace, without capture and with it; "" where they are."""
+    """Why the logits of a session can't be traced, without capture and with it; "" where they can."""
     for name, tops in bare.tops.items():
         if not all(math.isfinite(top[0]) for top in tops):
             return f"logits of {name} are NaN or infinite: the model is wrong, whatever the batch"
@@ -208,9 +195,9 @@ def logits_at_fault(bare: Session, captured: Session) -> str:
 def not_again(first: Session, later: Session, forced: Mapping[str, Sequence[int]]) -> str:
     """Where the logits of an arm's first session in this process differ from a later one's; "" where none do.
 
-    The batches are the same. So a difference is of what the process did before: a kernel that warms up, or a tuner that
-    takes another order at the first call of a size. Contexts are equal as far as the first session chose the tokens
-    that the later one was fed.
+    The batches are the same, so a difference comes from what the process did before: a kernel that warms up, or a tuner
+    that takes another order at the first call of a size. Contexts are equal as far as the first session chose the
+    tokens that the later one was fed.
     """
     for name, tops in later.tops.items():
         chosen = next(o.token_ids for o in first.outcomes if o.request.id == name)
@@ -231,17 +218,17 @@ def _bits(top: tuple[float, float, int, int]) -> tuple[str | int, ...]:
 
 
 def step_seconds(session: Session) -> float:
-    """Wall time of one step of a session, on average."""
+    """Mean wall time of a session's steps."""
     return session.seconds / max(1, session.steps - 1)
 
 
 def failed(error: BaseException) -> Control:
-    """The record of a trace that died."""
+    """The record of a trace that failed."""
     return Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}")
 
 
 def resumed() -> Control:
-    """The record that what stands before it is of a process that was stopped, the record of its death with it."""
+    """A record that marks earlier ones as those of a stopped process, the record of its failure included."""
     return Control(name="resumed", passed=None, sentence="the trace was stopped, and continued from its records")
 
 
@@ -276,7 +263,7 @@ def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
 
 
 def substitution_sentence(families: Sequence[str], site: Site | None, before: Culprit | None) -> str:
-    """Where the arms part with families replaced; with `before`, where they parted until then."""
+    """Where the arms differ with families replaced; with `before`, where they differed until then."""
     named = " and ".join(families)
     if site is None:
         return f"with {named} invariant {AGREE}: the divergence is gone"
@@ -285,11 +272,7 @@ def substitution_sentence(families: Sequence[str], site: Site | None, before: Cu
 
 
 def late_sentence(families: Collection[str]) -> str:
-    """What a trace that ran out of time has not asked.
-
-    Args:
-        families: The fewest replacements under which the arms agreed; empty where there were none by then.
-    """
+    """What a trace that ran out of time has not tested; `families`: the fewest replacements with equal arms."""
     if families:
         named = " and ".join(sorted(families))
         return f"with {named} invariant the arms agree; whether fewer do was not fully tested, for lack of time"
@@ -299,11 +282,7 @@ def late_sentence(families: Collection[str]) -> str:
 def verdict_sentences(
     finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str], late: str = ""
 ) -> list[str]:
-    """The verdict, the first sentence being the shortest answer.
-
-    Args:
-        late: What was left out for want of time, as a sentence.
-    """
+    """The verdict; the first sentence is the shortest answer. `late`: a sentence on what was left out."""
     if finding != "batch-dependent":
         return [f"{finding}: {note}" for note in notes] or [finding]
     first = culprits[0]
@@ -323,7 +302,7 @@ def verdict_sentences(
             f"the smallest set of replacements that makes the arms agree on this load: {', '.join(families)} (with any "
             "one left out the arms differ again)"
         )
-    # the order of the sum, or what no order mends
+    # the order of the sum, or what no order fixes
     return [*lines, *(r.sentence for r in first.replays if r.name == "tree" or "; at risk under all" in r.sentence)]
 
 
@@ -340,7 +319,7 @@ _CAPTURE = "the fine pass did not meet the bits of the coarse one: the capture i
 
 @dataclass
 class Guilty:
-    """A culprit, and what a script of it needs: the call of either arm, none where it can't be made alone."""
+    """A culprit, and what a script needs: the call of either arm, None where it can't be made by itself."""
 
     culprit: Culprit
     calls: list[RecordedCall] = field(default_factory=list)
@@ -354,12 +333,9 @@ def name_culprit(
     opaque_attention: bool,
     steady: bool = True,
 ) -> Guilty:
-    """Run both arms to the site, set their calls side by side, and replay the guilty one. Raises EngineStoppedError: an
-    arm died.
+    """Run both arms to the site, compare their calls, and replay the responsible one. Raises EngineStoppedError.
 
-    Args:
-        coarse: The coarse records that led to the site: the fine pass must meet their bits again.
-        steady: Whether an arm gives the same bits each time; where it does not, the coarse bits can't be asked for.
+    The fine pass must reproduce the bits of `coarse`, the records that led to the site, unless an arm is not `steady`.
     """
     site = naming.site
     if site.record == "logprob":
@@ -383,12 +359,8 @@ def name_culprit(
 
 @dataclass
 class Naming:
-    """What every culprit's record has in common.
-
-    Attributes:
-        replaced: Families that are replaced in both arms by now; who asks has entered them.
-        sweeps: Whether the call is replayed at other numbers of rows and keys, too.
-    """
+    """What every culprit's record has in common: `replaced` families in both arms, which the caller has entered, and
+    whether the call is also replayed at other numbers of rows and keys (`sweeps`)."""
 
     model: Any
     arms: tuple[Arm, Arm]
@@ -398,7 +370,7 @@ class Naming:
     sweeps: bool = True
 
     def replayed(self, pair: Pair, finding: Finding, records: tuple[StepRecord, StepRecord]) -> Guilty:
-        """The named call, made again alone."""
+        """The named call, repeated by itself."""
         name = pair.a.key.call.removeprefix("Tensor.")
         able: list[RecordedCall] = []
         parts: list[torch.Tensor] = []
@@ -417,7 +389,7 @@ class Naming:
         if not cured and any("keys" in roles for roles in pair.roles.values()):
             cured = ["attention"]  # a part of attention: its cure is one order over a request's own keys
         elif not cured and (len(able) < 2 or not any(r.name == "substitution" for r in done)):
-            # it can't be made alone, or was not: what its name points to is tried in the whole run
+            # it can't be made by itself, or was not: the family that its name suggests is tried in the whole run
             cured = list(families_for(name)[:1])
         key = pair.a.key
         culprit = msgspec.structs.replace(
@@ -437,7 +409,7 @@ class Naming:
         return Guilty(culprit, able if len(able) == len(parts) == 2 else [])
 
     def unnamed(self, sentence: str, finding: Finding | None = None, *, limited: bool = False) -> Guilty:
-        """A place without a call."""
+        """A position without a responsible call."""
         if limited:
             sentence += "; the copies of that step's tensors met the memory limit, so not every call was compared"
         site = self.site
@@ -497,8 +469,7 @@ def _what_is_known(finding: Finding) -> str:
     )
 
 
-# Culprits looked for at most: more than there are families would be asked for in vain.
-_MOST_CULPRITS = 12
+_MOST_CULPRITS = 12  # more than there are families
 
 
 class Search:
@@ -507,15 +478,15 @@ class Search:
     Args:
         a, b: The arms. Their first sessions run free; from then on the first arm's tokens are fed to both.
         impl: What is under both: stock, or an implementation as `nondet sample` takes it.
-        choose: Whether any request under study of the second arm will do: then one that parts is taken.
-        expected: Arm's name -> digest of the trace that it has to have, where it was recorded.
-        say: Takes a line for people as each step begins or ends.
-        earlier: What a process that was stopped has written of this trace: it is not made again, the controls apart.
-        script: Whether `guilty` is asked for, which no record holds.
-        pace: How long it may take; the controls and the first culprit are asked whatever it says.
+        choose: Whether any request under study of the second arm may be used: then one that differs is taken.
+        expected: Arm's name -> digest that its trace must have, where it was recorded.
+        say: Takes a line for display as each step begins or ends.
+        earlier: Records of a stopped process for this trace: they are not made again, except the controls.
+        script: Whether `guilty` is needed, which no record holds.
+        pace: How long it may take; the controls and the first culprit are made in any case.
 
     Attributes:
-        late: What was left out for want of time; "" where nothing was.
+        late: What was left out for lack of time; "" where nothing was.
         guilty: The first culprit with what a stand-alone script needs; None until there is one.
     """
 
@@ -550,17 +521,13 @@ class Search:
         self._started = time.perf_counter()
 
     def write(self, record: Record) -> None:
-        """Unless it is on record."""
+        """Write the record, unless it was written before."""
         if record.key not in self._known:
             self._write(record)
 
     def run(self) -> TraceVerdict:
-        """The whole search.
-
-        Raises:
-            EngineStoppedError: an arm died; what was found by then is written.
-            UserError: the engine refuses the model, or an implementation the call.
-        """
+        """The whole search. Raises EngineStoppedError: an arm died; what was found by then is written; UserError: the
+        engine refuses the model, or an implementation the call."""
         with implementation(self.impl):
             last = self._plain()
             site = self._controlled(last)
@@ -578,7 +545,7 @@ class Search:
     # --- controls -----------------------------------------------------------------------------------------------
 
     def _plain(self) -> int | None:
-        """Both arms without capture; then everybody's tokens are forced. The last position to look at first."""
+        """Run both arms without capture, then force all tokens. Returns the last position to compare."""
         self.say("controls: the weights, and each arm without capture")
         self._control("weights", None, f"weights {weights_digest(self.model)}, hashed once, are those of both arms")
         with self._pace.timed():
@@ -604,7 +571,7 @@ class Search:
         return None if place is None else prompt - 1 + place
 
     def _choose(self, alone: Outcome, company: Session) -> None:
-        """Of the requests with this prompt, one whose tokens part if there is any, and of those the first to part."""
+        """Of the requests with this prompt, the first whose tokens differ, if any do."""
         targets = [o for o in company.outcomes if o.request.target and o.finish != "error"]
         parted = []
         for index, outcome in enumerate(targets):
@@ -622,7 +589,7 @@ class Search:
             self.b.request = targets[min(parted)[2]].request.id
 
     def _expect(self, arm: Arm, outcome: Outcome) -> None:
-        """A recorded arm has to come again bit for bit, or the tape is not this machine's."""
+        """Check that a recorded arm is reproduced bit for bit; otherwise the recording is not this machine's."""
         wanted = self.expected.get(arm.name)
         if wanted is None:
             return
@@ -670,7 +637,7 @@ class Search:
         return least_site(*self._recorded, (self.a.request, self.b.request), last)
 
     def _run_to_run(self, arm: Arm, captures: tuple[CoarseCapture, CoarseCapture]) -> TraceVerdict:
-        """The arm against itself: the batches are the same, so nothing here is about batches."""
+        """The arm compared with itself: the batches are the same, so a difference has another cause."""
         site = least_site(*captures, (arm.request, arm.request))
         where = " only in rows of other requests"
         if site is not None:
@@ -698,7 +665,7 @@ class Search:
             return self._end("batch-dependent")
 
     def _cured(self, site: Site) -> TraceVerdict:
-        """Name, replace, look again."""
+        """Name a call, replace its family, and repeat."""
 
         def fewest(families: Iterable[str]) -> list[str]:
             return minimal(list(families), lambda kept: bool(kept) and self._again("left out", kept) is None)
@@ -714,15 +681,15 @@ class Search:
             now = self._again("search", self._families)
             if now is None:
                 return self._end("batch-dependent", families=fewest(self._families))
-            site = now  # the same place as before where the next call of one layer is guilty, too
+            site = now  # same position as before if the next call in the layer is responsible too
         from nondet.kernels.dispatch.operators import FAMILIES
 
-        if self._again("all", list(FAMILIES)) is None:  # nothing named goes on: do all of them together cure?
+        if self._again("all", list(FAMILIES)) is None:  # nothing more can be named: do all families together cure it?
             return self._end("batch-dependent", families=fewest(FAMILIES))
         return self._end("batch-dependent")
 
     def _named(self, number: int) -> Culprit | None:
-        """The culprit of that number, where it is on record and that is enough."""
+        """The culprit of that number, if it is on record and that suffices."""
         record = self._known.get(("culprit", str(number)))
         if not isinstance(record, Culprit) or (self._script and self.guilty is None):
             return None
@@ -731,7 +698,7 @@ class Search:
         return record
 
     def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit | None:
-        """The guilty call there, on record; None where it is the one named before, whose replacement did not help."""
+        """The responsible call there, on record; None if it is the previous one, whose replacement did not help."""
         self.say(f"fine pass: position {site.position}, {place_of(site)}")
         naming = Naming(self.model, (self.a, self.b), site, number, list(self._families), self._sweeps)
         ours = "attention" in self._families or self.impl.startswith("invariant")
@@ -747,12 +714,12 @@ class Search:
         return guilty.culprit
 
     def _again(self, role: str, families: Sequence[str]) -> Site | None:
-        """The whole run with these families replaced in both arms: where the arms part now."""
+        """The whole run with these families replaced in both arms; returns where the arms differ now."""
         known = self._tried.get(frozenset(families))
         if known is not None:
             return known[0]
         record = self._known.get(("substitution", role, "+".join(families)))
-        # where the arms part now is looked at again if there is a culprit to be named there
+        # if there is a culprit to be named there, the arms are compared again
         enough = role != "search" or ("culprit", str(len(self._culprits) + 1)) in self._known
         if isinstance(record, Substitution) and (record.agree or enough):
             self.say(f"on record: {record.sentence}")
@@ -787,7 +754,7 @@ class Search:
 
     @contextmanager
     def _replaced(self, families: Sequence[str]) -> Iterator[Callable[[], Any]]:
-        """Families replaced in both arms; what the dispatcher says so far."""
+        """Replace families in both arms; yields a function that gives the dispatcher's counts."""
         from nondet.kernels.dispatch.block import batch_invariant
 
         with ExitStack() as stack:
@@ -811,5 +778,5 @@ class Search:
 
 
 def _call_of(culprit: Culprit) -> tuple[object, ...]:
-    """Which call it is, by its place and family: once replaced, attention is seen as one call of another name."""
+    """Identifies a call by its position and family: once replaced, attention has another name."""
     return culprit.position, culprit.requests, culprit.module, culprit.family or culprit.call

@@ -1,8 +1,8 @@
-"""A trainer's forward as an arm: the first call with equal inputs and unequal outputs between it and an engine's step.
+"""A trainer's forward as an arm: the first call where it and an engine's step have equal inputs and different outputs.
 
 The engine's tensors are [1, tokens, ...], the trainer's [B, W, ...]: of these the row of one rollout is taken. Its axes
 of length W then count tokens, keys or predicted rows, whichever the same call's axis counts in the engine. Attention is
-one call on both sides, over the keys that the position sees; its mask is not compared, so a wrong mask is attention's.
+one call on both sides, over the keys that the position sees; its mask is not compared, so a wrong mask shows there.
 """
 
 from __future__ import annotations
@@ -35,13 +35,8 @@ Run = Callable[[Watcher], object]
 
 
 class Row(NamedTuple):
-    """Where a rollout lies in the trainer's batch [B, W].
-
-    Attributes:
-        batch, width: B and W.
-        row, start: Its row, and the column of its first token there.
-        length: Its tokens.
-    """
+    """The position of a rollout of `length` tokens in the trainer's batch [B, W]: its row, and its first column
+    there."""
 
     batch: int
     width: int
@@ -55,19 +50,19 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The first place where an engine and a trainer differ.
+    """The first position where an engine and a trainer differ.
 
     Attributes:
         rollout: The request's; of several with that position the first by name.
         position: In the rollout; -1 where hidden states and logits agree, so that only their formula is left.
         layer: Number of a layer, "embedding" or "head"; "" with position -1.
-        module, call, occurrence: The call; "" where none that was compared has equal inputs and unequal outputs.
+        module, call, occurrence: The call; "" where none that was compared has equal inputs and different outputs.
         difference: Of its result, on this position's row.
-        family: Of `batch_invariant()`, that its name points to; "" where none does.
+        family: Of `batch_invariant()`, as its name suggests; "" where none does.
         rows: Of the engine's step, and of the trainer's batch.
-        compared: Calls that were set side by side and understood.
+        compared: Calls that were matched and understood.
         after: Where no call is named, the first whose inputs differ already, as "module call"; "" where there is none.
-        unsteady: The side that gives other bits when it is made again, "sampler" or "trainer": nothing is known then.
+        unsteady: The side whose repetition gives different bits, "sampler" or "trainer": nothing is known then.
     """
 
     rollout: str
@@ -85,7 +80,7 @@ class Place(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A forward of the trainer's, and where each request's rollout lies in it."""
+    """A forward of the trainer's, and each request's rollout in it."""
 
     forward: Callable[[], object]
     rows: Mapping[str, Row]
@@ -93,11 +88,8 @@ class Batch(NamedTuple):
 
 def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
     """Compare hashes of all layers, position by position, and then the calls of the layer where they first differ.
-
-    Args:
-        run: Makes the sampler's session again, from an empty engine, with a watcher.
-        model: The trainer's; each batch's `forward` calls it once.
-    """
+    `run` repeats the sampler's session, from an empty engine, with a watcher; each batch's `forward` calls the
+    trainer's `model` once."""
     requests = [request for batch in batches for request in batch.rows]
     engines = CoarseCapture(requests[0]), CoarseCapture(requests[0])
     for capture in engines:
@@ -120,7 +112,7 @@ def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
     batch = next(b for b in batches if request in b.rows)
     place = _fine(run, model, batch, request, site)
     if not place.call and site.region != "embedding":
-        # what is computed before the layers and is no hidden state, as the rotary embedding, shows in a layer first
+        # what is computed before the layers and is not a hidden state, as the rotary embedding, shows in a layer first
         before = _fine(run, model, batch, request, replace(site, record="input"))
         place = before if before.call else place
     return place
@@ -162,18 +154,15 @@ def _coarse(model: Any, batches: Sequence[Batch]) -> RowHashes:
             rows = batch.rows
             batch.forward()
             records.keep([Span(request, 0, row.length, True) for request, row in rows.items()])
-    if "logits" in records.names:  # not where the trainer computes them past the model, in another format
+    if "logits" in records.names:  # missing where the trainer computes them outside of the model, in another format
         place = records.names.index("logits")
         records.logits = {owner: int(hashes[place]) for owner, hashes in records.rows.items()}
     return records
 
 
 class _Trainer(FineCapture):
-    """Records the calls of one region in the trainer's forward, of one rollout's row.
-
-    Args:
-        flat: Whether the engine's cache gives keys as [keys, Hkv, D] (transformers 5.17), and not [1, Hkv, keys, D].
-    """
+    """Records the calls of one region in the trainer's forward, of one rollout's row. With `flat` the engine's cache
+    gives keys as [keys, Hkv, D] (transformers 5.17), not as [1, Hkv, keys, D]."""
 
     def __init__(self, row: Row, position: int, region: str, *, flat: bool) -> None:
         super().__init__("", position, region, opaque_attention=True)

@@ -1,10 +1,10 @@
-"""`nondet trace --engine vllm`: the first call inside vLLM, in eager mode, with equal inputs and other outputs.
+"""`nondet trace --engine vllm`: the first call inside vLLM, in eager mode, with equal inputs and different outputs.
 
-A request runs solo and beside others, each arm twice. Hashes of each layer's output, and of the keys and values that
-attention is given, are compared position by position; then the calls of the layer where they first differ: vLLM's
-modules and, inside of them, the operators that reach torch's dispatcher, vLLM's own among them. Only the rows of the
-position are compared. Attention reads the cache, which is no argument: what it holds of earlier positions is what
-attention was given there, and agrees. Nothing is replaced, and no prefix is cached.
+A request runs solo and with others, each arm twice. Hashes of each layer's output, and of attention's keys and values,
+are compared position by position; then the calls of the layer where they first differ: vLLM's modules and, inside of
+them, the operators that reach torch's dispatcher, vLLM's own among them. Only the rows of the position are compared.
+Attention reads the cache, which is not an argument: its contents for earlier positions were compared as inputs there.
+Nothing is replaced, and no prefix is cached.
 """
 
 from __future__ import annotations
@@ -37,18 +37,14 @@ from nondet.trace.capture import (
 from nondet.trace.search import AGREE, Site, culprit_sentence, least_site, place_of, same_records, verdict_sentences
 from nondet.vllm.engine import VllmEngine
 
-_MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, a KV cache is none; prefills that are named
+_MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, which no KV cache fits into; prefills that are named
 _CUT = Sizes(-1, -1, -1)  # every tensor was cut to the position's rows: no axis counts anything any more
 _ATTENTION = "Attention"  # the class of vLLM's attention layer, whose inputs are query, key and value
 
 
 def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Span]:
-    """Who is in the step under way, in the order of its rows.
-
-    Args:
-        batch: The runner's: of its second version that of the step, of its first that of all requests it holds.
-        counts: Tokens of each request of the step, by the scheduler.
-    """
+    """The requests of the running step, in the order of its rows, with the scheduler's `counts` of their tokens.
+    `batch` is the runner's: of its second version that of the step, of its first that of all requests it holds."""
     whole = getattr(batch, "num_computed_tokens_np", None)
     computed = batch.num_computed_tokens_cpu if whole is None else whole
     return [Span(r, int(computed[i]), counts[r], True) for i, r in enumerate(batch.req_ids) if r in counts]
@@ -56,7 +52,7 @@ def parts_of(batch: Any, counts: Mapping[str, int]) -> list[Span]:
 
 @contextmanager
 def batch_of(runner: Any) -> Iterator[Callable[[], Any]]:
-    """Gives the batch of the step under way: the runner keeps one, or makes one a step, which is kept here."""
+    """A function that gives the running step's batch: the runner keeps one, or makes one per step."""
     if hasattr(runner, "input_batch"):
         yield lambda: runner.input_batch
         return
@@ -75,7 +71,7 @@ def batch_of(runner: Any) -> Iterator[Callable[[], Any]]:
 
 
 class Looker:
-    """What goes into vLLM's process, and comes back with what it saw there."""
+    """Goes into vLLM's process, and returns with what it saw there."""
 
     @contextmanager
     def attached(self, llm: Any, taken: Sequence[Any]) -> Iterator[None]:
@@ -127,12 +123,11 @@ class Coarse(RowHashes, Looker):
             raise RuntimeError("the rows of a step are not where vLLM's schedule says")
 
     def _floats(self, value: Any) -> list[torch.Tensor]:
-        """The step's rows of the tensors in arguments or results."""
         rows = sum(span.rows for span in self._spans)
         return [tensor[:rows] for _, tensor in tensors_in(value) if tensor.is_floating_point()]
 
     def _given(self, *names: str) -> Callable[..., None]:
-        """What a module is given: each tensor under its name, or all under the only one."""
+        """Hash what a module is given: each tensor under its name, or all under the only one."""
 
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
             tensors = self._floats([args, kwargs])
@@ -154,12 +149,8 @@ class Coarse(RowHashes, Looker):
 
 
 class Fine(Looker):
-    """Every call inside one layer in the step that computes one position, of that position's rows.
-
-    Attributes:
-        record: The calls; None until the step ran.
-        step: Who was in it.
-    """
+    """Every call inside one layer in the step that computes one position, of that position's rows; `record` and `step`,
+    its requests, are None and empty until it ran."""
 
     def __init__(self, request: str, position: int, region: str) -> None:
         self.request, self.position, self.region = request, position, region
@@ -184,12 +175,12 @@ class _Recorder(TorchDispatchMode):
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
         self._open: list[tuple[str, list[Slot]]] = []
         self._count: Counter[tuple[str, str]] = Counter()
-        self._fresh: set[int] = set()  # storages that were made and hold nothing
+        self._fresh: set[int] = set()  # new storages without contents
         self._tokens = self._row = self._index = self._requests = 0
         self._now: StepRecord | None = None
 
     def begin(self, *_: Any) -> None:
-        """A step: is it the one?"""
+        """Check whether the step is the one to record."""
         looker, start, self._now = self._looker, 0, None
         step = self._parts()
         for index, part in enumerate(step):
@@ -200,7 +191,7 @@ class _Recorder(TorchDispatchMode):
             start += part.rows
 
     def enter(self, path: str) -> Callable[..., None]:
-        """A module begins; the first one puts the mode on."""
+        """At the beginning of a module; the first one turns the mode on."""
 
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
             if self._now is not None:
@@ -213,8 +204,6 @@ class _Recorder(TorchDispatchMode):
         return hook
 
     def leave(self, path: str) -> Callable[..., None]:
-        """It ends."""
-
         def hook(module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
             if self._now is not None and self._open and self._open[-1][0] == path:
                 _, slots = self._open.pop()
@@ -226,12 +215,12 @@ class _Recorder(TorchDispatchMode):
         return hook
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operator: what it writes is a result, what it reads an input."""
+        """Record an operator: what it writes is a result, what it reads an input."""
         kwargs, schema = kwargs or {}, func._schema
         written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
             return func(*args, **kwargs)  # a view: nothing is computed
-        if "empty" in schema.name:  # holds whatever was there
+        if "empty" in schema.name:  # it holds old memory
             out = func(*args, **kwargs)
             self._fresh.add(memory_of(out))
             return out
@@ -258,7 +247,7 @@ class _Recorder(TorchDispatchMode):
             self._now.events.append(Event(EventKey(module, call, occurrence), inputs, outputs))
 
     def _slots(self, value: Any) -> list[Slot]:
-        """The tensors, of which what counts tokens along its first axis is cut to the position's rows."""
+        """The tensors, cut to the position's rows if their first axis counts tokens."""
         made = []
         for path, tensor in tensors_in(value):
             weight = memory_of(tensor) in self._storages
@@ -276,17 +265,14 @@ class _Recorder(TorchDispatchMode):
         return tensor if rest or not each else tensor[self._row * each : (self._row + 1) * each]
 
 
-# The search.
-
-
 class VllmTrace:
-    """One trace: controls, the least place that differs, and the call there.
+    """One trace: controls, the least position that differs, and the call there.
 
     Args:
         impl: "stock", "vllm-invariant" or "invariant".
         solo, loaded: The requests of either arm; those under study in the second are its targets.
         write: Takes each record as it is made, but those of `done`.
-        say: Takes a line for people as each step begins.
+        say: Takes a line for display as each step begins.
         done: Keys of what is on record.
     """
 
@@ -306,7 +292,7 @@ class VllmTrace:
         self._arms, self._prompt, self._done = (solo, loaded), len(solo[0].prompt), done
 
     def write(self, record: Record) -> None:
-        """Unless it is on record."""
+        """Write the record, unless it was written before."""
         if record.key not in self._done:
             self._write(record)
 
@@ -323,7 +309,8 @@ class VllmTrace:
                 if same_records(one, two) is not None:
                     return self._run_to_run(f"arm {title}, repeated with the same batches, differs from itself")
                 if _answers(bare) != _answers(sessions[-1]):
-                    # the first session in the process, or the capture: without it once more, as the capture had it?
+                    # the first session in the process, or the capture? a run without capture, but with forced tokens,
+                    # decides
                     if _answers(self._run(arm)) == _answers(sessions[-1]):
                         return self._run_to_run(
                             f"arm {title}: its first session in this process differs from later ones with the same "
@@ -363,7 +350,7 @@ class VllmTrace:
         return session
 
     def _chosen(self, solo: Session, loaded: Session) -> str:
-        """Of the targets that differ from the solo one the first to do so; "" where none does."""
+        """The first target that differs from the solo one; "" where none does."""
         alone = solo.outcomes[0]
         targets = [o for o in loaded.outcomes if o.request.target]
         places = [(first_difference(alone, o)[1], o.request.id) for o in targets]
@@ -434,7 +421,7 @@ def _answers(session: Session) -> list[tuple[list[int], bytes]]:
 
 
 def _beside(looker: Fine) -> str:
-    """Who else was in the step, prefills first: they are what a decode seldom has beside it."""
+    """The other requests of the step, prefills first, because a decode seldom runs with one."""
     others = [part for part in looker.step if part.request != looker.request]
     prefills = [f"{part.request} ({part.rows} tokens from position {part.first})" for part in others if part.rows > 1]
     text = f"beside {looker.request} that step computed {len(others) - len(prefills)} requests' next tokens"

@@ -7,9 +7,8 @@ address, which captured graphs read. K is then the flat cache without its last p
 are one row (`IN_ROWS`), [blocks, heads, page, 2 dim], token by token: K and V are then the rows' halves.
 
 A step is cut into launches: the requests of one query together, further requests together, and each chunk that is large
-enough for the dense prefill by itself, its keys and values gathered first. Which launch serves a request changes no
-bit: a query's bits follow from its position and its keys (`nondet.kernels.attention.cuda`), and each way is proven at
-start.
+enough for the dense prefill, its keys and values gathered first. Which launch serves a request changes no bit: a
+query's bits follow from its position and its keys (`nondet.kernels.attention.cuda`); each way is proven at start.
 
 Imports vLLM at its top, because vLLM loads it by name.
 """
@@ -69,12 +68,8 @@ _FEW_PROGRAMS = 66
 
 
 class Piece(NamedTuple):
-    """One launch: requests first ... last - 1 of a step.
-
-    Attributes:
-        queries, keys: The most of a request.
-        dense: (first query, end) of a chunk that is computed by itself, over as many keys; else None.
-    """
+    """One launch: requests first ... last - 1 of a step, of at most `queries` and `keys`. `dense`: (first query, end)
+    of a chunk that is computed by itself, over as many keys; else None."""
 
     first: int
     last: int
@@ -84,15 +79,9 @@ class Piece(NamedTuple):
 
 
 def pieces_of(starts: list[int], lengths: list[int] | None, longest: int, heads: int, may_gather: bool) -> list[Piece]:
-    """How a step's requests are launched.
-
-    Args:
-        starts: Each request's first query, and the end.
-        lengths: Keys of each, exactly; None where the host does not know.
-        longest: At least the keys of any.
-        heads: Query heads.
-        may_gather: Whether chunks may be computed densely.
-    """
+    """How a step's requests, beginning at the queries `starts`, are launched. `lengths` are the exact numbers of keys,
+    or None where the host does not know them; `longest` is at least the largest. `may_gather`: chunks may be computed
+    densely."""
     counts = [b - a for a, b in itertools.pairwise(starts)]
     pieces: list[Piece] = []
     begin = 0
@@ -122,11 +111,9 @@ def places_kernel(cu_ptr, table_ptr, out_ptr, stride, page_step, PAGE: tl.conste
 
 
 def way_for(call: Call) -> Way:
-    """The way that a call is launched in, one of those that `warm` has proven and compiled.
-
-    One query per request: spans of segments are powers of two. More: the largest block, one program per block or one
-    for each `_LARGE_SPAN` segments. Only speed depends on it, as in `nondet.kernels.attention.cuda.quickest`.
-    """
+    """The way that a call is launched in, one of those that `warm` has proven and compiled. One query per request:
+    spans of segments are powers of two. More: the largest block, one program per block or one for each `_LARGE_SPAN`
+    segments. Only speed depends on it, as in `nondet.kernels.attention.cuda.quickest`."""
     heads, dim = call.q.shape[1], call.q.shape[3]
     way = quickest(call)
     if call.tq == 1:
@@ -258,11 +245,7 @@ def ways_of(
 
 
 def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> int:
-    """Prove and compile every way that `way_for` can choose, so that nothing is compiled while requests are served.
-
-    Returns:
-        How many ways there are.
-    """
+    """Prove and compile every way that `way_for` can choose, before requests are served; returns their number."""
     count = 0
     with float32_default(), torch.inference_mode():
         for impl in {(i.num_heads, i.num_kv_heads, i.sliding_window, i.logits_soft_cap): i for i in impls}.values():
@@ -349,11 +332,8 @@ class SegmentsImpl(FlashAttentionImpl):
         super().__init__(*given)
 
     def call(self, operands: tuple[Any, ...], sizes: tuple[int, int, int], packed: tuple[Any, ...], page: int) -> Call:
-        """A launch of this layer's attention.
-
-        operands: q, k, v, out [1, H, T, D]. sizes: Requests, the most queries and keys of one. packed: cu_q and cu_k
-        [requests + 1], index [keys]. page: Tokens of a block of the cache.
-        """
+        """A launch of this layer's attention. operands: q, k, v, out [1, H, T, D]. sizes: Requests, the most queries
+        and keys of one. packed: cu_q and cu_k [requests + 1], index [keys]. page: Tokens of a block of the cache."""
         window = None if self.sliding_window[0] < 0 else self.sliding_window[0] + 1
         cap = self.logits_soft_cap or None
         together = min(page & -page, 128)  # what the copy engine fetches at once

@@ -116,12 +116,8 @@ class Played(NamedTuple):
 
 
 def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: list[Any]) -> Played:
-    """Run the requests from an empty engine to an empty one, each from its step of arrival on.
-
-    Args:
-        engine: vLLM's LLMEngine.
-        taken: Where the scheduler's outputs arrive, one per step.
-    """
+    """Run the requests from an empty engine (vLLM's LLMEngine) to an empty one, each from its step of arrival on. The
+    scheduler's outputs arrive in `taken`, one per step."""
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
@@ -264,11 +260,8 @@ class VllmEngine:
                 self._end()
 
     def run(self, requests: Sequence[Request], load: Load, looker: Any = None, **options: Any) -> Session:
-        """One round from an empty cache. An engine that died gives a session with its reason.
-
-        Args:
-            looker: Goes to vLLM's process, watches there as `attached(llm, taken)`, and returns what it saw.
-        """
+        """One round from an empty cache. An engine that died gives a session with its reason. A `looker` goes to vLLM's
+        process, watches there as `attached(llm, taken)`, and returns what it saw."""
         told = options.pop("on_token_count", None)
         kind: str = "failed"
         played: Any = "it has ended"
@@ -316,12 +309,8 @@ class VllmEngine:
 
 
 class VllmArms:
-    """vLLM along the axes of `nondet sample --vary`: restarted for each arm and implementation.
-
-    Args:
-        loaded, longest: As `VllmEngine`.
-        grain: Tokens that a page is a multiple of.
-    """
+    """vLLM along the axes of `nondet sample --vary`: restarted for each arm and implementation. Arguments as of
+    `VllmEngine`; a page is a multiple of `grain` tokens."""
 
     def __init__(self, loaded: LoadedModel, longest: int, grain: int) -> None:
         self._loaded, self._longest, self._grain = loaded, longest, grain
@@ -396,8 +385,7 @@ def session_of(played: Played, requests: Sequence[Request]) -> Session:
 
 
 def _figures(played: Played, outcomes: Sequence[Outcome], most: int) -> dict[str, int]:
-    """As `nondet.sampling.schedule.session_figures`, as far as vLLM reports it. Preempted requests have their first
-    pieces."""
+    """As `nondet.sampling.schedule.session_figures`, as far as vLLM reports it. Preempted: the first pieces."""
     figures = {"page": played.page, "graphs": int(played.graphs), "step_most": most, "preempted": played.preempted}
     figures |= dict.fromkeys(("cached", "hits", "piece_most", "in_pieces"), 0)
     for outcome in outcomes:

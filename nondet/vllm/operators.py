@@ -49,12 +49,8 @@ _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address of a w
 
 
 def row_counts(graphs: Sequence[int], tokens: int) -> list[int]:
-    """The numbers of rows that products are certified for, ascending, the last at least `tokens`.
-
-    Args:
-        graphs: Sizes of vLLM's CUDA graphs; empty where there are none.
-        tokens: Most rows of a step.
-    """
+    """The numbers of rows that products are certified for, ascending, the last at least `tokens`, the most rows of a
+    step. `graphs` are the sizes of vLLM's CUDA graphs, if any."""
     sizes = [m for m in graphs or (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)) if m <= tokens]
     top = max(sizes, default=0)
     fine = range(-(-top // _FINE) * _FINE, min(tokens, _FINE_TO) + 1, _FINE)
@@ -246,12 +242,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 class Certified(NamedTuple):
-    """What was done for one shape of weights.
-
-    Attributes:
-        proofs: New ones: a machine's second start needs none.
-        compiled: Kernels that Triton did not have on disk.
-    """
+    """What was done for one shape of weights: new proofs (none at a machine's second start), and kernels that Triton
+    did not have on disk."""
 
     seconds: float
     proofs: int
@@ -294,14 +286,9 @@ def stands_alone(
     device: torch.device | str,
     counts: Sequence[int],
 ) -> int | None:
-    """The first M at which compute([M, width]) differs in a row's bits from the largest call; None if there is none.
-    Raises RuntimeError: it fails to run at some M, or gives another shape, or nothing finite.
-
-    Nothing is kept for the next start, because a quantized layer's kernel depends on settings that are not in our keys.
-
-    Args:
-        counts: Every M that is tested; the largest is the reference.
-    """
+    """The first of `counts` at which compute([M, width]) differs in a row's bits from the largest; None if there is
+    none. Raises RuntimeError: it fails to run at some M, or gives another shape, or nothing finite. Nothing is kept for
+    the next start, because a quantized layer's kernel depends on settings that are not in our keys."""
     most, kept = max(counts), Certificates({"device": str(device)}, None)
     whole: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     with float32_default(), torch.inference_mode():
@@ -367,13 +354,8 @@ def _from(
 
 
 class OwnMethod:
-    """Replaces a quantized layer's method: calls that method in an operator and at certified row counts.
-
-    Args:
-        weight: The name of the parameter that identifies the layer.
-        width: Of the result.
-        most: The largest number of rows that was proven.
-    """
+    """Replaces a quantized layer's method: calls that method in an operator and at certified row counts, at most
+    `most`. The parameter `weight` identifies the layer; `width` is the result's."""
 
     def __init__(self, method: Any, weight: str, width: int, most: int) -> None:
         self.method, self.weight, self.width, self.most = method, weight, width, most
@@ -386,12 +368,9 @@ class OwnMethod:
 
 
 def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
-    """Have a quantized layer's own kernel run only at these certified row counts.
-
-    The layer is found by its largest parameter: with the layer's name in the operator, torch.compile would compile each
-    layer separately. Raises RuntimeError: it gives another dtype than it takes, or has no parameter; the layer is
-    unchanged.
-    """
+    """Have a quantized layer's own kernel run only at these certified row counts. The layer is found by its largest
+    parameter: with the layer's name in the operator, torch.compile would compile each layer separately. Raises
+    RuntimeError: it gives another dtype than it takes, or has no parameter."""
     sizes = {name: weight.numel() for name, weight in layer.named_parameters(recurse=False)}
     name, method = max(sizes, key=lambda one: sizes[one], default=""), layer.quant_method
     if not sizes.get(name):
@@ -472,12 +451,8 @@ def _scales_of(layer: Any) -> torch.Tensor:
 def replace_scaled(
     layer: Any, counts: Sequence[int], dtype: torch.dtype, known: dict[tuple[Any, ...], Certified]
 ) -> None:
-    """Give a layer our product, proven at each of these numbers of rows. Raises NotImplementedError: no member is
-    proven here, or the whole has other bits at one number of rows than at the largest; the layer is unchanged.
-
-    Args:
-        known: What was proven before, by the layout of a layer; layers of one layout are proven once.
-    """
+    """Give a layer our product, proven at each of these numbers of rows; layers of one layout, a key of `known`, once.
+    Raises NotImplementedError: no member is proven here, or the whole has other bits at some number of rows."""
     scales, weight = _scales_of(layer), layer.weight.data
     scales = scales.t() if _in_blocks(weight) else scales.reshape(1, -1).expand(1, weight.shape[1])
     bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)

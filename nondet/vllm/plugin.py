@@ -414,11 +414,9 @@ def prepare(arguments: Any) -> None:
 
 
 def _fusions(passes: Any) -> list[str]:
-    """vLLM's own rewritings of a traced model: they replace the operators there by fused kernels.
-
-    Such a kernel may add in another order for another number of tokens: fused_add_rms_norm_static_fp8_quant uses 1024
-    threads below 256 tokens, 256 above, in batch-invariant mode or not.
-    """
+    """vLLM's own rewritings of a traced model: they replace the operators there by fused kernels. Such a kernel may add
+    in another order for another number of tokens: fused_add_rms_norm_static_fp8_quant uses 1024 threads below 256
+    tokens, 256 above, in batch-invariant mode or not."""
     return [name for name in vars(passes) if name.startswith(("fuse_", "enable_"))]
 
 
@@ -439,11 +437,8 @@ def graph_prefill(compilation: Any, tokens: int) -> None:
     """Let vLLM capture its graphs between attentions also for steps with prompts in them, up to `_GRAPHED_TO` tokens.
 
     vLLM stops at 512, where its own launches cost little compared with a step's work. Ours start in Python, so with a
-    small model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step among them.
-
-    Args:
-        compilation: vLLM's CompilationConfig, its sizes as vLLM chose them; none without CUDA graphs.
-        tokens: Most tokens of a step.
+    small model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step, of `tokens`, among them;
+    none without CUDA graphs in vLLM's `compilation` configuration.
     """
     sizes = compilation.cudagraph_capture_sizes
     if not sizes:
@@ -536,12 +531,8 @@ def _ancestors(module: Any) -> set[str]:
 def standing_of(
     name: str, module: Any, own: Callable[[str, Any], Standing], *, installed: bool = True
 ) -> Standing | None:
-    """The standing of a module; None if it only holds others.
-
-    Args:
-        own: own(name, module) -> the standing of a layer's own kernel.
-        installed: Whether nondet's kernels are in place; else every product and norm has its own kernel.
-    """
+    """The standing of a module; None if it only holds others. own(name, module) gives that of a layer's own kernel,
+    which every product and norm has where nondet's kernels are not `installed`."""
     ancestors, kind = _ancestors(module), type(module).__name__
 
     def said(standing: str, why: str) -> Standing:
@@ -642,11 +633,8 @@ def _unfit_experts(layer: Any) -> str:
 
 
 def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
-    """Prove every tile that a step can use, and compile the kernels. Raises NotImplementedError: a product has no tile.
-
-    Args:
-        counts: Numbers of tokens: all of them are run, and one more for each pair of tiles that lies between.
-    """
+    """Prove every tile that a step of these numbers of tokens can use, and compile the kernels: all of them are run,
+    and one more for each pair of tiles that lies between. Raises NotImplementedError: a product has no tile."""
 
     from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
     from nondet.vllm.operators import certified
@@ -666,11 +654,7 @@ def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
 
 
 def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standing]:
-    """The standing of the sum over ranks, the part of a configuration outside of its layers that needs a proof.
-
-    Args:
-        counts: Numbers of rows for which the sum over ranks is tested; none: it is not tested.
-    """
+    """The standing of the sum over ranks, which needs a proof; without `counts`, numbers of rows, it is not tested."""
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
         if ranks > 1:
@@ -741,11 +725,8 @@ def rows_of(layer: Any, counts: Sequence[int], requests: int) -> Sequence[int]:
 
 
 def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], Standing]:
-    """A function that tests a layer's own kernel, a product's or a norm's; layers of one kind and shape once.
-
-    Args:
-        counts: All numbers of rows that it can get; none: all that a step can have, up to the largest.
-    """
+    """A function that tests a layer's own kernel, a product's or a norm's, at `counts` or at all numbers of rows that a
+    step can have; layers of one kind and shape once."""
     from nondet.vllm.operators import stands_alone, width_of
 
     _, tokens, requests = limits_of(config)
@@ -764,7 +745,7 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
             failed = None
             for form, size in asked:
                 failed = failed or stands_alone(form, size, config.model_config.dtype, parameter.device, met)
-        except Exception as error:  # noqa: BLE001 - whatever somebody's kernel raises, it is not proven
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, it is not proven
             return AT_RISK, f"its kernel could not be tested: {one_line(str(error), 120) or type(error).__name__}"
         if failed is not None:
             return AT_RISK, f"its kernel gives a row other bits at M={failed} than at M={met[-1]}"
@@ -802,7 +783,7 @@ def _prove(
         try:
             seen[key] = seen.get(key) or _certify_experts(module, counts)
             setattr(module, _OURS, True)
-        except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
+        except Exception as error:  # noqa: BLE001 - whatever the error, it is not proven
             why = one_line(str(error), 120) or type(error).__name__
             return standing._replace(standing=AT_RISK, why=f"no product of these experts stands here: {why}")
     elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
@@ -899,7 +880,7 @@ def _kept_or_scaled(
             why = operators.unfit_scaled(layer)
             if not why:
                 operators.replace_scaled(layer, counts, dtype, seen)
-        except Exception as error:  # noqa: BLE001 - whatever stands against it, it is not proven
+        except Exception as error:  # noqa: BLE001 - whatever the error, it is not proven
             why = one_line(str(error), 120) or type(error).__name__
         if why:
             return standing._replace(standing=AT_RISK, why=f"{standing.why}; not replaced: {why}")
@@ -927,10 +908,7 @@ def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank:
 
 class Look:
     """Goes into vLLM's process and records what computes each layer of the loaded model, with the plugin or without.
-
-    Attributes:
-        found: Of the configuration and of every layer; complete once attached.
-    """
+    `found` is complete once attached."""
 
     def __init__(self) -> None:
         self.found: list[Standing] = []
@@ -960,11 +938,9 @@ def grouped(found: Sequence[Standing]) -> list[LayerStanding]:
 
 
 def write_coverage(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int = 0) -> Path | None:
-    """The run file that `nondet report` reads; None where none can be written.
-
-    NONDET_COVERAGE names it; if that file exists it is kept, and this one's name also gets the date and the process. By
-    default it is in nondet's cache folder, with both in its name.
-    """
+    """The run file that `nondet report` reads; None where none can be written. NONDET_COVERAGE names it; if that file
+    exists it is kept, and this one's name also gets the date and the process. By default it is in nondet's cache
+    folder, with both in its name."""
     from nondet.core.certificates import cache_folder
     from nondet.core.environment import collect
     from nondet.core.runfile import open_run
