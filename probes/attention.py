@@ -296,10 +296,8 @@ class _Maker:
         return Case(name, "attention", shape, self.dtype, varied, kind, axis=axis, **more)
 
     def packed(self, options: Options) -> Case:
-        """One query and its keys among those of others, at the sizes that a trace saw.
-
-        Only stock attention is called with a mask: ours keep the requests of a pack apart.
-        """
+        """One query and its keys among those of others, at the sizes that a trace saw. Only stock attention is called
+        with a mask: ours keep the requests of a pack apart."""
         rows, keys = (max(sizes) for sizes in zip(*options.met, strict=True))
         name = f"one query and its {options.own} keys packed with others', as a trace met them, {self._where}"
         data = {"own": options.own, "met": options.met}

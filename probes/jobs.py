@@ -102,11 +102,8 @@ class Worker:
 
     @classmethod
     def started(cls, *, copied: bool = False) -> Worker:
-        """A process that loads what it needs, and waits for its order.
-
-        Args:
-            copied: Fork this process, which has loaded what a worker needs and used none of it yet.
-        """
+        """A process that loads what it needs, and waits for its order. `copied`: fork this process, which has loaded
+        what a worker needs and used none of it yet."""
         context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         ours, theirs = context.Pipe()
         target, args = (serve_forked, (theirs, ours, os.getpid())) if copied else (serve, (theirs,))
@@ -181,11 +178,8 @@ class Crew:
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
-    """How many workers are certain to be useful, before torch is loaded: for "all" on a GPU.
-
-    Args:
-        count: The number of the command line; None: the default.
-    """
+    """How many workers are certain to be useful, before torch is loaded: for "all" on a GPU. `count`: the number of the
+    command line; None: the default."""
     there = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if device == "cpu" or "all" not in names or any(":" in impl for impl in impls) or not there or hidden:
@@ -231,13 +225,8 @@ def _cores() -> int:
 
 
 def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
-    """The default number of processes for a plan: on a CPU one, which has all cores anyway.
-
-    A user's function is measured in this process, because it may depend on the process's state.
-
-    Args:
-        jobs: Number of jobs to measure.
-    """
+    """The default number of processes for a plan: on a CPU one, which has all cores anyway. A user's function is
+    measured in this process, because it may depend on the process's state. `jobs`: number of jobs to measure."""
     if device != "cuda" or any(":" in impl for impl in impls) or not _takes_several():
         return 1
     import torch
@@ -499,10 +488,8 @@ class SharedRun:
             return  # it has ended: the next look at its pipe reports that
 
     def _next(self, worker: Worker) -> int:
-        """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest.
-
-        From another worker's group it takes the last, which is least like what that worker compiles now.
-        """
+        """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest. From
+        another worker's group it takes the last, which is least like what that worker compiles now."""
         first = next((i for i, unit in enumerate(self._units) if self._firsts.intersection(unit.places)), None)
         if first is not None:
             return first

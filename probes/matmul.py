@@ -55,11 +55,8 @@ def _lines(largest: int, count: int) -> list[int]:
 
 
 def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
-    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row with other bits; else row 0 again.
-
-    So results are of one class if row 0 has equal bits, and the first deviating row, if any, too. Does not wait for a
-    device.
-    """
+    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row with other bits; else row 0 again. So results
+    are of one class if row 0 has equal bits, and the first deviating row, if any, too. Does not wait for a device."""
     pattern = bits(result)
     odd = (pattern != pattern[:1]).any(1).to(torch.uint8).argmax()  # of equals the first: row 0 where none is odd
     return result.index_select(0, torch.stack([torch.zeros_like(odd), odd]))
@@ -382,10 +379,8 @@ def _step(N: int) -> int:
 
 
 def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
-    """The compared rows of products whose first call has one row, or many.
-
-    The results for different N must be equal in each half; otherwise N itself decides, and nothing is concluded.
-    """
+    """The compared rows of products whose first call has one row, or many. The results for different N must be equal in
+    each half; otherwise N itself decides, and nothing is concluded."""
     x, w = call.tensors
     step = _step(len(w))
     most = len(w) - _ANEW[0][-1] * step

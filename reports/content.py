@@ -95,10 +95,8 @@ def _traced(run: Run) -> bool:
 
 
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The completions' verdicts, where there are any; the operators' verdicts are shown below.
-
-    Without partial replacements, which have a table, and sums in another order, which are not a finding.
-    """
+    """The completions' verdicts, where there are any; the operators' verdicts are shown below. Without partial
+    replacements, which have a table, and sums in another order, which are not a finding."""
     sampled = [v for v in verdicts if v.prompt is not None]
     main = [v for v in sampled or verdicts if v.role != Role.PART and v.finding != Finding.ORDER]
     return [v for v in main if not _said_by_stock(v, main)] or sampled or list(verdicts)
@@ -275,11 +273,8 @@ class Report:
 
 
 def build(runs: Sequence[Run]) -> Report:
-    """Gather everything. Side files are read from next to their runs.
-
-    Raises:
-        UserError: a side file is missing, malformed or another run's.
-    """
+    """Gather everything. Side files are read from next to their runs. Raises UserError: a side file is missing,
+    malformed or another run's."""
     return Report(tuple(_read(run) for run in runs))
 
 

@@ -1,7 +1,5 @@
-"""The first screen of a report: what changes, on what, and the chain from the token to the fix, a line each.
-
-A line whose answer is not known shows the command that finds it.
-"""
+"""The first screen of a report: what changes, on what, and the chain from the token to the fix, a line each. A line
+whose answer is not known shows the command that finds it."""
 
 from __future__ import annotations
 
@@ -290,10 +288,8 @@ def trace_command(report: Report) -> str:
 
 
 def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
-    """A completion of the most common trace and one of another, of other tokens if possible; () without a pair.
-
-    A trace is greedy, and replays what a recording holds.
-    """
+    """A completion of the most common trace and one of another, of other tokens if possible; () without a pair. A trace
+    is greedy, and replays what a recording holds."""
     taped = {(tape.impl, tape.round) for tape in run.tapes}
     mine = [
         c for c in run.completions
@@ -378,10 +374,8 @@ def _kernels_text(row: Row) -> str:
 
 
 def clearest(rows: Sequence[Row]) -> Row:
-    """The row whose picture explains most: few classes and several kernels, bfloat16 and products first.
-
-    Where the values of other rows change a row, the number of classes explains nothing.
-    """
+    """The row whose picture explains most: few classes and several kernels, bfloat16 and products first. Where the
+    values of other rows change a row, the number of classes explains nothing."""
     return min(
         rows,
         key=lambda r: (

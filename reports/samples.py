@@ -107,11 +107,7 @@ class SampleSection:
 
 @dataclass(frozen=True)
 class Samples:
-    """All prompts that completed anything.
-
-    Attributes:
-        overall: Each implementation over several prompts.
-    """
+    """All prompts that completed anything. `overall`: each implementation over several prompts."""
 
     prompts: tuple[SampleSection, ...]
     overall: tuple[PromptSet, ...]
@@ -612,10 +608,8 @@ def _shared(group: Sequence[DistinctCompletion]) -> int:
 
 
 def branch_views(summary: SampleSummary) -> list[dict[str, Any]]:
-    """Every distinct completion, the most common first, with the first different token separate.
-
-    The most common one has that token where the second one, which is next to it, differs.
-    """
+    """Every distinct completion, the most common first, with the first different token separate. The most common one
+    has that token where the second one, which is next to it, differs."""
     first = next((c.parts_at for c in summary.completions[1:2]), None)
     return [_view(i, c, first if c.parts_at is None else c.parts_at) for i, c in enumerate(summary.completions)]
 

@@ -24,9 +24,7 @@ _CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
 
 class Told(NamedTuple):
     """A title, sentences, lines of detail in a fold, and what a page shows in place of the first sentence, if anything.
-
-    A page's first screen has the first `known` sentences.
-    """
+    A page's first screen has the first `known` sentences."""
 
     title: str
     lines: Sequence[str]

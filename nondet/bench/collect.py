@@ -122,13 +122,8 @@ def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
 
 
 def implementations_of(operator: str, names: Sequence[str], device: str) -> list[str]:
-    """The implementations of one operator that the names select.
-
-    "stock" includes its named backends, too (but slow ones): the best of them is what a user could have.
-
-    Raises:
-        UnknownNameError: no implementation has that name.
-    """
+    """The implementations of one operator that the names select. "stock" includes its named backends, too (but slow
+    ones): the best of them is what a user could have. Raises UnknownNameError: no implementation has that name."""
     here = [i for i in operators()[operator].implementations if i.target(device)]
     everywhere = dict.fromkeys(i.name for declaration in operators().values() for i in declaration.implementations)
     chosen: dict[str, None] = {}

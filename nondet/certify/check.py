@@ -104,10 +104,8 @@ _Certificate = tuple[str, str]  # (member, key)
 
 
 class _Witness:
-    """A member that records under which certificates its calls are: those that the dispatcher looks for.
-
-    A dispatcher's member reports them itself (`claim`). Any other has its name and the arguments of its call.
-    """
+    """A member that records under which certificates its calls are: those that the dispatcher looks for. A dispatcher's
+    member reports them itself (`claim`). Any other has its name and the arguments of its call."""
 
     def __init__(self, call: Call, member: str, question: Question) -> None:
         self._call, self._member = call, member
@@ -261,9 +259,7 @@ def _work(question: Question) -> float:
 
 def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
     """The cost of one member, and the shared cost. A first call is separate, because it may load what all others use.
-
-    When the time is up, the remaining answers are assumed to cost what the others do.
-    """
+    When the time is up, the remaining answers are assumed to cost what the others do."""
     question, began = item.question, clock()
     member = next(iter(item.members.values()))
     try:

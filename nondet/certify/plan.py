@@ -1,7 +1,5 @@
-"""The questions of `nondet certify` for each class, and the members that answer them.
-
-Both come from the operators' declarations: `Operator.questions` has the sizes, `Operator.claims` the members.
-"""
+"""The questions of `nondet certify` for each class, and the members that answer them. Both come from the operators'
+declarations: `Operator.questions` has the sizes, `Operator.claims` the members."""
 
 from __future__ import annotations
 
@@ -166,10 +164,7 @@ class ProductQuestion(Question):
 @dataclass(frozen=True, kw_only=True)
 class RowsQuestion(Question):
     """An operator over the last axis of x [M, W], with its declared options. "strided": rows W + 8 apart.
-
-    Attributes:
-        outlier_scale: For inputs with outliers, in operators in which one term would dominate.
-    """
+    `outlier_scale`: for inputs with outliers, in operators in which one term would dominate."""
 
     outlier_scale: float = 1.0
 
@@ -381,11 +376,8 @@ def operator_named(name: str, device: str) -> str:
 
 
 def plan(wish: Wish) -> list[Assignment]:
-    """All questions, in order, planned before the first is tested.
-
-    Raises:
-        UserError: an unknown operator, class, member, dtype or input; sizes that make no sense; nothing to test.
-    """
+    """All questions, in order, planned before the first is tested. Raises UserError: an unknown operator, class,
+    member, dtype or input; sizes that make no sense; nothing to test."""
     _check(wish)
     names = [operator_named(n, wish.device) for n in wish.operators]
     if not names:

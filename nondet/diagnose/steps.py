@@ -390,12 +390,9 @@ _VALUES = {0: "the last value", 2: "every second value", 3: "every third value"}
 def chosen_effort(
     planned: int, round_s: float, alone_s: float, spent_s: float, within_s: float, *, differs: bool = False
 ) -> Effort:
-    """The most that fits within `within_s` for everything (0.0: no limit), or the least.
-
-    Args:
-        differs: Whether the first round, which was repeated with equal bits, differs from the solo run: then it is
-            proven that the batch matters, and more of the load or of an axis cannot change the answer.
-    """
+    """The most that fits within `within_s` for everything (0.0: no limit), or the least. `differs`: whether the first
+    round, which was repeated with equal bits, differs from the solo run: then it is proven that the batch matters, and
+    more of the load or of an axis cannot change the answer."""
     whole = Effort(planned, round_s=round_s, alone_s=alone_s)
     if not within_s:
         return whole

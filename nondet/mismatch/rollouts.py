@@ -75,10 +75,7 @@ class _Line(msgspec.Struct):
 
 def read_rollouts(path: Path) -> list[Rollout]:
     """The rollouts of a file, or of the .jsonl files under a folder, compressed or not, in the order of their names.
-
-    Raises:
-        UserError: it is not there, has no rollouts, or a line is not a rollout; which, and what it lacks.
-    """
+    Raises UserError: it is not there, has no rollouts, or a line is not a rollout; which, and what it lacks."""
     paths, found, names = [path], list[Rollout](), set[str]()
     if path.is_dir():
         ends = tuple(f".jsonl{packed}" for packed in ("", *PACKED))
@@ -100,13 +97,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]:
-    """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation.
-
-    Raises:
-        UserError: it has none, its traces file is missing, a server gave no token ids, a prompt has another number of
-            tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or chat template
-            is another one.
-    """
+    """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation. Raises
+    UserError: it has none, its traces file is missing, a server gave no token ids, a prompt has another number of
+    tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or chat template is
+    another one."""
     run = read_run(path)
     if not run.completions:
         raise UserError(f"{path} holds no completions", "Give a run of `nondet sample`, or --rollouts FILE.")

@@ -66,11 +66,8 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
 
 
 def _load_recorded(recorded: Run, request: TraceRequest) -> LoadedModel:
-    """The model of a recorded run, at its dtype, with its weights.
-
-    Raises:
-        UserError: the run names none, the model is gone, or it has other weights.
-    """
+    """The model of a recorded run, at its dtype, with its weights. Raises UserError: the run names none, the model is
+    gone, or it has other weights."""
     from nondet.core.records import of_vllm
     from nondet.sampling.model import EMBEDDED, load_model
 

@@ -167,10 +167,8 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
 
 
 def proven_tries(run: Run, impl: str) -> tuple[int, int]:
-    """(requests that ran with others, loads that formed) over all prompts: the tries of a bound.
-
-    Without a solo arm the others are compared with the first of each, so it does not count.
-    """
+    """(requests that ran with others, loads that formed) over all prompts: the tries of a bound. Without a solo arm the
+    others are compared with the first of each, so it does not count."""
     requests = without = 0
     for (name, _), arms in evidence(run).items():
         if name == impl:
@@ -573,11 +571,7 @@ def judge_served(run: Run) -> list[Verdict]:
 
 
 def _judge(subject: Subject, first: Subject | None) -> Verdict:
-    """The verdict on one prompt's answers.
-
-    Args:
-        first: The same prompt on the first server.
-    """
+    """The verdict on one prompt's answers. `first`: the same prompt on the first server."""
     server, arms = subject.server, subject.arms
     beside = [_beside(subject, first)] if server.impl != "server" else []
     verdict = Verdict(server.impl, (Finding.UNTESTED,), (), (*_reasons(server, arms), *beside), subject.prompt)

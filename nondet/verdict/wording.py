@@ -339,10 +339,7 @@ class _Writer(Formatter):
 
 def _where(hits: Sequence[tuple[str, bool]], *, brief: bool = False) -> str:
     """ "5 of 12 cases (linear 3 of 4, attention 2 of 8)"; of several operators a few are named, and none in brief.
-
-    Args:
-        hits: The operator of each case, and whether it was hit.
-    """
+    `hits`: the operator of each case, and whether it was hit."""
     hit, tried = Counter(operator for operator, was_hit in hits if was_hit), Counter(operator for operator, _ in hits)
     count = f"{hit.total()} of {plural(len(hits), 'case')}"
     if len(tried) == 1:
