@@ -61,8 +61,6 @@ def packed_trials(
 
 
 class _Heads(NamedTuple):
-    """Query heads, key and value heads, and the size of a head."""
-
     query: int
     key: int
     dim: int
@@ -283,8 +281,6 @@ def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 class _Maker:
-    """Cases of one dtype and head arrangement."""
-
     def __init__(self, options: Options, dtype: str, heads: _Heads, *, narrow: bool = False) -> None:
         self.options, self.dtype, self.heads, self._narrow = options, dtype, heads, narrow
         self._where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"
@@ -315,12 +311,10 @@ class _Maker:
 
 
 def _tokens(options: Options) -> tuple[int, int]:
-    """Tokens of a prompt, and keys of a decode step."""
     return _FULL[options.device] if options.full else _SIZES[options.device][1:3]
 
 
 def _decodes(options: Options, maker: _Maker) -> Iterator[Case]:
-    """The same call at other moments, and batches of other sizes."""
     _, cache = _tokens(options)
     batches = _SIZES[options.device].batches
     yield maker.case(f"decode of requests among 6, 96 keys, {base.AXES['history']}", "history", 96, "mixed")
@@ -334,7 +328,6 @@ def _decodes(options: Options, maker: _Maker) -> Iterator[Case]:
 
 
 def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
-    """A prompt at once compared with single positions, chunks, a longer prompt, and a cached part."""
     tokens, _ = _tokens(options)
     few = tuple(p for p in _FEW_POSITIONS if p < tokens)
     many = tuple(p for p in _POSITIONS if p < tokens) if options.full or options.device == "cpu" else few
@@ -354,7 +347,6 @@ def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
 
 
 def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
-    """An encoder's attention, a model's own scale, long prompts, and other numbers of key heads."""
     few = (1, 2, 3, 5)
     yield plain.case(
         "requests of 40 tokens in batches of B, not causal", "batch_size", 40, "order", values=few, causal=False

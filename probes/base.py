@@ -460,7 +460,6 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(x: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The filled numbers; for float8, which has no arithmetic, the nearest, saturated."""
     if x.element_size() > 1:
         return fill(x)
     most = torch.finfo(x.dtype).max

@@ -219,7 +219,6 @@ def _called(fn: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _tensors(inputs: Inputs, name: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Every tensor of nested inputs, by the names that `fingerprint` gives them."""
     if isinstance(inputs, torch.Tensor):
         return [(name, inputs)]
     parts: list[tuple[str, Any]] = []
@@ -497,7 +496,6 @@ def _measured(
 
 
 def _run(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:
-    """The records as a run that a command would have written."""
     from nondet.core.environment import collect
 
     header = Header(

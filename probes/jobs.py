@@ -471,7 +471,6 @@ class SharedRun:
         worker.brief(self._order)
 
     def _give(self, worker: Worker) -> None:
-        """The next unit, if the worker is free and there is one."""
         if not worker.ready or worker.left:
             return
         if not self._units:  # a process needs a while to leave a GPU: the others measure meanwhile

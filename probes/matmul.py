@@ -50,7 +50,6 @@ def _map_cases(options: Options) -> Iterable[Case]:
 
 
 def _lines(largest: int, count: int) -> list[int]:
-    """Sizes at equal distances up to the largest."""
     return sorted({max(1, largest * i // count) for i in range(1, count + 1)})
 
 
@@ -80,7 +79,6 @@ def _batched_cases(options: Options) -> Iterable[Case]:
 
 
 def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
-    """a [B, M, K] and b [B, K, N] at the largest sizes."""
     B, M, K, N = (case.shape[axis] for axis in "BMKN")
     a, b = product_operands(case.inputs, (B * M, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
     b *= weight_scale(K)
@@ -297,7 +295,6 @@ class Matmul(Probe):
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
-    """The layers to test, and whether the user chose them."""
     given = base.given_layer(options)
     if given is None:
         return (options.layers, True) if options.layers else (default, False)

@@ -336,7 +336,6 @@ def _drawn(measured: MeasuredSum, tree: Tree, kind: str, seed: int) -> tuple[Arr
 
 
 def _wrong(measured: MeasuredSum, said: Array, got: torch.Tensor) -> Array:
-    """Which of the sums `got` have other bits than `said`."""
     rounded = torch.from_numpy(emulator.round_to(said, str(measured.dtype).removeprefix("torch."))).to(got.dtype)
     other: Array = (bits(rounded) != bits(got.cpu())).numpy()
     return other
@@ -535,7 +534,6 @@ def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
 
 
 def _numbers(of: torch.Tensor, every: int) -> str:
-    """ "numbers 16 to 31 of 64"."""
     runs = 1 + int((of.diff() != 1).sum())
     if runs == 1:
         return f"numbers {int(of[0]):,} to {int(of[-1]):,} of {every:,}"
@@ -663,7 +661,6 @@ class ReductionOrder(Probe):
 
 
 def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
-    """K and N of an operator's cases; N is 1 where there is none."""
     device, given = options.device, base.given_layer(options)
     if operator == "all_reduce":
         worlds = options.ranks or (_RANKS,)

@@ -136,7 +136,6 @@ class RowProbe(Probe):
             yield case("alignment", best, 33, 33)
 
     def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
-        """The widths, and whether the user or a model named them."""
         given = base.given_layer(options)
         if given is not None:
             return given[:1], True

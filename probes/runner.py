@@ -312,7 +312,6 @@ def _extra(job: Job, inputs: Any, results: Any) -> dict[str, Any]:
 
 
 def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) -> Row:
-    """One job: its implementation under its probe's variants."""
     case, head, inputs = job.case, job.head, prepared.inputs
     operator = job.probe.own(case, job.impl)
     watch = None

@@ -350,7 +350,6 @@ def span_path(cells: Sequence[tuple[float, float]], height: float) -> str:
 
 
 def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], borders: Collection[int]) -> list[Tick]:
-    """The ends and boundaries of classes where they fit, then round numbers; texts never overlap, even on a phone."""
     ticks: list[Tick] = []
     if any(isinstance(v, str) for v in values) and sum(len(str(v)) for v in values) > 60:
         return ticks  # names, not numbers: all of them or none

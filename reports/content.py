@@ -111,7 +111,6 @@ def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
 
 
 def _over_prompts(impl: str, verdicts: Sequence[Verdict], unit: str) -> str:
-    """Several prompts: how many of them, under each finding."""
     parts = []
     for finding in Finding:
         hit = sum(v.finding == finding for v in verdicts)

@@ -193,7 +193,6 @@ def _seconds(values: Iterable[float], share: float = 0.5) -> str:
 
 
 def _rate(rounds: Sequence[Round]) -> float:
-    """Tokens per second of all requests, over the rounds' time."""
     seconds = sum(r.seconds for r in rounds)
     return sum(r.tokens for r in rounds) / seconds if seconds > 0 else 0.0
 

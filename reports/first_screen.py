@@ -388,7 +388,6 @@ def clearest(rows: Sequence[Row]) -> Row:
 
 
 def _coarse(row: Row) -> int:
-    """The largest step between two values of different bits: how exactly their boundary is known."""
     pairs = zip(row.values, row.values[1:], row.labels, row.labels[1:], strict=False)
     return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
 
@@ -592,7 +591,6 @@ def subjects(report: Report) -> list[Verdict]:
 
 
 def _said(verdicts: Sequence[Verdict]) -> str:
-    """The verdict of most weight in a phrase: the default backend's before the others'."""
     first = min(verdicts, key=lambda v: (list(Finding).index(v.finding), v.role != Role.STOCK))
     clauses = [clause for clause in first.clauses if clause.code not in _DETAILS]
     text = f"{first.impl}: {phrase(clauses, brief=True) or first.text}"

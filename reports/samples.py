@@ -231,7 +231,6 @@ def _p(p: float) -> str:
 
 
 def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
-    """A row for each prompt: those that differ most come first, then by number."""
     by_prompt: dict[int, list[SampleSummary]] = {}
     for prompt, s in (entry for o in parts for entry in o.summaries.items()):
         by_prompt.setdefault(prompt, []).append(s)
@@ -439,7 +438,6 @@ def _draws_text(summary: SampleSummary) -> str:
 
 
 def _fork(s: SampleSummary) -> list[Block]:
-    """The first divergent token, and on a page those after it."""
     if s.first_fork is None:
         return []
     branches = grid(

@@ -210,7 +210,6 @@ def _cell(
     seed: int,
     stopwatch: Stopwatch,
 ) -> Cell:
-    """Time one case under every implementation. A failure is an entry with its reason."""
     started = time.perf_counter()
     copy, peak = limits.get(COPY), limits.get(peak_name(case.dtype))
     limit, limited_by = limit_us(case.work, copy.rate if copy else None, peak.rate if peak else None)
@@ -264,7 +263,6 @@ def _cell(
 
 
 def _expected(calls: Mapping[str, Call], inputs: tuple[Any, ...], device: str) -> Any:
-    """Stock's result on one set of inputs, to compare others with; None where stock does not run."""
     baseline = next((call for name, call in calls.items() if is_stock(name)), None)
     if baseline is None:
         return None

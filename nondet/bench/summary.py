@@ -329,7 +329,6 @@ def _fell(pairs: list[tuple[Comparison, Comparison]], factor: float, tests: int)
 
 
 def _moved(kept: Run, new: Run, *, coarse: bool) -> str:
-    """What differs of the machine that ratios depend on; "" where nothing does."""
     on_gpu = any(cell.device == "cuda" for cell in new.cells)
     before, after = kept.header.environment, new.header.environment
     fields: tuple[str, ...] = ("gpu",) if on_gpu else ("cpu", "num_threads")

@@ -341,14 +341,12 @@ def _put(
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:
-    """Every tensor of a question's inputs, which are nested tuples and lists."""
     if isinstance(inputs, torch.Tensor):
         return [inputs]
     return [x for part in inputs for x in _tensors(part)] if isinstance(inputs, tuple | list) else []
 
 
 def _own(question: Question, inputs: Any, call: Call) -> torch.Tensor:
-    """The member's own whole answer; empty if it has none."""
     try:
         return question.answer(inputs, call, question.whole)
     except Exception:  # noqa: BLE001 - reported already, at this variant
@@ -407,7 +405,6 @@ def _failed(question: Question, member: str, reason: str, status: str = Status.E
 
 
 def _head(question: Question, member: str) -> Row:
-    """The row with everything but figures."""
     return Row(
         probe=PROBE,
         case=question.name,

@@ -454,8 +454,6 @@ def _dtypes(wish: Wish, cls: NumericsClass, form: QuestionForm) -> list[str]:
 
 @dataclass(frozen=True)
 class _Topic:
-    """What all questions about one operator, class and dtype share."""
-
     wish: Wish
     operator: str
     cls: NumericsClass

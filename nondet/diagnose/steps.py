@@ -492,7 +492,6 @@ class Diagnoser:
     # --- the steps ----------------------------------------------------------------------------------------------
 
     def _greedy(self, _: Run) -> Step:
-        """The solo run and the first round."""
         return greedy_step((self._known(None), self._known(0)), self.loaded.decode)
 
     def _run_to_run(self, so_far: Run) -> Step:
@@ -648,7 +647,6 @@ class Diagnoser:
         return next(a for a in self._all_axes if a.name == parted.axis).arms(parted.parted[0])
 
     def _arm(self, name: str, requests: Sequence[Request]) -> Arm:
-        """An arm with the plan's load, and its first target under study."""
         target = next(r for r in requests if r.target)
         return Arm(name, target.id, tuple(requests), self.plan.load, self.seed)
 

@@ -438,7 +438,6 @@ def _limits(run: Run, step: dict[str, Step]) -> list[str]:
 
 
 def _replay(culprits: Sequence[Culprit], name: str) -> tuple[Culprit, Replay] | None:
-    """The first replay of that name with another result."""
     return next(
         ((c, r) for c in culprits for r in c.replays if r.name == name and r.status == "divergent"),
         None,

@@ -116,7 +116,6 @@ def _rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _classes(run: Run) -> list[dict[str, Any]]:
-    """One line per value of a sweep: its class of bits, and which kernels gave it."""
     lines = []
     for row in run.rows:
         shared = _row(row)

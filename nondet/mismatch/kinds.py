@@ -336,7 +336,6 @@ def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | Non
 
 
 def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] = (1, 2, 3)) -> float:
-    """The shortest number that is as good."""
     most = 1.01 * cost(value)
     return next((short for n in digits if cost(short := round(value, n)) <= most), value)
 

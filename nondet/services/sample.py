@@ -399,7 +399,6 @@ def _vary(
     request: SampleRequest, loaded: LoadedModel, base: Conditions, plan: Plan, axes: Sequence[Varied],
     elsewhere: Play | None, sink: Sink, writer: RunWriter,
 ) -> None:  # fmt: skip
-    """Run the base and every value of every axis under each implementation, with a progress bar."""
     from nondet.sampling.collect import arms_of, vary
 
     total = len(arms_of(base, axes, len(plan.rounds)))
@@ -461,7 +460,6 @@ def sample(request: SampleRequest, sink: Sink) -> Path:
 
 
 def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:
-    """Sample a server or two, arm by arm."""
     from nondet.endpoint.arms import parse_arms, parse_endpoint_load
 
     load = parse_endpoint_load(request.load, concurrency=request.concurrency, rate=request.rate)
@@ -478,7 +476,6 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
 
 
 def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:
-    """Sample a model under nondet's own engine or vLLM, as it is or with one setting changed at a time."""
     wanted = check_vary(request.vary, texts, request.draft_model)
     sink, device, under_vllm = output.sink, pick_device(request.device), request.engine == "vllm"
     _check_here(request, device)
@@ -529,7 +526,6 @@ def _open_for_vllm(request: SampleRequest, device: str) -> LoadedModel:
 def _plan_plain(
     request: SampleRequest, loaded: LoadedModel, texts: Sequence[str], n: int, sink: Sink
 ) -> tuple[Plan, dict[str, Any]]:
-    """The rounds, with steps as CUDA graphs if possible, and their description in the run's header."""
     load, world = request.engine_load, request.world
     if request.engine != "vllm":
         load = load_with_graphs(

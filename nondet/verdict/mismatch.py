@@ -236,7 +236,6 @@ def _without_model(pair: Pair) -> list[Reason]:
 
 
 def _where(pair: Pair) -> list[Reason]:
-    """The first call in the trainer that diverges from the sampler."""
     if (p := pair.place) is None:
         return []
     told = {name: getattr(p, name) for name in ("rollout", "position", "layer", "module", "call", "after", "unsteady")}
@@ -252,7 +251,6 @@ def _where(pair: Pair) -> list[Reason]:
 
 
 def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
-    """The effect on a step's gradient, and what is left of it under invariant kernels."""
     said: list[Reason] = []
     if (e := pair.effect) is not None:
         moved = min(1.0, e.moved)

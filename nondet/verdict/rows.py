@@ -76,7 +76,6 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
 
 
 def _divergences(usable: list[Row], steady: dict[Axis, list[Row]]) -> list[tuple[Finding, Reason]]:
-    """What differed, and its possible causes."""
     hits = []
     if any(_parted_from_run_to_run(r) for r in usable):
         hits.append(_counted(Finding.RUN_TO_RUN, [r for r in usable if _repeated(r)], _parted_from_run_to_run))
@@ -101,7 +100,6 @@ def _compared(row: Row) -> bool:
 
 
 def _left_out(rows: Sequence[Row]) -> tuple[Reason, ...]:
-    """What the verdict leaves out, and what weakens it."""
     absent = ((Status.ERROR, "failed"), (Status.SKIPPED, "skipped"))
     counts = [(sum(r.status == status for r in rows), what) for status, what in absent]
     cases = tuple(reason("cases", n=n, what=what) for n, what in counts if n)

@@ -324,7 +324,6 @@ def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
 
 
 def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    """What a reader should know of the run besides the finding."""
     reasons = ends_reasons(_all_answers(arms))
     failed = sum((Counter(arm.failed) for arm in arms.values()), Counter[str]())
     if failed:
@@ -442,7 +441,6 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
 
 
 def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    """Reasons against naming any cause."""
     doubts = [reason("not-greedy")] if server.answer("greedy") == "no" and not server.drawn else []
     if server.drawn and server.answer("seed") != "yes":
         doubts.append(reason("seed-not-shown"))

@@ -137,7 +137,6 @@ def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
 
 
 def _learnt(mine: Sequence[Course]) -> list[Reason]:
-    """What a reader must know about rewards."""
     steps = [step for course in mine for step in course.steps]
     groups, flat, alike = (sum(getattr(s, name) for s in steps) for name in ("groups", "flat", "alike"))
     notes = [reason("rl-flat", n=flat, of=groups, alike=alike)] if flat else []
