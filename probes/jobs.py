@@ -510,7 +510,7 @@ class SharedRun:
 
 
 def first_places(jobs: Sequence[Job]) -> set[int]:
-    """Places of the first case of each user's function: it shows whether the function takes what its operator does."""
+    """Positions of the first case of each user's function, which shows whether it takes the operator's operands."""
     return set({job.impl: place for place, job in reversed([*enumerate(jobs)]) if ":" in job.impl}.values())
 
 

@@ -101,7 +101,7 @@ class RowProbe(Probe):
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
         base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
         adds = operator in self.sums
-        best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, alone and beside others
+        best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, solo and among others
 
         def asked(kind: str) -> list[int]:
             """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""

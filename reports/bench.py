@@ -27,7 +27,7 @@ class Timings(NamedTuple):
 
 
 def timings(run: Run) -> Timings:
-    """All cells of a run."""
+    """All benchmark cases of a run."""
     return Timings(run.limits, sections(run))
 
 

@@ -203,7 +203,7 @@ def short_kernel(name: str, limit: int = 56) -> str:
 # Geometry of class maps: only numbers, in the units of `plots`; templates draw them.
 
 _LANES_MOST = 64
-_NAMED_MOST = 16  # lanes beside which kernels have room
+_NAMED_MOST = 16  # most lanes that are labelled with kernels
 # Segments of a lane that are drawn one by one; beyond them a lane is one shape per kind of kernel.
 _CELLS_MOST = 120
 

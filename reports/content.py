@@ -188,7 +188,7 @@ class RunSection:
 
     @cached_property
     def bench(self) -> Timings | None:
-        """The cells."""
+        """The benchmark cases."""
         return _load("bench:timings")(self.run) if self.run.cells else None
 
     @cached_property
@@ -231,7 +231,7 @@ class RunSection:
         of = next((str(name).rpartition("/")[2] for name in names if name), "")
         of = "a server" if self.endpoint is not None else of.removesuffix("ForCausalLM").removesuffix("Model")
         machine = header.environment.get("gpu") or header.environment.get("cpu")
-        # a server's machine is not the one that asks it
+        # a server's machine is not this one
         on = str(machine).partition(" (family")[0] if machine and self.endpoint is None else ""
         done = _TITLES.get(header.command, header.command.capitalize())
         return one_line(f"{done}{f' of {of}' * bool(of)}{f' on {on}' * bool(on)}", 120)

@@ -82,7 +82,7 @@ class SampleSection:
     Attributes:
         name: "prompt 2", with its seed where it has one.
         replays: Implementation -> the rows of rounds that were run again.
-        speed: What the cure costs in this run; None unless both ran.
+        speed: The cost of the fix in this run; None unless both ran.
         counted: Implementation -> what vLLM counted over all rounds; None where another engine ran.
     """
 

@@ -184,7 +184,7 @@ def sizes(row: Row) -> list[tuple[str, int]]:
 
 
 def probe_of_mine(row: Row, target: str) -> list[str]:
-    """The probe that puts a function in an operator's place and repeats the test of a row."""
+    """The probe that tests a function as an operator, and repeats the test of a row."""
     words = ["nondet", "probe", row.probe, "--impl", f"{row.operator}={target}", "--dtype", row.dtype]
     if row.inputs == "linspace":  # a probe's one case, at its own sizes
         return words

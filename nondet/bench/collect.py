@@ -196,7 +196,7 @@ def _bits(group: Sequence[BenchCase], impl: str, call: Call | Failure, device: s
     with kept_warnings() as caught:
         try:
             return bits_row(group, impl, call, device, seed)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
             check_device_alive(device, error)
             return failed_row(head, error, started, caught)
 
@@ -274,6 +274,6 @@ def _expected(calls: Mapping[str, Call], inputs: tuple[Any, ...], device: str) -
 
 
 def _free(device: str) -> None:
-    """Give memory back between cells: the next one's buffers are of other sizes, and graphs keep pools of their own."""
+    """Give memory back between cases: the next one's buffers are of other sizes, and graphs keep pools of their own."""
     if device == "cuda":
         torch.cuda.empty_cache()

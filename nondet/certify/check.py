@@ -201,7 +201,7 @@ def ask(
             del inputs, whole, reference, operands, saved
     except DeviceLostError:
         raise
-    except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: said in every row, and the run goes on
+    except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: reported in every row
         for name in members:
             yield _failed(question, name, f"the anchor failed: {in_words(error)}")
         return

@@ -319,7 +319,7 @@ _RATE_S = 8.0  # for further rounds where the first has shown that the batch mat
 _AXIS_TRIALS, _AXIS_LAST = 26, 6  # of all axes: every value, and the last of each
 _TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
 _TRACE_LEAST = 5.0  # sessions of either arm to a first culprit: once freely, three times under control, once to name it
-_CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, before it is measured
+_CURE_SLOWNESS = 2.0  # how many times slower the fix is than stock, before it is measured
 _AXIS_SHARE = 0.6  # of the solo session: half its tokens, some trials with more requests
 
 

@@ -73,7 +73,7 @@ class Request:
 
 
 def argv_of(command: str, request: Request) -> list[str]:
-    """What to type after `nondet` for a request of options alone: each that is not its default."""
+    """What to type after `nondet` for a request of options only: each that is not its default."""
     words = [command]
     hints = get_type_hints(type(request), include_extras=True)
     for field in fields(request):

@@ -1,4 +1,4 @@
-"""Tasks whose rewards follow from the text alone, so that no data is fetched. No torch."""
+"""Tasks whose rewards follow from the text only, so that no data is fetched. No torch."""
 
 from __future__ import annotations
 

@@ -240,8 +240,7 @@ def ends_reasons(answers: Answers) -> list[Reason]:
 def distinct(
     n: int, completions: int, traces: int, answers: Answers, by: Reason | None = None, known: bool = False
 ) -> list[Reason]:
-    """Distinct completions of n, distinct traces where there are more, and how many equal ones ended for another
-    reason.
+    """Distinct completions of n, distinct traces if there are more, and how many equal ones ended differently.
 
     Args:
         by: What completions are compared by, where that is not their tokens.

@@ -209,8 +209,7 @@ def _kind(pair: Pair) -> list[Reason]:
 
 
 def _without_model(pair: Pair) -> list[Reason]:
-    """What the two sides show without a model: a narrower format, logprobs of the next token, or that it is not
-    rounding.
+    """Findings without a model: a narrower format, logprobs of the next token, or that it is not rounding.
 
     Rounding has no sign: that the tokens which differ most, a tenth and 16 at least, have one by chance is one in 2^15.
     """

@@ -133,7 +133,7 @@ def _hits(tried: Sequence[Row], is_hit: Callable[[Row], bool] = lambda row: row.
 
 
 def _clean_rows(rows: Sequence[Row]) -> Reason:
-    """Counts of what was compared and what was tried: chosen sizes are no sample, so no rate can be bounded. The first
+    """Counts of what was compared and tried: chosen sizes are not a sample, so no rate can be bounded. The first
     variant of a case is what the others are compared with, so it adds a trial but no comparison."""
     tried = {
         "varied": list(dict.fromkeys(r.varied.replace("_", " ") for r in rows)),
