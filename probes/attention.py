@@ -103,8 +103,7 @@ _JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request 
 
 
 class Attention(Probe):
-    """Grouped-query attention under every backend: decode in a batch, prefill, chunks, longer prompts, other
-    requests."""
+    """Grouped-query attention under every backend: decode in a batch, prefill, chunks, longer prompts, others."""
 
     name = "attention"
     answers = EXACT

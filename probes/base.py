@@ -76,8 +76,7 @@ class Case:
 
     Attributes:
         name: Unique within the probe, device and dtype; it is part of the key that a resumed run skips by.
-        operator: A declared operator (`nondet.core.registry.operators`); or a name of the probe's own, if it needs
-            none.
+        operator: A declared operator (`nondet.core.registry.operators`), or a name of the probe's own.
         shape: Named sizes, for the row.
         varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
         axis: The kind of what varies, an `Axis` of `nondet.core.records`; None: what `varied` usually is.
