@@ -286,9 +286,8 @@ def check_operator(
         full: The long sweep.
 
     Raises:
-        UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` takes other arguments than
-            the
-            operator, or no operands of these shapes at its first call.
+        UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` does not take the
+            operator's arguments, or at its first call not these shapes.
     """
     from nondet.probes.base import Options
     from nondet.probes.runner import Job, run_jobs

@@ -80,12 +80,7 @@ class Stopped(NamedTuple):
 
 
 class Worker:
-    """A process, its pipe, and its current jobs.
-
-    Attributes:
-        left: Positions of jobs that were given to it and have no row yet.
-        group: The group of its cases; None: nothing yet.
-    """
+    """A process, its pipe, the positions of its jobs without a row (`left`), and the group of its cases."""
 
     def __init__(self, process: Any, pipe: Any) -> None:
         self.process, self.pipe = process, pipe

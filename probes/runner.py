@@ -284,12 +284,8 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
 
 
 class _Prepared(NamedTuple):
-    """The shared data of one case's implementations.
-
-    Attributes:
-        written: Sums of the inputs' bits, as they were made.
-        answers: The oracle, computed once for all; None: the case's operator has none.
-    """
+    """The shared data of one case's implementations; `written` sums the inputs' bits, `answers` is the oracle or
+    None."""
 
     case: Case
     inputs: Any

@@ -69,12 +69,8 @@ _ROW_OPERATORS |= {"logsumexp", "sum", "mean"}
 
 
 class Segment(NamedTuple):
-    """Consecutive values of one class and one set of kernels.
-
-    Attributes:
-        start, stop: Indices into `Row.values`, stop excluded.
-        kernels: Index into the row's distinct kernel sets, by first appearance; -1 where nothing was profiled.
-    """
+    """Consecutive values of one class and one set of kernels: indices into `Row.values`, `stop` excluded, and into the
+    row's distinct kernel sets, by first appearance (-1 where nothing was profiled)."""
 
     label: int
     start: int

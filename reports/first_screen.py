@@ -69,13 +69,8 @@ _DETAILS = ("axis-apart",)
 
 
 class Step(NamedTuple):
-    """One line of the chain.
-
-    Attributes:
-        label: token, operator, kernel or cure.
-        known: Whether this report holds the answer.
-        command: The command that would find it; "" where nothing is missing.
-    """
+    """One line of the chain: `label` is token, operator, kernel or cure; `command` would find an answer that is not
+    known."""
 
     label: str
     text: str
@@ -448,13 +443,7 @@ class Suggestion(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """The answer, what it was seen on, the chain, one picture, and the next command; each format lays them out.
-
-    Attributes:
-        effect: What changes, in a few words.
-        picture: A class map, a tree of branches, or a pair of calls.
-        table: In place of chain and picture, for a bench only.
-    """
+    """The answer, its subject, chain, picture and next command; a bench has a table instead of chain and picture."""
 
     effect: Effect
     answer: str

@@ -135,13 +135,11 @@ def _details(culprit: Culprit) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """What a diagnosis found, and how.
+    """What a diagnosis found, how, and its limits: what was not tested, or has no answer.
 
     Attributes:
-        finding: In a word.
         answers: Question -> answer of the verdict; no entry where the question did not arise.
         steps: The steps, in the words of their answers.
-        limits: What was not tested, or has no answer.
     """
 
     run: Run

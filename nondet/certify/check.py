@@ -138,12 +138,11 @@ class _Book:
     """The results of one member for one question.
 
     Attributes:
-        apart: Variant -> 1 where it differed from the anchor but has the bits of the member's own whole answer, 2
-            where it has neither; over all kinds of input the larger.
+        apart: Variant -> 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where
+            it has neither; over all kinds of input the larger.
         first: The first difference: variant, kind, difference.
         failed: Variant -> why it could not be computed.
         refused: Every failure was the member's own "not here".
-        elements: Finite elements compared.
         certificates: Variant -> the certificates of its calls.
     """
 

@@ -38,7 +38,6 @@ class Question:
     """The common part of the questions of all operators.
 
     Attributes:
-        cls: Name of the numerics class.
         shape: Named sizes without what varies, for the row.
         layout: Strides of operands, and further options: "nt", "nt, bias", "strided", "GQA", ...
         values: The variants.

@@ -133,9 +133,8 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
 def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, warm: Collection[str] = ()) -> Step:
     """Time the round.
 
-    Args:
-        families: The smallest fix that the trace found, "attention+matmul"; "" where there is none.
-        warm: Implementations under which this process has run the round already.
+    `families` is the smallest fix that the trace found, "attention+matmul", or ""; `warm` has the implementations under
+    which this process has run the round already.
     """
     impls = ["stock", "invariant", *([f"invariant:{families}"] if families else [])]
     speeds: dict[str, list[float]] = {impl: [] for impl in impls}

@@ -105,12 +105,8 @@ def _kept(shares: torch.Tensor, cut: str, values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A share of the rollouts with both sides' logprobs, and the model's own, plain and in the wider format.
-
-    Attributes:
-        near, far: Logits of the rows `rows`, the model's own and the wider ones.
-        base: The setting of both sides' logprobs.
-    """
+    """A share of the rollouts with both sides' logprobs (setting `base`), and the model's own logits of the rows
+    `rows`: plain (`near`) and in the wider format (`far`)."""
 
     rollouts: Sequence[Rollout]
     padded: Sequence[int]

@@ -42,10 +42,9 @@ _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 @dataclass(frozen=True)
 class Rollout:
-    """A text and its sampled tokens.
+    """A text and its sampled tokens; `name` is unique in its file.
 
     Attributes:
-        name: Unique in its file.
         ids: Prompt and completion.
         drawn: Positions of `ids` that were sampled, in order; the first is 1 or more.
         sampler: [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong.

@@ -112,12 +112,7 @@ class Sink:
         yield self.say
 
     def present(self, path: Path, notes: Iterable[str] = (), code: int = 0) -> None:
-        """Show a finished run.
-
-        Args:
-            notes: Lines to print before it.
-            code: The command's exit code, unless --fail-on decides it.
-        """
+        """Show a finished run, after the lines `notes`; `code` is the exit code, unless --fail-on decides it."""
 
 
 class Output:

@@ -37,12 +37,7 @@ _R = TypeVar("_R", bound=ImplementationRecord)
 
 @dataclass(frozen=True)
 class Pair:
-    """One arm of a run: its rollouts, and what was computed from them.
-
-    Attributes:
-        kinds: Every hypothesis on each side, those that leave least first.
-        failed: Rollouts without figures.
-    """
+    """One arm of a run: its rollouts, and every hypothesis on each side, those that leave least first."""
 
     impl: str
     rollouts: Sequence[MismatchRollout]
@@ -266,13 +261,7 @@ def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
 
 
 class Thresholds(NamedTuple):
-    """Thresholds of a user's own gate; None: no threshold.
-
-    Attributes:
-        bits: Tokens whose logprob bits differ.
-        k3: Nats per token.
-        mult_prob_error: NeMo RL's mean of exp |d|.
-    """
+    """A user's own thresholds, or None: tokens with other bits, K3 in nats per token, NeMo RL's mean of exp |d|."""
 
     bits: int | None = None
     k3: float | None = None

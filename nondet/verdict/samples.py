@@ -247,7 +247,6 @@ class ValueTally:
     """The completions at one value.
 
     Attributes:
-        n: Completions that succeeded.
         texts, traces: Digest -> count.
         moved: Requests whose trace is not that of the same request at the base, of `compared`.
         moved_first: Those among them that ran in the plan's first round, which the base ran again.
@@ -279,7 +278,6 @@ class AxisTally:
     Attributes:
         values: The base's first.
         idle: Values that did not take effect, or are not shown to have.
-        note: Why nothing was run.
         texts, traces: Distinct ones over all values; within: of the value with the most.
     """
 

@@ -48,14 +48,12 @@ class ArmEvidence:
     """The completions of one prompt in one arm, and what shows that the arm was what it is called.
 
     Attributes:
-        tokens: Tokens of all completions together.
         failed: Kind of failure -> requests.
         completions: Digest of the tokens -> completions.
         answers: (trace, reason why it ended) -> completions: equal answers have both in common.
         texts: Text -> completions; "" for those of older files, which don't have it.
         by_cache: Prompt tokens that the server had cached -> the answers; None where it does not report them.
-        proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time, else
-            "".
+        proof: "metrics" by the server's counters, "streams" where answers streamed at the same time, else "".
         shown: The same with figures.
         in_company: Completions that are known to have run concurrently with another request: at least this many.
         rounds: Rounds whose end is on record; under load those in which a request under study ran with others.
@@ -236,9 +234,7 @@ class Server:
     """What is known of a server besides its completions.
 
     Attributes:
-        contract: Question -> its answer.
         seen: What it reported of itself; None where that is not on record.
-        drawn: Whether tokens were drawn.
         loads: Planned arms under load.
         keys: Largest number of tokens of a request, prompt and answer; None where that is not known.
     """
@@ -358,13 +354,11 @@ _CHANCE = 0.01
 
 @dataclass(frozen=True)
 class Comparison:
-    """One arm compared with another, or with itself.
+    """One arm compared with another, or with itself (`base` is then "itself").
 
     Attributes:
-        arm, base: Their names; the base is "itself" where there is no other.
         n: Completions of the arm.
         traces_off, tokens_off: Those whose trace, or whose tokens, the other arm does not have.
-        finding: The conclusion.
         reasons: Why the cause can't be named; empty where it is named or nothing differed.
     """
 
@@ -394,12 +388,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Subject:
-    """One prompt of one server.
-
-    Attributes:
-        arms: By name, in the order of the plan.
-        comparisons: Solo with itself, then each arm with its base.
-    """
+    """One prompt of one server. Its comparisons: solo with itself, then each arm with its base."""
 
     server: Server
     prompt: int

@@ -20,12 +20,7 @@ _RANGES_MOST = 24  # of sizes, the same
 
 @dataclass(frozen=True)
 class Reason:
-    """What was counted, or what supports or weakens a finding.
-
-    Attributes:
-        code: A key of `WORDS`.
-        numbers: Counts, rates, names and other reasons, by the fields of its sentence.
-    """
+    """What was counted, or what supports or weakens a finding: a key of `WORDS`, and the fields of its sentence."""
 
     code: str
     numbers: Mapping[str, Any]
