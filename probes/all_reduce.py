@@ -38,10 +38,7 @@ class AllReduce(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Per number of ranks and dtype: first and last row over M, positions, runs, ranks; then the other operators.
-
-        Raises:
-            UserError: ranks that are not available, as in `check_ranks`.
-        """
+        Raises UserError: ranks that are not available, as in `check_ranks`."""
         cuda = options.device == "cuda"
         gpus = torch.cuda.device_count() if cuda else 0
         if options.ranks is not None:
@@ -92,11 +89,8 @@ class AllReduce(Probe):
             yield case(what, "batch_size", largest, steps, environment=environment)
 
     def prepare(self, case: Case, device: str, seed: int) -> Message:
-        """The message at its largest; the ranks make their parts of it themselves.
-
-        Raises:
-            UserError: there are too few GPUs for a default number of ranks.
-        """
+        """The message at its largest; the ranks make their parts of it themselves. Raises UserError: there are too few
+        GPUs for a default number of ranks."""
         if case.data["missing"]:
             raise UserError(case.data["missing"])
         message: Message = replace(case.data["message"], seed=seed)

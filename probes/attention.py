@@ -61,8 +61,6 @@ def packed_trials(
 
 
 class _Heads(NamedTuple):
-    """Query heads, key and value heads, and the size of a head."""
-
     query: int
     key: int
     dim: int
@@ -105,8 +103,7 @@ _JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request 
 
 
 class Attention(Probe):
-    """Grouped-query attention under every backend: decode in a batch, prefill, chunks, longer prompts, other
-    requests."""
+    """Grouped-query attention under every backend: decode in a batch, prefill, chunks, longer prompts, others."""
 
     name = "attention"
     answers = EXACT
@@ -283,8 +280,6 @@ def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 class _Maker:
-    """Cases of one dtype and head arrangement."""
-
     def __init__(self, options: Options, dtype: str, heads: _Heads, *, narrow: bool = False) -> None:
         self.options, self.dtype, self.heads, self._narrow = options, dtype, heads, narrow
         self._where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"
@@ -296,10 +291,8 @@ class _Maker:
         return Case(name, "attention", shape, self.dtype, varied, kind, axis=axis, **more)
 
     def packed(self, options: Options) -> Case:
-        """One query and its keys among those of others, at the sizes that a trace saw.
-
-        Only stock attention is called with a mask: ours keep the requests of a pack apart.
-        """
+        """One query and its keys among those of others, at the sizes that a trace saw. Only stock attention is called
+        with a mask: ours keep the requests of a pack apart."""
         rows, keys = (max(sizes) for sizes in zip(*options.met, strict=True))
         name = f"one query and its {options.own} keys packed with others', as a trace met them, {self._where}"
         data = {"own": options.own, "met": options.met}
@@ -317,12 +310,10 @@ class _Maker:
 
 
 def _tokens(options: Options) -> tuple[int, int]:
-    """Tokens of a prompt, and keys of a decode step."""
     return _FULL[options.device] if options.full else _SIZES[options.device][1:3]
 
 
 def _decodes(options: Options, maker: _Maker) -> Iterator[Case]:
-    """The same call at other moments, and batches of other sizes."""
     _, cache = _tokens(options)
     batches = _SIZES[options.device].batches
     yield maker.case(f"decode of requests among 6, 96 keys, {base.AXES['history']}", "history", 96, "mixed")
@@ -336,7 +327,6 @@ def _decodes(options: Options, maker: _Maker) -> Iterator[Case]:
 
 
 def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
-    """A prompt at once compared with single positions, chunks, a longer prompt, and a cached part."""
     tokens, _ = _tokens(options)
     few = tuple(p for p in _FEW_POSITIONS if p < tokens)
     many = tuple(p for p in _POSITIONS if p < tokens) if options.full or options.device == "cpu" else few
@@ -356,7 +346,6 @@ def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
 
 
 def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
-    """An encoder's attention, a model's own scale, long prompts, and other numbers of key heads."""
     few = (1, 2, 3, 5)
     yield plain.case(
         "requests of 40 tokens in batches of B, not causal", "batch_size", 40, "order", values=few, causal=False

@@ -207,7 +207,6 @@ def _attention(packed: torch.Tensor) -> torch.Tensor:
 def _weight_gradient(
     name: str, tokens: int, weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, above: torch.Tensor
 ) -> torch.Tensor:
-    """`weight.grad` after micro-batches of this many tokens each."""
     leaf = weight.detach().clone().requires_grad_()
     with torch.enable_grad():
         for seen, looked_up, gradient in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):

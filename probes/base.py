@@ -76,8 +76,7 @@ class Case:
 
     Attributes:
         name: Unique within the probe, device and dtype; it is part of the key that a resumed run skips by.
-        operator: A declared operator (`nondet.core.registry.operators`); or a name of the probe's own, if it needs
-            none.
+        operator: A declared operator (`nondet.core.registry.operators`), or a name of the probe's own.
         shape: Named sizes, for the row.
         varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
         axis: The kind of what varies, an `Axis` of `nondet.core.records`; None: what `varied` usually is.
@@ -114,21 +113,15 @@ def _no_operator(*_: Any, **__: Any) -> torch.Tensor:
 
 
 class Probe:
-    """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test.
-
-    Attributes:
-        answers: Kinds of input whose result is the same in every order, so that any other one is wrong.
-    """
+    """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test. `answers`: kinds of input
+    whose result is the same in every order, so that any other one is wrong."""
 
     name: str
     answers: tuple[str, ...] = ()
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """The cases for these options. Cheap: no tensors are made here.
-
-        Raises:
-            UserError: a size or dtype that the operator can't have.
-        """
+        """The cases for these options. Cheap: no tensors are made here. Raises UserError: a size or dtype that the
+        operator can't have."""
         raise NotImplementedError
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
@@ -157,10 +150,8 @@ class Probe:
         return None
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The probe's own findings about the distinct results (representatives, by class), as JSON-able data.
-
-        Here: the layer's name, where it has one; of `answers`, whether every class is the known one, rounded once.
-        """
+        """The probe's own findings about the distinct results (representatives, by class), as JSON-able data. Here: the
+        layer's name, where it has one; of `answers`, whether every class is the known one, rounded once."""
         said: dict[str, Any] = {"layer": case.data["layer"]} if case.data.get("layer") else {}
         answer = self.reference(case, inputs) if case.inputs in self.answers else None
         if answer is not None:
@@ -188,10 +179,8 @@ _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
 
 
 def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
-    """Refuse, as a `NotImplementedError`, a user's function that leaves out an argument of the operator.
-
-    The case is then skipped, and is in no figure.
-    """
+    """Refuse, as a `NotImplementedError`, a user's function that leaves out an argument of the operator. The case is
+    then skipped, and is in no figure."""
     try:
         inspect.signature(call).bind(*arguments, **keywords)
     except ValueError:  # a builtin may not report its arguments
@@ -201,10 +190,8 @@ def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
 
 
 def checked(operator: str, call: Operator) -> Operator:
-    """`call`, with every result checked for the operator's shape and for the dtype of the first argument.
-
-    Attributes and signature of `call` stay visible. No data is read: it costs microseconds per call.
-    """
+    """`call`, with every result checked for the operator's shape and for the dtype of the first argument. Attributes
+    and signature of `call` stay visible. No data is read: it costs microseconds per call."""
 
     expected = _SHAPES.get(operator)
 
@@ -301,13 +288,8 @@ def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
 
 
 def sweep(largest: int, options: Options, start: int = 1, *, dense: bool = False) -> list[int]:
-    """Sizes from `start` to `largest`, both included: a few dozen, or all affordable ones if `options.full`.
-
-    Some are drawn, and those of a trace are included, however large.
-
-    Args:
-        dense: Include every size up to 64.
-    """
+    """Sizes from `start` to `largest`, both included: a few dozen, or all affordable ones if `options.full`. Some are
+    drawn, and those of a trace are included, however large. `dense`: include every size up to 64."""
     every = _DENSE if dense else 0
     chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=max(every, 1))}
     if options.full:
@@ -333,10 +315,8 @@ def available_bytes(device: str) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _free_on_gpu(index: int, second: int) -> int:
-    """Free bytes, queried once a second, because a plan needs them for each case, and a busy driver is slow.
-
-    A process that only plans has no context on the device, and gets none for this.
-    """
+    """Free bytes, queried once a second, because a plan needs them for each case, and a busy driver is slow. A process
+    that only plans has no context on the device, and gets none for this."""
     in_use: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
     if not in_use(index):
         free = free_gpu_memory(str(torch.cuda.get_device_properties(index).uuid))
@@ -479,7 +459,6 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(x: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The filled numbers; for float8, which has no arithmetic, the nearest, saturated."""
     if x.element_size() > 1:
         return fill(x)
     most = torch.finfo(x.dtype).max
@@ -599,10 +578,7 @@ def fitted(operator: str, call: Operator, who: str) -> Operator:
     """A user's function whose form is checked at its first case, before it fails in all of them.
 
     Operands that do not fit each other, a result of another shape and a call that can't be made are faults of the form.
-    Any other exception belongs only to this case.
-
-    Raises:
-        MisfitError: when called, for a fault of the form.
+    Any other exception belongs only to this case. Raises MisfitError: when called, for a fault of the form.
     """
 
     @functools.wraps(call)
@@ -643,11 +619,8 @@ def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.
 
 
 def in_slices(compute: Callable[[int, int], torch.Tensor], rows: int, M: int) -> torch.Tensor:
-    """Rows 0 ... rows - 1 in batches of exactly M of them; the last batch begins early enough.
-
-    Args:
-        compute: compute(start, stop) returns the results of these rows, computed as one batch.
-    """
+    """Rows 0 ... rows - 1 in batches of exactly M of them; the last batch begins early enough. `compute`:
+    compute(start, stop) returns the results of these rows, computed as one batch."""
     parts = [compute(start, start + M) for start in range(0, rows - M + 1, M)]
     rest = rows % M
     if rest:

@@ -52,10 +52,7 @@ class BadInputsError(UserError):
 
 def checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
     """The values that vary, as a list; a `UserError` for an invalid value, or for a list that compares nothing.
-
-    Args:
-        sizes: The values are batch sizes.
-    """
+    `sizes`: the values are batch sizes."""
     values = list(over)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | str):
@@ -135,11 +132,8 @@ class Subject:
         return reference
 
     def compute(self, value: Value) -> torch.Tensor:
-        """The compared part of the result for one value.
-
-        Raises:
-            WrongResultError: it is empty, of another shape or dtype than before, or an input was written to.
-        """
+        """The compared part of the result for one value. Raises WrongResultError: it is empty, of another shape or
+        dtype than before, or an input was written to."""
         inputs = self.inputs(value)
         result = self._kept(_called(self._fn, inputs), value)
         changed = written_to(self._prints[value], inputs)
@@ -162,10 +156,7 @@ class Subject:
 
     def windows(self) -> list[int]:
         """Starts of at most `_EACH_MOST` requests of the largest batch that can be computed again in the smallest.
-
-        Raises:
-            ValueError: they can't be cut out of its inputs, and why.
-        """
+        Raises ValueError: they can't be cut out of its inputs, and why."""
         self._cut(self.inputs(self.kept), self.inputs(self.largest), 0)
         starts = [min(start, self.largest - self.kept) for start in range(0, self.largest, self.kept)]
         many = min(len(starts), _EACH_MOST)
@@ -228,7 +219,6 @@ def _called(fn: Callable[..., Any], inputs: Inputs) -> Any:
 
 
 def _tensors(inputs: Inputs, name: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Every tensor of nested inputs, by the names that `fingerprint` gives them."""
     if isinstance(inputs, torch.Tensor):
         return [(name, inputs)]
     parts: list[tuple[str, Any]] = []
@@ -296,9 +286,8 @@ def check_operator(
         full: The long sweep.
 
     Raises:
-        UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` takes other arguments than
-            the
-            operator, or no operands of these shapes at its first call.
+        UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` does not take the
+            operator's arguments, or at its first call not these shapes.
     """
     from nondet.probes.base import Options
     from nondet.probes.runner import Job, run_jobs
@@ -506,7 +495,6 @@ def _measured(
 
 
 def _run(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:
-    """The records as a run that a command would have written."""
     from nondet.core.environment import collect
 
     header = Header(

@@ -80,12 +80,7 @@ class Stopped(NamedTuple):
 
 
 class Worker:
-    """A process, its pipe, and its current jobs.
-
-    Attributes:
-        left: Positions of jobs that were given to it and have no row yet.
-        group: The group of its cases; None: nothing yet.
-    """
+    """A process, its pipe, the positions of its jobs without a row (`left`), and the group of its cases."""
 
     def __init__(self, process: Any, pipe: Any) -> None:
         self.process, self.pipe = process, pipe
@@ -102,11 +97,8 @@ class Worker:
 
     @classmethod
     def started(cls, *, copied: bool = False) -> Worker:
-        """A process that loads what it needs, and waits for its order.
-
-        Args:
-            copied: Fork this process, which has loaded what a worker needs and used none of it yet.
-        """
+        """A process that loads what it needs, and waits for its order. `copied`: fork this process, which has loaded
+        what a worker needs and used none of it yet."""
         context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         ours, theirs = context.Pipe()
         target, args = (serve_forked, (theirs, ours, os.getpid())) if copied else (serve, (theirs,))
@@ -181,11 +173,8 @@ class Crew:
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
-    """How many workers are certain to be useful, before torch is loaded: for "all" on a GPU.
-
-    Args:
-        count: The number of the command line; None: the default.
-    """
+    """How many workers are certain to be useful, before torch is loaded: for "all" on a GPU. `count`: the number of the
+    command line; None: the default."""
     there = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if device == "cpu" or "all" not in names or any(":" in impl for impl in impls) or not there or hidden:
@@ -231,13 +220,8 @@ def _cores() -> int:
 
 
 def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
-    """The default number of processes for a plan: on a CPU one, which has all cores anyway.
-
-    A user's function is measured in this process, because it may depend on the process's state.
-
-    Args:
-        jobs: Number of jobs to measure.
-    """
+    """The default number of processes for a plan: on a CPU one, which has all cores anyway. A user's function is
+    measured in this process, because it may depend on the process's state. `jobs`: number of jobs to measure."""
     if device != "cuda" or any(":" in impl for impl in impls) or not _takes_several():
         return 1
     import torch
@@ -482,7 +466,6 @@ class SharedRun:
         worker.brief(self._order)
 
     def _give(self, worker: Worker) -> None:
-        """The next unit, if the worker is free and there is one."""
         if not worker.ready or worker.left:
             return
         if not self._units:  # a process needs a while to leave a GPU: the others measure meanwhile
@@ -499,10 +482,8 @@ class SharedRun:
             return  # it has ended: the next look at its pipe reports that
 
     def _next(self, worker: Worker) -> int:
-        """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest.
-
-        From another worker's group it takes the last, which is least like what that worker compiles now.
-        """
+        """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest. From
+        another worker's group it takes the last, which is least like what that worker compiles now."""
         first = next((i for i, unit in enumerate(self._units) if self._firsts.intersection(unit.places)), None)
         if first is not None:
             return first
@@ -524,7 +505,7 @@ class SharedRun:
 
 
 def first_places(jobs: Sequence[Job]) -> set[int]:
-    """Places of the first case of each user's function: it shows whether the function takes what its operator does."""
+    """Positions of the first case of each user's function, which shows whether it takes the operator's operands."""
     return set({job.impl: place for place, job in reversed([*enumerate(jobs)]) if ":" in job.impl}.values())
 
 

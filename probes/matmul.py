@@ -50,16 +50,12 @@ def _map_cases(options: Options) -> Iterable[Case]:
 
 
 def _lines(largest: int, count: int) -> list[int]:
-    """Sizes at equal distances up to the largest."""
     return sorted({max(1, largest * i // count) for i in range(1, count + 1)})
 
 
 def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
-    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row with other bits; else row 0 again.
-
-    So results are of one class if row 0 has equal bits, and the first deviating row, if any, too. Does not wait for a
-    device.
-    """
+    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row with other bits; else row 0 again. So results
+    are of one class if row 0 has equal bits, and the first deviating row, if any, too. Does not wait for a device."""
     pattern = bits(result)
     odd = (pattern != pattern[:1]).any(1).to(torch.uint8).argmax()  # of equals the first: row 0 where none is odd
     return result.index_select(0, torch.stack([torch.zeros_like(odd), odd]))
@@ -83,7 +79,6 @@ def _batched_cases(options: Options) -> Iterable[Case]:
 
 
 def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
-    """a [B, M, K] and b [B, K, N] at the largest sizes."""
     B, M, K, N = (case.shape[axis] for axis in "BMKN")
     a, b = product_operands(case.inputs, (B * M, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
     b *= weight_scale(K)
@@ -300,7 +295,6 @@ class Matmul(Probe):
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
-    """The layers to test, and whether the user chose them."""
     given = base.given_layer(options)
     if given is None:
         return (options.layers, True) if options.layers else (default, False)
@@ -382,10 +376,8 @@ def _step(N: int) -> int:
 
 
 def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
-    """The compared rows of products whose first call has one row, or many.
-
-    The results for different N must be equal in each half; otherwise N itself decides, and nothing is concluded.
-    """
+    """The compared rows of products whose first call has one row, or many. The results for different N must be equal in
+    each half; otherwise N itself decides, and nothing is concluded."""
     x, w = call.tensors
     step = _step(len(w))
     most = len(w) - _ANEW[0][-1] * step

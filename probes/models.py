@@ -60,22 +60,15 @@ _OTHER_LAYERS = {
 
 
 def preset(name: str) -> ModelSizes:
-    """The sizes of a model in this file.
-
-    Raises:
-        UnknownNameError: the model is not here.
-    """
+    """The sizes of a model in this file. Raises UnknownNameError: the model is not here."""
     if name.lower() not in PRESETS:
         raise UnknownNameError("preset", name, PRESETS)
     return from_config(dict(zip(_KEYS, PRESETS[name.lower()], strict=True)), name.lower())
 
 
 def read_config(path: Path) -> ModelSizes:
-    """The sizes in a model folder's config.json, or in the file itself.
-
-    Raises:
-        UserError: it is missing, not JSON, or not the config of a causal language model of a common architecture.
-    """
+    """The sizes in a model folder's config.json, or in the file itself. Raises UserError: it is missing, not JSON, or
+    not the config of a causal language model of a common architecture."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -92,10 +85,8 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     """The sizes in a config, as transformers writes it.
 
     For a mixture of experts, the layers of one expert, and dense ones where it has any; for a model of several
-    modalities, those of the language model.
-
-    Raises:
-        UserError: a size is missing or not a positive integer, or the attention has no q, k, v and o projections.
+    modalities, those of the language model. Raises UserError: a size is missing or not a positive integer, or the
+    attention has no q, k, v and o projections.
     """
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]

@@ -145,11 +145,8 @@ def hidden(checked: int) -> str:
 
 
 def find(measured: MeasuredSum, seed: int = 0) -> Found:
-    """The reduction tree of one element, and whether it predicts the element's bits.
-
-    Raises:
-        NotASumError: the masks show that it is not a sum: it does not return a single term, or does not count ones.
-    """
+    """The reduction tree of one element, and whether it predicts the element's bits. Raises NotASumError: the masks
+    show that it is not a sum: it does not return a single term, or does not count ones."""
     masks = _Masks(measured)
     places = masks.places()
     tree = emulator.find_tree(masks.survivors, places, measured.K, 2 ** _DIGITS[measured.dtype], seed)
@@ -339,7 +336,6 @@ def _drawn(measured: MeasuredSum, tree: Tree, kind: str, seed: int) -> tuple[Arr
 
 
 def _wrong(measured: MeasuredSum, said: Array, got: torch.Tensor) -> Array:
-    """Which of the sums `got` have other bits than `said`."""
     rounded = torch.from_numpy(emulator.round_to(said, str(measured.dtype).removeprefix("torch."))).to(got.dtype)
     other: Array = (bits(rounded) != bits(got.cpu())).numpy()
     return other
@@ -480,10 +476,7 @@ def of_attention(
     """The last of M queries over K keys, all seen with equal scores: the mean of each column of the values.
 
     A weight is exp(0) before it is divided: 1, or the result of torch's vectors. Afterwards it is 1 / K, which is exact
-    where K is a power of two.
-
-    Args:
-        operator: (q [1, 1, M, D], k, v [1, 1, K, D]) -> [1, 1, M, D], causal.
+    where K is a power of two. `operator`: (q [1, 1, M, D], k, v [1, 1, K, D]) -> [1, 1, M, D], causal.
     """
     q, k = (torch.zeros((1, 1, n, D), dtype=dtype, device=device) for n in (M, K))
     columns = torch.arange(0, D, every, device=device)
@@ -508,10 +501,8 @@ def of_attention(
 def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
     """For each order in which a message's numbers are added over the ranks, the numbers that are added so.
 
-    A ring cuts a message into pieces that begin at different ranks, so each number has its own masks.
-
-    Args:
-        operator: message with `terms` -> all of its sums [rows * width].
+    A ring cuts a message into pieces that begin at different ranks, so each number has its own masks. `operator`:
+    message with `terms` -> all of its sums [rows * width].
     """
     K, dtype = message.world, getattr(torch, message.dtype)
     big, one = _BIG.get(dtype, (2.0**100, 1.0))
@@ -543,7 +534,6 @@ def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
 
 
 def _numbers(of: torch.Tensor, every: int) -> str:
-    """ "numbers 16 to 31 of 64"."""
     runs = 1 + int((of.diff() != 1).sum())
     if runs == 1:
         return f"numbers {int(of[0]):,} to {int(of[-1]):,} of {every:,}"
@@ -671,7 +661,6 @@ class ReductionOrder(Probe):
 
 
 def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
-    """K and N of an operator's cases; N is 1 where there is none."""
     device, given = options.device, base.given_layer(options)
     if operator == "all_reduce":
         worlds = options.ranks or (_RANKS,)
@@ -743,10 +732,8 @@ def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch
 
 
 def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[int]) -> dict[str, Any]:
-    """For a row's extra: the tree at each of these M, each of another class, and how consecutive ones differ.
-
-    Further classes are only counted.
-    """
+    """For a row's extra: the tree at each of these M, each of another class, and how consecutive ones differ. Further
+    classes are only counted."""
     left, sizes = len(sizes) - len(measured), sizes[: len(measured)]
     kept: list[dict[str, Any]] = []
     trees: list[tuple[str, Found]] = []

@@ -77,10 +77,8 @@ class RowProbe(Probe):
         return probe
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each operator, width and dtype a sweep over M; at the first width all other cases, too.
-
-        One more width is drawn from the seed.
-        """
+        """For each operator, width and dtype a sweep over M; at the first width all other cases, too. One more width is
+        drawn from the seed."""
         widths, chosen = self._widths(options)
         seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:
@@ -103,7 +101,7 @@ class RowProbe(Probe):
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
         base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
         adds = operator in self.sums
-        best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, alone and beside others
+        best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, solo and among others
 
         def asked(kind: str) -> list[int]:
             """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""
@@ -138,7 +136,6 @@ class RowProbe(Probe):
             yield case("alignment", best, 33, 33)
 
     def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
-        """The widths, and whether the user or a model named them."""
         given = base.given_layer(options)
         if given is not None:
             return given[:1], True

@@ -76,11 +76,8 @@ class Met:
 
 
 def met_in(run: Run) -> Met:
-    """The first responsible operator in the run's trace.
-
-    Raises:
-        UserError: the run names none, or one that no probe tests.
-    """
+    """The first responsible operator in the run's trace. Raises UserError: the run names none, or one that no probe
+    tests."""
     culprit = next((c for c in run.culprits if c.call), None)
     if culprit is None:
         what = "its trace named no operator" if run.culprits or run.trace_verdicts else "it holds no trace"
@@ -192,11 +189,8 @@ class Job:
 
 
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
-    """All jobs, in order, planned before the first is measured.
-
-    Raises:
-        UserError: an unknown probe or implementation, or sizes that make no sense.
-    """
+    """All jobs, in order, planned before the first is measured. Raises UserError: an unknown probe or implementation,
+    or sizes that make no sense."""
     names = list(impls)
     jobs: list[Job] = []
     probed: dict[str, None] = {}
@@ -233,10 +227,8 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
     """The implementations of one operator that the names select.
 
     "stock" includes its named backends (stock-flash, ...), and names that only other operators have drop out. A user's
-    function computes one operator: "linear=module:function" names it, else it is the probe's first.
-
-    Args:
-        own: The operators of the probe, in the order of its cases.
+    function computes one operator: "linear=module:function" names it, else it is the probe's first. `own`: the
+    operators of the probe, in the order of its cases.
     """
     if operator not in operators():
         return names
@@ -292,12 +284,8 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
 
 
 class _Prepared(NamedTuple):
-    """The shared data of one case's implementations.
-
-    Attributes:
-        written: Sums of the inputs' bits, as they were made.
-        answers: The oracle, computed once for all; None: the case's operator has none.
-    """
+    """The shared data of one case's implementations; `written` sums the inputs' bits, `answers` is the oracle or
+    None."""
 
     case: Case
     inputs: Any
@@ -320,7 +308,6 @@ def _extra(job: Job, inputs: Any, results: Any) -> dict[str, Any]:
 
 
 def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) -> Row:
-    """One job: its implementation under its probe's variants."""
     case, head, inputs = job.case, job.head, prepared.inputs
     operator = job.probe.own(case, job.impl)
     watch = None

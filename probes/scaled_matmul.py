@@ -206,7 +206,6 @@ def _shaped(case: Case, operator: Operator) -> Operator:
 
 
 def _rows(call: Operator, case: Case, inputs: Any, at: torch.Tensor) -> torch.Tensor:
-    """One call of only these rows."""
     if case.operator == "quantize":
         return call(inputs["x"][at])
     a, b, scale_a, scale_b = inputs.values()

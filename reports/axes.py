@@ -86,12 +86,8 @@ class AxisLine:
 
 @dataclass(frozen=True)
 class AxesTable:
-    """All axes of a run.
-
-    Attributes:
-        n: Completions per value.
-        lengthened: Tokens by which the prompt was lengthened with its own completion.
-    """
+    """All axes of a run: `n` completions per value, a prompt lengthened by `lengthened` tokens of its own
+    completion."""
 
     impls: tuple[str, ...]
     lines: tuple[AxisLine, ...]

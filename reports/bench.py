@@ -27,7 +27,7 @@ class Timings(NamedTuple):
 
 
 def timings(run: Run) -> Timings:
-    """All cells of a run."""
+    """All benchmark cases of a run."""
     return Timings(run.limits, sections(run))
 
 
@@ -97,10 +97,8 @@ def _listed(section: Section) -> Iterator[Comparison]:
 
 
 def cell_table(section: Section) -> Table:
-    """A row for each comparison.
-
-    A ratio is the best stock's time over this one's, "~" where its interval holds 1, bad below the project's limit.
-    """
+    """A row for each comparison. A ratio is the best stock's time over this one's, "~" where its interval holds 1, bad
+    below the project's limit."""
     several = sum(map(is_stock, section.impls)) > 1
     rows = [_row(c, section, several) for c in _listed(section)]
     unit = "µs (tokens/s)" if any(cell.tokens for cell in section.cells) else "µs"

@@ -69,12 +69,8 @@ _ROW_OPERATORS |= {"logsumexp", "sum", "mean"}
 
 
 class Segment(NamedTuple):
-    """Consecutive values of one class and one set of kernels.
-
-    Attributes:
-        start, stop: Indices into `Row.values`, stop excluded.
-        kernels: Index into the row's distinct kernel sets, by first appearance; -1 where nothing was profiled.
-    """
+    """Consecutive values of one class and one set of kernels: indices into `Row.values`, `stop` excluded, and into the
+    row's distinct kernel sets, by first appearance (-1 where nothing was profiled)."""
 
     label: int
     start: int
@@ -166,9 +162,7 @@ def value_range(first: Value, last: Value) -> str:
 
 def map_text(row: Row, most: int = 8) -> str:
     """ "M 1-3: A | 4-64: B (nvjet_splitK)": the map on one line, a kernel named where it first appears with a class.
-
-    Without listed values: "102 classes, the largest 812 of 10000".
-    """
+    Without listed values: "102 classes, the largest 812 of 10000"."""
     if row.distinct > 1 and (not row.labels or row.varied == "run"):  # which run gave which says nothing
         largest = f", the largest {max(row.class_sizes)} of {row.trials}" if row.class_sizes else ""
         return f"{row.distinct} classes{largest}"
@@ -205,16 +199,14 @@ def short_kernel(name: str, limit: int = 56) -> str:
 # Geometry of class maps: only numbers, in the units of `plots`; templates draw them.
 
 _LANES_MOST = 64
-_NAMED_MOST = 16  # lanes beside which kernels have room
+_NAMED_MOST = 16  # most lanes that are labelled with kernels
 # Segments of a lane that are drawn one by one; beyond them a lane is one shape per kind of kernel.
 _CELLS_MOST = 120
 
 
 def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The data of the page's macro: rows with listed values, grouped where they tried the same values, over one axis.
-
-    Each implementation has a lane per class, with the class's kernels. Rows with too many classes are left out.
-    """
+    Each implementation has a lane per class, with the class's kernels. Rows with too many classes are left out."""
     groups: dict[tuple[Value, ...], list[Row]] = {}
     for row in rows:
         if row.labels and row.distinct <= _LANES_MOST:
@@ -293,10 +285,8 @@ def _line_cells(row: Row, at: str, marks: Sequence[tuple[float, float]]) -> list
 
 
 def _marks(values: Sequence[Value], varied: str) -> tuple[list[tuple[float, float]], str]:
-    """Left and right edge of each value's mark, in thousandths, and what the axis is besides a list of values.
-
-    On a log axis a mark covers only its own value: what was not tried is left empty.
-    """
+    """Left and right edge of each value's mark, in thousandths, and what the axis is besides a list of values. On a log
+    axis a mark covers only its own value: what was not tried is left empty."""
     count = len(values)
     numbers = [v for v in values if isinstance(v, int)]
     rising = len(numbers) == count and all(a < b for a, b in itertools.pairwise(numbers))
@@ -327,10 +317,8 @@ def _kernels_text(used: Sequence[tuple[str, ...]]) -> str:
 
 
 def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    """A shape and its description for consecutive values of one class and one set of kernels.
-
-    Where they are too many to be shown one by one, one shape for each kind of kernel.
-    """
+    """A shape and its description for consecutive values of one class and one set of kernels. Where they are too many
+    to be shown one by one, one shape for each kind of kernel."""
     mine = [s for s in segments(row) if s.label == label]
     sets = kernel_sets(row)
     shapes: dict[str, tuple[str, list[tuple[float, float]]]] = {}
@@ -358,7 +346,6 @@ def span_path(cells: Sequence[tuple[float, float]], height: float) -> str:
 
 
 def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], borders: Collection[int]) -> list[Tick]:
-    """The ends and boundaries of classes where they fit, then round numbers; texts never overlap, even on a phone."""
     ticks: list[Tick] = []
     if any(isinstance(v, str) for v in values) and sum(len(str(v)) for v in values) > 60:
         return ticks  # names, not numbers: all of them or none

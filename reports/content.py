@@ -95,10 +95,8 @@ def _traced(run: Run) -> bool:
 
 
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The completions' verdicts, where there are any; the operators' verdicts are shown below.
-
-    Without partial replacements, which have a table, and sums in another order, which are not a finding.
-    """
+    """The completions' verdicts, where there are any; the operators' verdicts are shown below. Without partial
+    replacements, which have a table, and sums in another order, which are not a finding."""
     sampled = [v for v in verdicts if v.prompt is not None]
     main = [v for v in sampled or verdicts if v.role != Role.PART and v.finding != Finding.ORDER]
     return [v for v in main if not _said_by_stock(v, main)] or sampled or list(verdicts)
@@ -113,7 +111,6 @@ def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
 
 
 def _over_prompts(impl: str, verdicts: Sequence[Verdict], unit: str) -> str:
-    """Several prompts: how many of them, under each finding."""
     parts = []
     for finding in Finding:
         hit = sum(v.finding == finding for v in verdicts)
@@ -191,7 +188,7 @@ class RunSection:
 
     @cached_property
     def bench(self) -> Timings | None:
-        """The cells."""
+        """The benchmark cases."""
         return _load("bench:timings")(self.run) if self.run.cells else None
 
     @cached_property
@@ -234,7 +231,7 @@ class RunSection:
         of = next((str(name).rpartition("/")[2] for name in names if name), "")
         of = "a server" if self.endpoint is not None else of.removesuffix("ForCausalLM").removesuffix("Model")
         machine = header.environment.get("gpu") or header.environment.get("cpu")
-        # a server's machine is not the one that asks it
+        # a server's machine is not this one
         on = str(machine).partition(" (family")[0] if machine and self.endpoint is None else ""
         done = _TITLES.get(header.command, header.command.capitalize())
         return one_line(f"{done}{f' of {of}' * bool(of)}{f' on {on}' * bool(on)}", 120)
@@ -275,11 +272,8 @@ class Report:
 
 
 def build(runs: Sequence[Run]) -> Report:
-    """Gather everything. Side files are read from next to their runs.
-
-    Raises:
-        UserError: a side file is missing, malformed or another run's.
-    """
+    """Gather everything. Side files are read from next to their runs. Raises UserError: a side file is missing,
+    malformed or another run's."""
     return Report(tuple(_read(run) for run in runs))
 
 

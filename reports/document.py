@@ -1,7 +1,5 @@
-"""A report as plain blocks, made once and printed by three renderers: terminal, markdown, HTML.
-
-Untrusted text stays text in every block: a renderer escapes or makes printable its content.
-"""
+"""A report as plain blocks, made once and printed by three renderers: terminal, markdown, HTML. Untrusted text stays
+text in every block: a renderer escapes or makes printable its content."""
 
 from __future__ import annotations
 
@@ -124,10 +122,8 @@ def grid(items: Iterable[Any], columns: Mapping[str, tuple[str, Callable[[Any], 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture: the page's macro `name` draws `data`. Other formats have blocks of their own next to it.
-
-    `of` is its subject: where a page's first screen has a picture of the same subject, only that one is drawn.
-    """
+    """A picture: the page's macro `name` draws `data`. Other formats have blocks of their own next to it. `of` is its
+    subject: where a page's first screen has a picture of the same subject, only that one is drawn."""
 
     name: str
     data: Any

@@ -71,13 +71,10 @@ class ArmFigures:
     Attributes:
         unit: What a prompt is called: a prompt with its seed is a subject of its own.
         requests: Completions and failures.
-        failed: Error -> requests.
-        evidence: By prompt, of those that it completed.
         partings: How each trace differs from the most common solo one of its prompt and server (without solo: the arm's
             own most common), and how many requests gave it.
         has_logprobs: Whether the server gave any; without them a trace is its tokens.
         drawn: Whether tokens were drawn: then a margin shows little.
-        good: What is known of the answers that came.
     """
 
     impl: str
@@ -193,7 +190,6 @@ def _seconds(values: Iterable[float], share: float = 0.5) -> str:
 
 
 def _rate(rounds: Sequence[Round]) -> float:
-    """Tokens per second of all requests, over the rounds' time."""
     seconds = sum(r.seconds for r in rounds)
     return sum(r.tokens for r in rounds) / seconds if seconds > 0 else 0.0
 
@@ -257,11 +253,9 @@ class EndpointSection:
     """The part of a run that is about its servers.
 
     Attributes:
-        servers: A line for each.
         contract: Each question with the (answer, evidence) of each server.
         comparisons: (server, prompt, comparison): all where they are few, else those in which something differed.
         omitted: Number of comparisons left out.
-        figures: Of each arm.
     """
 
     servers: Sequence[str]

@@ -1,7 +1,5 @@
-"""The first screen of a report: what changes, on what, and the chain from the token to the fix, a line each.
-
-A line whose answer is not known shows the command that finds it.
-"""
+"""The first screen of a report: what changes, on what, and the chain from the token to the fix, a line each. A line
+whose answer is not known shows the command that finds it."""
 
 from __future__ import annotations
 
@@ -71,13 +69,8 @@ _DETAILS = ("axis-apart",)
 
 
 class Step(NamedTuple):
-    """One line of the chain.
-
-    Attributes:
-        label: token, operator, kernel or cure.
-        known: Whether this report holds the answer.
-        command: The command that would find it; "" where nothing is missing.
-    """
+    """One line of the chain: `label` is token, operator, kernel or cure; `command` would find an answer that is not
+    known."""
 
     label: str
     text: str
@@ -290,10 +283,8 @@ def trace_command(report: Report) -> str:
 
 
 def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
-    """A completion of the most common trace and one of another, of other tokens if possible; () without a pair.
-
-    A trace is greedy, and replays what a recording holds.
-    """
+    """A completion of the most common trace and one of another, of other tokens if possible; () without a pair. A trace
+    is greedy, and replays what a recording holds."""
     taped = {(tape.impl, tape.round) for tape in run.tapes}
     mine = [
         c for c in run.completions
@@ -378,10 +369,8 @@ def _kernels_text(row: Row) -> str:
 
 
 def clearest(rows: Sequence[Row]) -> Row:
-    """The row whose picture explains most: few classes and several kernels, bfloat16 and products first.
-
-    Where the values of other rows change a row, the number of classes explains nothing.
-    """
+    """The row whose picture explains most: few classes and several kernels, bfloat16 and products first. Where the
+    values of other rows change a row, the number of classes explains nothing."""
     return min(
         rows,
         key=lambda r: (
@@ -394,7 +383,6 @@ def clearest(rows: Sequence[Row]) -> Row:
 
 
 def _coarse(row: Row) -> int:
-    """The largest step between two values of different bits: how exactly their boundary is known."""
     pairs = zip(row.values, row.values[1:], row.labels, row.labels[1:], strict=False)
     return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
 
@@ -455,13 +443,7 @@ class Suggestion(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """The answer, what it was seen on, the chain, one picture, and the next command; each format lays them out.
-
-    Attributes:
-        effect: What changes, in a few words.
-        picture: A class map, a tree of branches, or a pair of calls.
-        table: In place of chain and picture, for a bench only.
-    """
+    """The answer, its subject, chain, picture and next command; a bench has a table instead of chain and picture."""
 
     effect: Effect
     answer: str
@@ -598,7 +580,6 @@ def subjects(report: Report) -> list[Verdict]:
 
 
 def _said(verdicts: Sequence[Verdict]) -> str:
-    """The verdict of most weight in a phrase: the default backend's before the others'."""
     first = min(verdicts, key=lambda v: (list(Finding).index(v.finding), v.role != Role.STOCK))
     clauses = [clause for clause in first.clauses if clause.code not in _DETAILS]
     text = f"{first.impl}: {phrase(clauses, brief=True) or first.text}"

@@ -32,11 +32,8 @@ _DATA_LEAST = 30_000
 
 
 def page_data(report: Report, most: int) -> tuple[str, str]:
-    """The JSON, and a note on what it lacks; "" where it lacks nothing.
-
-    Args:
-        most: Characters: records that are too long are left out, run by run, but never less than `_DATA_LEAST`.
-    """
+    """The JSON, and a note on what it lacks; "" where it lacks nothing. `most`: characters; records beyond it
+    are left out, run by run, but never less than `_DATA_LEAST`."""
     runs, lacking, room = list[dict[str, Any]](), list[str](), max(most, _DATA_LEAST)
     for section in report.runs:
         records = msgspec.to_builtins(section.run)
@@ -71,11 +68,7 @@ _DATA, _CUT = "@@data@@", "@@cut@@"
 
 
 def render(runs: list[Run]) -> str:
-    """The page.
-
-    Raises:
-        UserError: a sampled run's side file is missing or malformed.
-    """
+    """The page. Raises UserError: a sampled run's side file is missing or malformed."""
     return render_report(build(runs))
 
 

@@ -78,11 +78,7 @@ def blocks(parts: Iterable[Block]) -> Iterator[str]:
 
 
 def render(runs: list[Run], *, full: bool = False) -> str:
-    """The document.
-
-    Raises:
-        UserError: a sampled run's side file is missing, malformed or another run's.
-    """
+    """The document. Raises UserError: a sampled run's side file is missing, malformed or another run's."""
     return render_report(build(runs), full=full)
 
 

@@ -47,10 +47,8 @@ Points = Sequence[tuple[float, float]]
 
 
 class Mark(NamedTuple):
-    """Points of one style: curve, thin (a seed's curve), spot, band, hit (where words are read) or limit.
-
-    `impl` is the number of its implementation, whose colour it has; `words` appear under the pointer.
-    """
+    """Points of one style: curve, thin (a seed's curve), spot, band, hit (where words are read) or limit. `impl` is the
+    number of its implementation, whose colour it has; `words` appear under the pointer."""
 
     style: str
     impl: int | None

@@ -82,7 +82,7 @@ class SampleSection:
     Attributes:
         name: "prompt 2", with its seed where it has one.
         replays: Implementation -> the rows of rounds that were run again.
-        speed: What the cure costs in this run; None unless both ran.
+        speed: The cost of the fix in this run; None unless both ran.
         counted: Implementation -> what vLLM counted over all rounds; None where another engine ran.
     """
 
@@ -107,11 +107,7 @@ class SampleSection:
 
 @dataclass(frozen=True)
 class Samples:
-    """All prompts that completed anything.
-
-    Attributes:
-        overall: Each implementation over several prompts.
-    """
+    """All prompts that completed anything. `overall`: each implementation over several prompts."""
 
     prompts: tuple[SampleSection, ...]
     overall: tuple[PromptSet, ...]
@@ -235,7 +231,6 @@ def _p(p: float) -> str:
 
 
 def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
-    """A row for each prompt: those that differ most come first, then by number."""
     by_prompt: dict[int, list[SampleSummary]] = {}
     for prompt, s in (entry for o in parts for entry in o.summaries.items()):
         by_prompt.setdefault(prompt, []).append(s)
@@ -443,7 +438,6 @@ def _draws_text(summary: SampleSummary) -> str:
 
 
 def _fork(s: SampleSummary) -> list[Block]:
-    """The first divergent token, and on a page those after it."""
     if s.first_fork is None:
         return []
     branches = grid(
@@ -612,10 +606,8 @@ def _shared(group: Sequence[DistinctCompletion]) -> int:
 
 
 def branch_views(summary: SampleSummary) -> list[dict[str, Any]]:
-    """Every distinct completion, the most common first, with the first different token separate.
-
-    The most common one has that token where the second one, which is next to it, differs.
-    """
+    """Every distinct completion, the most common first, with the first different token separate. The most common one
+    has that token where the second one, which is next to it, differs."""
     first = next((c.parts_at for c in summary.completions[1:2]), None)
     return [_view(i, c, first if c.parts_at is None else c.parts_at) for i, c in enumerate(summary.completions)]
 

@@ -134,11 +134,8 @@ DIAGNOSIS_MOST = 20  # its steps have shown the evidence
 
 
 def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Print the report: all of it with `verbose`, only the verdict with `quiet`.
-
-    Raises:
-        UserError: a sampled run's side file is missing, malformed or another run's.
-    """
+    """Print the report: all of it with `verbose`, only the verdict with `quiet`. Raises UserError: a sampled run's side
+    file is missing, malformed or another run's."""
     report = build(runs)
     screen = first_screen(report)
     tail = _last_words(report, screen, console, next_too=not quiet)

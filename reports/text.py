@@ -184,7 +184,7 @@ def sizes(row: Row) -> list[tuple[str, int]]:
 
 
 def probe_of_mine(row: Row, target: str) -> list[str]:
-    """The probe that puts a function in an operator's place and repeats the test of a row."""
+    """The probe that tests a function as an operator, and repeats the test of a row."""
     words = ["nondet", "probe", row.probe, "--impl", f"{row.operator}={target}", "--dtype", row.dtype]
     if row.inputs == "linspace":  # a probe's one case, at its own sizes
         return words
@@ -193,10 +193,8 @@ def probe_of_mine(row: Row, target: str) -> list[str]:
 
 
 def run_rate(row: Row) -> str:
-    """How often repeated calls gave other bits than the most common, with the interval; empty for a sweep.
-
-    A sweep's counts are exact for the variants that it tried; repeated calls are a sample.
-    """
+    """How often repeated calls gave other bits than the most common, with the interval; empty for a sweep. A sweep's
+    counts are exact for the variants that it tried; repeated calls are a sample."""
     if axis_of(row) != Axis.RUN or row.trials < 2 or not row.class_sizes:
         return ""
     others = row.trials - max(row.class_sizes)
@@ -245,11 +243,8 @@ _WORD_JOINER = "&#8288;"
 
 
 def escape(text: str, limit: int = 2000) -> str:
-    """Text on one line in which nothing is markup, link or mention.
-
-    GitHub finds mentions and references in the rendered text, where a character reference is the character itself: a
-    word joiner after @ and # prevents that.
-    """
+    """Text on one line in which nothing is markup, link or mention. GitHub finds mentions and references in the
+    rendered text, where a character reference is the character itself: a word joiner after @ and # prevents that."""
 
     def reference(match: re.Match[str]) -> str:
         char = match.group()

@@ -24,9 +24,7 @@ _CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
 
 class Told(NamedTuple):
     """A title, sentences, lines of detail in a fold, and what a page shows in place of the first sentence, if anything.
-
-    A page's first screen has the first `known` sentences.
-    """
+    A page's first screen has the first `known` sentences."""
 
     title: str
     lines: Sequence[str]
@@ -137,13 +135,11 @@ def _details(culprit: Culprit) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """What a diagnosis found, and how.
+    """What a diagnosis found, how, and its limits: what was not tested, or has no answer.
 
     Attributes:
-        finding: In a word.
         answers: Question -> answer of the verdict; no entry where the question did not arise.
         steps: The steps, in the words of their answers.
-        limits: What was not tested, or has no answer.
     """
 
     run: Run

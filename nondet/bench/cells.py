@@ -51,10 +51,8 @@ class Rotation(NamedTuple):
 
 
 def rotation(set_bytes: int, limit_us: float | None, cache_bytes: int, replay_us: float = _REPLAY_US) -> Rotation:
-    """The rotation for a case whose inputs and output take `set_bytes`.
-
-    It does not depend on the implementation, so that all of a case are timed alike.
-    """
+    """The rotation for a case whose inputs and output take `set_bytes`. It does not depend on the implementation, so
+    that all of a case are timed alike."""
     sets = min(max(math.ceil(_CACHE_FACTOR * cache_bytes / max(1, set_bytes)), 2), _SETS_MOST)
     shortest = max(limit_us or 0.0, _SHORTEST_US)
     passes = max(1, min(math.ceil(replay_us / (sets * shortest)), _CALLS_MOST // sets))
@@ -164,10 +162,7 @@ def interleave(
     """Microseconds of each replay, by implementation: round after round, each implementation once per round.
 
     The order shifts by one each round, so that none always follows the same other one. A first round, which decides how
-    many follow within the stopwatch's budget, is not in the figures.
-
-    Args:
-        before: Called before each replay, not timed.
+    many follow within the stopwatch's budget, is not in the figures. `before`: called before each replay, not timed.
     """
 
     def run(name: str) -> Any:
@@ -439,11 +434,8 @@ _SIZES = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 
 def parse_sizes(option: str, given: Iterable[str]) -> tuple[int, ...] | None:
-    """ "16", "1-4096" (around tile borders) or "1-4096:64" (in steps), several of them, as rising sizes.
-
-    Raises:
-        UserError: not a size, one too large, or a range that is empty or of too many.
-    """
+    """ "16", "1-4096" (around tile borders) or "1-4096:64" (in steps), several of them, as rising sizes. Raises
+    UserError: not a size, one too large, or a range that is empty or of too many."""
     sizes: set[int] = set()
     for text in given:
         match = _SIZES.fullmatch(text)
@@ -469,10 +461,8 @@ _LEAST = 1e-3
 
 
 def fault(out: Any, expected: Any) -> str | None:
-    """Why `out` is not the result that stock's `expected` is, or None: shapes, dtypes and, loosely, values.
-
-    Both are a tensor or a tuple of tensors on one device; only one number per tensor is copied to the host.
-    """
+    """Why `out` is not the result that stock's `expected` is, or None: shapes, dtypes and, loosely, values. Both are a
+    tensor or a tuple of tensors on one device; only one number per tensor is copied to the host."""
     got, wanted = _tensors(out), _tensors(expected)
     if got is None or wanted is None or [(x.shape, x.dtype) for x in got] != [(x.shape, x.dtype) for x in wanted]:
         return f"it returned {_described(out)}, where stock returns {_described(expected)}"

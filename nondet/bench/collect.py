@@ -122,13 +122,8 @@ def kernels_at(row: Row | None, case: BenchCase) -> list[str]:
 
 
 def implementations_of(operator: str, names: Sequence[str], device: str) -> list[str]:
-    """The implementations of one operator that the names select.
-
-    "stock" includes its named backends, too (but slow ones): the best of them is what a user could have.
-
-    Raises:
-        UnknownNameError: no implementation has that name.
-    """
+    """The implementations of one operator that the names select. "stock" includes its named backends, too (but slow
+    ones): the best of them is what a user could have. Raises UnknownNameError: no implementation has that name."""
     here = [i for i in operators()[operator].implementations if i.target(device)]
     everywhere = dict.fromkeys(i.name for declaration in operators().values() for i in declaration.implementations)
     chosen: dict[str, None] = {}
@@ -201,7 +196,7 @@ def _bits(group: Sequence[BenchCase], impl: str, call: Call | Failure, device: s
     with kept_warnings() as caught:
         try:
             return bits_row(group, impl, call, device, seed)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row; the run goes on
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
             check_device_alive(device, error)
             return failed_row(head, error, started, caught)
 
@@ -215,7 +210,6 @@ def _cell(
     seed: int,
     stopwatch: Stopwatch,
 ) -> Cell:
-    """Time one case under every implementation. A failure is an entry with its reason."""
     started = time.perf_counter()
     copy, peak = limits.get(COPY), limits.get(peak_name(case.dtype))
     limit, limited_by = limit_us(case.work, copy.rate if copy else None, peak.rate if peak else None)
@@ -269,7 +263,6 @@ def _cell(
 
 
 def _expected(calls: Mapping[str, Call], inputs: tuple[Any, ...], device: str) -> Any:
-    """Stock's result on one set of inputs, to compare others with; None where stock does not run."""
     baseline = next((call for name, call in calls.items() if is_stock(name)), None)
     if baseline is None:
         return None
@@ -281,6 +274,6 @@ def _expected(calls: Mapping[str, Call], inputs: tuple[Any, ...], device: str) -
 
 
 def _free(device: str) -> None:
-    """Give memory back between cells: the next one's buffers are of other sizes, and graphs keep pools of their own."""
+    """Give memory back between cases: the next one's buffers are of other sizes, and graphs keep pools of their own."""
     if device == "cuda":
         torch.cuda.empty_cache()

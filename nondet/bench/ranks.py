@@ -59,10 +59,8 @@ class RankTimes(NamedTuple):
 
 
 def time_cell(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> dict[str, RankTimes]:
-    """Compute the case once for its bits, then time it: replay i of one implementation next to replay i of all.
-
-    An implementation that does not apply on one rank does not apply on any, so that all time the same ones.
-    """
+    """Compute the case once for its bits, then time it: replay i of one implementation next to replay i of all. An
+    implementation that does not apply on one rank does not apply on any, so that all time the same ones."""
     from nondet.core.compare import digest
     from nondet.core.launch import listen
 
@@ -209,10 +207,8 @@ def ranks_keys(cases: Sequence[BenchCase], wanted: Sequence[str], device: str) -
 def collect_ranks(
     cases: Sequence[BenchCase], wanted: Sequence[str], device: str, seed: int, done: Collection[Key] = ()
 ) -> Iterator[Record]:
-    """Measure what is not in `done`, group by group: its cases, then a row on its bits for each implementation.
-
-    An incomplete group is measured whole, since its bits are compared with one another.
-    """
+    """Measure what is not in `done`, group by group: its cases, then a row on its bits for each implementation. An
+    incomplete group is measured whole, since its bits are compared with one another."""
     for group in groups_of(cases):
         if not all(key in done for key in ranks_keys(group, wanted, device)):
             records = _measured(group, _impls(group[0], wanted), device, seed)

@@ -53,10 +53,8 @@ class Comparison:
 
     @cached_property
     def paired(self) -> Floats:
-        """Stock's time over this one's, replay by replay; empty without a baseline.
-
-        Replay i of one ran next to replay i of the other, so a clock that changes between two replays affects both.
-        """
+        """Stock's time over this one's, replay by replay; empty without a baseline. Replay i of one ran next to replay
+        i of the other, so a clock that changes between two replays affects both."""
         if self.baseline is None or not _measured(self.timed):
             return np.empty(0)
         count = min(len(self.baseline.samples_us), len(self.timed.samples_us))
@@ -88,10 +86,8 @@ class Comparison:
 
     @property
     def share(self) -> float | None:
-        """Limit over time: 1 is the machine's limit. None where the limit is unknown or does not hold.
-
-        Inputs that stay in a cache are not bound by memory's bandwidth.
-        """
+        """Limit over time: 1 is the machine's limit. None where the limit is unknown or does not hold. Inputs that stay
+        in a cache are not bound by memory's bandwidth."""
         limit = self.cell.limit_us
         if limit is None or not _measured(self.timed):
             return None
@@ -265,12 +261,9 @@ def _key(operator: str, shape: Mapping[str, int], dtype: str, device: str, metho
 
 
 def check_runs(kept: Run, new: Run, factor: float | None = None) -> Check:
-    """Compare every implementation that is not stock, in every case that both runs have, with the kept run.
-
-    Args:
-        factor: For a coarse check: how many times slower against stock a case may become. None: the margins above, on
-            the machine of the kept run.
-    """
+    """Compare every implementation that is not stock, in every case that both runs have, with the kept run. `factor`,
+    for a coarse check: how many times slower against stock a case may become. None: the margins above, on the machine
+    of the kept run."""
     kept_cells, new_cells = cells_of(kept), cells_of(new)
     common = [key for key in new_cells if key in kept_cells]
     regressions = _parted(kept, new)
@@ -336,7 +329,6 @@ def _fell(pairs: list[tuple[Comparison, Comparison]], factor: float, tests: int)
 
 
 def _moved(kept: Run, new: Run, *, coarse: bool) -> str:
-    """What differs of the machine that ratios depend on; "" where nothing does."""
     on_gpu = any(cell.device == "cuda" for cell in new.cells)
     before, after = kept.header.environment, new.header.environment
     fields: tuple[str, ...] = ("gpu",) if on_gpu else ("cpu", "num_threads")

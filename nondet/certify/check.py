@@ -104,10 +104,8 @@ _Certificate = tuple[str, str]  # (member, key)
 
 
 class _Witness:
-    """A member that records under which certificates its calls are: those that the dispatcher looks for.
-
-    A dispatcher's member reports them itself (`claim`). Any other has its name and the arguments of its call.
-    """
+    """A member that records under which certificates its calls are: those that the dispatcher looks for. A dispatcher's
+    member reports them itself (`claim`). Any other has its name and the arguments of its call."""
 
     def __init__(self, call: Call, member: str, question: Question) -> None:
         self._call, self._member = call, member
@@ -140,12 +138,11 @@ class _Book:
     """The results of one member for one question.
 
     Attributes:
-        apart: Variant -> 1 where it differed from the anchor but has the bits of the member's own whole answer, 2
-            where it has neither; over all kinds of input the larger.
+        apart: Variant -> 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where
+            it has neither; over all kinds of input the larger.
         first: The first difference: variant, kind, difference.
         failed: Variant -> why it could not be computed.
         refused: Every failure was the member's own "not here".
-        elements: Finite elements compared.
         certificates: Variant -> the certificates of its calls.
     """
 
@@ -203,7 +200,7 @@ def ask(
             del inputs, whole, reference, operands, saved
     except DeviceLostError:
         raise
-    except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: said in every row, and the run goes on
+    except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: reported in every row
         for name in members:
             yield _failed(question, name, f"the anchor failed: {in_words(error)}")
         return
@@ -261,9 +258,7 @@ def _work(question: Question) -> float:
 
 def _timed(item: Assignment, until: float, clock: Callable[[], float]) -> _Cost:
     """The cost of one member, and the shared cost. A first call is separate, because it may load what all others use.
-
-    When the time is up, the remaining answers are assumed to cost what the others do.
-    """
+    When the time is up, the remaining answers are assumed to cost what the others do."""
     question, began = item.question, clock()
     member = next(iter(item.members.values()))
     try:
@@ -345,14 +340,12 @@ def _put(
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:
-    """Every tensor of a question's inputs, which are nested tuples and lists."""
     if isinstance(inputs, torch.Tensor):
         return [inputs]
     return [x for part in inputs for x in _tensors(part)] if isinstance(inputs, tuple | list) else []
 
 
 def _own(question: Question, inputs: Any, call: Call) -> torch.Tensor:
-    """The member's own whole answer; empty if it has none."""
     try:
         return question.answer(inputs, call, question.whole)
     except Exception:  # noqa: BLE001 - reported already, at this variant
@@ -411,7 +404,6 @@ def _failed(question: Question, member: str, reason: str, status: str = Status.E
 
 
 def _head(question: Question, member: str) -> Row:
-    """The row with everything but figures."""
     return Row(
         probe=PROBE,
         case=question.name,

@@ -1,7 +1,5 @@
-"""The questions of `nondet certify` for each class, and the members that answer them.
-
-Both come from the operators' declarations: `Operator.questions` has the sizes, `Operator.claims` the members.
-"""
+"""The questions of `nondet certify` for each class, and the members that answer them. Both come from the operators'
+declarations: `Operator.questions` has the sizes, `Operator.claims` the members."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ class Question:
     """The common part of the questions of all operators.
 
     Attributes:
-        cls: Name of the numerics class.
         shape: Named sizes without what varies, for the row.
         layout: Strides of operands, and further options: "nt", "nt, bias", "strided", "GQA", ...
         values: The variants.
@@ -166,10 +163,7 @@ class ProductQuestion(Question):
 @dataclass(frozen=True, kw_only=True)
 class RowsQuestion(Question):
     """An operator over the last axis of x [M, W], with its declared options. "strided": rows W + 8 apart.
-
-    Attributes:
-        outlier_scale: For inputs with outliers, in operators in which one term would dominate.
-    """
+    `outlier_scale`: for inputs with outliers, in operators in which one term would dominate."""
 
     outlier_scale: float = 1.0
 
@@ -381,11 +375,8 @@ def operator_named(name: str, device: str) -> str:
 
 
 def plan(wish: Wish) -> list[Assignment]:
-    """All questions, in order, planned before the first is tested.
-
-    Raises:
-        UserError: an unknown operator, class, member, dtype or input; sizes that make no sense; nothing to test.
-    """
+    """All questions, in order, planned before the first is tested. Raises UserError: an unknown operator, class,
+    member, dtype or input; sizes that make no sense; nothing to test."""
     _check(wish)
     names = [operator_named(n, wish.device) for n in wish.operators]
     if not names:
@@ -462,8 +453,6 @@ def _dtypes(wish: Wish, cls: NumericsClass, form: QuestionForm) -> list[str]:
 
 @dataclass(frozen=True)
 class _Topic:
-    """What all questions about one operator, class and dtype share."""
-
     wish: Wish
     operator: str
     cls: NumericsClass

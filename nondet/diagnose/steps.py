@@ -133,9 +133,8 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
 def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, warm: Collection[str] = ()) -> Step:
     """Time the round.
 
-    Args:
-        families: The smallest fix that the trace found, "attention+matmul"; "" where there is none.
-        warm: Implementations under which this process has run the round already.
+    `families` is the smallest fix that the trace found, "attention+matmul", or ""; `warm` has the implementations under
+    which this process has run the round already.
     """
     impls = ["stock", "invariant", *([f"invariant:{families}"] if families else [])]
     speeds: dict[str, list[float]] = {impl: [] for impl in impls}
@@ -319,7 +318,7 @@ _RATE_S = 8.0  # for further rounds where the first has shown that the batch mat
 _AXIS_TRIALS, _AXIS_LAST = 26, 6  # of all axes: every value, and the last of each
 _TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
 _TRACE_LEAST = 5.0  # sessions of either arm to a first culprit: once freely, three times under control, once to name it
-_CURE_SLOWNESS = 2.0  # how many times slower the cure is than stock, before it is measured
+_CURE_SLOWNESS = 2.0  # how many times slower the fix is than stock, before it is measured
 _AXIS_SHARE = 0.6  # of the solo session: half its tokens, some trials with more requests
 
 
@@ -390,12 +389,9 @@ _VALUES = {0: "the last value", 2: "every second value", 3: "every third value"}
 def chosen_effort(
     planned: int, round_s: float, alone_s: float, spent_s: float, within_s: float, *, differs: bool = False
 ) -> Effort:
-    """The most that fits within `within_s` for everything (0.0: no limit), or the least.
-
-    Args:
-        differs: Whether the first round, which was repeated with equal bits, differs from the solo run: then it is
-            proven that the batch matters, and more of the load or of an axis cannot change the answer.
-    """
+    """The most that fits within `within_s` for everything (0.0: no limit), or the least. `differs`: whether the first
+    round, which was repeated with equal bits, differs from the solo run: then it is proven that the batch matters, and
+    more of the load or of an axis cannot change the answer."""
     whole = Effort(planned, round_s=round_s, alone_s=alone_s)
     if not within_s:
         return whole
@@ -495,7 +491,6 @@ class Diagnoser:
     # --- the steps ----------------------------------------------------------------------------------------------
 
     def _greedy(self, _: Run) -> Step:
-        """The solo run and the first round."""
         return greedy_step((self._known(None), self._known(0)), self.loaded.decode)
 
     def _run_to_run(self, so_far: Run) -> Step:
@@ -651,7 +646,6 @@ class Diagnoser:
         return next(a for a in self._all_axes if a.name == parted.axis).arms(parted.parted[0])
 
     def _arm(self, name: str, requests: Sequence[Request]) -> Arm:
-        """An arm with the plan's load, and its first target under study."""
         target = next(r for r in requests if r.target)
         return Arm(name, target.id, tuple(requests), self.plan.load, self.seed)
 

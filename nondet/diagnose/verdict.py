@@ -270,10 +270,8 @@ def cause_of(run: Run) -> str:
 
 
 def blamed(run: Run, finding: str) -> list[Culprit]:
-    """The culprits behind the finding, in order.
-
-    A culprit named between two batches is not behind a run-to-run change, unless it also changed by itself.
-    """
+    """The culprits behind the finding, in order. A culprit named between two batches is not behind a run-to-run change,
+    unless it also changed by itself."""
     culprits = sorted(run.culprits, key=lambda c: c.number)
     if finding != Finding.RUN_TO_RUN or any(v.finding == "run-to-run" for v in run.trace_verdicts[-1:]):
         return culprits
@@ -440,7 +438,6 @@ def _limits(run: Run, step: dict[str, Step]) -> list[str]:
 
 
 def _replay(culprits: Sequence[Culprit], name: str) -> tuple[Culprit, Replay] | None:
-    """The first replay of that name with another result."""
     return next(
         ((c, r) for c in culprits for r in c.replays if r.name == name and r.status == "divergent"),
         None,

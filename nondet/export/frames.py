@@ -45,11 +45,8 @@ def kinds_of(runs: Sequence[Run]) -> list[str]:
 
 
 def only_kind(runs: Sequence[Run]) -> str:
-    """The kind to export where none was named: of runs of `nondet sample` completions, else the only kind.
-
-    Raises:
-        UserError: the runs hold nothing, or records of several kinds side by side.
-    """
+    """The kind to export where none was named: of runs of `nondet sample` completions, else the only kind. Raises
+    UserError: the runs hold nothing, or records of several kinds side by side."""
     kinds = [kind for kind in kinds_of(runs) if kind != "classes"]  # those are rows again, value by value
     if len(kinds) == 1:
         return kinds[0]
@@ -119,7 +116,6 @@ def _rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _classes(run: Run) -> list[dict[str, Any]]:
-    """One line per value of a sweep: its class of bits, and which kernels gave it."""
     lines = []
     for row in run.rows:
         shared = _row(row)

@@ -74,11 +74,8 @@ def sampled(loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None) -
 
 
 class WholeRows:
-    """A watcher that keeps the engine's logits at a seeded sample of positions, in all rollouts.
-
-    Attributes:
-        kept: (request, position of the token before) -> [V], in the model's dtype, as far as the engine came.
-    """
+    """A watcher that keeps the engine's logits at a seeded sample of positions, in all rollouts. `kept`: (request,
+    position of the token before) -> [V], in the model's dtype, as far as the engine came."""
 
     done = False
 
@@ -289,10 +286,8 @@ def _record(arm: str, rollout: Rollout, trainer: Logprobs) -> MismatchRollout:
 def _effect(
     arm: str, model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs
 ) -> MismatchEffect | None:
-    """The effect on gradients; None for fewer than four rollouts, which have no other batch.
-
-    Advantages are signs, drawn with a fixed seed: real rewards are unknown, and the comparison does not need them.
-    """
+    """The effect on gradients; None for fewer than four rollouts, which have no other batch. Advantages are signs,
+    drawn with a fixed seed: real rewards are unknown, and the comparison does not need them."""
     count = min(_EFFECT, len(rollouts) // 2)
     if count < 2:
         return None

@@ -42,12 +42,7 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """The logprobs of n tokens in m sequences.
-
-    Attributes:
-        sampler, trainer: [n] float32, sequence by sequence, finite.
-        lengths: Tokens of each sequence; together n.
-    """
+    """The logprobs of n tokens in m sequences: [n] float32, finite; the lengths of the sequences add up to n."""
 
     sampler: Logprobs
     trainer: Logprobs

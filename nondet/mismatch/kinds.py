@@ -105,12 +105,8 @@ def _kept(shares: torch.Tensor, cut: str, values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A share of the rollouts with both sides' logprobs, and the model's own, plain and in the wider format.
-
-    Attributes:
-        near, far: Logits of the rows `rows`, the model's own and the wider ones.
-        base: The setting of both sides' logprobs.
-    """
+    """A share of the rollouts with both sides' logprobs (setting `base`), and the model's own logits of the rows
+    `rows`: plain (`near`) and in the wider format (`far`)."""
 
     rollouts: Sequence[Rollout]
     padded: Sequence[int]
@@ -336,7 +332,6 @@ def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | Non
 
 
 def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] = (1, 2, 3)) -> float:
-    """The shortest number that is as good."""
     most = 1.01 * cost(value)
     return next((short for n in digits if cost(short := round(value, n)) <= most), value)
 

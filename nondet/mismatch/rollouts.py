@@ -42,10 +42,9 @@ _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 @dataclass(frozen=True)
 class Rollout:
-    """A text and its sampled tokens.
+    """A text and its sampled tokens; `name` is unique in its file.
 
     Attributes:
-        name: Unique in its file.
         ids: Prompt and completion.
         drawn: Positions of `ids` that were sampled, in order; the first is 1 or more.
         sampler: [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong.
@@ -75,10 +74,7 @@ class _Line(msgspec.Struct):
 
 def read_rollouts(path: Path) -> list[Rollout]:
     """The rollouts of a file, or of the .jsonl files under a folder, compressed or not, in the order of their names.
-
-    Raises:
-        UserError: it is not there, has no rollouts, or a line is not a rollout; which, and what it lacks.
-    """
+    Raises UserError: it is not there, has no rollouts, or a line is not a rollout; which, and what it lacks."""
     paths, found, names = [path], list[Rollout](), set[str]()
     if path.is_dir():
         ends = tuple(f".jsonl{packed}" for packed in ("", *PACKED))
@@ -100,13 +96,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]:
-    """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation.
-
-    Raises:
-        UserError: it has none, its traces file is missing, a server gave no token ids, a prompt has another number of
-            tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or chat template
-            is another one.
-    """
+    """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation. Raises
+    UserError: it has none, its traces file is missing, a server gave no token ids, a prompt has another number of
+    tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or chat template is
+    another one."""
     run = read_run(path)
     if not run.completions:
         raise UserError(f"{path} holds no completions", "Give a run of `nondet sample`, or --rollouts FILE.")

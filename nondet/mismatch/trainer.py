@@ -1,7 +1,5 @@
-"""A trainer's full forward over prompt and completion: its layout, its formats, and faults that tests plant.
-
-Each row of logits that predicts a sampled token is used at once, so that no batch's logits are kept.
-"""
+"""A trainer's full forward over prompt and completion: its layout, its formats, and faults that tests plant. Each row
+of logits that predicts a sampled token is used at once, so that no batch's logits are kept."""
 
 from __future__ import annotations
 

@@ -176,7 +176,6 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
 def _over_ranks(
     names: list[str], ranks: str | None, device: str, dtype: list[str] | None, sizes: BenchSizes
 ) -> list[BenchCase]:
-    """The benchmark cases over ranks."""
     from nondet.bench.ranks import plan_ranks
 
     worlds = parse_ranks(ranks)
@@ -192,7 +191,6 @@ def _over_ranks(
 
 
 def _kept(path: Path, cases: Sequence[BenchCase], method: str) -> Run:
-    """The run to check against."""
     from nondet.bench.summary import cells_of
 
     run = read_run(path)

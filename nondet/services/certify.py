@@ -127,7 +127,6 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
 
 
 def _left(item: Assignment, done: set[tuple[str, ...]]) -> dict[str, Call]:
-    """The members without a row."""
     from nondet.certify.check import row_key
 
     return {name: call for name, call in item.members.items() if row_key(item.question, name) not in done}

@@ -70,11 +70,8 @@ class EndpointOptions:
 
 
 def server(request: Any, impl: str, url: str | None, model: str | None) -> Server:
-    """A server to test; its address and key are checked before anything is written.
-
-    Raises:
-        UserError: not a URL, an unknown protocol, a key that would be sent unencrypted.
-    """
+    """A server to test; its address and key are checked before anything is written. Raises UserError: not a URL, an
+    unknown protocol, a key that would be sent unencrypted."""
     from nondet.endpoint.arms import Server
     from nondet.endpoint.client import connect
 

@@ -1,4 +1,4 @@
-"""`nondet gate --endpoint`: a server is tested until it diverges, or the power asked for is reached."""
+"""`nondet gate --endpoint`: a server is tested until it diverges, or the requested power is reached."""
 
 from __future__ import annotations
 

@@ -129,7 +129,6 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
 
 
 def _opened(request: MismatchRequest, sink: Sink, *, model: str | None, dtype: str) -> Any:
-    """The model of this name, "embedded" for the one that is shipped, in this dtype."""
     return open_model(replace(request, model=None if model == "embedded" else model, dtype=dtype), sink)
 
 

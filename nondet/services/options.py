@@ -24,10 +24,8 @@ OUTPUT, MACHINE, DRAWING = "Output", "Machine", "Drawing of tokens"
 
 
 def choices(*names: str | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """A shell completion: these names, and those of registries, which are read when a completion is requested.
-
-    Other names may be valid, too: a user's "package.module:function", a load of keys, a folder.
-    """
+    """A shell completion: these names, and those of registries, which are read when a completion is requested. Other
+    names may be valid, too: a user's "package.module:function", a load of keys, a folder."""
 
     def complete(incomplete: str) -> list[str]:
         known = chain.from_iterable([part] if isinstance(part, str) else part() for part in names)
@@ -103,11 +101,8 @@ class OneOf:
 
 
 def check_fields(request: Any) -> None:
-    """Check each given value of a dataclass against the `Range` or `OneOf` of its option.
-
-    Raises:
-        UserError: a value is not allowed.
-    """
+    """Check each given value of a dataclass against the `Range` or `OneOf` of its option. Raises UserError: a value is
+    not allowed."""
     for name, hint in get_type_hints(type(request), include_extras=True).items():
         value = getattr(request, name)
         for known in getattr(hint, "__metadata__", ()) if value is not None else ():

@@ -166,10 +166,8 @@ def _probe_names(names: list[str]) -> list[str]:
 
 
 def _as_operator(names: list[str], impls: list[str]) -> list[str]:
-    """A user's function is judged as the operator that was named, if any: `nondet probe mean --impl my:mean`.
-
-    A function for the probe's first operator needs no name.
-    """
+    """A user's function is judged as the operator that was named, if any: `nondet probe mean --impl my:mean`. A
+    function for the probe's first operator needs no name."""
     operators = [name.replace("-", "_") for name in names if name.replace("-", "_") in OPERATOR_PROBES]
     first = {probe: operator for operator, probe in reversed(OPERATOR_PROBES.items())}
     if len(operators) != 1 or first[OPERATOR_PROBES[operators[0]]] == operators[0]:

@@ -73,7 +73,7 @@ class Request:
 
 
 def argv_of(command: str, request: Request) -> list[str]:
-    """What to type after `nondet` for a request of options alone: each that is not its default."""
+    """What to type after `nondet` for a request of options only: each that is not its default."""
     words = [command]
     hints = get_type_hints(type(request), include_extras=True)
     for field in fields(request):
@@ -112,12 +112,7 @@ class Sink:
         yield self.say
 
     def present(self, path: Path, notes: Iterable[str] = (), code: int = 0) -> None:
-        """Show a finished run.
-
-        Args:
-            notes: Lines to print before it.
-            code: The command's exit code, unless --fail-on decides it.
-        """
+        """Show a finished run, after the lines `notes`; `code` is the exit code, unless --fail-on decides it."""
 
 
 class Output:
@@ -129,11 +124,8 @@ class Output:
         self._files = [self.path]  # files that this run may delete
 
     def check_side_file(self) -> None:
-        """Refuse to overwrite traces without their run, which may have been moved: only a resumed run continues.
-
-        Raises:
-            UserError: they exist, and --force was not given.
-        """
+        """Refuse to overwrite traces without their run, which may have been moved: only a resumed run continues. Raises
+        UserError: they exist, and --force was not given."""
         from nondet.core.runfile import begun, check_free
         from nondet.core.traces import traces_path
 
@@ -182,11 +174,8 @@ class Output:
 
 
 def pick_device(wanted: str, threads: int | None = None) -> str:
-    """The device, "auto" being CUDA where there is one; pins CPU threads, if requested: they change GEMM bits.
-
-    Raises:
-        UserError: CUDA without a device.
-    """
+    """The device, "auto" being CUDA where there is one; pins CPU threads, if requested: they change GEMM bits. Raises
+    UserError: CUDA without a device."""
     import torch
 
     if wanted == "auto":
@@ -210,11 +199,8 @@ def check_worlds(worlds: Sequence[int], device: str) -> None:
 
 
 def model_sizes(preset: str | None, model: Path | None) -> ModelSizes | None:
-    """Layer shapes of a preset or of a model's folder; None where neither was named.
-
-    Raises:
-        UserError: both, or an invalid one.
-    """
+    """Layer shapes of a preset or of a model's folder; None where neither was named. Raises UserError: both, or an
+    invalid one."""
     from nondet.probes import models
 
     if preset is not None and model is not None:

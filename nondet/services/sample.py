@@ -226,11 +226,8 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
 
 
 def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, column: str | None) -> Sequence[str]:
-    """The prompts: those of a set, or the one.
-
-    Raises:
-        UserError: as `prompt_text` and `nondet.sampling.plan.load_prompts`, or prompts named twice.
-    """
+    """The prompts: those of a set, or the one. Raises UserError: as `prompt_text` and
+    `nondet.sampling.plan.load_prompts`, or prompts named twice."""
     if prompts is None:
         if column is not None:
             raise UserError("--column belongs to --prompts", "Give a file of prompts, or leave it out.")
@@ -246,11 +243,7 @@ def _riders(request: SampleRequest) -> list[str]:
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The text of the prompt.
-
-    Raises:
-        UserError: two prompts, an empty one, or not a file, too large, or not UTF-8.
-    """
+    """The text of the prompt. Raises UserError: two prompts, an empty one, or not a file, too large, or not UTF-8."""
     if prompt is not None and file is not None:
         raise UserError("--prompt and --prompt-file exclude each other", "Give one prompt.")
     text = DEFAULT_PROMPT if prompt is None else prompt
@@ -333,11 +326,8 @@ def names_graphs(spec: str) -> bool:
 def load_with_graphs(
     given: bool | None, spec: str, load: Load, device: str, model: Any, *, plain: bool, say: Callable[[str], None]
 ) -> Load:
-    """The load, with steps as CUDA graphs if requested, or by default if possible.
-
-    Args:
-        plain: Whether nothing is drawn, varied or divided over ranks.
-    """
+    """The load, with steps as CUDA graphs if requested, or by default if possible. `plain`: whether nothing is drawn,
+    varied or divided over ranks."""
     from nondet.sampling.engine import query_step, why_no_graphs
 
     if given is not None or names_graphs(spec) or device != "cuda" or not plain:
@@ -354,11 +344,8 @@ def load_with_graphs(
 
 
 def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None = None) -> dict[str, list[str]] | None:
-    """The named axes, before anything is loaded; None where none is to be varied.
-
-    Raises:
-        UserError: from `nondet.sampling.axes.parse_vary`, several prompts, or an unused draft model.
-    """
+    """The named axes, before anything is loaded; None where none is to be varied. Raises UserError: as
+    `nondet.sampling.axes.parse_vary`, several prompts, or an unused draft model."""
     from nondet.sampling.axes import parse_vary
 
     if spec is None:
@@ -377,11 +364,8 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
 def _plan_varied(
     request: SampleRequest, loaded: LoadedModel, text: str, n: int, wanted: dict[str, list[str]], grain: int, sink: Sink
 ) -> tuple[Conditions, Plan, Sequence[Varied], dict[str, Any]]:
-    """The base, its rounds, every value of every axis, and their description in the run's header.
-
-    Args:
-        grain: Page size of vLLM, 0 for nondet's own engine.
-    """
+    """The base, its rounds, every value of every axis, and their description in the run's header. `grain`: page size of
+    vLLM, 0 for nondet's own engine."""
     from nondet.sampling.axes import Conditions, plan_axes
     from nondet.sampling.collect import describe
     from nondet.sampling.speculation import check_draft_model
@@ -415,7 +399,6 @@ def _vary(
     request: SampleRequest, loaded: LoadedModel, base: Conditions, plan: Plan, axes: Sequence[Varied],
     elsewhere: Play | None, sink: Sink, writer: RunWriter,
 ) -> None:  # fmt: skip
-    """Run the base and every value of every axis under each implementation, with a progress bar."""
     from nondet.sampling.collect import arms_of, vary
 
     total = len(arms_of(base, axes, len(plan.rounds)))
@@ -477,7 +460,6 @@ def sample(request: SampleRequest, sink: Sink) -> Path:
 
 
 def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:
-    """Sample a server or two, arm by arm."""
     from nondet.endpoint.arms import parse_arms, parse_endpoint_load
 
     load = parse_endpoint_load(request.load, concurrency=request.concurrency, rate=request.rate)
@@ -494,7 +476,6 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
 
 
 def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:
-    """Sample a model under nondet's own engine or vLLM, as it is or with one setting changed at a time."""
     wanted = check_vary(request.vary, texts, request.draft_model)
     sink, device, under_vllm = output.sink, pick_device(request.device), request.engine == "vllm"
     _check_here(request, device)
@@ -545,7 +526,6 @@ def _open_for_vllm(request: SampleRequest, device: str) -> LoadedModel:
 def _plan_plain(
     request: SampleRequest, loaded: LoadedModel, texts: Sequence[str], n: int, sink: Sink
 ) -> tuple[Plan, dict[str, Any]]:
-    """The rounds, with steps as CUDA graphs if possible, and their description in the run's header."""
     load, world = request.engine_load, request.world
     if request.engine != "vllm":
         load = load_with_graphs(
@@ -667,10 +647,7 @@ def _collect(
 
 def implementations(impls: list[str] | None, *, drawn: bool = False) -> list[str]:
     """The implementations, each once; "both" is stock and invariant, and where tokens are drawn stock-seeded too.
-
-    Raises:
-        UserError: an unknown one, or an unknown family after the colon.
-    """
+    Raises UserError: an unknown one, or an unknown family after the colon."""
     both = ["stock", "stock-seeded", "invariant"] if drawn else ["stock", "invariant"]
     names = list(dict.fromkeys(one for name in impls or ["both"] for one in (both if name == "both" else [name])))
     for name in names:

@@ -66,11 +66,8 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
 
 
 def _load_recorded(recorded: Run, request: TraceRequest) -> LoadedModel:
-    """The model of a recorded run, at its dtype, with its weights.
-
-    Raises:
-        UserError: the run names none, the model is gone, or it has other weights.
-    """
+    """The model of a recorded run, at its dtype, with its weights. Raises UserError: the run names none, the model is
+    gone, or it has other weights."""
     from nondet.core.records import of_vllm
     from nondet.sampling.model import EMBEDDED, load_model
 
@@ -258,7 +255,6 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
 
 
 def _under_vllm(request: TraceRequest, output: Output) -> Path:
-    """A prompt solo, and with the requests of a load, in vLLM's own process."""
     from nondet.sampling.model import load_model
     from nondet.trace.vllm import VllmTrace
     from nondet.vllm.engine import VllmEngine, check_installed
@@ -291,7 +287,6 @@ def _under_vllm(request: TraceRequest, output: Output) -> Path:
 
 
 def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
-    """Runs the search and records its verdict, or its failure."""
     from nondet.trace.search import Search, failed
 
     try:
@@ -305,7 +300,6 @@ def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
 
 
 def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
-    """A prompt solo, and with the requests of a load."""
     from nondet.trace.search import Arm
 
     text, seed, load = prompt_text(request.prompt, request.prompt_file), request.seed, request.engine_load
@@ -360,7 +354,6 @@ def _recorded(
 
 
 def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerdict:
-    """Write the stand-alone script and run it."""
     import msgspec
 
     from nondet.trace.repro import write_and_run

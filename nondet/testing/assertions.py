@@ -131,7 +131,6 @@ def assert_same_bits(a: Any, b: Any, *, names: tuple[str, str] = ("left", "right
 
 
 def _keep(run: Run) -> Path | None:
-    """Write the run's file, if the user requested one."""
     if not _kept_in or run.source:
         return None
     import re

@@ -106,7 +106,6 @@ def _row_lines(row: Row) -> list[str]:
 
 
 def _class_lines(row: Row) -> list[str]:
-    """The classes with their sizes and values, and the boundaries between them."""
     lines = []
     axis = axis_name(row)
     told = classes(row, 8)
@@ -166,7 +165,6 @@ def _element(word: str, dtype: str) -> str:
 
 
 def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
-    """The command that repeats the test with the probe's full report."""
     target, lead = name_of(fn), ""
     module = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     if "<" in target or "." in target.partition(":")[2] or target.startswith("__main__"):

@@ -129,11 +129,8 @@ class Policy:
                 raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
 
     def load(self, path: Path) -> TrainingStep:
-        """Continue from a checkpoint; returns the record of its step.
-
-        Raises:
-            UserError: it is missing, is another model's, or its bits do not have the recorded digest.
-        """
+        """Continue from a checkpoint; returns the record of its step. Raises UserError: it is missing, is another
+        model's, or its bits do not have the recorded digest."""
         from safetensors import SafetensorError, safe_open
 
         hint = "Put back the one that the run wrote, or begin anew with --force."
@@ -197,9 +194,7 @@ class Batch(NamedTuple):
 
 def requests_of(settings: Settings, loaded: LoadedModel, seed: int, step: int) -> tuple[list[Request], list[str]]:
     """The requests of a step and the text of each group's prompt; all from seed and step, so the same in every arm.
-
-    They always arrive at the same steps of the engine, because on a GPU torch's cuDNN plans for every new shape.
-    """
+    They always arrive at the same steps of the engine, because on a GPU torch's cuDNN plans for every new shape."""
     rng = random.Random(f"nondet rl {seed} {step}")  # noqa: S311 - tasks, not a secret
     arrivals = random.Random(f"nondet rl {seed}")  # noqa: S311 - not a secret
     texts = list(TASKS[settings.task].prompts(settings.groups, rng))
@@ -237,10 +232,8 @@ def entropy_of(logits: torch.Tensor) -> float:
 
 
 def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
-    """The fields of a record that measure how far logprobs [N] float32 of the two sides differ.
-
-    Raises ArithmeticError where one of them is NaN or infinite: then nothing can be compared or learned.
-    """
+    """The fields of a record that measure how far logprobs [N] float32 of the two sides differ. Raises ArithmeticError
+    where one of them is NaN or infinite: then nothing can be compared or learned."""
     try:
         figures = Figures(sampler.cpu().numpy(), trainer.cpu().numpy(), [len(sampler)])
     except ValueError as error:
@@ -343,11 +336,8 @@ def _train(
     loaded: LoadedModel, settings: Settings, arm: str, seed: int, writer: RunWriter, steps: Sequence[TrainingStep],
     progress: Progress,
 ) -> None:  # fmt: skip
-    """One arm under one seed, from its checkpoint if it has one.
-
-    A step's checkpoint is written before its record, and holds it: after a kill between the two, the run continues with
-    the bits that it would have had.
-    """
+    """One arm under one seed, from its checkpoint if it has one. A step's checkpoint is written before its record, and
+    holds it: after a kill between the two, the run continues with the bits that it would have had."""
     policy, path, first = Policy(loaded.model, settings.lr), checkpoint_path(writer.path, arm, seed), len(steps)
     if writer.resumed and (steps or path.exists()):
         record = policy.load(path)

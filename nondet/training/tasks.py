@@ -1,4 +1,4 @@
-"""Tasks whose rewards follow from the text alone, so that no data is fetched. No torch."""
+"""Tasks whose rewards follow from the text only, so that no data is fetched. No torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,8 @@ _LARGEST = 99
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and its reward.
-
-    Attributes:
-        prompts: prompts(count, rng) are the texts of a step; equal rngs give equal prompts.
-        reward: reward(prompt, completion) is from 0 to 1.
-        help: What earns 1, in a phrase.
-    """
+    """A task: prompts(count, rng) are a step's texts, equal for equal rngs; reward(prompt, completion) is from 0 to
+    1."""
 
     prompts: Callable[[int, random.Random], Sequence[str]]
     reward: Callable[[str, str], float]

@@ -163,10 +163,8 @@ def gravest(verdicts: Iterable[Verdict]) -> Effect:
 
 
 def called_wrong(verdict: Verdict, nonfinite: Reason) -> Verdict:
-    """The verdict on completions some of which hold NaN or infinity: their bits agree whatever was computed.
-
-    A clean verdict goes, with its bounds and its last count, which says that it was clean; a divergence stays.
-    """
+    """The verdict on completions some of which hold NaN or infinity: their bits agree whatever was computed. A clean
+    verdict goes, with its bounds and its last count, which says that it was clean; a divergence stays."""
     if verdict.finding not in (Finding.CLEAN, Finding.UNPROVEN):
         findings = (Finding.WRONG, *verdict.findings)
         return replace(verdict, findings=findings, counts=(nonfinite, *verdict.counts))
@@ -242,8 +240,7 @@ def ends_reasons(answers: Answers) -> list[Reason]:
 def distinct(
     n: int, completions: int, traces: int, answers: Answers, by: Reason | None = None, known: bool = False
 ) -> list[Reason]:
-    """Distinct completions of n, distinct traces where there are more, and how many equal ones ended for another
-    reason.
+    """Distinct completions of n, distinct traces if there are more, and how many equal ones ended differently.
 
     Args:
         by: What completions are compared by, where that is not their tokens.
@@ -299,10 +296,7 @@ def batch_evidence(
     completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
 ) -> BatchEvidence:
     """Compare the batches of these completions of one prompt under one implementation, all of which succeeded.
-
-    Args:
-        totals: From `round_totals`, for that implementation.
-    """
+    `totals`: from `round_totals`, for that implementation."""
     patterns: set[str] = set()
     traces_alone: dict[str, set[str]] = defaultdict(set)
     known = alone = 0
@@ -325,10 +319,8 @@ def batch_evidence(
 
 
 def round_totals(run: Run, impl: str) -> dict[int, Steps]:
-    """Round -> query tokens of the whole batch at each step; only for rounds that ended.
-
-    Failed completions count here, because they were in others' batches, and nowhere else.
-    """
+    """Round -> query tokens of the whole batch at each step; only for rounds that ended. Failed completions count here,
+    because they were in others' batches, and nowhere else."""
     schedules: dict[int, list[list[int]]] = {
         record.round: [part for schedule in record.background.values() for part in schedule]
         for record in run.rounds

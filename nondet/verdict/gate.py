@@ -40,11 +40,8 @@ TELLING = (mismatch.KINDS, ("mm-where",), ("rl-spread",))
 
 
 def judge(run: Run) -> list[Verdict]:
-    """The verdicts that every report of the run gives: completions first, then operators.
-
-    Raises:
-        UserError: the records contradict each other.
-    """
+    """The verdicts that every report of the run gives: completions first, then operators. Raises UserError: the records
+    contradict each other."""
     if run.training_steps:
         return judge_training(run)
     if run.mismatch_rollouts:
@@ -73,10 +70,7 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
     """The exit code under --fail-on, and the line that explains why there is no answer ("" otherwise).
 
     With "divergent" it is that of `answer`. Without --fail-on it is 1 where cases were run and none was measured: a
-    script should not take that for an answer.
-
-    Raises:
-        UserError: the records contradict each other.
+    script should not take that for an answer. Raises UserError: the records contradict each other.
     """
     if fail_on is not None:
         conclusions: list[Diagnosis | TraceVerdict] = [*run.diagnoses[-1:], *run.trace_verdicts[-1:]]
@@ -253,11 +247,8 @@ class Decision:
 
 
 def of_impls(run: Run, impls: Sequence[str]) -> Run:
-    """The run without other implementations' records; all of it where none is named.
-
-    Raises:
-        UnknownNameError: it holds nothing of that name.
-    """
+    """The run without other implementations' records; all of it where none is named. Raises UnknownNameError: it holds
+    nothing of that name."""
     if not impls:
         return run
     names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts)}

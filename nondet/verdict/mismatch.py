@@ -37,12 +37,7 @@ _R = TypeVar("_R", bound=ImplementationRecord)
 
 @dataclass(frozen=True)
 class Pair:
-    """One arm of a run: its rollouts, and what was computed from them.
-
-    Attributes:
-        kinds: Every hypothesis on each side, those that leave least first.
-        failed: Rollouts without figures.
-    """
+    """One arm of a run: its rollouts, and every hypothesis on each side, those that leave least first."""
 
     impl: str
     rollouts: Sequence[MismatchRollout]
@@ -209,8 +204,7 @@ def _kind(pair: Pair) -> list[Reason]:
 
 
 def _without_model(pair: Pair) -> list[Reason]:
-    """What the two sides show without a model: a narrower format, logprobs of the next token, or that it is not
-    rounding.
+    """Findings without a model: a narrower format, logprobs of the next token, or that it is not rounding.
 
     Rounding has no sign: that the tokens which differ most, a tenth and 16 at least, have one by chance is one in 2^15.
     """
@@ -236,7 +230,6 @@ def _without_model(pair: Pair) -> list[Reason]:
 
 
 def _where(pair: Pair) -> list[Reason]:
-    """The first call in the trainer that diverges from the sampler."""
     if (p := pair.place) is None:
         return []
     told = {name: getattr(p, name) for name in ("rollout", "position", "layer", "module", "call", "after", "unsteady")}
@@ -252,7 +245,6 @@ def _where(pair: Pair) -> list[Reason]:
 
 
 def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
-    """The effect on a step's gradient, and what is left of it under invariant kernels."""
     said: list[Reason] = []
     if (e := pair.effect) is not None:
         moved = min(1.0, e.moved)
@@ -269,13 +261,7 @@ def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
 
 
 class Thresholds(NamedTuple):
-    """Thresholds of a user's own gate; None: no threshold.
-
-    Attributes:
-        bits: Tokens whose logprob bits differ.
-        k3: Nats per token.
-        mult_prob_error: NeMo RL's mean of exp |d|.
-    """
+    """A user's own thresholds, or None: tokens with other bits, K3 in nats per token, NeMo RL's mean of exp |d|."""
 
     bits: int | None = None
     k3: float | None = None

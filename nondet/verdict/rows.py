@@ -76,7 +76,6 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
 
 
 def _divergences(usable: list[Row], steady: dict[Axis, list[Row]]) -> list[tuple[Finding, Reason]]:
-    """What differed, and its possible causes."""
     hits = []
     if any(_parted_from_run_to_run(r) for r in usable):
         hits.append(_counted(Finding.RUN_TO_RUN, [r for r in usable if _repeated(r)], _parted_from_run_to_run))
@@ -101,7 +100,6 @@ def _compared(row: Row) -> bool:
 
 
 def _left_out(rows: Sequence[Row]) -> tuple[Reason, ...]:
-    """What the verdict leaves out, and what weakens it."""
     absent = ((Status.ERROR, "failed"), (Status.SKIPPED, "skipped"))
     counts = [(sum(r.status == status for r in rows), what) for status, what in absent]
     cases = tuple(reason("cases", n=n, what=what) for n, what in counts if n)
@@ -135,10 +133,8 @@ def _hits(tried: Sequence[Row], is_hit: Callable[[Row], bool] = lambda row: row.
 
 
 def _clean_rows(rows: Sequence[Row]) -> Reason:
-    """Counts of what was compared and what was tried: chosen sizes are no sample, so no rate can be bounded.
-
-    The first variant of a case is what the others are compared with, so it adds a trial but no comparison.
-    """
+    """Counts of what was compared and tried: chosen sizes are not a sample, so no rate can be bounded. The first
+    variant of a case is what the others are compared with, so it adds a trial but no comparison."""
     tried = {
         "varied": list(dict.fromkeys(r.varied.replace("_", " ") for r in rows)),
         "operators": list(dict.fromkeys(r.operator for r in rows)),

@@ -135,11 +135,8 @@ def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
 
 
 def judge_samples(run: Run) -> list[Verdict]:
-    """A verdict for each prompt and implementation, prompt by prompt, stock first.
-
-    Raises:
-        UserError: the records contradict each other.
-    """
+    """A verdict for each prompt and implementation, prompt by prompt, stock first. Raises UserError: the records
+    contradict each other."""
     again = replays(run)
     unseeded = UNSEEDED if run.header.plan.get("sampling") else ()
     verdicts = []
@@ -198,10 +195,8 @@ def _judge_bits(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Ro
 
 
 def _bound(counts: SampleCounts) -> Reason:
-    """The bound on the rate where nothing diverged.
-
-    Completions of one round share its batches, and are not independent; the others are compared with the first round.
-    """
+    """The bound on the rate where nothing diverged. Completions of one round share its batches, and are not
+    independent; the others are compared with the first round."""
     rounds, rate = len(counts.traces) - 1, one_sided_bound(counts.n - 1)
     if not rounds:
         return reason("bounds-one-round", completions=rate)
@@ -252,7 +247,6 @@ class ValueTally:
     """The completions at one value.
 
     Attributes:
-        n: Completions that succeeded.
         texts, traces: Digest -> count.
         moved: Requests whose trace is not that of the same request at the base, of `compared`.
         moved_first: Those among them that ran in the plan's first round, which the base ran again.
@@ -284,7 +278,6 @@ class AxisTally:
     Attributes:
         values: The base's first.
         idle: Values that did not take effect, or are not shown to have.
-        note: Why nothing was run.
         texts, traces: Distinct ones over all values; within: of the value with the most.
     """
 

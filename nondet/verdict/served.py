@@ -48,14 +48,12 @@ class ArmEvidence:
     """The completions of one prompt in one arm, and what shows that the arm was what it is called.
 
     Attributes:
-        tokens: Tokens of all completions together.
         failed: Kind of failure -> requests.
         completions: Digest of the tokens -> completions.
         answers: (trace, reason why it ended) -> completions: equal answers have both in common.
         texts: Text -> completions; "" for those of older files, which don't have it.
         by_cache: Prompt tokens that the server had cached -> the answers; None where it does not report them.
-        proof: "metrics" where the server's counters show it, "streams" where answers streamed at the same time, else
-            "".
+        proof: "metrics" by the server's counters, "streams" where answers streamed at the same time, else "".
         shown: The same with figures.
         in_company: Completions that are known to have run concurrently with another request: at least this many.
         rounds: Rounds whose end is on record; under load those in which a request under study ran with others.
@@ -167,10 +165,8 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
 
 
 def proven_tries(run: Run, impl: str) -> tuple[int, int]:
-    """(requests that ran with others, loads that formed) over all prompts: the tries of a bound.
-
-    Without a solo arm the others are compared with the first of each, so it does not count.
-    """
+    """(requests that ran with others, loads that formed) over all prompts: the tries of a bound. Without a solo arm the
+    others are compared with the first of each, so it does not count."""
     requests = without = 0
     for (name, _), arms in evidence(run).items():
         if name == impl:
@@ -238,9 +234,7 @@ class Server:
     """What is known of a server besides its completions.
 
     Attributes:
-        contract: Question -> its answer.
         seen: What it reported of itself; None where that is not on record.
-        drawn: Whether tokens were drawn.
         loads: Planned arms under load.
         keys: Largest number of tokens of a request, prompt and answer; None where that is not known.
     """
@@ -326,7 +320,6 @@ def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
 
 
 def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    """What a reader should know of the run besides the finding."""
     reasons = ends_reasons(_all_answers(arms))
     failed = sum((Counter(arm.failed) for arm in arms.values()), Counter[str]())
     if failed:
@@ -361,13 +354,11 @@ _CHANCE = 0.01
 
 @dataclass(frozen=True)
 class Comparison:
-    """One arm compared with another, or with itself.
+    """One arm compared with another, or with itself (`base` is then "itself").
 
     Attributes:
-        arm, base: Their names; the base is "itself" where there is no other.
         n: Completions of the arm.
         traces_off, tokens_off: Those whose trace, or whose tokens, the other arm does not have.
-        finding: The conclusion.
         reasons: Why the cause can't be named; empty where it is named or nothing differed.
     """
 
@@ -397,12 +388,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Subject:
-    """One prompt of one server.
-
-    Attributes:
-        arms: By name, in the order of the plan.
-        comparisons: Solo with itself, then each arm with its base.
-    """
+    """One prompt of one server. Its comparisons: solo with itself, then each arm with its base."""
 
     server: Server
     prompt: int
@@ -444,7 +430,6 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
 
 
 def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    """Reasons against naming any cause."""
     doubts = [reason("not-greedy")] if server.answer("greedy") == "no" and not server.drawn else []
     if server.drawn and server.answer("seed") != "yes":
         doubts.append(reason("seed-not-shown"))
@@ -488,8 +473,7 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
 
 
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
-    """The probability that none of the arm's differing answers falls to the base, if they are dealt at random over
-    both.
+    """The probability that none of the arm's differing answers falls to the base, if all are dealt at random.
 
     If the two arms do not differ, every deal is as likely as the one that was seen; answers of each number of cached
     tokens are dealt separately.
@@ -573,11 +557,7 @@ def judge_served(run: Run) -> list[Verdict]:
 
 
 def _judge(subject: Subject, first: Subject | None) -> Verdict:
-    """The verdict on one prompt's answers.
-
-    Args:
-        first: The same prompt on the first server.
-    """
+    """The verdict on one prompt's answers. `first`: the same prompt on the first server."""
     server, arms = subject.server, subject.arms
     beside = [_beside(subject, first)] if server.impl != "server" else []
     verdict = Verdict(server.impl, (Finding.UNTESTED,), (), (*_reasons(server, arms), *beside), subject.prompt)

@@ -137,7 +137,6 @@ def _judge(impl: str, mine: Sequence[Course]) -> Verdict:
 
 
 def _learnt(mine: Sequence[Course]) -> list[Reason]:
-    """What a reader must know about rewards."""
     steps = [step for course in mine for step in course.steps]
     groups, flat, alike = (sum(getattr(s, name) for s in steps) for name in ("groups", "flat", "alike"))
     notes = [reason("rl-flat", n=flat, of=groups, alike=alike)] if flat else []
@@ -146,11 +145,8 @@ def _learnt(mine: Sequence[Course]) -> list[Reason]:
 
 
 def held(run: Run, limits: Thresholds) -> Iterator[Held]:
-    """As `nondet.verdict.mismatch.held`: differing bits over all steps of an arm, and the worst step's means.
-
-    Raises:
-        UserError: the steps have no such mean, because an older nondet made them.
-    """
+    """As `nondet.verdict.mismatch.held`: differing bits over all steps of an arm, and the worst step's means. Raises
+    UserError: the steps have no such mean, because an older nondet made them."""
     for impl in dict.fromkeys(s.impl for s in run.training_steps):
         steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
         for name, field, limit in limits.asked if steps else ():

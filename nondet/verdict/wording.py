@@ -20,12 +20,7 @@ _RANGES_MOST = 24  # of sizes, the same
 
 @dataclass(frozen=True)
 class Reason:
-    """What was counted, or what supports or weakens a finding.
-
-    Attributes:
-        code: A key of `WORDS`.
-        numbers: Counts, rates, names and other reasons, by the fields of its sentence.
-    """
+    """What was counted, or what supports or weakens a finding: a key of `WORDS`, and the fields of its sentence."""
 
     code: str
     numbers: Mapping[str, Any]
@@ -339,10 +334,7 @@ class _Writer(Formatter):
 
 def _where(hits: Sequence[tuple[str, bool]], *, brief: bool = False) -> str:
     """ "5 of 12 cases (linear 3 of 4, attention 2 of 8)"; of several operators a few are named, and none in brief.
-
-    Args:
-        hits: The operator of each case, and whether it was hit.
-    """
+    `hits`: the operator of each case, and whether it was hit."""
     hit, tried = Counter(operator for operator, was_hit in hits if was_hit), Counter(operator for operator, _ in hits)
     count = f"{hit.total()} of {plural(len(hits), 'case')}"
     if len(tried) == 1:
