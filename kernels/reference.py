@@ -67,7 +67,7 @@ def scaled_grouped_matmul(
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(float8 [M, K], float32 scales [], [M, 1] or [M, s]) of x [M, K]. Any scale is right, so nothing can be compared."""
+    """(float8 [M, K], float32 scales [], [M, 1] or [M, s]) of x [M, K]. Any scale is right: nothing to compare."""
     return ()
 
 

@@ -295,7 +295,7 @@ def class_key(name: str, dtype: torch.dtype, world: int) -> str:
 
 
 def prove(name: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, str]:
-    """Whether a member gives the anchor's bits, and the evidence. Collective. NotImplementedError: it does not apply."""
+    """Whether a member gives the anchor's bits, and the evidence. Collective. NotImplementedError: does not apply."""
 
     def both(mine: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor]:
         expected, got = mine.clone(), mine.clone()

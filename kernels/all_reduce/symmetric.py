@@ -389,7 +389,7 @@ _PROGRAMS_MANY = 264  # for more ranks, in parts
 
 
 class Plan(NamedTuple):
-    """How `push` cuts a message: `share` elements per program, in pieces of `block`; `in_parts`: each rank adds a part."""
+    """How `push` cuts a message: `share` elements per program, in pieces of `block`; or each rank adds a part."""
 
     block: int
     share: int

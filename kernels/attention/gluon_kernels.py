@@ -118,7 +118,7 @@ def mask_scores(s, first_key, position, tk, CAUSAL: gl.constexpr, ROW: gl.conste
 
 @gluon.jit
 def item_of(turn):
-    """The work item of this program in its turn: forwards, then backwards, and so on, because items are sorted by work."""
+    """The work item of this program in its turn: forwards, then backwards, and so on; items are sorted by work."""
     programs = gl.num_programs(0)
     program = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)

@@ -263,7 +263,7 @@ def attention_backward(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> Gradients:
-    """As `nondet.kernels.attention_backward.cpu.attention_backward`. NotImplementedError: no kernel for these operands."""
+    """As the CPU's `attention_backward`. NotImplementedError: no kernel for this device, dtype or head dim."""
     require("attention_backward", _DTYPES, q, k, v, out, gradient)
     tokens, heads, dim = q.shape
     if dim > MAX_HEAD_DIM:

@@ -125,7 +125,7 @@ def devices() -> tuple[str, ...]:
 
 
 def decided() -> _Functions:
-    """Everything that is replaced, certified or at risk (whatever else has a kernel). Called with nothing registered."""
+    """Everything that is replaced, certified or at risk (all else with a kernel). Called with nothing registered."""
     originals.keep()
     made = _replaced_and_certified()
     for qualified, key in _kernels_there():

@@ -487,7 +487,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] before the one rounding -> [..., N]; else as `matmul`."""
+    """x [..., K] times weight [N, K] transposed, plus bias [N] before the rounding -> [..., N]; else as `matmul`."""
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = torch.ops.nondet.linear(x, weight, bias)
         return compiled

@@ -98,7 +98,7 @@ def likely_barriers(held: int, stages: int) -> tuple[int, int]:
 
 
 def barriers_of(ptx: str, warps: int) -> tuple[int, int]:
-    """Where a compiled kernel has its first full and its first empty barrier; RuntimeError: the text does not show it."""
+    """Where a compiled kernel has its first full and first empty barrier; RuntimeError: the text does not show it."""
     inits = _INIT.findall(ptx)[:2]
     if [count for _, count in inits] != ["1", str(warps)]:
         raise RuntimeError(f"the barriers of this kernel were not recognised: {inits}")

@@ -321,7 +321,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] before the one rounding -> [..., N]; else as `matmul`."""
+    """x [..., K] times weight [N, K] transposed, plus bias [N] before the rounding -> [..., N]; else as `matmul`."""
     return matmul_chain(*linear_operands(x, weight, bias))[0].view(*x.shape[:-1], weight.shape[0])
 
 

@@ -106,7 +106,7 @@ _bound: dict[tuple[Any, ...], Any] = {}  # what decides the compiled kernel -> t
 def rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """q [B, Hq, T, D], k [B, Hk, T, D], cos and sin [B or 1, T, D] of one dtype, rotated in stock's strides; or None."""
+    """q [B, Hq, T, D], k [B, Hk, T, D], cos, sin [B or 1, T, D] of one dtype -> rotated in stock's strides, or None."""
     batch, heads_q, tokens, dim = q.shape
     half = dim // 2
     if (

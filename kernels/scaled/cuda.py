@@ -201,7 +201,7 @@ def library(
     *,
     step: int = _STEPS[0],
 ) -> torch.Tensor:
-    """torch's own product, proven or not, or NotImplementedError; with scales in blocks, in multiples of `step` rows."""
+    """torch's own product, proven or not, or NotImplementedError; scales in blocks take multiples of `step` rows."""
     rows, blocks = len(a), _form(scale_a, scale_b, len(a), b.shape[1]) == "block"
     if blocks and (more := -rows % step):
         padded = a.new_zeros(rows + more, a.shape[1], dtype=torch.uint8)
