@@ -1,4 +1,4 @@
-"""Calls on CUDA like one before: what they need and nothing more.
+"""Calls like one before: what they need and nothing more. On CUDA by short ways, on a CPU by what was bound for them.
 
 A first call of an operator goes through its replacement, which looks at everything. What it found out holds for every
 call of the same dtypes, shapes, strides, alignment and settings, and those are the key of the launch that its kernel
@@ -8,6 +8,9 @@ launch.
 A short way takes the operator's own arguments and gives its result; None where it has none, and the replacement runs.
 It is asked for plain tensors without gradients, while its family is on (see
 `nondet.kernels.dispatch.functions.replacing`), and with `inside.active`: its own torch calls go to the originals.
+
+On a CPU the table of decisions (`nondet.kernels.dispatch.functions.replacing`) remembers what a binder gave after the
+replacement has computed such a call: a function of the same arguments, in which all that they decide is settled.
 """
 
 from __future__ import annotations
@@ -120,4 +123,26 @@ SHORT_WAYS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm_on_cuda,
     "native_layer_norm": _layer_norm_on_cuda,
     "scaled_dot_product_attention": _attention_on_cuda,
+}
+
+
+_Bound = Callable[..., Any] | None
+
+
+def _bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Bound:
+    from nondet.kernels.matmul import cpu
+
+    return cpu.bound_linear(x, weight, bias)
+
+
+def _bound_mm(a: torch.Tensor, b: torch.Tensor) -> _Bound:
+    from nondet.kernels.matmul import cpu
+
+    return cpu.bound_mm(a, b, None)
+
+
+# aten operator -> its binder for a CPU
+BINDERS: dict[str, Callable[..., _Bound]] = {
+    "linear": _bound_linear,
+    "mm": _bound_mm,
 }

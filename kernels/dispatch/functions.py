@@ -422,12 +422,15 @@ def replacing(
     original: Any,
     replacement: Callable[..., Any],
     again: Callable[..., Any] | None = None,
+    bind: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> Callable[..., Any]:
     """Compute by `replacement` while `family` is on; else, or where it declines, run the original and count it.
 
     Args:
         again: A shorter way to what `replacement` gives, for plain tensors and without gradients; gives None where it
             has none.
+        bind: bind(*args, **kwargs) -> what gives the bits of `replacement` for every call of the same `_call_key`;
+            None where there is nothing shorter.
     """
     composed = name in COMPOSED
     exempt = EXEMPT.get(name)
@@ -440,10 +443,16 @@ def replacing(
         if inside.active:
             return stock(keyset, *args, **kwargs)
         now = current()
+        short, key = None, None
         if again is not None and family in now.families and _plainly(args):
+            short = again
+        elif bind is not None and family in now.families:
+            key = _call_key(name, args, kwargs)
+            short = now.decisions.get(key) if key else None
+        if short is not None:
             inside.active = True
             try:
-                out = again(*args, **kwargs)
+                out = short(*args, **kwargs)
             finally:
                 inside.active = False
             if out is not None:
@@ -481,6 +490,8 @@ def replacing(
             else:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
+                if key and bind is not None and (compute := bind(*args, **kwargs)) is not None:
+                    _keep(now.decisions, key, compute)
                 return out
             finally:
                 inside.active = False
@@ -558,6 +569,37 @@ def _plainly(args: tuple[Any, ...]) -> bool:
         if kind not in _ASKED or (recorded and kind in _PLAIN and x.requires_grad):
             return False
     return True
+
+
+_DECISIONS_KEPT = 4096
+_NUMBERS = frozenset({type(None), bool, int, float})
+
+
+def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """All of a call on a CPU but the numbers in its tensors; () where more is asked for than numbers."""
+    if forward_ad._current_level >= 0:
+        return ()
+    recorded = torch.is_grad_enabled()
+    key: list[object] = [name, *switches("cpu")]
+    for x in (*args, *kwargs.values()):
+        kind = type(x)
+        if kind in _PLAIN:
+            if (recorded and x.requires_grad) or not x.is_cpu:
+                return ()
+            key += (x.dtype, x.shape, x.stride(), x.data_ptr() & 63)
+        elif kind is list:
+            key.append((*x,))
+        elif kind in _NUMBERS:
+            key.append(x)
+        else:
+            return ()
+    return (*key, *kwargs)
+
+
+def _keep(decisions: dict[tuple[object, ...], Callable[..., Any]], key: tuple[object, ...], compute: Any) -> None:
+    if len(decisions) >= _DECISIONS_KEPT:
+        decisions.clear()
+    decisions[key] = compute
 
 
 def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:

@@ -238,6 +238,8 @@ _SEEDS, _SEEDS_IF_NARROW, _NARROW = (11, 12), tuple(range(11, 23)), 32
 _FRESH_COLUMNS = 512
 _LANES = 16
 
+_Product = Callable[..., torch.Tensor]
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype.
@@ -249,13 +251,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         NotInvariantError: this machine has no certified way.
     """
     _refuse(x, weight, bias)
-    packed = packed_product(x, weight, bias)
-    if packed is not None:
-        return packed
-    shape = x.shape
-    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    out = mm(rows, weight.t(), bias)
-    return out if len(shape) == 2 else out.view(*shape[:-1], weight.shape[0])
+    return bound_linear(x, weight, bias)(x, weight, bias)
+
+
+def bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Product:
+    """What computes `linear` of operands like these: see `bound_mm`."""
+    shape, columns = x.shape, weight.shape[0]
+    flat = len(shape) == 2
+    product = bound_mm(x if flat else x.reshape(-1, shape[-1]), weight.t(), bias)
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        packed = packed_product(x, weight, bias) if _packed else None
+        if packed is not None:
+            return packed
+        out = product(x if flat else x.reshape(-1, shape[-1]), weight.t(), bias)
+        return out if flat else out.view(*shape[:-1], columns)
+
+    return linear
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -283,33 +295,56 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
 
     A transposed weight (strides (1, K)) is handed to the library as it is: another layout is another certificate.
     """
+    return bound_mm(a, b, bias)(a, b, bias)
+
+
+def bound_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Product:
+    """What computes `mm` of operands with these shapes, strides, dtypes and alignments, under the settings of now."""
     rows, depth = a.shape
     columns = b.shape[1]
     if rows == 0 or columns == 0 or depth == 0:
-        empty = a.new_zeros((rows, columns))
-        return empty if bias is None else empty + bias
+        return _mm_of_nothing
     if depth == 1:  # one term: nothing to order, and attention's rotary embedding asks for it with ever new widths
-        product = a * b
-        return product if bias is None else product + bias
+        return _mm_of_one_term
     if not a.is_contiguous():
-        a = a.contiguous()
+        return lambda a, b, bias=None: mm(a.contiguous(), b, bias)
+    spread = 0 in b.stride()
     if columns == 1:
         b = _vector(b)
-    elif 0 in b.stride():
+    elif spread:
         b = b.contiguous()
     try:
         tiles, call = _way_of(b, bias is not None)
     except NotInvariantError:
         if columns % _LANES == 0 and depth % _LANES == 0:
             raise
-        return _mm_padded(a, b, bias)
+        return _mm_padded
     plan = tiles.plan(rows)
-    note(plan.label)
-    out = a.new_empty((rows, columns))
-    if plan.whole and a.data_ptr() % 64 == 0:  # as `apply` does it, in fewer steps: this is called for every layer
-        call(a, b, bias, out)
-        return out
-    return tiles.apply((a,), out, lambda x, y: call(x, b, bias, y))
+    whole = plan.whole and a.data_ptr() % 64 == 0
+
+    def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        note(plan.label)
+        if columns == 1:
+            b = _vector(b)
+        elif spread:
+            b = b.contiguous()
+        out = a.new_empty((rows, columns))
+        if whole:  # as `apply` does it, in fewer steps: this is called for every layer
+            call(a, b, bias, out)
+            return out
+        return tiles.apply((a,), out, lambda x, y: call(x, b, bias, y))
+
+    return product
+
+
+def _mm_of_nothing(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    empty = a.new_zeros((a.shape[0], b.shape[1]))
+    return empty if bias is None else empty + bias
+
+
+def _mm_of_one_term(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product = a * b
+    return product if bias is None else product + bias
 
 
 def _vector(b: torch.Tensor) -> torch.Tensor:
