@@ -42,6 +42,7 @@ BLOCK = 64  # keys; part of the numerics: another block is another order of redu
 
 _Numbers = np.ndarray[Any, np.dtype[np.float32]]
 _Index = np.ndarray[Any, np.dtype[np.int64]]
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 # The two products of attention on a CPU, in batches of tiles, at sizes certified to give one and the same bits.
@@ -182,6 +183,7 @@ MAX_HEAD_DIM = sys.maxsize  # any
 _FLOATS = 2**20  # of keys that are worked on at a time, so that they stay in a cache
 _HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
+_NUMPYS = (torch.float32, torch.float16)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _verified: dict[tuple[object, ...], NotInvariantError | None] = {}
 
@@ -211,21 +213,27 @@ def attention(
         NotInvariantError: this machine has no certified way.
     """
     batch, heads, q_len, dim = q.shape
-    kv_heads = k.shape[1]
     if q.numel() == 0:
         return q.new_empty((batch, q_len, heads, dim)).transpose(1, 2)
-    _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
+    _check(q, k, v, heads, k.shape[1], causal=causal, window=window, softcap=softcap)
     _prove_once(dim, softcap is not None)
-    keys = k.shape[2]
-    packed_q, packed_k, packed_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = _attend(
-        packed_q,
-        packed_k,
-        packed_v,
-        [_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch)],
-        _Way(causal, window, softcap, scale),
-    )
-    return out.view(batch, q_len, heads, dim).transpose(1, 2)
+    return bound_attention(q, k, Way(causal, window, softcap, scale))(q, k, v)
+
+
+def bound_attention(q: torch.Tensor, k: torch.Tensor, way: Way) -> Callable[..., torch.Tensor]:
+    """What computes `attention` of operands of these shapes, under the settings of now."""
+    (batch, heads, q_len, dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    requests = tuple(_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch))
+    sizes = _Sizes(heads, kv_heads, dim, keys, way.causal, way.window)
+    environment = environment_key()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.new_empty((batch * q_len, heads, dim))
+        for layout in _planned(requests, sizes, environment):  # not kept here: they are large, and one step's
+            _attend_alike(q.transpose(1, 2), k, v, layout, way, None, out)
+        return out.view(batch, q_len, heads, dim).transpose(1, 2)
+
+    return attend
 
 
 def attention_varlen(
@@ -316,7 +324,7 @@ def _varlen(
             )
         requests.append(_Request(q0, q1 - q0, k0, k1 - k0, first))
     places = None if key_index is None else key_index.numpy()
-    return _attend(q, k, v, requests, _Way(causal, window, softcap, scale), places)
+    return _attend(q, k, v, tuple(requests), Way(causal, window, softcap, scale), places)
 
 
 def _check(
@@ -355,7 +363,7 @@ class _Request(NamedTuple):
     first: int
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """See `attention`."""
 
     causal: bool
@@ -368,8 +376,8 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    requests: Sequence[_Request],
-    way: _Way,
+    requests: tuple[_Request, ...],
+    way: Way,
     places: _Index | None = None,
 ) -> torch.Tensor:
     """q [Tq, Hq, D] over k, v [Tk, Hkv, D] -> [Tq, Hq, D] in q's dtype; zeros for queries of no request.
@@ -379,27 +387,44 @@ def _attend(
     Args:
         places: Where the keys lie in k and v; None: as they are.
     """
+    out = q.new_zeros(q.shape)
+    sizes = _Sizes(*q.shape[1:2], *k.shape[1:], 0, way.causal, way.window)
+    for layout in _planned(requests, sizes, environment_key()):
+        _attend_alike(q, k, v, layout, way, places, out)
+    return out
+
+
+class _Sizes(NamedTuple):
+    """Of a call; `by_head`: how many keys a head has in k [B, Hkv, Tk, D], 0 for k [Tk, Hkv, D]."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    by_head: int
+    causal: bool
+    window: int | None
+
+
+@functools.lru_cache(maxsize=8)  # all layers of a step ask for the same, those with a window for another
+def _planned(requests: tuple[_Request, ...], sizes: _Sizes, environment: tuple[object, ...]) -> tuple[_Layout, ...]:
+    """Layouts of requests that are computed at once, under the settings of now."""
     alike: dict[tuple[int, int], list[_Request]] = {}
     for request in requests:
-        if way.causal and request.k_len < request.q_len:
+        if sizes.causal and request.k_len < request.q_len:
             raise UserError(
                 f"{request.q_len} queries but {request.k_len} keys", "Causal attention ends with a query's own key."
             )
         if request.k_len == 0:
             raise UserError("a request without keys", "Attention over nothing is not defined.")
-        first_block, end_block = _blocks(request, way.window)
+        first_block, end_block = _blocks(request, sizes.window)
         alike.setdefault((request.q_len, end_block - first_block), []).append(request)
-    kv_heads, dim = k.shape[1:]
-    out = q.new_zeros(q.shape)
+    layouts = []
     for (q_len, blocks), members in alike.items():
-        height = _height(q_len * (q.shape[1] // kv_heads), heights_of(dim))
-        note(f"cpu_attention[{height}x{BLOCK}]")
-        at_once = max(1, _FLOATS // (blocks * BLOCK * kv_heads * dim))
+        height = _height(q_len * (sizes.heads // sizes.kv_heads), heights_of(sizes.dim))
+        at_once = max(1, _FLOATS // (blocks * BLOCK * sizes.kv_heads * sizes.dim))
         for start in range(0, len(members), at_once):
-            some = tuple(members[start : start + at_once])
-            layout = _laid_out(some, q.shape[1], kv_heads, height, way.causal, way.window)
-            _attend_alike(q, k, v, layout, way, places, out)
-    return out
+            layouts.append(_laid_out(members[start : start + at_once], sizes, height))
+    return tuple(layouts)
 
 
 def _height(rows: int, heights: tuple[int, ...]) -> int:
@@ -418,44 +443,65 @@ class _Layout(NamedTuple):
     """Where the numbers of n requests of equal sizes lie. A head of keys has rows: its queries, token by token.
 
     Attributes:
-        rows: How many a head of keys has, without those that fill the last tile up.
-        queries: [n, Hkv, rows], of q [.., D].
-        keys: [n, blocks * 64], tokens of the packed keys; where there is none the first or last stands in, hidden.
+        label: For `launch.note`.
+        height: Of a tile; the last is filled up with rows that nobody asks for.
+        products: Certified batch sizes of `scores` and `values`.
+        queries: [n, Hkv, tiles * height], rows of q [.., D].
+        keys: [n, Hkv, blocks * 64], rows of k [.., D]; where there is none the first or last stands in, hidden.
         key_at: [n, blocks * 64], positions.
-        seen_to, seen_from: [n, rows], positions of the last and the first key that a row sees.
-        tiles: Each one's first row, and the keys that some row of it sees.
+        seen_to, seen_from: [n, tiles * height], positions of the last and the first key that a row sees.
+        tiles: Each one's rows, and the keys that some row of it sees.
+        rows: How many a head of keys has, without those that fill the last tile up.
+        hidden: Of the only tile, see `_hidden`; None where there are more, whose masks would fill the memory.
     """
 
-    rows: int
+    label: str
+    height: int
+    products: tuple[Tiles, Tiles]
     queries: _Index
     keys: _Index
     key_at: _Index
     seen_to: _Index
     seen_from: _Index
-    tiles: tuple[tuple[int, slice], ...]
+    tiles: tuple[tuple[slice, slice], ...]
+    rows: int
+    hidden: _Mask | None = None
 
 
-@functools.lru_cache(maxsize=8)  # all layers of a step ask for the same, those with a window for another
-def _laid_out(
-    requests: tuple[_Request, ...], heads: int, kv_heads: int, height: int, causal: bool, window: int | None
-) -> _Layout:
+def _laid_out(requests: Sequence[_Request], sizes: _Sizes, height: int) -> _Layout:
+    heads, kv_heads, dim, by_head, causal, window = sizes
     q_start, q_lens, k_start, k_len, first = np.array(requests, dtype=np.int64)[:, :, None].swapaxes(0, 1)
     q_len, end, shared = int(q_lens[0, 0]), first + k_len - 1, heads // kv_heads
     rows = q_len * shared
     row = np.minimum(np.arange(-(-rows // height) * height), rows - 1)
-    queries = (q_start + row // shared)[:, None] * heads + np.arange(kv_heads)[:, None] * shared + row % shared
+    of_heads = np.arange(kv_heads)[:, None]
+    queries = (q_start + row // shared)[:, None] * heads + of_heads * shared + row % shared
     spans = [_blocks(request, window) for request in requests]
     begin = np.array([start * BLOCK for start, _ in spans])[:, None]
     key_at = begin + np.arange((spans[0][1] - spans[0][0]) * BLOCK)
-    keys = k_start + np.clip(key_at, first, end) - first
+    tokens = (k_start + np.clip(key_at, first, end) - first)[:, None]
+    if by_head:
+        keys = (tokens // by_head * kv_heads + of_heads) * by_head + tokens % by_head
+    else:
+        keys = tokens * kv_heads + of_heads
     seen_to = end - q_len + 1 + row // shared if causal else end + 0 * row
     seen_from = np.maximum(first, 0 if window is None else seen_to - window + 1) + 0 * row
     tiles = []
     for start in range(0, rows, height):
         own = slice(start, start + height)
         low, high = (seen_from[:, own] - begin).min() // BLOCK, (seen_to[:, own] - begin).max() // BLOCK + 1
-        tiles.append((start, slice(int(low) * BLOCK, int(high) * BLOCK)))
-    return _Layout(rows, queries, keys, key_at, seen_to, seen_from, tuple(tiles))
+        tiles.append((own, slice(int(low) * BLOCK, int(high) * BLOCK)))
+    label, products = f"cpu_attention[{height}x{BLOCK}]", products_of(height, dim)
+    layout = _Layout(label, height, products, queries, keys, key_at, seen_to, seen_from, tuple(tiles), rows)
+    return layout._replace(hidden=_hidden(layout, *tiles[0])) if len(tiles) == 1 else layout
+
+
+def _hidden(layout: _Layout, own: slice, some: slice) -> _Mask:
+    """[n, 1, blocks, R, 64]: the keys that a tile's rows do not see."""
+    key_at = layout.key_at[:, None, some]
+    hidden = key_at > layout.seen_to[:, own, None]
+    hidden |= key_at < layout.seen_from[:, own, None]
+    return hidden.reshape(len(hidden), 1, layout.height, -1, BLOCK).swapaxes(2, 3)
 
 
 def _attend_alike(
@@ -463,48 +509,62 @@ def _attend_alike(
     k: torch.Tensor,
     v: torch.Tensor,
     layout: _Layout,
-    way: _Way,
+    way: Way,
     places: _Index | None,
     out: torch.Tensor,
 ) -> None:
     """Requests with the same numbers of queries and blocks, into their rows of `out`, tile by tile."""
-    (kv_heads, dim), (rows, at, tokens, key_at, seen_to, seen_from, tiles) = k.shape[1:], layout
-    tokens = tokens if places is None else places[tokens]
-    of_heads = tokens[:, None] * kv_heads + np.arange(kv_heads)[:, None]
-    keys, values_ = _taken(k, of_heads), _taken(v, of_heads)
-    queries = _taken(q, at).mul_(way.scale if way.scale is not None else 1.0 / math.sqrt(dim))
-    height = queries.shape[2] // len(tiles)
-    results = torch.empty_like(queries)
-    for start, some in tiles:
-        own = slice(start, start + height)
-        hidden = key_at[:, None, some] > seen_to[:, own, None]
-        hidden |= key_at[:, None, some] < seen_from[:, own, None]
-        results[:, :, own] = _tile(queries[:, :, own], keys[:, :, some], values_[:, :, some], hidden, way.softcap)
-    out.view(-1, dim)[torch.from_numpy(at[:, :, :rows])] = results[:, :, :rows].to(q.dtype)
+    note(layout.label)
+    kv_heads, dim = k.shape[1], k.shape[-1]
+    at = layout.keys
+    if places is not None:
+        at = places[at // kv_heads] * kv_heads + at % kv_heads
+    keys, values_, queries = _taken(k, at), _taken(v, at), _taken(q, layout.queries)
+    scaled = queries.numpy()
+    scaled *= way.scale if way.scale is not None else 1.0 / math.sqrt(dim)
+    written = _bits(out).reshape(-1, dim)
+    parts, hidden = (queries, keys, values_), layout.hidden
+    for own, some in layout.tiles:
+        if layout.hidden is None:
+            parts, hidden = (queries[:, :, own], keys[:, :, some], values_[:, :, some]), _hidden(layout, own, some)
+        result = _tile(*parts, hidden, way.softcap, layout.products)
+        places_out = layout.queries[:, :, own.start : min(own.stop, layout.rows)]
+        written[places_out] = _bits(result.to(q.dtype))[:, :, : places_out.shape[2]]
+
+
+def _bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """x's own memory; as integers where NumPy lacks the dtype."""
+    numbers: np.ndarray[Any, Any] = (x if x.dtype in _NUMPYS else x.view(_BITS[x.itemsize])).numpy()
+    return numbers
 
 
 def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:
-    """Rows of x [.., D] in float32, a copy; NumPy takes them faster, by their bits, since it has no bfloat16."""
-    x = (x.detach() if x.requires_grad else x).reshape(-1, x.shape[-1])
-    bits = x.view(_BITS[x.itemsize])
-    taken = bits.new_empty((*rows.shape, x.shape[-1]))  # torch's memory is aligned, as the products want it
-    bits.numpy().take(rows, 0, out=taken.numpy(), mode="clip")
-    return taken.view(x.dtype).float()
+    """Rows of x [.., D] in float32, a copy; NumPy takes them faster."""
+    dim = x.shape[-1]
+    taken = x.new_empty((*rows.shape, dim))  # torch's memory is aligned, as the products want it
+    given = _bits((x.detach() if x.requires_grad else x).contiguous())
+    given.reshape(-1, dim).take(rows, 0, out=_bits(taken), mode="clip")
+    return taken.float()
 
 
 @np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _tile(
-    q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, hidden: np.ndarray[Any, Any], softcap: float | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values_: torch.Tensor,
+    hidden: _Mask,
+    softcap: float | None,
+    products: tuple[Tiles, Tiles],
 ) -> torch.Tensor:
-    """q [n, H, R, D], scaled, over keys and values [n, H, blocks * 64, D], less those hidden [n, R, blocks * 64].
+    """q [n, H, R, D], scaled, over keys and values [n, H, blocks * 64, D], less those hidden [n, 1, blocks, R, 64].
 
     What is elementwise goes through NumPy: its vector loops mask their last elements, and its sums are pairwise.
     """
     n, heads, height, dim = q.shape
     blocks = keys.shape[2] // BLOCK
-    by_scores, by_values = products_of(height, dim)
+    by_scores, by_values = products
     pairs = n * heads * blocks
-    rows = q[:, :, None].expand(n, heads, blocks, height, dim).reshape(pairs, height, dim)
+    rows = q.unsqueeze(2).expand(n, heads, blocks, height, dim).reshape(pairs, height, dim)
     weights = q.new_empty((pairs, height, BLOCK))
     by_scores.apply((rows, keys.reshape(pairs, BLOCK, dim)), weights, scores)
     p: _Numbers = weights.numpy().reshape(n, heads, blocks, height, BLOCK)
@@ -512,7 +572,7 @@ def _tile(
         p /= np.float32(softcap)
         np.tanh(p, out=p)
         p *= np.float32(softcap)
-    np.copyto(p, _HIDDEN, where=hidden.reshape(n, 1, height, blocks, BLOCK).swapaxes(2, 3))
+    np.copyto(p, _HIDDEN, where=hidden)
     top = np.maximum(p.max(-1).max(2), _LOWEST)
     p -= top[:, :, None, :, None]
     np.exp(p, out=p)

@@ -141,8 +141,28 @@ def _bound_mm(a: torch.Tensor, b: torch.Tensor) -> _Bound:
     return cpu.bound_mm(a, b, None)
 
 
+def _bound_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> _Bound:
+    from nondet.kernels.attention import cpu
+
+    if attn_mask is not None or (is_causal and q.shape[2] != k.shape[2]):
+        return None
+    attend = cpu.bound_attention(q, k, cpu.Way(is_causal or q.shape[2] == 1, None, None, scale))
+    return lambda q, k, v, *more, **options: attend(q, k, v)
+
+
 # aten operator -> its binder for a CPU
 BINDERS: dict[str, Callable[..., _Bound]] = {
     "linear": _bound_linear,
     "mm": _bound_mm,
+    "scaled_dot_product_attention": _bound_attention,
 }

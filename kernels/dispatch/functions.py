@@ -443,18 +443,10 @@ def replacing(
         if inside.active:
             return stock(keyset, *args, **kwargs)
         now = current()
-        short, key = None, None
-        if again is not None and family in now.families and _plainly(args):
-            short = again
-        elif bind is not None and family in now.families:
-            key = _call_key(name, args, kwargs)
-            short = now.decisions.get(key) if key else None
-        if short is not None:
-            inside.active = True
-            try:
-                out = short(*args, **kwargs)
-            finally:
-                inside.active = False
+        key = _call_key(name, args, kwargs) if bind is not None and family in now.families else ()
+        short = now.decisions.get(key) if key else again
+        if short is not None and (key or (family in now.families and _plainly(args))):
+            out = _within(short, args, kwargs)
             if out is not None:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
@@ -490,8 +482,8 @@ def replacing(
             else:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
-                if key and bind is not None and (compute := bind(*args, **kwargs)) is not None:
-                    _keep(now.decisions, key, compute)
+                if key and bind is not None:
+                    _keep(now.decisions, key, bind(*args, **kwargs))
                 return out
             finally:
                 inside.active = False
@@ -503,6 +495,15 @@ def replacing(
         return out
 
     return _in_memory(name, run, stock) if composed else run
+
+
+def _within(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """compute(*args, **kwargs), whose own torch calls go to the originals."""
+    inside.active = True
+    try:
+        return compute(*args, **kwargs)
+    finally:
+        inside.active = False
 
 
 def _in_memory(name: str, run: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -596,10 +597,11 @@ def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return (*key, *kwargs)
 
 
-def _keep(decisions: dict[tuple[object, ...], Callable[..., Any]], key: tuple[object, ...], compute: Any) -> None:
-    if len(decisions) >= _DECISIONS_KEPT:
-        decisions.clear()
-    decisions[key] = compute
+def _keep(decisions: dict[Any, Callable[..., Any]], key: object, compute: Callable[..., Any] | None) -> None:
+    if compute is not None:
+        if len(decisions) >= _DECISIONS_KEPT:
+            decisions.clear()
+        decisions[key] = compute
 
 
 def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:
