@@ -160,9 +160,58 @@ def _bound_attention(
     return lambda q, k, v, *more, **options: attend(q, k, v)
 
 
+def _bound_softmax(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> _Bound:
+    from nondet.kernels.rows import cpu
+
+    axes = x.dim()
+    if half_to_float or axes < 2 or dim not in (-1, axes - 1):
+        return None
+    kernel = partial(getattr(cpu, name), reduce=cpu.reduction(name, cpu.wide(x)))
+
+    def compute(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        note_hidden(name, x)  # by its numbers
+        return kernel(x)
+
+    return compute
+
+
+def _bound_reduction(
+    name: str, x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
+) -> _Bound:
+    from nondet.kernels.rows import cpu
+
+    axes = x.dim()
+    if dtype is not None or axes < 2 or not dim or len(dim) != 1 or dim[0] not in (-1, axes - 1):
+        return None
+    kernel = partial(getattr(cpu, name), reduce=cpu.reduction("sum", cpu.wide(x)))
+    if keepdim:
+        return lambda x, *more, **options: kernel(x).unsqueeze(-1)
+    return lambda x, *more, **options: kernel(x)
+
+
+def _bound_rms_norm(x: torch.Tensor, *more: Any) -> _Bound:
+    from nondet.kernels.rows import cpu
+
+    sums = cpu.reduction("sum", cpu.wide(x))
+    return lambda x, shape, weight, eps: cpu.rms_norm(x, weight, eps, sums)
+
+
+def _bound_layer_norm(x: torch.Tensor, *more: Any) -> _Bound:
+    from nondet.kernels.rows import cpu
+
+    sums = cpu.reduction("sum", cpu.wide(x))
+    return lambda x, shape, weight, bias, eps: cpu.layer_norm(x, weight, bias, eps, sums)
+
+
 # aten operator -> its binder for a CPU
 BINDERS: dict[str, Callable[..., _Bound]] = {
     "linear": _bound_linear,
     "mm": _bound_mm,
+    "_softmax": partial(_bound_softmax, "softmax"),
+    "_log_softmax": partial(_bound_softmax, "log_softmax"),
+    "mean.dim": partial(_bound_reduction, "mean"),
+    "sum.dim_IntList": partial(_bound_reduction, "sum"),
+    "rms_norm": _bound_rms_norm,
+    "native_layer_norm": _bound_layer_norm,
     "scaled_dot_product_attention": _bound_attention,
 }
