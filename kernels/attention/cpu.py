@@ -135,7 +135,7 @@ def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
     """Hold the whole to its promise, the exponential, a soft cap's tanh and the sums with it.
 
     Args:
-        varlen: varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softcap=...), packed attention without checks.
+        varlen: varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, way), packed attention without checks.
         dim: Head dim.
         capped: With a soft cap.
 
@@ -156,7 +156,7 @@ def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
             torch.cat([v[:b] for _, b in pieces]),
             cu_q,
             cu_k,
-            softcap=1.5 if capped else None,
+            Way(True, None, 1.5 if capped else None, None),
         )
         return list(out.split(sizes))
 
@@ -215,25 +215,18 @@ def attention(
     batch, heads, q_len, dim = q.shape
     if q.numel() == 0:
         return q.new_empty((batch, q_len, heads, dim)).transpose(1, 2)
-    _check(q, k, v, heads, k.shape[1], causal=causal, window=window, softcap=softcap)
+    way = Way(causal, window, softcap, scale)
+    _check(q, k, v, way)
     _prove_once(dim, softcap is not None)
-    return bound_attention(q, k, Way(causal, window, softcap, scale))(q, k, v)
+    return attend(q, k, v, way)
 
 
-def bound_attention(q: torch.Tensor, k: torch.Tensor, way: Way) -> Callable[..., torch.Tensor]:
-    """What computes `attention` of operands of these shapes, under the settings of now."""
-    (batch, heads, q_len, dim), (_, kv_heads, keys, _) = q.shape, k.shape
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> torch.Tensor:
+    """`attention` without its checks."""
+    (batch, heads, q_len, dim), keys = q.shape, k.shape[2]
     requests = tuple(_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch))
-    sizes = _Sizes(heads, kv_heads, dim, keys, way.causal, way.window)
-    environment = environment_key()
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = q.new_empty((batch * q_len, heads, dim))
-        for layout in _planned(requests, sizes, environment):  # not kept here: they are large, and one step's
-            _attend_alike(q.transpose(1, 2), k, v, layout, way, None, out)
-        return out.view(batch, q_len, heads, dim).transpose(1, 2)
-
-    return attend
+    out = _attend(q.transpose(1, 2).flatten(0, 1), k, v, requests, way)
+    return out.view(batch, q_len, heads, dim).transpose(1, 2)
 
 
 def attention_varlen(
@@ -281,19 +274,12 @@ def attention_varlen(
         NotInvariantError: this machine has no certified way.
     """
     del max_seqlen_q, max_seqlen_k, split
-    _check(q, k, v, q.shape[1], k.shape[1], causal=causal, window=window, softcap=softcap)
+    way = Way(causal, window, softcap, scale)
+    _check(q, k, v, way)
     if positions is not None and (window is None or positions.ndim != 1 or positions.shape[0] < q.shape[0]):
         raise UserError("positions [Tq] go with a window: without one, no key may be missing")
     _prove_once(q.shape[2], softcap is not None)
-    return _varlen(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k),
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        positions=positions,
-        key_index=key_index,
-    )
+    return _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, way, positions, key_index)
 
 
 def _varlen(
@@ -302,11 +288,7 @@ def _varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
+    way: Way,
     positions: torch.Tensor | None = None,
     key_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -324,27 +306,18 @@ def _varlen(
             )
         requests.append(_Request(q0, q1 - q0, k0, k1 - k0, first))
     places = None if key_index is None else key_index.numpy()
-    return _attend(q, k, v, tuple(requests), Way(causal, window, softcap, scale), places)
+    return _attend(q, k, v, tuple(requests), way, places)
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    *,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-) -> None:
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> None:
+    causal, window, softcap, _ = way
     if window is not None and (window < 1 or not causal):
         raise UserError(f"a window needs causal=True and at least 1 key, got causal={causal}, window={window}")
     if softcap is not None and not softcap > 0:
         raise UserError(f"softcap must be above 0, got {softcap}")
     if not q.dtype.is_floating_point or q.dtype.itemsize > 4 or not (q.dtype is k.dtype is v.dtype):
         raise UserError(f"cpu_attention has no {q.dtype} with {k.dtype}, {v.dtype}", "Use one dtype of up to 32 bits.")
-    if heads % kv_heads or v.shape[1:] != k.shape[1:] or k.shape[-1] != q.shape[-1]:
+    if q.shape[1] % k.shape[1] or v.shape[1:] != k.shape[1:] or k.shape[-1] != q.shape[-1]:
         raise UserError(
             f"cpu_attention can't take q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
             "The query heads must be a multiple of the key heads, and all head dims equal.",
@@ -388,42 +361,33 @@ def _attend(
         places: Where the keys lie in k and v; None: as they are.
     """
     out = q.new_zeros(q.shape)
-    sizes = _Sizes(*q.shape[1:2], *k.shape[1:], 0, way.causal, way.window)
-    for layout in _planned(requests, sizes, environment_key()):
+    for layout in _planned(requests, q.shape[1], k.shape, way, environment_key()):
         _attend_alike(q, k, v, layout, way, places, out)
     return out
 
 
-class _Sizes(NamedTuple):
-    """Of a call; `by_head`: how many keys a head has in k [B, Hkv, Tk, D], 0 for k [Tk, Hkv, D]."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    by_head: int
-    causal: bool
-    window: int | None
-
-
 @functools.lru_cache(maxsize=8)  # all layers of a step ask for the same, those with a window for another
-def _planned(requests: tuple[_Request, ...], sizes: _Sizes, environment: tuple[object, ...]) -> tuple[_Layout, ...]:
-    """Layouts of requests that are computed at once, under the settings of now."""
+def _planned(
+    requests: tuple[_Request, ...], heads: int, shape: tuple[int, ...], way: Way, environment: tuple[object, ...]
+) -> tuple[_Layout, ...]:
+    """Layouts of requests that are computed at once, by the shape of their keys, under the settings of now."""
+    kv_heads, dim = shape[1], shape[-1]
     alike: dict[tuple[int, int], list[_Request]] = {}
     for request in requests:
-        if sizes.causal and request.k_len < request.q_len:
+        if way.causal and request.k_len < request.q_len:
             raise UserError(
                 f"{request.q_len} queries but {request.k_len} keys", "Causal attention ends with a query's own key."
             )
         if request.k_len == 0:
             raise UserError("a request without keys", "Attention over nothing is not defined.")
-        first_block, end_block = _blocks(request, sizes.window)
+        first_block, end_block = _blocks(request, way.window)
         alike.setdefault((request.q_len, end_block - first_block), []).append(request)
     layouts = []
     for (q_len, blocks), members in alike.items():
-        height = _height(q_len * (sizes.heads // sizes.kv_heads), heights_of(sizes.dim))
-        at_once = max(1, _FLOATS // (blocks * BLOCK * sizes.kv_heads * sizes.dim))
+        height = _height(q_len * (heads // kv_heads), heights_of(dim))
+        at_once = max(1, _FLOATS // (blocks * BLOCK * kv_heads * dim))
         for start in range(0, len(members), at_once):
-            layouts.append(_laid_out(members[start : start + at_once], sizes, height))
+            layouts.append(_laid_out(members[start : start + at_once], heads, shape, height, way))
     return tuple(layouts)
 
 
@@ -443,7 +407,6 @@ class _Layout(NamedTuple):
     """Where the numbers of n requests of equal sizes lie. A head of keys has rows: its queries, token by token.
 
     Attributes:
-        label: For `launch.note`.
         height: Of a tile; the last is filled up with rows that nobody asks for.
         products: Certified batch sizes of `scores` and `values`.
         queries: [n, Hkv, tiles * height], rows of q [.., D].
@@ -455,7 +418,6 @@ class _Layout(NamedTuple):
         hidden: Of the only tile, see `_hidden`; None where there are more, whose masks would fill the memory.
     """
 
-    label: str
     height: int
     products: tuple[Tiles, Tiles]
     queries: _Index
@@ -468,8 +430,8 @@ class _Layout(NamedTuple):
     hidden: _Mask | None = None
 
 
-def _laid_out(requests: Sequence[_Request], sizes: _Sizes, height: int) -> _Layout:
-    heads, kv_heads, dim, by_head, causal, window = sizes
+def _laid_out(requests: Sequence[_Request], heads: int, shape: tuple[int, ...], height: int, way: Way) -> _Layout:
+    (kv_heads, dim), (causal, window, *_) = (shape[1], shape[-1]), way
     q_start, q_lens, k_start, k_len, first = np.array(requests, dtype=np.int64)[:, :, None].swapaxes(0, 1)
     q_len, end, shared = int(q_lens[0, 0]), first + k_len - 1, heads // kv_heads
     rows = q_len * shared
@@ -480,10 +442,9 @@ def _laid_out(requests: Sequence[_Request], sizes: _Sizes, height: int) -> _Layo
     begin = np.array([start * BLOCK for start, _ in spans])[:, None]
     key_at = begin + np.arange((spans[0][1] - spans[0][0]) * BLOCK)
     tokens = (k_start + np.clip(key_at, first, end) - first)[:, None]
-    if by_head:
-        keys = (tokens // by_head * kv_heads + of_heads) * by_head + tokens % by_head
-    else:
-        keys = tokens * kv_heads + of_heads
+    keys = tokens * kv_heads + of_heads
+    if len(shape) == 4:  # [B, Hkv, Tk, D]
+        keys = (tokens // shape[2] * kv_heads + of_heads) * shape[2] + tokens % shape[2]
     seen_to = end - q_len + 1 + row // shared if causal else end + 0 * row
     seen_from = np.maximum(first, 0 if window is None else seen_to - window + 1) + 0 * row
     tiles = []
@@ -491,8 +452,7 @@ def _laid_out(requests: Sequence[_Request], sizes: _Sizes, height: int) -> _Layo
         own = slice(start, start + height)
         low, high = (seen_from[:, own] - begin).min() // BLOCK, (seen_to[:, own] - begin).max() // BLOCK + 1
         tiles.append((own, slice(int(low) * BLOCK, int(high) * BLOCK)))
-    label, products = f"cpu_attention[{height}x{BLOCK}]", products_of(height, dim)
-    layout = _Layout(label, height, products, queries, keys, key_at, seen_to, seen_from, tuple(tiles), rows)
+    layout = _Layout(height, products_of(height, dim), queries, keys, key_at, seen_to, seen_from, tuple(tiles), rows)
     return layout._replace(hidden=_hidden(layout, *tiles[0])) if len(tiles) == 1 else layout
 
 
@@ -514,7 +474,7 @@ def _attend_alike(
     out: torch.Tensor,
 ) -> None:
     """Requests with the same numbers of queries and blocks, into their rows of `out`, tile by tile."""
-    note(layout.label)
+    note(f"cpu_attention[{layout.height}x{BLOCK}]")
     kv_heads, dim = k.shape[1], k.shape[-1]
     at = layout.keys
     if places is not None:
@@ -527,7 +487,7 @@ def _attend_alike(
     for own, some in layout.tiles:
         if layout.hidden is None:
             parts, hidden = (queries[:, :, own], keys[:, :, some], values_[:, :, some]), _hidden(layout, own, some)
-        result = _tile(*parts, hidden, way.softcap, layout.products)
+        result = _tile(*parts, hidden, way.softcap, layout)
         places_out = layout.queries[:, :, own.start : min(own.stop, layout.rows)]
         written[places_out] = _bits(result.to(q.dtype))[:, :, : places_out.shape[2]]
 
@@ -549,12 +509,7 @@ def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:
 
 @np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
 def _tile(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values_: torch.Tensor,
-    hidden: _Mask,
-    softcap: float | None,
-    products: tuple[Tiles, Tiles],
+    q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, hidden: _Mask, softcap: float | None, layout: _Layout
 ) -> torch.Tensor:
     """q [n, H, R, D], scaled, over keys and values [n, H, blocks * 64, D], less those hidden [n, 1, blocks, R, 64].
 
@@ -562,7 +517,7 @@ def _tile(
     """
     n, heads, height, dim = q.shape
     blocks = keys.shape[2] // BLOCK
-    by_scores, by_values = products
+    by_scores, by_values = layout.products
     pairs = n * heads * blocks
     rows = q.unsqueeze(2).expand(n, heads, blocks, height, dim).reshape(pairs, height, dim)
     weights = q.new_empty((pairs, height, BLOCK))

@@ -22,8 +22,11 @@ from typing import Any
 
 import torch
 
+from nondet.kernels.attention import cpu as attention
 from nondet.kernels.dispatch.replacements import note_hidden
 from nondet.kernels.dispatch.state import DTYPES
+from nondet.kernels.matmul import cpu as matmul
+from nondet.kernels.rows import cpu as rows
 
 _FLOATING = frozenset(DTYPES)
 
@@ -129,89 +132,48 @@ SHORT_WAYS: dict[str, Callable[..., Any]] = {
 _Bound = Callable[..., Any] | None
 
 
-def _bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Bound:
-    from nondet.kernels.matmul import cpu
-
-    return cpu.bound_linear(x, weight, bias)
-
-
-def _bound_mm(a: torch.Tensor, b: torch.Tensor) -> _Bound:
-    from nondet.kernels.matmul import cpu
-
-    return cpu.bound_mm(a, b, None)
-
-
-def _bound_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> _Bound:
-    from nondet.kernels.attention import cpu
-
-    if attn_mask is not None or (is_causal and q.shape[2] != k.shape[2]):
-        return None
-    attend = cpu.bound_attention(q, k, cpu.Way(is_causal or q.shape[2] == 1, None, None, scale))
-    return lambda q, k, v, *more, **options: attend(q, k, v)
-
-
 def _bound_softmax(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> _Bound:
-    from nondet.kernels.rows import cpu
-
-    axes = x.dim()
-    if half_to_float or axes < 2 or dim not in (-1, axes - 1):
+    if half_to_float or x.dim() < 2 or dim not in (-1, x.dim() - 1):
         return None
-    kernel = partial(getattr(cpu, name), reduce=cpu.reduction(name, cpu.wide(x)))
+    kernel, reduce = getattr(rows, name), rows.reduction(name, rows.wide(x))
 
-    def compute(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    def compute(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
         note_hidden(name, x)  # by its numbers
-        return kernel(x)
+        return kernel(x, reduce)
 
     return compute
 
 
-def _bound_reduction(
-    name: str, x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
-) -> _Bound:
-    from nondet.kernels.rows import cpu
-
-    axes = x.dim()
-    if dtype is not None or axes < 2 or not dim or len(dim) != 1 or dim[0] not in (-1, axes - 1):
+def _bound_reduction(name: str, x: torch.Tensor, dim: Sequence[int] | None, *more: Any, **options: Any) -> _Bound:
+    if more or options or x.dim() < 2 or not dim or len(dim) != 1 or dim[0] not in (-1, x.dim() - 1):
         return None
-    kernel = partial(getattr(cpu, name), reduce=cpu.reduction("sum", cpu.wide(x)))
-    if keepdim:
-        return lambda x, *more, **options: kernel(x).unsqueeze(-1)
-    return lambda x, *more, **options: kernel(x)
+    kernel, reduce = getattr(rows, name), rows.reduction("sum", rows.wide(x))
+    return lambda x, dim: kernel(x, reduce)
 
 
-def _bound_rms_norm(x: torch.Tensor, *more: Any) -> _Bound:
-    from nondet.kernels.rows import cpu
-
-    sums = cpu.reduction("sum", cpu.wide(x))
-    return lambda x, shape, weight, eps: cpu.rms_norm(x, weight, eps, sums)
+def _bound_norm(kernel: Callable[..., Any], x: torch.Tensor, shape: Sequence[int], *more: Any) -> _Bound:
+    sums = rows.reduction("sum", rows.wide(x))
+    return lambda x, shape, *more: kernel(x, *more, sums)
 
 
-def _bound_layer_norm(x: torch.Tensor, *more: Any) -> _Bound:
-    from nondet.kernels.rows import cpu
-
-    sums = cpu.reduction("sum", cpu.wide(x))
-    return lambda x, shape, weight, bias, eps: cpu.layer_norm(x, weight, bias, eps, sums)
+def _bound_attention(
+    q: torch.Tensor, k: torch.Tensor, v: Any, mask: Any = None, dropout: Any = 0, causal: bool = False, **options: Any
+) -> _Bound:
+    if mask is not None or (causal and q.shape[2] != k.shape[2]):
+        return None
+    way = attention.Way(causal or q.shape[2] == 1, None, None, options.get("scale"))
+    return lambda q, k, v, *more, **options: attention.attend(q, k, v, way)
 
 
 # aten operator -> its binder for a CPU
 BINDERS: dict[str, Callable[..., _Bound]] = {
-    "linear": _bound_linear,
-    "mm": _bound_mm,
+    "linear": matmul.bound_linear,
+    "mm": matmul.bound_mm,
     "_softmax": partial(_bound_softmax, "softmax"),
     "_log_softmax": partial(_bound_softmax, "log_softmax"),
     "mean.dim": partial(_bound_reduction, "mean"),
     "sum.dim_IntList": partial(_bound_reduction, "sum"),
-    "rms_norm": _bound_rms_norm,
-    "native_layer_norm": _bound_layer_norm,
+    "rms_norm": partial(_bound_norm, rows.rms_norm),
+    "native_layer_norm": partial(_bound_norm, rows.layer_norm),
     "scaled_dot_product_attention": _bound_attention,
 }

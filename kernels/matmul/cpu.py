@@ -238,7 +238,7 @@ _SEEDS, _SEEDS_IF_NARROW, _NARROW = (11, 12), tuple(range(11, 23)), 32
 _FRESH_COLUMNS = 512
 _LANES = 16
 
-_Product = Callable[..., torch.Tensor]
+Product = Callable[..., torch.Tensor]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -254,7 +254,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return bound_linear(x, weight, bias)(x, weight, bias)
 
 
-def bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Product:
+def bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     """What computes `linear` of operands like these: see `bound_mm`."""
     shape, columns = x.shape, weight.shape[0]
     flat = len(shape) == 2
@@ -295,26 +295,27 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
 
     A transposed weight (strides (1, K)) is handed to the library as it is: another layout is another certificate.
     """
-    return bound_mm(a, b, bias)(a, b, bias)
-
-
-def bound_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Product:
-    """What computes `mm` of operands with these shapes, strides, dtypes and alignments, under the settings of now."""
     rows, depth = a.shape
     columns = b.shape[1]
     if rows == 0 or columns == 0 or depth == 0:
-        return _mm_of_nothing
+        empty = a.new_zeros((rows, columns))
+        return empty if bias is None else empty + bias
     if depth == 1:  # one term: nothing to order, and attention's rotary embedding asks for it with ever new widths
-        return _mm_of_one_term
-    if not a.is_contiguous():
-        return lambda a, b, bias=None: mm(a.contiguous(), b, bias)
-    spread = 0 in b.stride()
-    if columns == 1:
-        b = _vector(b)
-    elif spread:
-        b = b.contiguous()
+        product = a * b
+        return product if bias is None else product + bias
+    a = a.contiguous()
+    return bound_mm(a, b, bias)(a, b, bias)
+
+
+def bound_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """What computes `mm` of operands with these shapes, strides, dtypes and alignments, under the settings of now."""
+    rows, depth = a.shape
+    columns = b.shape[1]
+    if not a.is_contiguous() or min(rows, columns, depth - 1) < 1:
+        return mm
+    special = columns == 1 or 0 in b.stride()
     try:
-        tiles, call = _way_of(b, bias is not None)
+        tiles, call = _way_of(_dense(b) if special else b, bias is not None)
     except NotInvariantError:
         if columns % _LANES == 0 and depth % _LANES == 0:
             raise
@@ -324,27 +325,18 @@ def bound_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> _Pr
 
     def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         note(plan.label)
-        if columns == 1:
-            b = _vector(b)
-        elif spread:
-            b = b.contiguous()
+        right = _dense(b) if special else b
         out = a.new_empty((rows, columns))
         if whole:  # as `apply` does it, in fewer steps: this is called for every layer
-            call(a, b, bias, out)
+            call(a, right, bias, out)
             return out
-        return tiles.apply((a,), out, lambda x, y: call(x, b, bias, y))
+        return tiles.apply((a,), out, lambda x, y: call(x, right, bias, y))
 
     return product
 
 
-def _mm_of_nothing(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    empty = a.new_zeros((a.shape[0], b.shape[1]))
-    return empty if bias is None else empty + bias
-
-
-def _mm_of_one_term(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    product = a * b
-    return product if bias is None else product + bias
+def _dense(b: torch.Tensor) -> torch.Tensor:
+    return _vector(b) if b.shape[1] == 1 else b.contiguous()
 
 
 def _vector(b: torch.Tensor) -> torch.Tensor:
@@ -353,7 +345,7 @@ def _vector(b: torch.Tensor) -> torch.Tensor:
     return (flat if flat.data_ptr() % 64 == 0 else flat.clone()).unsqueeze(1)
 
 
-def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`mm` with zeros appended to K, which add nothing, and to N, which is cut off again.
 
     For narrow operands: MKL's float32 product with 2 to 10 columns gives a row other bits at another place in any tile.
