@@ -29,6 +29,7 @@ from nondet.kernels.dispatch.state import (
     count,
     current,
     floating,
+    guarded,
     in_parts,
     inside,
     label,
@@ -438,6 +439,7 @@ def replacing(
     told_by_parts = name == "linear"  # made of products, which say themselves what became of them
     qualified = f"aten::{name}"
     stock = original.call_boxed
+    again = guarded(again) if again is not None else None
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if inside.active:
@@ -446,7 +448,7 @@ def replacing(
         key = _call_key(name, args, kwargs) if bind is not None and family in now.families else ()
         short = now.decisions.get(key) if key else again
         if short is not None and (key or (family in now.families and _plainly(args))):
-            out = _within(short, args, kwargs)
+            out = short(*args, **kwargs)
             if out is not None:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
@@ -482,8 +484,10 @@ def replacing(
             else:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
-                if key and bind is not None:
-                    _keep(now.decisions, key, bind(*args, **kwargs))
+                if key and bind is not None and (compute := bind(*args, **kwargs)) is not None:
+                    if len(now.decisions) >= _DECISIONS_KEPT:
+                        now.decisions.clear()
+                    now.decisions[key] = guarded(compute)
                 return out
             finally:
                 inside.active = False
@@ -495,15 +499,6 @@ def replacing(
         return out
 
     return _in_memory(name, run, stock) if composed else run
-
-
-def _within(compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """compute(*args, **kwargs), whose own torch calls go to the originals."""
-    inside.active = True
-    try:
-        return compute(*args, **kwargs)
-    finally:
-        inside.active = False
 
 
 def _in_memory(name: str, run: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -595,13 +590,6 @@ def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         else:
             return ()
     return (*key, *kwargs)
-
-
-def _keep(decisions: dict[Any, Callable[..., Any]], key: object, compute: Callable[..., Any] | None) -> None:
-    if compute is not None:
-        if len(decisions) >= _DECISIONS_KEPT:
-            decisions.clear()
-        decisions[key] = compute
 
 
 def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:
