@@ -483,9 +483,10 @@ def _attend_alike(
     scaled = queries.numpy()
     scaled *= way.scale if way.scale is not None else 1.0 / math.sqrt(dim)
     written = _bits(out).reshape(-1, dim)
-    parts, hidden = (queries, keys, values_), layout.hidden
+    parts = queries, keys, values_
     for own, some in layout.tiles:
-        if layout.hidden is None:
+        hidden = layout.hidden
+        if hidden is None:
             parts, hidden = (queries[:, :, own], keys[:, :, some], values_[:, :, some]), _hidden(layout, own, some)
         result = _tile(*parts, hidden, way.softcap, layout)
         places_out = layout.queries[:, :, own.start : min(own.stop, layout.rows)]
