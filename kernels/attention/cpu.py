@@ -40,6 +40,7 @@ BLOCK = 64  # keys; part of the numerics: another block is another order of redu
 
 _Numbers = np.ndarray[Any, np.dtype[np.float32]]
 _Index = np.ndarray[Any, np.dtype[np.int64]]
+_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 # The two products of attention on a CPU, in batches of tiles, at sizes certified to give the same bits.
@@ -125,8 +126,13 @@ def _right(product: Callable[..., None], batch: int, depth: int, width: int, see
 def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
     """Test the whole at its promise, including the exponential, a soft cap's tanh and the sums.
 
-    varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softcap=...) is packed attention without checks. Raises
-    NotInvariantError: a query has different bits in a decode step, a chunk or a batch from its prefill.
+    Args:
+        varlen: varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, way), packed attention without checks.
+        dim: Head dim.
+        capped: With a soft cap.
+
+    Raises:
+        NotInvariantError: a query has other bits in a decode step, a chunk or a batch than in its prefill.
     """
     rng = torch.Generator().manual_seed(23)
     length, heads = 3 * BLOCK - 7, 6
@@ -142,7 +148,7 @@ def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
             torch.cat([v[:b] for _, b in pieces]),
             cu_q,
             cu_k,
-            softcap=1.5 if capped else None,
+            Way(True, None, 1.5 if capped else None, None),
         )
         return list(out.split(sizes))
 
@@ -169,6 +175,7 @@ MAX_HEAD_DIM = sys.maxsize  # any
 _FLOATS = 2**20  # of keys processed at a time, so that they stay in a cache
 _HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
+_NUMPYS = (torch.float32, torch.float16)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _verified: dict[tuple[object, ...], NotInvariantError | None] = {}
 
@@ -198,20 +205,19 @@ def attention(
         NotInvariantError: this machine has no certified way.
     """
     batch, heads, q_len, dim = q.shape
-    kv_heads = k.shape[1]
     if q.numel() == 0:
         return q.new_empty((batch, q_len, heads, dim)).transpose(1, 2)
-    _check(q, k, v, heads, kv_heads, causal=causal, window=window, softcap=softcap)
+    way = Way(causal, window, softcap, scale)
+    _check(q, k, v, way)
     _prove_once(dim, softcap is not None)
-    keys = k.shape[2]
-    packed_q, packed_k, packed_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = _attend(
-        packed_q,
-        packed_k,
-        packed_v,
-        [_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch)],
-        _Way(causal, window, softcap, scale),
-    )
+    return attend(q, k, v, way)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> torch.Tensor:
+    """`attention` without its checks."""
+    (batch, heads, q_len, dim), keys = q.shape, k.shape[2]
+    requests = tuple(_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch))
+    out = _attend(q.transpose(1, 2).flatten(0, 1), k, v, requests, way)
     return out.view(batch, q_len, heads, dim).transpose(1, 2)
 
 
@@ -239,19 +245,12 @@ def attention_varlen(
     errors as `attention`. Returns zeros for queries that belong to no request (those from cu_seqlens_q[-1] on).
     """
     del max_seqlen_q, max_seqlen_k, split
-    _check(q, k, v, q.shape[1], k.shape[1], causal=causal, window=window, softcap=softcap)
+    way = Way(causal, window, softcap, scale)
+    _check(q, k, v, way)
     if positions is not None and (window is None or positions.ndim != 1 or positions.shape[0] < q.shape[0]):
         raise UserError("positions [Tq] go with a window: without one, no key may be missing")
     _prove_once(q.shape[2], softcap is not None)
-    return _varlen(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k),
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        positions=positions,
-        key_index=key_index,
-    )
+    return _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, way, positions, key_index)
 
 
 def _varlen(
@@ -260,11 +259,7 @@ def _varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
+    way: Way,
     positions: torch.Tensor | None = None,
     key_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -282,27 +277,18 @@ def _varlen(
             )
         requests.append(_Request(q0, q1 - q0, k0, k1 - k0, first))
     places = None if key_index is None else key_index.numpy()
-    return _attend(q, k, v, requests, _Way(causal, window, softcap, scale), places)
+    return _attend(q, k, v, tuple(requests), way, places)
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    *,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-) -> None:
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> None:
+    causal, window, softcap, _ = way
     if window is not None and (window < 1 or not causal):
         raise UserError(f"a window needs causal=True and at least 1 key, got causal={causal}, window={window}")
     if softcap is not None and not softcap > 0:
         raise UserError(f"softcap must be above 0, got {softcap}")
     if not q.dtype.is_floating_point or q.dtype.itemsize > 4 or not (q.dtype is k.dtype is v.dtype):
         raise UserError(f"cpu_attention has no {q.dtype} with {k.dtype}, {v.dtype}", "Use one dtype of up to 32 bits.")
-    if heads % kv_heads or v.shape[1:] != k.shape[1:] or k.shape[-1] != q.shape[-1]:
+    if q.shape[1] % k.shape[1] or v.shape[1:] != k.shape[1:] or k.shape[-1] != q.shape[-1]:
         raise UserError(
             f"cpu_attention can't take q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
             "The query heads must be a multiple of the key heads, and all head dims equal.",
@@ -319,7 +305,9 @@ class _Request(NamedTuple):
     first: int
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
+    """See `attention`."""
+
     causal: bool
     window: int | None
     softcap: float | None
@@ -330,8 +318,8 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    requests: Sequence[_Request],
-    way: _Way,
+    requests: tuple[_Request, ...],
+    way: Way,
     places: _Index | None = None,
 ) -> torch.Tensor:
     """q [Tq, Hq, D] over k, v [Tk, Hkv, D] -> [Tq, Hq, D] in q's dtype; zeros for queries of no request.
@@ -339,6 +327,18 @@ def _attend(
     Requests with equal numbers of queries and of key blocks are computed at once. `places`: the keys' indices in k and
     v.
     """
+    out = q.new_zeros(q.shape)
+    for layout in _planned(requests, q.shape[1], k.shape, way, environment_key()):
+        _attend_alike(q, k, v, layout, way, places, out)
+    return out
+
+
+@functools.lru_cache(maxsize=8)  # all layers of a step ask for the same, those with a window for another
+def _planned(
+    requests: tuple[_Request, ...], heads: int, shape: tuple[int, ...], way: Way, environment: tuple[object, ...]
+) -> tuple[_Layout, ...]:
+    """Layouts of requests that are computed at once, by the shape of their keys, under the settings of now."""
+    kv_heads, dim = shape[1], shape[-1]
     alike: dict[tuple[int, int], list[_Request]] = {}
     for request in requests:
         if way.causal and request.k_len < request.q_len:
@@ -349,17 +349,13 @@ def _attend(
             raise UserError("a request without keys", "Attention over nothing is not defined.")
         first_block, end_block = _blocks(request, way.window)
         alike.setdefault((request.q_len, end_block - first_block), []).append(request)
-    kv_heads, dim = k.shape[1:]
-    out = q.new_zeros(q.shape)
+    layouts = []
     for (q_len, blocks), members in alike.items():
-        height = _height(q_len * (q.shape[1] // kv_heads), heights_of(dim))
-        note(f"cpu_attention[{height}x{BLOCK}]")
+        height = _height(q_len * (heads // kv_heads), heights_of(dim))
         at_once = max(1, _FLOATS // (blocks * BLOCK * kv_heads * dim))
         for start in range(0, len(members), at_once):
-            some = tuple(members[start : start + at_once])
-            layout = _laid_out(some, q.shape[1], kv_heads, height, way.causal, way.window)
-            _attend_alike(q, k, v, layout, way, places, out)
-    return out
+            layouts.append(_laid_out(members[start : start + at_once], heads, shape, height, way))
+    return tuple(layouts)
 
 
 def _height(rows: int, heights: tuple[int, ...]) -> int:
@@ -377,44 +373,61 @@ class _Layout(NamedTuple):
     """The layout of n requests of equal sizes. A head of keys has rows: its queries, token by token.
 
     Attributes:
-        rows: Per head of keys, without those that fill the last tile up.
-        queries: [n, Hkv, rows], of q [.., D].
-        keys: [n, blocks * 64], tokens of the packed keys; missing ones are the first or last token, hidden.
+        height: Of a tile; the last is filled up with rows that nobody asks for.
+        products: Certified batch sizes of `scores` and `values`.
+        queries: [n, Hkv, tiles * height], rows of q [.., D].
+        keys: [n, Hkv, blocks * 64], rows of k [.., D]; where there is none the first or last stands in, hidden.
         key_at: [n, blocks * 64], positions.
-        seen_to, seen_from: [n, rows], positions of the last and the first key that a row sees.
-        tiles: Each one's first row, and the keys that some row of it sees.
+        seen_to, seen_from: [n, tiles * height], positions of the last and the first key that a row sees.
+        tiles: Each one's rows, and the keys that some row of it sees.
+        rows: How many a head of keys has, without those that fill the last tile up.
+        hidden: Of the only tile, see `_hidden`; None where there are more, whose masks would fill the memory.
     """
 
-    rows: int
+    height: int
+    products: tuple[Tiles, Tiles]
     queries: _Index
     keys: _Index
     key_at: _Index
     seen_to: _Index
     seen_from: _Index
-    tiles: tuple[tuple[int, slice], ...]
+    tiles: tuple[tuple[slice, slice], ...]
+    rows: int
+    hidden: _Mask | None = None
 
 
-@functools.lru_cache(maxsize=8)  # all layers of a step need the same; those with a window need another
-def _laid_out(
-    requests: tuple[_Request, ...], heads: int, kv_heads: int, height: int, causal: bool, window: int | None
-) -> _Layout:
+def _laid_out(requests: Sequence[_Request], heads: int, shape: tuple[int, ...], height: int, way: Way) -> _Layout:
+    (kv_heads, dim), (causal, window, *_) = (shape[1], shape[-1]), way
     q_start, q_lens, k_start, k_len, first = np.array(requests, dtype=np.int64)[:, :, None].swapaxes(0, 1)
     q_len, end, shared = int(q_lens[0, 0]), first + k_len - 1, heads // kv_heads
     rows = q_len * shared
     row = np.minimum(np.arange(-(-rows // height) * height), rows - 1)
-    queries = (q_start + row // shared)[:, None] * heads + np.arange(kv_heads)[:, None] * shared + row % shared
+    of_heads = np.arange(kv_heads)[:, None]
+    queries = (q_start + row // shared)[:, None] * heads + of_heads * shared + row % shared
     spans = [_blocks(request, window) for request in requests]
     begin = np.array([start * BLOCK for start, _ in spans])[:, None]
     key_at = begin + np.arange((spans[0][1] - spans[0][0]) * BLOCK)
-    keys = k_start + np.clip(key_at, first, end) - first
+    tokens = (k_start + np.clip(key_at, first, end) - first)[:, None]
+    keys = tokens * kv_heads + of_heads
+    if len(shape) == 4:  # [B, Hkv, Tk, D]
+        keys = (tokens // shape[2] * kv_heads + of_heads) * shape[2] + tokens % shape[2]
     seen_to = end - q_len + 1 + row // shared if causal else end + 0 * row
     seen_from = np.maximum(first, 0 if window is None else seen_to - window + 1) + 0 * row
     tiles = []
     for start in range(0, rows, height):
         own = slice(start, start + height)
         low, high = (seen_from[:, own] - begin).min() // BLOCK, (seen_to[:, own] - begin).max() // BLOCK + 1
-        tiles.append((start, slice(int(low) * BLOCK, int(high) * BLOCK)))
-    return _Layout(rows, queries, keys, key_at, seen_to, seen_from, tuple(tiles))
+        tiles.append((own, slice(int(low) * BLOCK, int(high) * BLOCK)))
+    layout = _Layout(height, products_of(height, dim), queries, keys, key_at, seen_to, seen_from, tuple(tiles), rows)
+    return layout._replace(hidden=_hidden(layout, *tiles[0])) if len(tiles) == 1 else layout
+
+
+def _hidden(layout: _Layout, own: slice, some: slice) -> _Mask:
+    """[n, 1, blocks, R, 64]: the keys that a tile's rows do not see."""
+    key_at = layout.key_at[:, None, some]
+    hidden = key_at > layout.seen_to[:, own, None]
+    hidden |= key_at < layout.seen_from[:, own, None]
+    return hidden.reshape(len(hidden), 1, layout.height, -1, BLOCK).swapaxes(2, 3)
 
 
 def _attend_alike(
@@ -422,47 +435,58 @@ def _attend_alike(
     k: torch.Tensor,
     v: torch.Tensor,
     layout: _Layout,
-    way: _Way,
+    way: Way,
     places: _Index | None,
     out: torch.Tensor,
 ) -> None:
-    (kv_heads, dim), (rows, at, tokens, key_at, seen_to, seen_from, tiles) = k.shape[1:], layout
-    tokens = tokens if places is None else places[tokens]
-    of_heads = tokens[:, None] * kv_heads + np.arange(kv_heads)[:, None]
-    keys, values_ = _taken(k, of_heads), _taken(v, of_heads)
-    queries = _taken(q, at).mul_(way.scale if way.scale is not None else 1.0 / math.sqrt(dim))
-    height = queries.shape[2] // len(tiles)
-    results = torch.empty_like(queries)
-    for start, some in tiles:
-        own = slice(start, start + height)
-        hidden = key_at[:, None, some] > seen_to[:, own, None]
-        hidden |= key_at[:, None, some] < seen_from[:, own, None]
-        results[:, :, own] = _tile(queries[:, :, own], keys[:, :, some], values_[:, :, some], hidden, way.softcap)
-    out.view(-1, dim)[torch.from_numpy(at[:, :, :rows])] = results[:, :, :rows].to(q.dtype)
+    """Requests with the same numbers of queries and blocks, into their rows of `out`, tile by tile."""
+    note(f"cpu_attention[{layout.height}x{BLOCK}]")
+    kv_heads, dim = k.shape[1], k.shape[-1]
+    at = layout.keys
+    if places is not None:
+        at = places[at // kv_heads] * kv_heads + at % kv_heads
+    keys, values_, queries = _taken(k, at), _taken(v, at), _taken(q, layout.queries)
+    scaled = queries.numpy()
+    scaled *= way.scale if way.scale is not None else 1.0 / math.sqrt(dim)
+    written = _bits(out).reshape(-1, dim)
+    parts = queries, keys, values_
+    for own, some in layout.tiles:
+        hidden = layout.hidden
+        if hidden is None:
+            parts, hidden = (queries[:, :, own], keys[:, :, some], values_[:, :, some]), _hidden(layout, own, some)
+        result = _tile(*parts, hidden, way.softcap, layout)
+        places_out = layout.queries[:, :, own.start : min(own.stop, layout.rows)]
+        written[places_out] = _bits(result.to(q.dtype))[:, :, : places_out.shape[2]]
+
+
+def _bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """x's own memory; as integers where NumPy lacks the dtype."""
+    numbers: np.ndarray[Any, Any] = (x if x.dtype in _NUMPYS else x.view(_BITS[x.itemsize])).numpy()
+    return numbers
 
 
 def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:
-    """A copy of rows of x [.., D] in float32. NumPy copies faster, but has no bfloat16, so it copies the bits."""
-    x = (x.detach() if x.requires_grad else x).reshape(-1, x.shape[-1])
-    bits = x.view(_BITS[x.itemsize])
-    taken = bits.new_empty((*rows.shape, x.shape[-1]))  # torch's memory is aligned, which the products need
-    bits.numpy().take(rows, 0, out=taken.numpy(), mode="clip")
-    return taken.view(x.dtype).float()
+    """Rows of x [.., D] in float32, a copy; NumPy takes them faster."""
+    dim = x.shape[-1]
+    taken = x.new_empty((*rows.shape, dim))  # torch's memory is aligned, as the products want it
+    given = _bits((x.detach() if x.requires_grad else x).contiguous())
+    given.reshape(-1, dim).take(rows, 0, out=_bits(taken), mode="clip")
+    return taken.float()
 
 
 @np.errstate(all="ignore")  # torch does not report infinities or NaN either
 def _tile(
-    q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, hidden: np.ndarray[Any, Any], softcap: float | None
+    q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, hidden: _Mask, softcap: float | None, layout: _Layout
 ) -> torch.Tensor:
-    """q [n, H, R, D], scaled, over keys and values [n, H, blocks * 64, D], except those hidden [n, R, blocks * 64].
+    """q [n, H, R, D], scaled, over keys and values [n, H, blocks * 64, D], less those hidden [n, 1, blocks, R, 64].
 
     Elementwise steps use NumPy: its vector loops mask their last elements, and its sums are pairwise.
     """
     n, heads, height, dim = q.shape
     blocks = keys.shape[2] // BLOCK
-    by_scores, by_values = products_of(height, dim)
+    by_scores, by_values = layout.products
     pairs = n * heads * blocks
-    rows = q[:, :, None].expand(n, heads, blocks, height, dim).reshape(pairs, height, dim)
+    rows = q.unsqueeze(2).expand(n, heads, blocks, height, dim).reshape(pairs, height, dim)
     weights = q.new_empty((pairs, height, BLOCK))
     by_scores.apply((rows, keys.reshape(pairs, BLOCK, dim)), weights, scores)
     p: _Numbers = weights.numpy().reshape(n, heads, blocks, height, BLOCK)
@@ -470,7 +494,7 @@ def _tile(
         p /= np.float32(softcap)
         np.tanh(p, out=p)
         p *= np.float32(softcap)
-    np.copyto(p, _HIDDEN, where=hidden.reshape(n, 1, height, blocks, BLOCK).swapaxes(2, 3))
+    np.copyto(p, _HIDDEN, where=hidden)
     top = np.maximum(p.max(-1).max(2), _LOWEST)
     p -= top[:, :, None, :, None]
     np.exp(p, out=p)

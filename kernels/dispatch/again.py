@@ -1,4 +1,4 @@
-"""Fast replays of CUDA calls: a short way for each operator.
+"""Calls like one before: what they need and nothing more. On CUDA by short ways, on a CPU by what was bound for them.
 
 The first call of an operator goes through its replacement, which checks everything. What it found holds for every call
 of the same dtypes, shapes, strides, alignment and settings, which are the key of the cached launch; the numbers in a
@@ -7,6 +7,9 @@ tensor and its address are not. The bits are those of the replacement, because i
 A short way takes the operator's own arguments and gives its result; None where nothing is cached, and the replacement
 runs. It is called with plain tensors without gradients, while its family is on (see
 `nondet.kernels.dispatch.functions.replacing`), and with `inside.active`: its own torch calls go to the originals.
+
+On a CPU the table of decisions (`nondet.kernels.dispatch.functions.replacing`) remembers what a binder gave after the
+replacement has computed such a call: a function of the same arguments, in which all that they decide is settled.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from typing import Any
 
 import torch
 
+from nondet.kernels.attention import cpu as attention
 from nondet.kernels.dispatch.replacements import note_hidden
 from nondet.kernels.dispatch.state import DTYPES
+from nondet.kernels.matmul import cpu as matmul
+from nondet.kernels.rows import cpu as rows
 
 _FLOATING = frozenset(DTYPES)
 
@@ -116,4 +122,54 @@ SHORT_WAYS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm_on_cuda,
     "native_layer_norm": _layer_norm_on_cuda,
     "scaled_dot_product_attention": _attention_on_cuda,
+}
+
+
+_Bound = Callable[..., Any] | None
+
+
+def _bound_softmax(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> _Bound:
+    if half_to_float or x.dim() < 2 or dim not in (-1, x.dim() - 1):
+        return None
+    kernel, reduce = getattr(rows, name), rows.reduction(name, rows.wide(x))
+
+    def compute(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+        note_hidden(name, x)  # by its numbers
+        return kernel(x, reduce)
+
+    return compute
+
+
+def _bound_reduction(name: str, x: torch.Tensor, dim: Sequence[int] | None, *more: Any, **options: Any) -> _Bound:
+    if more or options or x.dim() < 2 or not dim or len(dim) != 1 or dim[0] not in (-1, x.dim() - 1):
+        return None
+    kernel, reduce = getattr(rows, name), rows.reduction("sum", rows.wide(x))
+    return lambda x, dim: kernel(x, reduce)
+
+
+def _bound_norm(kernel: Callable[..., Any], x: torch.Tensor, shape: Sequence[int], *more: Any) -> _Bound:
+    sums = rows.reduction("sum", rows.wide(x))
+    return lambda x, shape, *more: kernel(x, *more, sums)
+
+
+def _bound_attention(
+    q: torch.Tensor, k: torch.Tensor, v: Any, mask: Any = None, dropout: Any = 0, causal: bool = False, **options: Any
+) -> _Bound:
+    if mask is not None or (causal and q.shape[2] != k.shape[2]):
+        return None
+    way = attention.Way(causal or q.shape[2] == 1, None, None, options.get("scale"))
+    return lambda q, k, v, *more, **options: attention.attend(q, k, v, way)
+
+
+# aten operator -> its binder for a CPU
+BINDERS: dict[str, Callable[..., _Bound]] = {
+    "linear": matmul.bound_linear,
+    "mm": matmul.bound_mm,
+    "_softmax": partial(_bound_softmax, "softmax"),
+    "_log_softmax": partial(_bound_softmax, "log_softmax"),
+    "mean.dim": partial(_bound_reduction, "mean"),
+    "sum.dim_IntList": partial(_bound_reduction, "sum"),
+    "rms_norm": partial(_bound_norm, rows.rms_norm),
+    "native_layer_norm": partial(_bound_norm, rows.layer_norm),
+    "scaled_dot_product_attention": _bound_attention,
 }

@@ -29,6 +29,7 @@ from nondet.kernels.dispatch.state import (
     count,
     current,
     floating,
+    guarded,
     in_parts,
     inside,
     label,
@@ -411,25 +412,32 @@ def replacing(
     original: Any,
     replacement: Callable[..., Any],
     again: Callable[..., Any] | None = None,
+    bind: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> Callable[..., Any]:
-    """Compute by `replacement` (or its shortcut `again`) while `family` is on; else run the original and count it."""
+    """Compute by `replacement` while `family` is on; else, or where it declines, run the original and count it.
+
+    Args:
+        again: A shorter way to what `replacement` gives, for plain tensors and without gradients; gives None where it
+            has none.
+        bind: bind(*args, **kwargs) -> what gives the bits of `replacement` for every call of the same `_call_key`;
+            None where there is nothing shorter.
+    """
     composed = name in COMPOSED
     exempt = EXEMPT.get(name)
     has_gradient = COMPOSED_WITH_GRADIENT.get(name)
     told_by_parts = name == "linear"  # made of products, which say themselves what became of them
     qualified = f"aten::{name}"
     stock = original.call_boxed
+    again = guarded(again) if again is not None else None
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if inside.active:
             return stock(keyset, *args, **kwargs)
         now = current()
-        if again is not None and family in now.families and _plainly(args):
-            inside.active = True
-            try:
-                out = again(*args, **kwargs)
-            finally:
-                inside.active = False
+        key = _call_key(name, args, kwargs) if bind is not None and family in now.families else ()
+        short = now.decisions.get(key) if key else again
+        if short is not None and (key or (family in now.families and _plainly(args))):
+            out = short(*args, **kwargs)
             if out is not None:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
@@ -465,6 +473,10 @@ def replacing(
             else:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
+                if key and bind is not None and (compute := bind(*args, **kwargs)) is not None:
+                    if len(now.decisions) >= _DECISIONS_KEPT:
+                        now.decisions.clear()
+                    now.decisions[key] = guarded(compute)
                 return out
             finally:
                 inside.active = False
@@ -539,6 +551,31 @@ def _plainly(args: tuple[Any, ...]) -> bool:
         if kind not in _ASKED or (recorded and kind in _PLAIN and x.requires_grad):
             return False
     return True
+
+
+_DECISIONS_KEPT = 4096
+_NUMBERS = frozenset({type(None), bool, int, float})
+
+
+def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """All of a call on a CPU but the numbers in its tensors; () where more is asked for than numbers."""
+    if forward_ad._current_level >= 0:
+        return ()
+    recorded = torch.is_grad_enabled()
+    key: list[object] = [name, *switches("cpu")]
+    for x in (*args, *kwargs.values()):
+        kind = type(x)
+        if kind in _PLAIN:
+            if (recorded and x.requires_grad) or not x.is_cpu:
+                return ()
+            key += (x.dtype, x.shape, x.stride(), x.data_ptr() & 63)
+        elif kind is list:
+            key.append((*x,))
+        elif kind in _NUMBERS:
+            key.append(x)
+        else:
+            return ()
+    return (*key, *kwargs)
 
 
 def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:

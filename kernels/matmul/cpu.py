@@ -228,6 +228,8 @@ _SEEDS, _SEEDS_IF_NARROW, _NARROW = (11, 12), tuple(range(11, 23)), 32
 _FRESH_COLUMNS = 512
 _LANES = 16
 
+Product = Callable[..., torch.Tensor]
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype.
@@ -235,13 +237,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     The library adds the bias before the one rounding or after it, the same way for every number of rows.
     """
     _refuse(x, weight, bias)
-    packed = packed_product(x, weight, bias)
-    if packed is not None:
-        return packed
-    shape = x.shape
-    rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    out = mm(rows, weight.t(), bias)
-    return out if len(shape) == 2 else out.view(*shape[:-1], weight.shape[0])
+    return bound_linear(x, weight, bias)(x, weight, bias)
+
+
+def bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """What computes `linear` of operands like these: see `bound_mm`."""
+    shape, columns = x.shape, weight.shape[0]
+    flat = len(shape) == 2
+    product = bound_mm(x if flat else x.reshape(-1, shape[-1]), weight.t(), bias)
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        packed = packed_product(x, weight, bias) if _packed else None
+        if packed is not None:
+            return packed
+        out = product(x if flat else x.reshape(-1, shape[-1]), weight.t(), bias)
+        return out if flat else out.view(*shape[:-1], columns)
+
+    return linear
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -271,25 +283,40 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     if depth == 1:  # one term: nothing to order, and rotary embeddings need it with many widths
         product = a * b
         return product if bias is None else product + bias
-    if not a.is_contiguous():
-        a = a.contiguous()
-    if columns == 1:
-        b = _vector(b)
-    elif 0 in b.stride():
-        b = b.contiguous()
+    a = a.contiguous()
+    return bound_mm(a, b, bias)(a, b, bias)
+
+
+def bound_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    """What computes `mm` of operands with these shapes, strides, dtypes and alignments, under the settings of now."""
+    rows, depth = a.shape
+    columns = b.shape[1]
+    if not a.is_contiguous() or min(rows, columns, depth - 1) < 1:
+        return mm
+    special = columns == 1 or 0 in b.stride()
     try:
-        tiles, call = _way_of(b, bias is not None)
+        tiles, call = _way_of(_dense(b) if special else b, bias is not None)
     except NotInvariantError:
         if columns % _LANES == 0 and depth % _LANES == 0:
             raise
-        return _mm_padded(a, b, bias)
+        return _mm_padded
     plan = tiles.plan(rows)
-    note(plan.label)
-    out = a.new_empty((rows, columns))
-    if plan.whole and a.data_ptr() % 64 == 0:  # as `apply` does it, in fewer steps: this is called for every layer
-        call(a, b, bias, out)
-        return out
-    return tiles.apply((a,), out, lambda x, y: call(x, b, bias, y))
+    whole = plan.whole and a.data_ptr() % 64 == 0
+
+    def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        note(plan.label)
+        right = _dense(b) if special else b
+        out = a.new_empty((rows, columns))
+        if whole:  # as `apply` does it, in fewer steps: this is called for every layer
+            call(a, right, bias, out)
+            return out
+        return tiles.apply((a,), out, lambda x, y: call(x, right, bias, y))
+
+    return product
+
+
+def _dense(b: torch.Tensor) -> torch.Tensor:
+    return _vector(b) if b.shape[1] == 1 else b.contiguous()
 
 
 def _vector(b: torch.Tensor) -> torch.Tensor:
@@ -298,9 +325,10 @@ def _vector(b: torch.Tensor) -> torch.Tensor:
     return (flat if flat.data_ptr() % 64 == 0 else flat.clone()).unsqueeze(1)
 
 
-def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`mm` with K and N padded by zeros: MKL's float32 product with 2 to 10 columns gives other bits at other
-    positions.
+def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`mm` with zeros appended to K, which add nothing, and to N, which is cut off again.
+
+    For narrow operands: MKL's float32 product with 2 to 10 columns gives a row other bits at another place in any tile.
     """
     (depth, columns), rows = b.shape, a.shape[0]
     wide, deep = -(-columns // _LANES) * _LANES, -(-depth // _LANES) * _LANES

@@ -28,54 +28,66 @@ from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, prove, prove
 
 # A sum is one number per row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG = tuple(range(31, 43)), (31, 32, 33)
+# For rows of one shape and dtype, under the settings of one time; functions here look theirs up where none is given.
+Reduction = Callable[[torch.Tensor], torch.Tensor]
 _CHUNK = 32  # of `sum_over_rows`
 _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
 _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
 
 
-@np.errstate(all="ignore")  # torch does not report infinities or NaN either
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, sums: Reduction | None = None) -> torch.Tensor:
     """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
-    rows = _wide(x)
-    out = rows * rows
-    normed = out.numpy()
-    np.divide(rows.detach().numpy(), _roots(out, eps), out=normed)
+    rows = wide(x)
+    out = rows.new_empty(rows.shape)
+    numbers, normed = _numbers(rows, rows), out.numpy()
+    np.multiply(numbers, numbers, out=normed)
+    np.divide(numbers, _roots(out, eps, sums or reduction("sum", rows)), out=normed)
     normed *= _numbers(weight, rows)
-    return out.to(x.dtype).view(x.shape)
+    return _narrow(out, x)
 
 
 @np.errstate(all="ignore")  # as above
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float = 1e-5
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float = 1e-5,
+    sums: Reduction | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x [..., H] minus its mean) / sqrt(their mean square + eps) * weight [H] + bias [H] in x's dtype, rounded once.
 
     Also the means and the factors [..., 1], in the parameters' dtype or else x's, as torch's backward takes them.
     """
-    rows = _wide(x)
-    means = row_sums(rows)[:, None].div_(rows.shape[1])
-    out = rows - means
-    normed = out.numpy()
-    factors = 1.0 / _roots(out * out, eps)
+    rows = wide(x)
+    sums = sums or reduction("sum", rows)
+    means, out, squares = sums(rows), rows.new_empty(rows.shape), rows.new_empty(rows.shape)
+    mean, normed = means.numpy()[:, None], out.numpy()
+    mean /= rows.shape[1]
+    np.subtract(_numbers(rows, rows), mean, out=normed)
+    np.multiply(normed, normed, out=squares.numpy())
+    factors = 1.0 / _roots(squares, eps, sums)
     normed *= factors
     if weight is not None:
         normed *= _numbers(weight, rows)
     if bias is not None:
         normed += _numbers(bias, rows)
     saved, one_each = x.dtype if weight is None else weight.dtype, (*x.shape[:-1], 1)
-    mean, factor = (t.to(saved).view(one_each) for t in (means, torch.from_numpy(factors)))
-    return out.to(x.dtype).view(x.shape), mean, factor
+    factor = torch.from_numpy(factors).to(saved).view(one_each)
+    return _narrow(out, x), means.to(saved).view(one_each), factor
 
 
-def _roots(squares: torch.Tensor, eps: float) -> np.ndarray[Any, Any]:
-    scale = row_sums(squares)[:, None].numpy()
+def _roots(squares: torch.Tensor, eps: float, sums: Reduction) -> np.ndarray[Any, Any]:
+    """squares [M, H] -> sqrt(their sum / H + eps) [M, 1], each step rounded."""
+    scale = sums(squares).numpy()[:, None]
     scale /= squares.shape[1]
     scale += eps
     return np.sqrt(scale, out=scale)
 
 
 def _numbers(x: torch.Tensor, like: torch.Tensor) -> np.ndarray[Any, Any]:
-    numbers: np.ndarray[Any, Any] = x.detach().to(like.dtype).numpy()
+    x = x.detach() if x.requires_grad else x
+    numbers: np.ndarray[Any, Any] = (x if x.dtype is like.dtype else x.to(like.dtype)).numpy()
     return numbers
 
 
@@ -94,14 +106,16 @@ def rms_norm_residual(
     return rms_norm(added, weight, eps), added
 
 
-def softmax(x: torch.Tensor) -> torch.Tensor:
+def softmax(x: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
     """Over the last axis of x [..., V], in x's dtype."""
-    return _reduced("softmax", _softmax, _wide(x), scalar=False).to(x.dtype).view(x.shape)
+    rows = wide(x)
+    return _narrow((reduce or reduction("softmax", rows))(rows), x)
 
 
-def log_softmax(x: torch.Tensor) -> torch.Tensor:
+def log_softmax(x: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
     """Over the last axis of x [..., V], in x's dtype."""
-    return _reduced("log_softmax", _log_softmax, _wide(x), scalar=False).to(x.dtype).view(x.shape)
+    rows = wide(x)
+    return _narrow((reduce or reduction("log_softmax", rows))(rows), x)
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
@@ -112,9 +126,9 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
     """
     if not x.shape[-1]:
         return x.new_full(x.shape[:-1], -torch.inf)
-    rows = _wide(x)
+    rows = wide(x)
     top, at = rows.max(-1, keepdim=True)
-    log_sum = -_reduced("log_softmax", _log_softmax, rows, scalar=False).gather(-1, at)
+    log_sum = -reduction("log_softmax", rows)(rows).gather(-1, at)
     return torch.where(top.isinf(), top, top + log_sum).to(x.dtype).view(x.shape[:-1])
 
 
@@ -126,14 +140,15 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -10
     return losses.masked_fill(missing, torch.nan).masked_fill(ignored, 0.0)
 
 
-def sum(x: torch.Tensor) -> torch.Tensor:
+def sum(x: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...], in x's dtype."""
-    return row_sums(_wide(x)).to(x.dtype).view(x.shape[:-1])
+    return row_sums(wide(x), reduce).to(x.dtype).view(x.shape[:-1])
 
 
-def row_sums(rows: torch.Tensor) -> torch.Tensor:
+@np.errstate(all="ignore")  # as above
+def row_sums(rows: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
     """rows [M, K], contiguous, float32 or float64 -> [M]: `sum` without its checks."""
-    return _reduced("sum", _add_up, rows, scalar=True)
+    return (reduce or reduction("sum", rows))(rows)
 
 
 def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -156,10 +171,10 @@ def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
     return rows.new_zeros(rows.shape[1:]) if total is None else total
 
 
-def mean(x: torch.Tensor) -> torch.Tensor:
+def mean(x: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...], in x's dtype: the sum divided by K."""
-    rows = _wide(x)
-    return row_sums(rows).div_(rows.shape[1]).to(x.dtype).view(x.shape[:-1])
+    rows = wide(x)
+    return row_sums(rows, reduce).div_(rows.shape[1]).to(x.dtype).view(x.shape[:-1])
 
 
 def square_roots(x: torch.Tensor) -> torch.Tensor:
@@ -170,19 +185,26 @@ def square_roots(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x as a contiguous [rows, width] in float32, or in float64 if it is that."""
     if not x.dtype.is_floating_point:
         raise UserError(f"cpu_rows has no {x.dtype}", "Use a floating dtype; integer sums do not depend on the order.")
     if torch.is_grad_enabled() and x.requires_grad:
         raise UserError("cpu_rows computes no gradients", "Call it under torch.no_grad().")
     accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.reshape(-1, x.shape[-1]).to(accumulator).contiguous()
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return (rows if rows.dtype is accumulator else rows.to(accumulator)).contiguous()
 
 
-@np.errstate(all="ignore")  # torch does not report infinities or NaN either
+def _narrow(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """rows [M, width] in x's dtype and shape."""
+    out = rows if rows.dtype is x.dtype else rows.to(x.dtype)
+    return out if x.dim() == 2 else out.view(x.shape)
+
+
 def _add_up(rows: torch.Tensor, out: torch.Tensor) -> None:
-    """NumPy's pairwise sum, row by row: it depends on no thread count, dispatcher or vector rest."""
-    np.add.reduce(rows.detach().numpy(), axis=-1, out=out.numpy())
+    """NumPy's pairwise sum, which takes rows one by one: no thread count, no dispatcher and no vector rest in it."""
+    np.add.reduce(_numbers(rows, rows), axis=-1, out=out.numpy())
 
 
 def _softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -193,14 +215,33 @@ def _log_softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
     torch.log_softmax(rows, -1, out=out)
 
 
-def _reduced(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar: bool) -> torch.Tensor:
+# name -> what reduces rows into `out`, and whether a row gives one number
+_REDUCTIONS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], None], bool]] = {
+    "sum": (_add_up, True),
+    "softmax": (_softmax, False),
+    "log_softmax": (_log_softmax, False),
+}
+
+
+def reduction(name: str, rows: torch.Tensor) -> Reduction:
+    """What reduces rows [M, K] of this shape and dtype at certified row counts: a sum to [M], else to [M, K]."""
+    call, scalar = _REDUCTIONS[name]
     count, width = rows.shape
-    out = rows.new_empty((count,) if scalar else (count, width))
+    size = (count,) if scalar else (count, width)
     if count == 0 or width == 0:
-        return out.zero_()
+        return lambda rows: rows.new_zeros(size)
     tiles = _proven(name, call, rows, scalar=scalar)
-    note(tiles.plan(count).label)
-    return tiles.apply((rows,), out, call)
+    plan = tiles.plan(count)
+
+    def reduce(rows: torch.Tensor) -> torch.Tensor:
+        note(plan.label)
+        out = rows.new_empty(size)
+        if plan.whole and rows.data_ptr() % 64 == 0:  # as `apply` does it, in fewer steps
+            call(rows, out)
+            return out
+        return tiles.apply((rows,), out, call)
+
+    return reduce
 
 
 def _proven(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar: bool) -> Tiles:
