@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3149,
     "export": 521,
     "mismatch": 1468,
-    "kernels": 18717,
+    "kernels": 18906,
     "nondet": 1839,
     "probes": 5213,
     "ranks": 577,
