@@ -562,7 +562,7 @@ def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     if forward_ad._current_level >= 0:
         return ()
     recorded = torch.is_grad_enabled()
-    key: list[object] = [name, *switches("cpu")]
+    key: list[object] = [name]
     for x in (*args, *kwargs.values()):
         kind = type(x)
         if kind in _PLAIN:
@@ -575,7 +575,7 @@ def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
             key.append(x)
         else:
             return ()
-    return (*key, *kwargs)
+    return (*key, *kwargs, *switches("cpu"))  # last: a call on CUDA has no key, and does not pay for them
 
 
 def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:
