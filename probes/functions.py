@@ -405,10 +405,26 @@ def check(
     if few:
         warnings.warn(f"{label}: {few}", stacklevel=2)
     extra = row.extra | ({"elements": compared} if compared else {})
-    row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, note, few))), extra=extra)
+    notes = (row.reason, note, few, _compiler(fn))
+    row = msgspec.structs.replace(row, reason="; ".join(filter(None, notes)), extra=extra)
     known = {"dtype": subject.dtype, "device": subject.device, "shape": subject.shape}
     plan = {"impls": [label], "varied": varied, "over": list(values), "allowed": allowed}
     return _run([msgspec.structs.replace(one, **known) for one in (row, *rows)], plan, None)
+
+
+def _compiler(fn: Callable[..., Any]) -> str:
+    """How torch.compile's own switch for batch invariance stands; "" where `fn` is not compiled, nor a part of it."""
+    parts = fn.modules() if isinstance(fn, torch.nn.Module) else (fn,)
+    marks = ("_torchdynamo_orig_callable", "_compiled_call_impl")
+    if not any(getattr(part, mark, None) for part in parts for mark in marks):
+        return ""
+    from torch._inductor import config
+
+    on = "on" if getattr(config, "batch_invariant", False) else "off"
+    return (
+        f"compiled with torch._inductor.config.batch_invariant {on}: this switch is for code that Inductor generates, "
+        "and covers no library's product"
+    )
 
 
 def _too_few(dtype: str, compared: int) -> str:
