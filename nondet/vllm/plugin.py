@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nondet.core.records import LayerStanding
     from nondet.vllm import operators
 
-TRIED = ("0.25.1",)  # versions of vLLM whose signatures fit, and that were run
+TRIED = ("0.25.1", "0.26.0")  # versions of vLLM whose signatures fit, and that were run
 _BACKEND = "nondet.vllm.attention.SegmentsBackend"
 _BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # 1: no torch.compile. From 0.31 on vLLM's own mode sets it for many shapes
 _STOCK = "Unset NONDET_BATCH_INVARIANT to run vLLM as it is."
@@ -149,7 +149,7 @@ def _register() -> None:
     _done.append(os.getpid())
     log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
     if vllm.__version__ not in TRIED:
-        log(f"vLLM {vllm.__version__} has every seam, and was never run under nondet: {', '.join(TRIED)} was.")
+        log(f"vLLM {vllm.__version__} has every seam, and was never run under nondet: {' and '.join(TRIED)} were.")
 
 
 def seam_at(place: str) -> Any:
