@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from nondet.core.inputs import EXACT, generator, make
+from nondet.core.inputs import EXACT, generator
 from nondet.core.measure import Trial
+from nondet.core.operands import HARD, drawn
 from nondet.core.operator import Operator as DeclaredOperator
 from nondet.core.registry import declared, load_object
 from nondet.probes import base
@@ -29,7 +30,6 @@ from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_b
 _LARGEST = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _ROWS = {"cpu": 64, "cuda": 32}
-_HARD = ("wide", "outlier")
 _PLACES = {100: 16, 300: 4}  # width -> rows, which take turns there
 _WIDE = 16384  # of longer rows, of the drawn width, and of hard inputs fewer batch sizes are tested
 _NARROW, _FAR = 1024, 6001  # rows up to this width are tested in a batch of this many
@@ -41,11 +41,10 @@ class RowProbe(Probe):
     """An operator over the last axis of x [M, W].
 
     Attributes:
-        operators: Declared operators that take x, or x and a weight [W] if `weighted`.
+        operators: Declared operators that take x, or x and a weight [W].
         axis: The name of the width in a row's shape.
         widths: Of real models, and an odd one. The first gets the hard inputs and all cases but the sweep over M.
         width_keys: Keys of `Options.config` that hold widths of this operator in a model.
-        hard_scale: Factor on the hard inputs, for operators that would saturate.
         sums: Operators that add the elements themselves: rows whose sum is exactly 0 show their order, and integers
             have an exact answer. The others add squares or exponentials.
         exact: Those of them whose answer for integers is exact.
@@ -57,8 +56,6 @@ class RowProbe(Probe):
     axis: str = "K"
     widths: tuple[int, ...]
     width_keys: tuple[str, ...]
-    weighted: bool = False
-    hard_scale: float = 1.0
     sums: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ("denormal", "infinite")
@@ -70,9 +67,9 @@ class RowProbe(Probe):
             raise ValueError(f"{operator.name} declares no probe")
         probe = cls()
         probe.name, probe.operators = operator.name.replace("_", "-"), (operator.name,)
-        probe.axis, probe.weighted = operator.operands[0].axes[-1], len(operator.operands) > 1
+        probe.axis = operator.operands[0].axes[-1]
         probe.widths, probe.width_keys = operator.probe.widths, operator.probe.width_keys
-        probe.hard_scale, probe.numbers = operator.probe.hard_scale, operator.probe.numbers
+        probe.numbers = operator.probe.numbers
         probe.sums = (operator.name,) if operator.probe.adds else ()
         return probe
 
@@ -119,7 +116,7 @@ class RowProbe(Probe):
         if first:  # two orders of squares or exponentials mostly agree in one row, so dozens are compared
             held = 8 if adds else max(8, min(64, 2**17 // width))
             yield case("history", mixed, held, held)
-        default = dict.fromkeys(("bell", best, *(_HARD if first else ())))
+        default = dict.fromkeys(("bell", best, *(HARD if first else ())))
         exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
         numbers = self.numbers if first and options.inputs is None else ()
         for kind in (*kinds(options, default), *exact, *numbers):
@@ -144,13 +141,11 @@ class RowProbe(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
+        rows = case.data["rows"] if case.varied == "position" else max(case.data["rows"], case.shape["M"])
+        shape = {"M": rows, declared()[case.operator].operands[0].axes[-1]: case.shape[self.axis]}
         rng = generator(seed, device)
-        rows, width = case.data["rows"], case.shape[self.axis]
-        count = rows if case.varied == "position" else max(rows, case.shape["M"])
-        x = make(case.inputs, (count, width), case.torch_dtype, device, rng)
-        x *= self.hard_scale if case.inputs in _HARD else 1.0
-        weight = make("bell", (width,), case.torch_dtype, device, rng)
-        return {"x": x, "weights": (weight,) if self.weighted else ()}
+        x, *weights = drawn(declared()[case.operator], shape, case.torch_dtype, device, rng, case.inputs)
+        return {"x": x, "weights": tuple(weights)}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The rows in batches of M for every M; at every position of one batch; or with other rows."""
@@ -187,6 +182,5 @@ class Reduction(RowProbe):
     operators = ("sum", "mean")
     widths = (4096, 1000, 151936)
     width_keys = ("hidden", "vocabulary")
-    hard_scale = 2.0**-4  # unscaled, a sum of 4,096 of them overflows float16
     sums = ("sum", "mean")
     exact = ("sum",)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 DECLARATION = """
 from nondet.core.operator import ANY, INVARIANT, AtenOperator, Claim, Family, Implementation, Operator
 from nondet.kernels.rows.operator import CPU_ROWS
-from nondet.core.operator import Bench, Operand, RowForm, RowProbing, row_cells
+from nondet.core.operator import Bench, Operand, RowProbing, row_cells, row_questions
 
 _AT = "nondet.kernels.fraction.functions"
 
@@ -37,7 +37,7 @@ FRACTION = Operator(
     bench=Bench(
         cells=row_cells("fraction", "V", ((1, 64),)), work=lambda s: (2 * s["M"] * s["V"], 0), group=("V",)
     ),
-    questions={"cpu": RowForm(kinds=("bell",), widths=(64,), batches=(1, 2, 5), elements=2**10)},
+    questions=row_questions(("bell",), {"cpu": (64,)}, {"cpu": (1, 2, 5)}),
 )
 """
 FUNCTIONS = """

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nondet.core.operator import (
     ANY,
     INVARIANT,
     AccuracyBound,
     AtenOperator,
-    AttentionForm,
     Bench,
     BenchCell,
-    BenchSizes,
+    CertifyCell,
     Claim,
     Family,
-    Heads,
     Implementation,
     Operand,
     Operator,
     OrderClass,
     Shape,
+    Sizes,
 )
 
 _FOLDER = "nondet.kernels.attention"
@@ -63,7 +64,7 @@ _CPU_PREFILL: tuple[int, ...] = (256,)
 _GIVEN_BATCHES, _GIVEN_KEYS = (1, 8, 64), 2048  # where the user gave only the other one
 
 
-def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+def _cells(sizes: Sizes, device: str) -> list[BenchCell]:
     heads = {"Hq": 8, "Hkv": 2, "D": 64} if device == "cpu" else {"Hq": 32, "Hkv": 8, "D": 128}
     decode, prefill = (_CPU_DECODE, _CPU_PREFILL) if device == "cpu" else (_DECODE, _PREFILL)
     if sizes.m is not None or sizes.k is not None:
@@ -79,6 +80,26 @@ def _work(s: Shape) -> tuple[int, int]:
     pairs = queries * (keys - queries) + queries * (queries + 1) // 2
     elements = 2 * s["B"] * s["Hq"] * queries * s["D"] + 2 * s["B"] * s["Hkv"] * keys * s["D"]
     return elements, 4 * s["B"] * s["Hq"] * s["D"] * pairs
+
+
+# (query heads, key heads, head dim) by default, and with --full; tokens; chunks
+_Heads = tuple[tuple[int, int, int], ...]
+_ASKED: dict[str, tuple[_Heads, _Heads, int, tuple[int, ...]]] = {
+    "cuda": (((8, 2, 128), (4, 4, 64)), ((4, 1, 256), (4, 2, 96)), 1100, (128, 100)),
+    "cpu": (((4, 2, 64),), ((2, 2, 128),), 200, (64, 50, 17)),
+}
+
+
+def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
+    """Prompts of three requests, whole and in chunks; of other dtypes than the first only some, unless named."""
+    if (device, dtype) == ("cuda", "float32") and sizes.dtypes is None:
+        return
+    usual, more, tokens, chunks = _ASKED[device]
+    values = ("prefill", "alone", "decode", "decode alone", *(f"chunks of {c}" for c in chunks), "ragged")
+    named = sizes.full or sizes.dtypes is not None or dtype == "bfloat16"
+    for query, key, dim in (*(usual if named else usual[:1]), *(more if sizes.full else ())):
+        shape = {"B": 3, "Hq": query, "Hkv": key, "T": tokens, "D": dim}
+        yield CertifyCell(shape, values, _KINDS, "GQA" if query != key else "MHA")
 
 
 ATTENTION = Operator(
@@ -142,25 +163,6 @@ ATTENTION = Operator(
         Operand(("B", "Hkv", "Tk", "D")),
     ),
     bench=Bench(cells=_cells, work=_work, group=("Tk",), company="queries"),
-    questions={
-        "cuda": AttentionForm(
-            kinds=_KINDS,
-            dtypes=("bfloat16", "float16"),
-            heads=(
-                Heads(8, 2, 128),
-                Heads(4, 4, 64),
-                Heads(4, 1, 256, default=False),
-                Heads(4, 2, 96, default=False),
-            ),
-            tokens=1100,
-            chunks=(128, 100),
-        ),
-        "cpu": AttentionForm(
-            kinds=_KINDS,
-            dtypes=("bfloat16", "float32"),
-            heads=(Heads(4, 2, 64), Heads(2, 2, 128, default=False)),
-            tokens=200,
-            chunks=(64, 50, 17),
-        ),
-    },
+    drawn_by="nondet.core.operands:of_attention",
+    questions=_questions,
 )

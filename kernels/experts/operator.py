@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nondet.core.operator import (
     ANY,
     INVARIANT,
@@ -9,15 +11,15 @@ from nondet.core.operator import (
     AtenOperator,
     Bench,
     BenchCell,
-    BenchSizes,
+    CertifyCell,
     Claim,
     Family,
-    GroupedForm,
     Implementation,
     Operand,
     Operator,
     OrderClass,
     Shape,
+    Sizes,
 )
 from nondet.kernels.matmul.operator import BATCHES, CPU_TILES, PRODUCTS_SOURCE
 
@@ -36,7 +38,7 @@ GROUPED = OrderClass(
 )
 
 
-def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+def _cells(sizes: Sizes, device: str) -> list[BenchCell]:
     experts, k, n, rows = (8, 256, 512, (8, 64)) if device == "cpu" else (64, 2048, 1536, (8, 64, 512, 4096, 16384))
     weight = {"K": sizes.k or k, "N": sizes.n or n, "E": experts}
     return [BenchCell("grouped", {"M": m, **weight}) for m in sizes.m or rows]
@@ -46,6 +48,16 @@ def _work(s: Shape) -> tuple[int, int]:
     """An expert's weight is read once if it has a row: M rows spread evenly reach min(E, M) of them."""
     used = min(s["E"], s["M"])
     return s["M"] * s["K"] + used * s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
+
+
+_ASKED = {"cuda": ((16, 2048, 768), (8, 1000, 264)), "cpu": ((4, 256, 192),)}  # experts, K, N
+
+
+def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
+    for place, (experts, k, n) in enumerate(_ASKED[device]):
+        shape = {"E": experts, "K": sizes.k or k, "N": sizes.n or n}
+        tiles = dtype == GROUPED.dtypes[0] and place == 0
+        yield CertifyCell(shape, BATCHES[device], layout="experts by columns", tiles=tiles)
 
 
 GROUPED_MATMUL = Operator(
@@ -76,10 +88,7 @@ GROUPED_MATMUL = Operator(
         Operand(("E",), made_by=f"{_FOLDER}.topk:even_shares"),
     ),
     bench=Bench(cells=_cells, work=_work, group=("E", "K", "N"), options=frozenset({"n"}), aliases=("grouped",)),
-    questions={
-        "cuda": GroupedForm(experts=((16, 2048, 768), (8, 1000, 264)), batches=BATCHES["cuda"]),
-        "cpu": GroupedForm(experts=((4, 256, 192),), batches=BATCHES["cpu"]),
-    },
+    questions=_questions,
 )
 TOPK = Operator(
     name="topk",

@@ -9,17 +9,19 @@ from nondet.core.operator import (
     ANY,
     Bench,
     BenchCell,
-    BenchSizes,
     Claim,
     Implementation,
     Operand,
     Operator,
     OrderClass,
-    RowForm,
+    Questions,
     Shape,
+    Sizes,
     row_cells,
+    row_questions,
 )
 
+_X = Operand(("M", "W"), hard_scale=2.0**-8)
 _BATCHES = (1, 2, 3, 4, 7, 8, 15, 16, 17, 64)
 _HEADS = {"cuda": {"Hq": 32, "Hkv": 8, "D": 128}, "cpu": {"Hq": 8, "Hkv": 2, "D": 64}}
 _REQUESTS = {"cuda": ((1, 4096), (4, 1024)), "cpu": ((1, 256), (4, 64))}  # requests, tokens
@@ -38,7 +40,7 @@ CPU_GRADIENTS = OrderClass(
 )
 
 
-def _gradient(name: str, operands: tuple[Operand, ...], bench: Bench, form: RowForm) -> Operator:
+def _gradient(name: str, operands: tuple[Operand, ...], bench: Bench, questions: Questions) -> Operator:
     ours = f"nondet.kernels.dispatch.differentiable:{name}_gradient"
     return Operator(
         name=f"{name}_gradient",
@@ -50,7 +52,7 @@ def _gradient(name: str, operands: tuple[Operand, ...], bench: Bench, form: RowF
         claims=(Claim(order=CPU_GRADIENTS),),
         operands=operands,
         bench=bench,
-        questions={"cpu": form},
+        questions=questions,
     )
 
 
@@ -60,12 +62,12 @@ def _of_rows(name: str, kinds: tuple[str, ...], shapes: tuple[tuple[int, int], .
     def work(s: Shape) -> tuple[int, int]:
         return 3 * s["M"] * s["W"] + weight * s["W"], 0
 
-    operands = (Operand(("M", "W")), Operand(("M", "W")), *([Operand(("W",))] if weight else []))
-    form = RowForm(kinds=kinds, widths=(1024, 1000, 128), batches=_BATCHES, elements=2**22, outlier_scale=2.0**-8)
-    return _gradient(name, operands, Bench(cells=row_cells(section, "W", shapes), work=work, group=("W",)), form)
+    operands = (_X, Operand(("M", "W")), *([Operand(("W",))] if weight else []))
+    questions = row_questions(kinds, {"cpu": (1024, 1000, 128)}, {"cpu": _BATCHES})
+    return _gradient(name, operands, Bench(cells=row_cells(section, "W", shapes), work=work, group=("W",)), questions)
 
 
-def _requests(sizes: BenchSizes, device: str) -> list[BenchCell]:
+def _requests(sizes: Sizes, device: str) -> list[BenchCell]:
     pairs: tuple[tuple[int, int], ...] = _REQUESTS[device]
     if sizes.m is not None or sizes.k is not None:
         pairs = tuple((m, sizes.k or pairs[0][1]) for m in sizes.m or (1, 4))
@@ -86,8 +88,5 @@ ATTENTION_GRADIENT = _gradient(
     "attention",
     tuple(Operand(("M", heads, "T", "D")) for heads in ("Hq", "Hq", "Hkv", "Hkv")),
     Bench(cells=_requests, work=_of_attention, group=("T",)),
-    RowForm(
-        kinds=("bell", "wide", "outlier"), widths=(64,), batches=(1, 2, 3, 5), elements=2**20,
-        sizes={"Hq": 4, "Hkv": 2, "T": 100},
-    ),
-)  # fmt: skip
+    row_questions(("bell", "wide", "outlier"), {"cpu": (64,)}, {"cpu": (1, 2, 3, 5)}, {"Hq": 4, "Hkv": 2, "T": 100}),
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nondet.core.operator import (
     ANY,
     INVARIANT,
@@ -9,15 +11,16 @@ from nondet.core.operator import (
     AtenOperator,
     Bench,
     BenchCell,
-    BenchSizes,
+    CertifyCell,
     Claim,
     Family,
     Implementation,
     Operand,
     Operator,
     OrderClass,
-    ProductForm,
+    Questions,
     Shape,
+    Sizes,
     tile_borders,
 )
 
@@ -101,7 +104,7 @@ _CPU_WEIGHTS, _CPU_ROWS = ((1024, 1024), (2048, 512)), (1, 16, 128)
 def product_bench(section: str, weights: tuple[tuple[int, int], ...], rows: tuple[int, ...]) -> Bench:
     """The weights and rows of a GPU; a CPU has its own. A single size applies to K and N."""
 
-    def cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+    def cells(sizes: Sizes, device: str) -> list[BenchCell]:
         on_cpu = device == "cpu"
         pairs = _CPU_WEIGHTS if on_cpu else weights
         if sizes.k is not None or sizes.n is not None:
@@ -143,35 +146,41 @@ BATCHES = {
     "cpu": (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 65, 100, 128),
 }
 _FEW = {"cuda": (1, 2, 7, 16, 17, 33, 64, 129, 300, 1024), "cpu": (1, 2, 7, 16, 17, 33, 64)}
-_ODD = {"cuda": (1000, 777), "cpu": (333, 217)}
-_BATCHED = {"cuda": (128, 1024), "cpu": (128, 192)}
+_ODD = {"cuda": {"K": 1000, "N": 777}, "cpu": {"K": 333, "N": 217}}
+_BATCHED = {"cuda": {"K": 128, "N": 1024}, "cpu": {"K": 128, "N": 192}}
 
 
-def _linear_questions(device: str) -> ProductForm:
-    return ProductForm(
-        layers=_LAYERS[device],
-        odd=_ODD[device],
-        batches=BATCHES[device],
-        few_batches=_FEW[device],
-        main="nt",
-        layouts=("nt, bias", "nt, strided"),
-        odd_layouts=("nt", "nt, bias"),
-        full_layouts=("nt, offset", "nt, strided, bias"),
-    )
+def _questions(
+    main: str,
+    layouts: tuple[str, ...],
+    odd_layouts: tuple[str, ...],
+    full_layouts: tuple[str, ...] = (),
+    batched: tuple[str, ...] = (),
+) -> Questions:
+    """Questions about products with a weight; the first dtype gets every batch size and every member.
 
+    Args:
+        main: The layout in which every layer is tested; "": the first layer represents all.
+        layouts, odd_layouts, full_layouts: Of the first layer, of sizes that are multiples of no tile, and more of the
+            first with --full.
+        batched: Layouts of a product of batches, the others than the first with --full.
+    """
 
-def _matmul_questions(device: str) -> ProductForm:
-    return ProductForm(
-        layers=_LAYERS[device],
-        odd=_ODD[device],
-        batches=BATCHES[device],
-        few_batches=_FEW[device],
-        layouts=("nn", "tn", "nt"),
-        odd_layouts=("nn",),
-        batched=_BATCHED[device],
-        batched_layouts=("nn",),
-        full_batched_layouts=("nt",),
-    )
+    def questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
+        leading, few = dtype == next(iter(_LAYERS[device])), _FEW[device]
+        given = (("", *sizes.layer),) if sizes.layer else sizes.layers
+        weights = [{"K": K, "N": N} for _, K, N in given or _LAYERS[device][dtype]]
+        for weight in weights if main else ():
+            yield CertifyCell(weight, BATCHES[device] if leading else few, (), main, tiles=leading)
+        others = [(weights[0], layout) for layout in layouts]
+        others += [(_ODD[device], layout) for layout in odd_layouts if not given]
+        others += [(weights[0], layout) for layout in full_layouts if sizes.full]
+        inner = weights[0] if given else _BATCHED[device]
+        others += [({"B": 4, **inner}, layout) for i, layout in enumerate(batched) if i == 0 or sizes.full]
+        for weight, layout in others:
+            yield CertifyCell(weight, few, (), layout, tiles=False)
+
+    return questions
 
 
 PRODUCTS_SOURCE = "gamma_K ||x|| ||w|| of a sum over K in any order (Higham 2002, 3.1)"
@@ -191,7 +200,8 @@ LINEAR = Operator(
     claims=_claims("linear"),
     operands=(Operand(("M", "K")), Operand(("N", "K"))),
     bench=product_bench("linear", _WEIGHTS, _ROWS),
-    questions={device: _linear_questions(device) for device in _LAYERS},
+    drawn_by="nondet.core.operands:of_linear",
+    questions=_questions("nt", ("nt, bias", "nt, strided"), ("nt", "nt, bias"), ("nt, offset", "nt, strided, bias")),
 )
 MATMUL = Operator(
     name="matmul",
@@ -214,7 +224,8 @@ MATMUL = Operator(
     claims=_claims("matmul"),
     operands=(Operand(("M", "K")), Operand(("K", "N"))),
     bench=product_bench("matmul", ((4096, 4096), (1024, 3072)), (1, 16, 128, 1024, 4096)),
-    questions={device: _matmul_questions(device) for device in _LAYERS},
+    drawn_by="nondet.core.operands:of_matmul",
+    questions=_questions("", ("nn", "tn", "nt"), ("nn",), batched=("nn", "nt")),
 )
 
 

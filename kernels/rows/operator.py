@@ -13,10 +13,10 @@ from nondet.core.operator import (
     Operand,
     Operator,
     OrderClass,
-    RowForm,
     RowProbing,
     Shape,
     row_cells,
+    row_questions,
 )
 
 _FOLDER = "nondet.kernels.rows"
@@ -85,36 +85,18 @@ def _bench(section: str, axis: str, shapes: tuple[tuple[int, int], ...], passes:
 
 
 _SUM_KINDS = ("order", "wide", "cancel", "outlier", "bell")
-_SOFTMAX_KINDS = ("bell", "outlier", "wide")
 
+_WIDTHS = {"cuda": (4096, 1000, 128, _VOCABULARY), "cpu": (1024, 1000, 128)}
+_BATCHES = (1, 2, 3, 4, 7, 8, 15, 16, 17, 64, 100)
+_ROWS = {"cuda": (*_BATCHES, 512), "cpu": _BATCHES}
+_OF_NORMS = row_questions(_SUM_KINDS[1:], _WIDTHS, _ROWS)
+_OF_SUMS = row_questions(_SUM_KINDS, _WIDTHS, _ROWS)
+_OF_LOGITS = row_questions(("bell", "outlier", "wide"), _WIDTHS, _ROWS)
 
-def _questions(kinds: tuple[str, ...], outlier_scale: float = 1.0) -> dict[str, RowForm]:
-    return {
-        "cuda": RowForm(
-            kinds=kinds,
-            widths=(4096, 1000, 128, _VOCABULARY),
-            batches=(1, 2, 3, 4, 7, 8, 15, 16, 17, 64, 100, 512),
-            elements=2**24,
-            outlier_scale=outlier_scale,
-        ),
-        "cpu": RowForm(
-            kinds=kinds,
-            widths=(1024, 1000, 128),
-            batches=(1, 2, 3, 4, 7, 8, 15, 16, 17, 64, 100),
-            elements=2**22,
-            outlier_scale=outlier_scale,
-        ),
-    }
-
-
-_OF_NORMS = _questions(_SUM_KINDS[1:])
-_OF_SUMS = _questions(_SUM_KINDS)
-_OF_LOGITS = _questions(_SOFTMAX_KINDS, 2.0**-8)  # unscaled, one exponential is 1 and all others are 0
-
-# an odd width, and the vocabularies of Llama 2 and Qwen3; unscaled, the largest logit takes all and no sum is rounded
-_OVER_LOGITS = RowProbing(
-    widths=(1000, 32000, _VOCABULARY), width_keys=("vocabulary",), hard_scale=2.0**-8, numbers=("masked",)
-)
+# an odd width, and the vocabularies of Llama 2 and Qwen3
+_OVER_LOGITS = RowProbing(widths=(1000, 32000, _VOCABULARY), width_keys=("vocabulary",), numbers=("masked",))
+_X_LOGITS = Operand(("M", "V"), hard_scale=2.0**-8)  # unscaled, the largest logit takes all and no sum is rounded
+_X_SUMS = Operand(("M", "K"), hard_scale=2.0**-4)  # unscaled, a sum of 4,096 overflows float16
 
 
 _LOGARITHM = AccuracyBound("nondet.core.watch:of_logarithm", "gamma_V, and roundings of max|x| and of the logarithm")
@@ -161,7 +143,7 @@ MEAN = Operator(
     aten=(AtenOperator(name="mean.dim", replacement=f"{_REPLACE}:mean", out="mean.out"),),
     accuracy=AccuracyBound("nondet.core.watch:of_mean", "gamma_K mean|x| (Higham 2002, 3.1)"),
     claims=_CLAIMS,
-    operands=(Operand(("M", "K")),),
+    operands=(_X_SUMS,),
     bench=_bench("mean", "K", _HIDDEN, 1, "number a row"),
     questions=_OF_SUMS,
 )
@@ -178,7 +160,7 @@ def _of_logits(
         aten=(AtenOperator(name=aten, replacement=f"{_REPLACE}:{name}", out=f"{aten}.out"), *backward),
         accuracy=accuracy,
         claims=_CLAIMS,
-        operands=(Operand(("M", "V")),),
+        operands=(_X_LOGITS,),
         probe=_OVER_LOGITS,
         bench=_bench(name, "V", _LOGITS, moved, unit),
         questions=_OF_LOGITS,
@@ -199,7 +181,7 @@ CROSS_ENTROPY = Operator(  # under `batch_invariant()` it is made of log_softmax
     implementations=_implementations("cross_entropy"),
     accuracy=_LOGARITHM,
     claims=_CLAIMS,
-    operands=(Operand(("M", "V")), Operand(("M",), below="V")),
+    operands=(_X_LOGITS, Operand(("M",), below="V")),
     questions=_OF_LOGITS,
 )
 CUMSUM = Operator(  # torch's own under `batch_invariant()`, which proves it at its first use
@@ -207,7 +189,7 @@ CUMSUM = Operator(  # torch's own under `batch_invariant()`, which proves it at 
     reference="nondet.kernels.reference:cumsum",
     implementations=(Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:cumsum"}),),
     accuracy=AccuracyBound("nondet.core.watch:of_cumsum", "gamma_j sum|x| of the j elements so far (Higham 2002, 3.1)"),
-    operands=(Operand(("M", "V")),),
+    operands=(_X_LOGITS,),
     probe=RowProbing(widths=(1000, 32000), width_keys=("vocabulary",), adds=True, numbers=("denormal", "infinite")),
 )
 SUM = Operator(
@@ -218,6 +200,6 @@ SUM = Operator(
     aten=(AtenOperator(name="sum.dim_IntList", replacement=f"{_REPLACE}:sum", out="sum.IntList_out"),),
     accuracy=AccuracyBound("nondet.core.watch:of_sum", "gamma_K sum|x| (Higham 2002, 3.1)"),
     claims=(Claim(order=LANES, anchor=f"{_FOLDER}.cuda:lanes_sum"), Claim(order=CPU_ROWS)),
-    operands=(Operand(("M", "K")),),
+    operands=(_X_SUMS,),
     questions=_OF_SUMS,
 )

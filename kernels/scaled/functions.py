@@ -101,6 +101,15 @@ def operands(
     return a, w.mT, scales[0], scales[1]
 
 
+def drawn(
+    kind: str, layout: str, shape: Shape, dtype: torch.dtype, device: str, seed: int
+) -> tuple[torch.Tensor | torch.dtype, ...]:
+    """As `operands`, and the result's dtype; `layout` is "row into float32"."""
+    how, _, out = layout.split()
+    sizes = (shape["M"], shape["K"], shape["N"])
+    return *operands(kind, how, sizes, (dtype, dtype), device, seed), getattr(torch, out)
+
+
 def _steps(rows: int, columns: int, device: str) -> torch.Tensor:
     flat = (torch.arange(rows * columns, device=device).view(rows, columns) * 37 % 101).float() / 101 + 0.5
     return flat.mT.contiguous().mT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nondet.core.operator import (
     ANY,
     INVARIANT,
@@ -9,15 +11,15 @@ from nondet.core.operator import (
     AtenOperator,
     Bench,
     BenchCell,
-    BenchSizes,
+    CertifyCell,
     Claim,
     Family,
     Implementation,
     Operand,
     Operator,
     OrderClass,
-    ScaledForm,
     Shape,
+    Sizes,
 )
 
 _FOLDER, _REPLACE = "nondet.kernels.scaled", "nondet.kernels.dispatch.replacements"
@@ -63,7 +65,7 @@ _WEIGHTS = {"cuda": ((4096, 6144), (4096, 24576), (12288, 4096), (4096, 4096)), 
 _ROWS = {"cuda": (1, 16, 64, 512, 4096), "cpu": (1, 16, 128)}
 
 
-def _cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+def _cells(sizes: Sizes, device: str) -> list[BenchCell]:
     pairs = _WEIGHTS[device]
     if sizes.k is not None or sizes.n is not None:
         pairs = ((sizes.k or sizes.n or 0, sizes.n or sizes.k or 0),)
@@ -80,6 +82,20 @@ def _work(s: Shape) -> tuple[int, int]:
     M, K, N, scales = (s[axis] for axis in ("M", "K", "N", "scales"))
     of_b = N if scales == 1 else scales * -(-N // 128)
     return M * K + N * K + 2 * M * N + 4 * (M * scales + of_b), 2 * M * N * K
+
+
+_ASKED = {"cuda": ((4096, 4096), (12288, 1024), (1000, 777)), "cpu": ((1024, 192), (333, 217))}  # K, N
+_BATCHES = {
+    "cuda": (1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 512, 1024, 4096),
+    "cpu": (1, 2, 7, 16, 17, 33, 64),
+}
+
+
+def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
+    for place, (K, N) in enumerate((sizes.layer,) if sizes.layer else _ASKED[device]):
+        for how in ("tensor", "row", "block"):
+            for out in ("float32", "bfloat16") if place == 0 else ("float32",):
+                yield CertifyCell({"K": K, "N": N}, _BATCHES[device], layout=f"{how} into {out}")
 
 
 SCALED_MATMUL = Operator(
@@ -120,13 +136,8 @@ SCALED_MATMUL = Operator(
         ),
         Claim(order=CPU_FP8, anchor=f"{_FOLDER}.cpu:anchor"),
     ),
-    questions={
-        "cuda": ScaledForm(
-            layers=((4096, 4096), (12288, 1024), (1000, 777)),
-            batches=(1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 512, 1024, 4096),
-        ),
-        "cpu": ScaledForm(layers=((1024, 192), (333, 217)), batches=(1, 2, 7, 16, 17, 33, 64)),
-    },
+    drawn_by=f"{_FOLDER}.functions:drawn",
+    questions=_questions,
 )
 SCALED_GROUPED_MATMUL = Operator(
     name="scaled_grouped_matmul",

@@ -16,7 +16,7 @@ import torch
 
 from nondet.bench.work import FP8, ITEM_BYTES, Work, bench_of, timed_operators, work_of
 from nondet.core.inputs import generator, make
-from nondet.core.operator import BenchSizes, Operand, tile_borders
+from nondet.core.operator import Operand, Sizes, tile_borders
 from nondet.core.records import Cell, Limit, Row, Status, Timed
 from nondet.core.registry import load_implementation, load_object, operators
 from nondet.errors import UnknownNameError, UserError
@@ -369,7 +369,7 @@ def bench_names() -> dict[str, str]:
     return names | {alias: operator.name for operator in timed.values() for alias in bench_of(operator.name).aliases}
 
 
-def plan_cases(names: Iterable[str], sizes: BenchSizes, device: str, dtypes: tuple[str, ...] | None) -> list[BenchCase]:
+def plan_cases(names: Iterable[str], sizes: Sizes, device: str, dtypes: tuple[str, ...] | None) -> list[BenchCase]:
     """Every case, in the order of the run; a `UserError` of an operator, dtype or size that can't be timed."""
     wanted, known = list(names), bench_names()
     for name in wanted:

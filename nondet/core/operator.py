@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 # What `nondet bench` times and what `nondet certify` tests of an operator, as data in its declaration. No torch.
@@ -15,6 +15,7 @@ Layer = tuple[str, int, int]  # name of a model's linear layer, K, N
 
 _ROW_BATCHES = (1, 256, 4096)  # of a width that the user gave
 _CPU_WIDTH, _CPU_ROWS = 8192, (1, 64)
+_MOST_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,32 @@ class Operand:
             hold.
         below: It holds integers from 0 up to the size of that axis (exclusive).
         made_by: Target of (shape, device) -> tensor, or another argument, for what follows from the sizes only.
+        hard_scale: Factor on numbers of many sizes, where one term would dominate or a sum overflow.
     """
 
     axes: tuple[str, ...]
     transposed: bool = False
     below: str | None = None
     made_by: str | None = None
+    hard_scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class BenchSizes:
-    """Sizes that the user of `nondet bench` gave; None: the defaults of the device."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the user of `nondet bench` or `nondet certify` gave; None: the defaults of the device."""
 
     m: tuple[int, ...] | None = None  # rows; for attention the batch
     k: int | None = None  # K of a product, the width of a row operator, the KV length of attention
     n: int | None = None
     jigsaw: bool = False  # M on both sides of tile boundaries, for products
+    dtypes: tuple[str, ...] | None = None
+    layers: tuple[Layer, ...] = ()  # of a model
+    full: bool = False
+
+    @property
+    def layer(self) -> tuple[int, int] | None:
+        """K and N of a product's weight; one of them gives both. None: neither was given."""
+        return None if self.k is None and self.n is None else (self.k or self.n or 0, self.n or self.k or 0)
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ class Bench:
             query decoded solo, with other requests, and at the end of a prefill).
     """
 
-    cells: Callable[[BenchSizes, str], list[BenchCell]]
+    cells: Callable[[Sizes, str], list[BenchCell]]
     work: Callable[[Shape], tuple[int, int]]
     group: tuple[str, ...]
     options: frozenset[str] = frozenset()
@@ -78,12 +89,10 @@ class Bench:
     fp8: bool = False
 
 
-def row_cells(
-    section: str, axis: str, shapes: tuple[tuple[int, int], ...]
-) -> Callable[[BenchSizes, str], list[BenchCell]]:
+def row_cells(section: str, axis: str, shapes: tuple[tuple[int, int], ...]) -> Callable[[Sizes, str], list[BenchCell]]:
     """Cases of an operator over rows [M, axis]: (M, width) on CUDA, two sizes of the first width on a CPU."""
 
-    def cells(sizes: BenchSizes, device: str) -> list[BenchCell]:
+    def cells(sizes: Sizes, device: str) -> list[BenchCell]:
         pairs = shapes
         if device == "cpu":
             pairs = tuple((m, min(shapes[0][1], _CPU_WIDTH)) for m in _CPU_ROWS)
@@ -110,99 +119,59 @@ class RowProbing:
     Attributes:
         widths: Of real models, and an odd one. The first gets the hard inputs and all tests but the sweep over M.
         width_keys: Sizes of a model (hidden, head_dim, vocabulary) that are widths of this operator.
-        hard_scale: Factor on the hard inputs, for operators that would saturate.
         adds: It adds the elements themselves, so that rows whose sum is exactly 0 show its order.
         numbers: Further kinds of input (`nondet.core.inputs`), in addition to ordinary and hard ones.
     """
 
     widths: tuple[int, ...]
     width_keys: tuple[str, ...]
-    hard_scale: float = 1.0
     adds: bool = False
     numbers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuestionForm:
-    """What `nondet certify` tests on one device type; a subclass for each form of operator."""
-
-    kinds: tuple[str, ...] = ()  # kinds of input (`nondet.core.inputs`), each tested in turn; empty: those of products
-    dtypes: tuple[str, ...] | None = None  # tested by default; None: all of the class
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProductForm(QuestionForm):
-    """Of products with a weight.
+@dataclass(frozen=True)
+class CertifyCell:
+    """One question of `nondet certify`, for every member of a class.
 
     Attributes:
-        layers: dtype -> linear layers. The first dtype gets every batch size and every member.
-        odd: (K, N) that are multiples of no tile.
-        batches: Rows; tiles, waves and libraries' heuristics change there, and the odd ones leave tails.
-        few_batches: For everything but the main layout.
-        main: The layout in which every layer is tested; None: the first layer represents all.
-        layouts, odd_layouts, full_layouts: Of the first layer, of the odd sizes, and more of the first with --full.
-        batched, batched_layouts, full_batched_layouts: (K, N) and layouts of a product of batches; None: there is none.
+        shape: Named sizes without what varies, for the row.
+        values: What varies: numbers of rows, which --m limits, or names.
+        kinds: Inputs (`nondet.core.inputs`), each tested in turn; empty: those of products.
+        layout: Strides of operands, and further options: "nt", "nt, bias", "strided", "GQA", ...
+        tiles: Families of members answer it as well.
     """
 
-    layers: Mapping[str, tuple[Layer, ...]]
-    odd: tuple[int, int]
-    batches: tuple[int, ...]
-    few_batches: tuple[int, ...]
-    main: str | None = None
-    layouts: tuple[str, ...]
-    odd_layouts: tuple[str, ...]
-    full_layouts: tuple[str, ...] = ()
-    batched: tuple[int, int] | None = None
-    batched_layouts: tuple[str, ...] = ()
-    full_batched_layouts: tuple[str, ...] = ()
+    shape: Shape
+    values: tuple[int | str, ...]
+    kinds: tuple[str, ...] = ()
+    layout: str = ""
+    tiles: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowForm(QuestionForm):
-    """Of operators over the last axis."""
-
-    widths: tuple[int, ...]  # the first is also tested in strided rows
-    batches: tuple[int, ...]
-    elements: int  # most elements of a batch
-    outlier_scale: float = 1.0  # on inputs with outliers, for operators in which one term would dominate
-    sizes: Mapping[str, int] = field(default_factory=dict)  # of operands' axes between the batch's and the last
+Questions = Callable[[Sizes, str, str], Iterable[CertifyCell]]  # (sizes, device type, dtype) -> in order
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Heads of an attention, and numbers of requests; `default` without --full, of other dtypes only its first."""
+def row_questions(
+    kinds: tuple[str, ...],
+    widths: Mapping[str, tuple[int, ...]],
+    batches: Mapping[str, tuple[int, ...]],
+    others: Shape | None = None,
+) -> Questions:
+    """Questions about an operator over the last axis.
 
-    query: int
-    key: int
-    dim: int
-    requests: int = 3
-    default: bool = True
-    dtype: str = "bfloat16"
+    Args:
+        widths: Device type -> sizes of that axis; the first is also tested in strided rows.
+        batches: Device type -> numbers of rows; the largest are left out of wide ones.
+        others: Sizes of operands' axes between the batch's and the last.
+    """
 
+    def questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
+        for i, width in enumerate((sizes.k,) if sizes.k else widths[device]):
+            fitting = tuple(m for m in batches[device] if m * width <= _MOST_ELEMENTS[device])
+            for layout in ("contiguous", "strided") if i == 0 else ("contiguous",):
+                yield CertifyCell({"W": width, **(others or {})}, fitting, kinds, layout)
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionForm(QuestionForm):
-    """Of attention: prompts of `tokens`, whole and in `chunks`."""
-
-    heads: tuple[Heads, ...]
-    tokens: int
-    chunks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupedForm(QuestionForm):
-    """Of products with experts' weights: (experts, K, N)."""
-
-    experts: tuple[tuple[int, int, int], ...]
-    batches: tuple[int, ...] = field(default=())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledForm(QuestionForm):
-    """Of FP8 products: (K, N), each with scales per tensor, per row and in blocks."""
-
-    layers: tuple[tuple[int, int], ...]
-    batches: tuple[int, ...]
+    return questions
 
 
 # An operator is one frozen `Operator` in the folder of its kernels; `nondet.core.registry` lists them. Probes,
@@ -311,7 +280,9 @@ class Operator:
         accuracy: Bound on the results; None: only shape, dtype and finiteness are checked.
         operands: The tensor arguments, as they are timed and certified.
         probe: What its probe tests; None: it has none, or one that is a file in `probes/`.
-        questions: Device type -> what `nondet certify` tests, of the classes that `claims` names there.
+        drawn_by: Target of (kind, layout, shape, dtype, device, seed) -> operands that are made for each other, as
+            those of a product; None: each is drawn by itself (`nondet.core.operands`).
+        questions: What `nondet certify` tests, of the classes that `claims` names on the device.
     """
 
     name: str
@@ -324,7 +295,8 @@ class Operator:
     operands: tuple[Operand, ...] = ()
     probe: RowProbing | None = None
     bench: Bench | None = None
-    questions: Mapping[str, QuestionForm] = field(default_factory=dict)
+    drawn_by: str | None = None
+    questions: Questions | None = None
 
     def implementation(self, name: str) -> Implementation | None:
         """The implementation of that name."""

@@ -20,7 +20,7 @@ from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
 
 if TYPE_CHECKING:
     from nondet.bench.cells import BenchCase
-    from nondet.core.operator import BenchSizes
+    from nondet.core.operator import Sizes
     from nondet.core.records import Run
     from nondet.core.runfile import RunWriter
 
@@ -108,10 +108,10 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
     from nondet.bench.collect import collect, implementations_of, planned_keys
     from nondet.bench.ranks import collect_ranks, ranks_keys
     from nondet.bench.summary import check_runs
-    from nondet.core.operator import BenchSizes
+    from nondet.core.operator import Sizes
 
     target = pick_device(request.device, request.threads or torch.get_num_threads())
-    sizes = BenchSizes(m=parse_sizes("m", rows), k=request.k, n=request.n, jigsaw=request.jigsaw)
+    sizes = Sizes(m=parse_sizes("m", rows), k=request.k, n=request.n, jigsaw=request.jigsaw)
     over_ranks = [name for name in operators if name in RANK_OPERATORS]
     ranks_cases = _over_ranks(over_ranks, request.ranks, target, request.dtype, sizes)
     alone = [name for name in operators if name not in RANK_OPERATORS]
@@ -174,7 +174,7 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
 
 
 def _over_ranks(
-    names: list[str], ranks: str | None, device: str, dtype: list[str] | None, sizes: BenchSizes
+    names: list[str], ranks: str | None, device: str, dtype: list[str] | None, sizes: Sizes
 ) -> list[BenchCase]:
     from nondet.bench.ranks import plan_ranks
 

@@ -83,11 +83,12 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     sizes = model_sizes(request.preset, request.model)
     if sizes is not None and (request.k is not None or request.n is not None):
         raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
-    same = {name: getattr(request, name) for name in ("cls", "m", "k", "n", "full", "seed")}
+    same = {name: getattr(request, name) for name in ("cls", "k", "n", "full", "seed")}
     planned = plan_questions(
         Wish(
             device=target, operators=() if "all" in names else tuple(names), impls=tuple(impls), **same,
             members=tuple(request.member or ()),
+            m=None if request.m is None else (request.m,),
             dtypes=tuple(request.dtype) if request.dtype else None,
             inputs=tuple(request.inputs) if request.inputs else None,
             layers=sizes.layers if sizes is not None else (),

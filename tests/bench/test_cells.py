@@ -29,7 +29,7 @@ from nondet.bench.cells import (
 )
 from nondet.bench.work import Work, limit_us, work_of
 from nondet.core.inputs import generator
-from nondet.core.operator import BenchSizes, tile_borders
+from nondet.core.operator import Sizes, tile_borders
 from nondet.core.registry import load_implementation
 from nondet.errors import UserError
 from nondet.kernels.matmul.cpu_tiles import NotInvariantError
@@ -37,7 +37,7 @@ from nondet.kernels.matmul.cpu_tiles import NotInvariantError
 
 def test_the_defaults_on_cuda() -> None:
     """77 linear layers, 10 of matmul, 7 decode steps, 2 prefills of an 8B model in bfloat16; rows beyond the cache."""
-    cases = plan_cases(["all"], BenchSizes(), "cuda", None)
+    cases = plan_cases(["all"], Sizes(), "cuda", None)
     sections = {c.section: [d for d in cases if d.section == c.section] for c in cases}
     assert {c.dtype for c in cases if c.operator != "scaled_matmul"} == {"bfloat16"}
     assert [len(sections[f"scaled_matmul, {how}"]) for how in ("rows", "blocks")] == [4 * 5, 4 * 5]
@@ -57,22 +57,22 @@ def test_the_defaults_on_cuda() -> None:
 
 def test_sizes_asked_for() -> None:
     """Sizes apply to what has them, dtypes multiply, a jigsaw stands on both sides of borders."""
-    assert [c.name for c in plan_cases(["matmul"], BenchSizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))] == [
+    assert [c.name for c in plan_cases(["matmul"], Sizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))] == [
         "M=3 K=5 N=7", "M=3 K=5 N=7"
     ]  # fmt: skip
-    assert [c.group for c in plan_cases(["softmax"], BenchSizes(m=(3, 4), k=99), "cpu", None)] == ["V=99", "V=99"]
-    attention = plan_cases(["attention"], BenchSizes(m=(2,), k=64), "cpu", None)
+    assert [c.group for c in plan_cases(["softmax"], Sizes(m=(3, 4), k=99), "cpu", None)] == ["V=99", "V=99"]
+    attention = plan_cases(["attention"], Sizes(m=(2,), k=64), "cpu", None)
     assert [(c.section, c.shape["B"], c.shape["Tk"]) for c in attention] == [
         ("attention decode", 2, 64), ("attention prefill", 1, 64)
     ]  # fmt: skip
-    jigsaw = [c.shape["M"] for c in plan_cases(["matmul"], BenchSizes(k=8, n=8, jigsaw=True), "cuda", None)]
+    jigsaw = [c.shape["M"] for c in plan_cases(["matmul"], Sizes(k=8, n=8, jigsaw=True), "cuda", None)]
     assert {1, 16, 17, 64, 65, 128, 129, 1024, 1025, 4096} <= set(jigsaw)
 
 
 def test_linear_and_matmul_mean_what_they_say() -> None:
     """linear is a batch times a layer's weight [N, K]; matmul is a [M, K] times b [K, N], as everywhere else."""
     for name, weight in (("linear", (7, 5)), ("matmul", (5, 7))):
-        (case,) = plan_cases([name], BenchSizes(m=(3,), k=5, n=7), "cpu", None)
+        (case,) = plan_cases([name], Sizes(m=(3,), k=5, n=7), "cpu", None)
         a, b = arguments(case, "cpu", generator(0, "cpu"))
         assert (case.operator, case.section, tuple(a.shape), tuple(b.shape)) == (name, name, (3, 5), weight)
         assert load_implementation(name, "stock", "cpu").call(a, b).shape == (3, 7)
@@ -84,7 +84,7 @@ def test_linear_and_matmul_mean_what_they_say() -> None:
 
 def test_fp8_products_are_timed_in_fp8_alone() -> None:
     """Operands of float8, by rows and by blocks, a row's scales the same in any batch; another dtype is one line."""
-    rows, blocks = plan_cases(["scaled-matmul"], BenchSizes(m=(3,), k=300, n=200), "cpu", None)
+    rows, blocks = plan_cases(["scaled-matmul"], Sizes(m=(3,), k=300, n=200), "cpu", None)
     for case, shapes in ((rows, ((3, 1), (1, 200))), (blocks, ((3, 3), (3, 2)))):
         a, b, scale_a, scale_b, dtype = given = arguments(case, "cpu", generator(0, "cpu"))
         assert (a.shape, b.shape, b.stride()) == ((3, 300), (300, 200), (1, 300))
@@ -102,8 +102,8 @@ def test_fp8_products_are_timed_in_fp8_alone() -> None:
     assert blocks.work == Work(900 + 60_000 + 1_200 + 4 * (9 + 6), 2 * 3 * 300 * 200)
     for names, dtypes in ((["scaled-matmul"], ("bfloat16",)), (["linear"], ("float8_e4m3fn",))):
         with pytest.raises(UserError, match="is not timed in it"):
-            plan_cases(names, BenchSizes(), "cpu", dtypes)
-    both = plan_cases(["scaled-matmul", "softmax"], BenchSizes(), "cpu", ("float16", "float8_e4m3fn"))
+            plan_cases(names, Sizes(), "cpu", dtypes)
+    both = plan_cases(["scaled-matmul", "softmax"], Sizes(), "cpu", ("float16", "float8_e4m3fn"))
     assert {(c.operator, c.dtype) for c in both} == {("softmax", "float16"), ("scaled_matmul", "float8_e4m3fn")}
 
 
@@ -137,26 +137,26 @@ def test_what_is_no_size() -> None:
 def test_what_can_not_be_timed_is_said() -> None:
     """Close names are suggested; an option that no operator asked for has is not left aside, beside one that has it."""
     for names, sizes, dtypes, said in [
-        (["matmull"], BenchSizes(), None, "matmul"),
-        (["matmul"], BenchSizes(), ("float8",), "float16"),
-        (["matmul"], BenchSizes(k=0), None, "--k 0"),
-        (["attention"], BenchSizes(k=99999999999), None, "--k 99999999999"),
-        (["mean", "softmax"], BenchSizes(n=8), None, "--n 8"),
-        (["grouped"], BenchSizes(jigsaw=True), None, "--jigsaw"),
+        (["matmull"], Sizes(), None, "matmul"),
+        (["matmul"], Sizes(), ("float8",), "float16"),
+        (["matmul"], Sizes(k=0), None, "--k 0"),
+        (["attention"], Sizes(k=99999999999), None, "--k 99999999999"),
+        (["mean", "softmax"], Sizes(n=8), None, "--n 8"),
+        (["grouped"], Sizes(jigsaw=True), None, "--jigsaw"),
     ]:
         with pytest.raises(UserError, match=said):
             plan_cases(names, sizes, "cpu", dtypes)
-    grouped = [plan_cases([name], BenchSizes(), "cpu", None) for name in ("grouped", "grouped-matmul")]
+    grouped = [plan_cases([name], Sizes(), "cpu", None) for name in ("grouped", "grouped-matmul")]
     assert grouped[0] == grouped[1]  # a former name
-    assert plan_cases(["mean", "grouped"], BenchSizes(n=8), "cpu", None)
-    assert plan_cases(["all"], BenchSizes(n=8, jigsaw=True), "cpu", None)
+    assert plan_cases(["mean", "grouped"], Sizes(n=8), "cpu", None)
+    assert plan_cases(["all"], Sizes(n=8, jigsaw=True), "cpu", None)
 
 
 def test_the_first_rows_keep_the_weights() -> None:
     """Row 0 of the small call is row 0 of the large one, under the same weights."""
     for name in ("linear", "matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
         n = 8 if name in ("linear", "matmul", "grouped") else None
-        (case,) = plan_cases([name], BenchSizes(m=(6,), k=8, n=n), "cpu", None)
+        (case,) = plan_cases([name], Sizes(m=(6,), k=8, n=n), "cpu", None)
         whole = arguments(case, "cpu", generator(0, "cpu"))
         part = first_rows(case, whole, 2)
         assert part[0].shape[0] == 2
@@ -331,7 +331,7 @@ def test_every_operator_is_counted() -> None:
     with pytest.raises(ValueError, match="scatter_add is not timed"):
         work_of("scatter_add", {}, "float32")
     for device in ("cpu", "cuda"):
-        cases = plan_cases(["all"], BenchSizes(), device, None)
+        cases = plan_cases(["all"], Sizes(), device, None)
         assert {case.operator for case in cases} >= {"linear", "softmax", "attention", "grouped_matmul"}
         assert all(case.work.bytes > 0 for case in cases)
 
@@ -339,7 +339,7 @@ def test_every_operator_is_counted() -> None:
 def test_bytes_are_those_of_the_inputs() -> None:
     """The count is that of the tensors that are made, for operators that read all of them."""
     counted = {"linear", "matmul", "rms_norm", "softmax", "attention"}
-    cases = plan_cases(list(bench_names()), BenchSizes(m=(4,), k=16, n=8), "cpu", ("float16",))
+    cases = plan_cases(list(bench_names()), Sizes(m=(4,), k=16, n=8), "cpu", ("float16",))
     assert {case.operator for case in cases} >= counted
     for case in cases:
         if case.operator in counted:

@@ -17,7 +17,7 @@ from nondet.bench import ranks
 from nondet.bench.cells import BenchCase, PerfCounter, groups_of, plan_cases
 from nondet.bench.collect import bits_row, collect, implementations_of, kernels_at, planned_keys
 from nondet.cli import main
-from nondet.core.operator import BenchSizes
+from nondet.core.operator import Sizes
 from nondet.core.records import Cell, Limit, Row, Run, Status
 from nondet.core.runfile import open_run, read_run
 from nondet.errors import UnknownNameError
@@ -47,7 +47,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> PerfCounter:
 
 
 def cases() -> list[BenchCase]:
-    return plan_cases(["linear"], BenchSizes(m=(1, 4), k=32, n=16), "cpu", None)
+    return plan_cases(["linear"], Sizes(m=(1, 4), k=32, n=16), "cpu", None)
 
 
 def test_a_run_has_limits_bits_and_cells(calls: dict[str, Any], watch: PerfCounter) -> None:
@@ -180,7 +180,7 @@ def test_stock_stands_for_its_backends() -> None:
 
 def test_bits_tell_one_class_from_two() -> None:
     """A product whose order depends on M parts; one that takes every row alone does not. Ends are computed twice."""
-    group = plan_cases(["linear"], BenchSizes(m=(1, 2, 40), k=300, n=8), "cpu", None)
+    group = plan_cases(["linear"], Sizes(m=(1, 2, 40), k=300, n=8), "cpu", None)
 
     def by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.stack([(row * weight).sum(-1) for row in x])
@@ -198,7 +198,7 @@ def test_bits_tell_one_class_from_two() -> None:
 
 def test_bits_of_attention_join_decode_and_prefill() -> None:
     """The last query is asked alone, beside others and in its prefill: what treats them apart must part."""
-    group = groups_of(plan_cases(["attention"], BenchSizes(m=(1, 3), k=24), "cpu", None))[0]
+    group = groups_of(plan_cases(["attention"], Sizes(m=(1, 3), k=24), "cpu", None))[0]
 
     def apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(q)
@@ -213,7 +213,7 @@ def test_bits_of_attention_join_decode_and_prefill() -> None:
 
 def test_every_output_counts() -> None:
     """An operator with two outputs parts where the second does: a residual is part of what the next layer reads."""
-    group = plan_cases(["rms-norm-residual"], BenchSizes(m=(1, 4), k=16), "cpu", None)
+    group = plan_cases(["rms-norm-residual"], Sizes(m=(1, 4), k=16), "cpu", None)
 
     def apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x * weight, residual + x.shape[0]
@@ -224,7 +224,7 @@ def test_every_output_counts() -> None:
 
 def test_kernels_go_to_their_cells() -> None:
     """The profiler's names are found by M, by batch and for a prefill; a cell that was not profiled has none."""
-    sizes = plan_cases(["linear"], BenchSizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
+    sizes = plan_cases(["linear"], Sizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
     row = Row(
         probe="bench", case="c", operator="linear", shape={}, dtype="float32", device="cuda", inputs="bell",
         varied="batch_size", impl="stock", status="identical", values=[1, 8], kernel_sets=[["gemv"], ["gemm"]],

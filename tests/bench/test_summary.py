@@ -11,7 +11,7 @@ import pytest
 
 from nondet.bench.cells import plan_cases
 from nondet.bench.summary import Comparison, best_stock, check_runs, compare, failures, is_stock, sections
-from nondet.core.operator import BenchSizes
+from nondet.core.operator import Sizes
 from nondet.core.records import Cell, Row, Run, Status, Timed
 from nondet.core.runfile import read_run
 from tests.build import bench_run, cell, failed, row, run_of, timed
@@ -311,6 +311,6 @@ def test_the_checks_of_ci_have_their_kept_runs() -> None:
             assert place.case in found[0]
         if words is kernels:
             rows = tuple(int(words[i + 1]) for i, name in enumerate(words) if name == "--m")
-            sizes = BenchSizes(m=rows, k=int(options["--k"]), n=int(options["--n"]), jigsaw=False)
+            sizes = Sizes(m=rows, k=int(options["--k"]), n=int(options["--n"]), jigsaw=False)
             assert {c.name for c in plan_cases(operators, sizes, "cpu", None)} == {c.case for c in kept.cells}
             assert {c.method for c in kept.cells} == {"process_time"}

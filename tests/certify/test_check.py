@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.certify.check import ask, estimate, row_key, suspicion
-from nondet.certify.plan import Assignment, Call, ProductQuestion, RowsQuestion
+from nondet.certify.check import ask, estimate, row_key, where_it_differs
+from nondet.certify.plan import Assignment, Call, Question
 from nondet.core.certificates import Certificates
 from nondet.core.proof import PRODUCT_INPUTS
 from nondet.core.records import Row, Status
@@ -78,8 +78,8 @@ def wrong_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return chain(x, weight, bias).double()
 
 
-def question(dtype: str = "bfloat16", layout: str = "nt", values: tuple[int, ...] = BATCHES) -> ProductQuestion:
-    return ProductQuestion(
+def question(dtype: str = "bfloat16", layout: str = "nt", values: tuple[int, ...] = BATCHES) -> Question:
+    return Question(
         operator="linear",
         cls="cpu-tiles",
         dtype=dtype,
@@ -121,11 +121,9 @@ def test_another_tile_holds_and_another_order_does_not(kept: Certificates, dtype
 
 
 WRONG_WAYS: list[tuple[str, Call, list[int], str]] = [
-    ("only M = 1", wrong_at(lambda m: m == 1), [1], "only at M = 1"),
-    ("small batches", wrong_at(lambda m: m <= 7), [1, 2, 7], "M <= 7, not from 16 on"),
-    ("large batches", wrong_at(lambda m: m >= 16), [16, 33], "from M = 16 on"),
-    ("tails", wrong_at(lambda m: m % 2 > 0), [1, 7, 33], "no multiple of 2"),
-    ("one in between", wrong_at(lambda m: m == 7), [7], "M = 7 of those tried"),
+    ("only M = 1", wrong_at(lambda m: m == 1), [1], "at M = 1, not at 2, 7, 16, 33"),
+    ("large batches", wrong_at(lambda m: m >= 16), [16, 33], "at M = 16, 33, not at 1, 2, 7"),
+    ("tails", wrong_at(lambda m: m % 2 > 0), [1, 7, 33], "at M = 1, 7, 33, not at 2, 16"),
 ]
 
 
@@ -239,11 +237,12 @@ def test_rows_are_keyed_so_that_a_run_resumes(kept: Certificates) -> None:
     assert put(chain, kept).key == row_key(question(), "member")
 
 
-def test_suspicions_of_forms() -> None:
-    """Named variants are told apart by name, and a pattern that is all of them is not called a choice."""
-    said = suspicion("form", ["prefill", "decode"], ["decode"], alike=False)
-    assert said == "differs for decode; not for prefill"
-    assert "depends on the batch" in suspicion("form", ["prefill", "decode"], ["prefill", "decode"], alike=False)
+def test_where_forms_differ() -> None:
+    """Variants are named; one order of its own at all of them is not said to depend on the batch."""
+    forms = ["prefill", "decode"]
+    assert where_it_differs("form", forms, ["decode"], alike=False) == "differs at form = decode, not at prefill"
+    assert "depends on the batch" in where_it_differs("form", forms, forms, alike=False)
+    assert "depends on the batch" not in where_it_differs("form", forms, forms, alike=True)
 
 
 def test_rows_that_share_a_sum_are_caught(kept: Certificates) -> None:
@@ -253,7 +252,7 @@ def test_rows_that_share_a_sum_are_caught(kept: Certificates) -> None:
         e = torch.exp(x - x.amax(-1, keepdim=True))
         return e / (e.sum(-1, keepdim=True) if x.shape[0] % 2 else e.flip(-1).cumsum(-1)[:, -1:])
 
-    one = RowsQuestion(
+    one = Question(
         operator="softmax",
         cls="cpu-rows",
         dtype="float32",
@@ -263,7 +262,6 @@ def test_rows_that_share_a_sum_are_caught(kept: Certificates) -> None:
         values=(1, 2, 3, 4, 15),
         kinds=("bell", "outlier"),
         one_row=True,
-        outlier_scale=2.0**-8,
     )
     (row,) = ask(one, {"paired": paired}, paired, kept)
     assert row.extra["left_at"] == [2, 4]

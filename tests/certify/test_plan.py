@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nondet.certify.check import ask, row_key
-from nondet.certify.plan import AttentionQuestion, GroupedQuestion, ProductQuestion, RowsQuestion, Wish, plan
+from nondet.certify.plan import AttentionQuestion, GroupedQuestion, Question, Wish, plan
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
 from nondet.core.operator import INVARIANT, ONE_ROW
@@ -26,9 +26,9 @@ from tests.build import linear, split_k
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _linear(shape: dict[str, int], layout: str, values: tuple[int, ...]) -> ProductQuestion:
+def _linear(shape: dict[str, int], layout: str, values: tuple[int, ...]) -> Question:
     about: dict[str, Any] = {"dtype": "float16", "device": DEVICE, "kinds": ("order",)}
-    return ProductQuestion(operator="linear", cls="chain", shape=shape, layout=layout, values=values, **about)
+    return Question(operator="linear", cls="chain", shape=shape, layout=layout, values=values, **about)
 
 
 @pytest.mark.parametrize("width", [1, 5, 300, 1000, 4096, 17000])
@@ -56,7 +56,7 @@ def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
     rows: list[Row] = []
     for operator, layout in (("linear", "nt, bias"), ("matmul", "nn"), ("matmul", "tn")):
         shape = {"K": 70, "N": 33}
-        one = ProductQuestion(operator=operator, cls="chain", shape=shape, layout=layout, values=(1, 17), **common)
+        one = Question(operator=operator, cls="chain", shape=shape, layout=layout, values=(1, 17), **common)
         tiles = getattr(members, f"triton_tiles_{operator}")("float16")
         rows += ask(one, dict(list(tiles.items())[:2]), getattr(members, f"chain_anchor_{operator}"), kept)
     grouped = GroupedQuestion(
@@ -67,7 +67,7 @@ def test_triton_members_are_wired_to_their_anchors(kept: Certificates) -> None:
     for operator in ("rms_norm", "rms_norm_residual", "softmax", "logsumexp", "cross_entropy"):
         call = load_object(f"nondet.kernels.rows.cuda:{operator}")
         common["kinds"] = ("bell", "wide")
-        one_row = RowsQuestion(
+        one_row = Question(
             operator=operator, cls="lanes", shape={"W": 300}, layout="strided", values=(1, 5), one_row=True, **common
         )
         rows += ask(one_row, {operator: call}, call, kept)
@@ -212,6 +212,6 @@ def test_the_plan_for_a_gpu_asks_every_class_and_member() -> None:
     assert {"invariant", "cublaslt"} < main_shape.members.keys()
     assert any(name.startswith("tma/") for name in main_shape.members)
     assert {1, 17, 4096} <= set(main_shape.question.values)
-    few = plan(Wish(device="cuda", operators=("linear",), members=("cublaslt",), m=40, k=256, n=100))
+    few = plan(Wish(device="cuda", operators=("linear",), members=("cublaslt",), m=(40,), k=256, n=100))
     assert {name for one in few for name in one.members} == {"cublaslt", "cublaslt/1", "cublaslt/2", "cublaslt/3"}
     assert {one.question.values[-1] for one in few} == {40}

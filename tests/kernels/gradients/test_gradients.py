@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import nondet
 from nondet.certify.check import ask
-from nondet.certify.plan import RowsQuestion, Wish, plan
+from nondet.certify.plan import Wish, plan
 from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
@@ -59,9 +59,8 @@ def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device
 @pytest.mark.parametrize("name", FORWARD)
 def test_certify_proves_it_and_refutes_what_follows_the_batch(name: str, kept: Certificates) -> None:
     """A member that changes one bit's worth of its results in batches above 7 is excluded exactly there."""
-    (first, *_) = plan(Wish("cpu", operators=(name,), dtypes=("float32",), m=9, k=48, inputs=("bell",)))
+    (first, *_) = plan(Wish(device="cpu", operators=(name,), dtypes=("float32",), m=(9,), k=48, inputs=("bell",)))
     question = first.question
-    assert isinstance(question, RowsQuestion)
     ours = first.members["invariant"]
 
     def follows(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
