@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.core.compare import same
-from nondet.core.inputs import EXACT, generator, make
+from nondet.core.inputs import EXACT
 from nondet.core.measure import Trial
+from nondet.core.operands import of_attention
 from nondet.errors import WrongResultError, reason_of
 from nondet.kernels import reference
 from nondet.probes import base
@@ -130,25 +131,7 @@ class Attention(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
-        B, T, D = case.shape["B"], case.shape["Tk"], case.shape["D"]
-        dtype, kind = case.torch_dtype, case.inputs
-        rng = generator(seed, device)
-        of_q, of_k = {"outlier": ("bell", "outlier"), "positive": ("positive", "positive")}.get(kind, ("bell", "bell"))
-        q = make(of_q, (B, case.shape["Hq"], case.shape["Tq"], D), dtype, device, rng)
-        k = make(of_k, (B, case.shape["Hkv"], T, D), dtype, device, rng)
-        wide = (B, case.shape["Hkv"], case.shape.get("Dv", D), T)
-        v = make("bell" if kind == "mixed" else kind, wide, dtype, device, rng).mT.contiguous()
-        if kind in ("order", "mixed"):  # a key's twin has its weight, and the negative of its value: the result is 0
-            places = torch.randperm(T // 2, generator=rng, device=device)
-            every = slice(None) if kind == "order" else slice(1, None, 2)
-            for x, sign in ((k[every], 1), (v[every], -1)):
-                x[:, :, T // 2 : T // 2 * 2] = sign * x[:, :, places]
-            v[every, :, T // 2 * 2 :] = 0
-        elif kind in EXACT:
-            q.zero_()  # all weights are 1 / Tk; in each column some sixteenths of the values are 1, the others 0
-            ones = torch.randint(1, 16, (*v.shape[:2], 1, v.shape[3]), generator=rng, device=device) * T // 16
-            turned = torch.randint(0, T, ones.shape, generator=rng, device=device)
-            v = ((torch.arange(T, device=device)[:, None] + turned) % T < ones).to(dtype)
+        q, k, v = of_attention(case.inputs, "", case.shape, case.torch_dtype, device, seed)
         return {"q": q, "k": k, "v": v}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:

@@ -162,7 +162,7 @@ ATTENTION = Operator(
         Operand(("B", "Hkv", "Tk", "D")),
         Operand(("B", "Hkv", "Tk", "D")),
     ),
-    bench=Bench(cells=_cells, work=_work, group=("Tk",), company="queries"),
+    bench=Bench(cells=_cells, work=_work, group=("Tk",)),
     drawn_by="nondet.core.operands:of_attention",
     questions=_questions,
 )

@@ -16,9 +16,10 @@ import torch
 
 from nondet.bench.work import FP8, ITEM_BYTES, Work, bench_of, timed_operators, work_of
 from nondet.core.inputs import generator, make
-from nondet.core.operator import Operand, Sizes, tile_borders
+from nondet.core.operands import drawn, rows_of
+from nondet.core.operator import Sizes, tile_borders
 from nondet.core.records import Cell, Limit, Row, Status, Timed
-from nondet.core.registry import load_implementation, load_object, operators
+from nondet.core.registry import load_implementation, operators
 from nondet.errors import UnknownNameError, UserError
 
 # Timing. A *replay* makes `calls` calls that walk over `sets` sets of buffers. On CUDA it is one replay of a graph, so
@@ -336,14 +337,17 @@ class BenchCase:
         """What one call must move and compute."""
         return work_of(self.operator, self.shape, self.dtype)
 
-    @property
-    def company(self) -> str:
-        """As `Bench.company` of the operator."""
-        return bench_of(self.operator).company
-
     def resized(self, size: int) -> BenchCase:
         """The same with another size on the axis."""
         return replace(self, shape={**self.shape, self.axis: size})
+
+    def inputs(self, device: str, rng: torch.Generator) -> tuple[Any, ...]:
+        """One set of fresh inputs, in the order of the operator's signature (`nondet.kernels.reference`)."""
+        return drawn(operators()[self.operator], self.shape, self.torch_dtype, device, rng)
+
+    def first_rows(self, inputs: tuple[Any, ...], m: int) -> tuple[Any, ...]:
+        """The same inputs with the first m rows of the batch only; weights are unchanged."""
+        return rows_of(operators()[self.operator], self.shape, inputs, 0, m)
 
 
 def groups_of(cases: Sequence[BenchCase]) -> list[list[BenchCase]]:
@@ -400,34 +404,6 @@ def plan_cases(names: Iterable[str], sizes: Sizes, device: str, dtypes: tuple[st
         given, only = ", ".join(dtypes or ()), f"FP8 products take {FP8}, others do not."
         raise UserError(f"--dtype {given}: {', '.join(wanted)} is not timed in it", only)
     return cases
-
-
-def arguments(case: BenchCase, device: str, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """One set of fresh inputs of the case, in the order of the operator's signature (`nondet.kernels.reference`)."""
-    shape, tensors = case.shape, []
-    for operand in operators()[case.operator].operands:
-        size = tuple(shape[axis] for axis in operand.axes)
-        if operand.made_by is not None:
-            tensors.append(load_object(operand.made_by)(shape, device))
-        elif operand.below is not None:
-            tensors.append(torch.randint(0, shape[operand.below], size, device=device, generator=rng))
-        else:
-            drawn = make("bell", size, case.torch_dtype, device, rng)
-            tensors.append(drawn.transpose(-1, -2) if operand.transposed else drawn)
-    return tuple(tensors)
-
-
-def first_rows(case: BenchCase, whole: tuple[torch.Tensor, ...], m: int) -> tuple[torch.Tensor, ...]:
-    """The same inputs with the first m rows of the batch only; weights are unchanged."""
-    shape = {**case.shape, case.axis: m}
-
-    def part(operand: Operand, x: torch.Tensor) -> torch.Tensor:
-        if operand.made_by is not None:
-            return load_object(operand.made_by)(shape, str(whole[0].device))
-        return x[:m] if operand.axes[0] == case.axis else x
-
-    operands = operators()[case.operator].operands
-    return tuple(part(operand, x) for operand, x in zip(operands, whole, strict=True))
 
 
 _SIZES = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")

@@ -18,9 +18,7 @@ from nondet.bench.cells import (
     Failure,
     Key,
     Stopwatch,
-    arguments,
     fault,
-    first_rows,
     groups_of,
     interleave,
     limit_names,
@@ -53,14 +51,14 @@ def _row_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torc
     if len(rows) == 1:
         rows.append(2)
     widest = group[0].resized(rows[-1])
-    whole = arguments(widest, device, rng)
+    whole = widest.inputs(device, rng)
 
     def compute(inputs: Rows) -> Rows:
         out = call(*inputs)
         return tuple(x[:1] for x in (out if isinstance(out, tuple) else (out,)))
 
     for m in rows:
-        yield m, partial(compute, first_rows(widest, whole, m))
+        yield m, partial(compute, widest.first_rows(whole, m))
 
 
 def _query_variants(group: Sequence[BenchCase], call: Call, device: str, rng: torch.Generator) -> Iterator[Variant]:
@@ -72,14 +70,14 @@ def _query_variants(group: Sequence[BenchCase], call: Call, device: str, rng: to
         batches.append(2)
     largest = widest.resized(max(batches))
     s = largest.shape
-    _, k, v = arguments(largest, device, rng)
+    _, k, v = largest.inputs(device, rng)
     prompt = 1 if prefill is None else prefill.shape["Tq"]
     q = make("bell", (1, s["Hq"], prompt, s["D"]), widest.torch_dtype, device, rng)
-    company = make("bell", (s["B"], s["Hq"], 1, s["D"]), widest.torch_dtype, device, rng)
-    company[:1] = q[:, :, -1:]
+    others = make("bell", (s["B"], s["Hq"], 1, s["D"]), widest.torch_dtype, device, rng)
+    others[:1] = q[:, :, -1:]
 
     def decode(b: int) -> Rows:
-        return (call(company[:b], k[:b], v[:b])[:1],)
+        return (call(others[:b], k[:b], v[:b])[:1],)
 
     for b in batches:
         yield f"decode B={b}", partial(decode, b)
@@ -87,14 +85,15 @@ def _query_variants(group: Sequence[BenchCase], call: Call, device: str, rng: to
         yield "prefill", lambda: (call(q, k[:1], v[:1])[:, :, -1:],)
 
 
-_VARIANTS = {"rows": _row_variants, "queries": _query_variants}
+def _of_queries(group: Sequence[BenchCase]) -> bool:
+    return "Tq" in group[0].shape
 
 
 def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
     """The row of a group under one implementation, with everything but figures."""
     first = group[0]
     title, varied = f"{first.section} {first.group}: row 0 of M rows", "batch_size"
-    if first.company == "queries":
+    if _of_queries(group):
         title, varied = f"attention {first.group}: the last query, in company of other sizes", "query_chunk"
     return first.row(impl, device, "Tq", case=title, inputs="bell", varied=varied)
 
@@ -102,7 +101,7 @@ def bits_head(group: Sequence[BenchCase], impl: str, device: str) -> Row:
 def bits_row(group: Sequence[BenchCase], impl: str, call: Call, device: str, seed: int) -> Row:
     """Compute all variants, those that need it twice, and describe their classes. Raises what the kernel raises."""
     started = time.perf_counter()
-    variants = _VARIANTS[group[0].company]
+    variants = _query_variants if _of_queries(group) else _row_variants
     trials = [Trial(value, compute) for value, compute in variants(group, call, device, generator(seed, device))]
 
     def joined(rows: Rows) -> torch.Tensor:  # views are joined here, so that the copy is not among the profiled kernels
@@ -221,7 +220,7 @@ def _cell(
     samples: dict[str, list[float]] = {}
     try:
         rng = generator(seed, device)
-        sets = [arguments(case, device, rng) for _ in range(turns.sets)]
+        sets = [case.inputs(device, rng) for _ in range(turns.sets)]
         expected = _expected(calls, sets[0], device)
         for name, call in calls.items():
             with kept_warnings() as caught, listen() as notes:

@@ -76,8 +76,6 @@ class Bench:
         group: Axes whose sizes the cases of a group share. They should give equal bits; they differ in the batch axis.
         options: Options of the command line that its sizes follow, in addition to --m and --k: "n", "jigsaw".
         fp8: Operands are float8_e4m3fn, whatever dtype is requested, and `work` counts bytes.
-        company: What the bits of a group's cases are compared over: "rows" (row 0 among M), or "queries" (the last
-            query decoded solo, with other requests, and at the end of a prefill).
     """
 
     cells: Callable[[Sizes, str], list[BenchCell]]
@@ -85,7 +83,6 @@ class Bench:
     group: tuple[str, ...]
     options: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
-    company: str = "rows"
     fp8: bool = False
 
 

@@ -14,9 +14,7 @@ import torch
 from nondet.bench.cells import (
     CudaGraphs,
     PerfCounter,
-    arguments,
     bench_names,
-    first_rows,
     interleave,
     limit_names,
     measure_limit,
@@ -73,7 +71,7 @@ def test_linear_and_matmul_mean_what_they_say() -> None:
     """linear is a batch times a layer's weight [N, K]; matmul is a [M, K] times b [K, N], as everywhere else."""
     for name, weight in (("linear", (7, 5)), ("matmul", (5, 7))):
         (case,) = plan_cases([name], Sizes(m=(3,), k=5, n=7), "cpu", None)
-        a, b = arguments(case, "cpu", generator(0, "cpu"))
+        a, b = case.inputs("cpu", generator(0, "cpu"))
         assert (case.operator, case.section, tuple(a.shape), tuple(b.shape)) == (name, name, (3, 5), weight)
         assert load_implementation(name, "stock", "cpu").call(a, b).shape == (3, 7)
         try:
@@ -86,14 +84,14 @@ def test_fp8_products_are_timed_in_fp8_alone() -> None:
     """Operands of float8, by rows and by blocks, a row's scales the same in any batch; another dtype is one line."""
     rows, blocks = plan_cases(["scaled-matmul"], Sizes(m=(3,), k=300, n=200), "cpu", None)
     for case, shapes in ((rows, ((3, 1), (1, 200))), (blocks, ((3, 3), (3, 2)))):
-        a, b, scale_a, scale_b, dtype = given = arguments(case, "cpu", generator(0, "cpu"))
+        a, b, scale_a, scale_b, dtype = given = case.inputs("cpu", generator(0, "cpu"))
         assert (a.shape, b.shape, b.stride()) == ((3, 300), (300, 200), (1, 300))
         assert {a.dtype, b.dtype} == {torch.float8_e4m3fn}
         assert (scale_a.shape, scale_b.shape) == shapes
         assert min(float(scale_a.min()), float(scale_b.min())) > 0
         call = load_implementation("scaled_matmul", "invariant", "cpu").call
         whole = call(*given)
-        one = first_rows(case, given, 1)
+        one = case.first_rows(given, 1)
         assert torch.equal(one[2], scale_a[:1])
         assert torch.equal(call(*one), whole[:1])
         assert whole.dtype == dtype == torch.bfloat16
@@ -157,12 +155,12 @@ def test_the_first_rows_keep_the_weights() -> None:
     for name in ("linear", "matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
         n = 8 if name in ("linear", "matmul", "grouped") else None
         (case,) = plan_cases([name], Sizes(m=(6,), k=8, n=n), "cpu", None)
-        whole = arguments(case, "cpu", generator(0, "cpu"))
-        part = first_rows(case, whole, 2)
+        whole = case.inputs("cpu", generator(0, "cpu"))
+        part = case.first_rows(whole, 2)
         assert part[0].shape[0] == 2
         assert torch.equal(part[0], whole[0][:2])
         assert name == "softmax" or torch.equal(part[1], whole[1][:2] if name == "rms-norm-residual" else whole[1])
-    assert first_rows(case, whole, 2)[2].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert case.first_rows(whole, 2)[2].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
 
 
 # Timing: rotating buffers, replays in turn, medians; with a clock made by hand, so that every figure is known.
@@ -343,7 +341,7 @@ def test_bytes_are_those_of_the_inputs() -> None:
     assert {case.operator for case in cases} >= counted
     for case in cases:
         if case.operator in counted:
-            inputs = arguments(case, "cpu", generator(0, "cpu"))
+            inputs = case.inputs("cpu", generator(0, "cpu"))
             read = sum(x.numel() * x.element_size() for x in inputs)
             product = case.operator in ("linear", "matmul")
             written = case.shape["M"] * case.shape["N"] * 2 if product else inputs[0].nbytes
