@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nondet.core.compare import identical
-from nondet.core.inputs import KINDS
+from nondet.core.inputs import KINDS, placed
 from nondet.core.measure import Trial
 from nondet.core.processes import free_gpu_memory, free_memory
 from nondet.core.registry import misfit
@@ -478,16 +478,10 @@ def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
 
 
 def _shifted(call: Call, operator: Operator, shift: int) -> torch.Tensor:
-    return call.replaced(_at_address(x, shift) if x.is_floating_point() else x for x in call.tensors).ask(operator)
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
 
-
-def _at_address(x: torch.Tensor, shift: int) -> torch.Tensor:
-    """The same numbers and strides, starting `shift` elements past an aligned address."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    boundary = 64 // x.element_size()
-    storage = x.new_zeros(extent + 2 * boundary + shift)
-    start = (-storage.data_ptr() // x.element_size()) % boundary + shift
-    return storage.as_strided(x.shape, x.stride(), start).copy_(x)
+    return call.replaced(map(of, call.tensors)).ask(operator)
 
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
@@ -634,6 +628,28 @@ def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
         target[start : start + len(part)].copy_(part)
         start += len(part)
     return target
+
+
+def batch_trials(
+    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
+) -> Iterator[Trial]:
+    """The variants of a case over the rows of a batch: the first of them in batches of M for every M, at every position
+    of one batch, all of them again and again; or one of `AXES`.
+
+    Args:
+        compute: compute(x [M, ...]) -> [M, ...].
+        x: The batch, or the indices of its rows.
+        rows: How many are compared.
+        call, whole: Give the call whose rows are compared in one of `AXES`, and its operator.
+    """
+    if case.varied in AXES:
+        yield from shared_trials(case.varied, call(), whole)
+    elif case.varied == "position":
+        yield Trial(0, partial(at_every_place, compute, x[:rows], case.shape["M"]), many=True)
+    else:
+        for value in case.data["values"]:
+            again = case.varied == "run"
+            yield Trial(value, partial(compute, x) if again else partial(in_batches, compute, x, rows, value))
 
 
 def at_every_place(operator: Operator, x: torch.Tensor, places: int) -> torch.Tensor:

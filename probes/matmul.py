@@ -19,6 +19,7 @@ import torch
 from nondet.core.compare import bits, identical
 from nondet.core.inputs import EXACT, generator, make, product_operands
 from nondet.core.measure import LISTED_VARIANTS, Trial
+from nondet.core.operands import laid_out
 from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.probes import base
@@ -141,7 +142,6 @@ _LAYOUTS = (
 )
 # Columns that are left out, so that a tuner which identifies a product by K and N sees a new one: for products whose
 # first call has one row, and for those whose first has many. No sound rule of N has the one and not the other.
-# has one row, and of those whose first has many. No rule of N that is sound has the one and not the other.
 _ANEW = ((1, 4), (2, 3))
 _OWN_NUMBERS = ("denormal", "infinite")
 
@@ -221,12 +221,9 @@ class Matmul(Probe):
             bias = make(kind, (N,), case.torch_dtype, device, generator(seed + 2, device))
             # as small as the rounding errors: a larger bias would hide them
             bias *= 2.0**-14 if case.inputs in ("order", "mixed") else 1.0
-        elif layout == "columns of a wider weight":
-            w = torch.nn.functional.pad(w, (0, 8))[:, :K]
         elif layout == "rows of a fused weight":
             w = torch.cat([w, w, w])[N : 2 * N]
-        elif layout == "weight stored [K, N]":
-            w = w.mT.contiguous().mT
+        w = laid_out(w, {"columns of a wider weight": "strided", "weight stored [K, N]": "columns"}.get(layout, ""))
         x = x.repeat(M, 1) if "map" in case.data else x
         return {"x": x, "w": w, "bias": bias}
 
@@ -250,20 +247,12 @@ class Matmul(Probe):
         elif "map" in case.data:
             for M in case.data["values"]:
                 yield Trial(M, partial(operator, x[:M], w))
-        elif case.varied == "position":
-            yield Trial(0, partial(base.at_every_place, product, x, case.shape["M"]), many=True)
-        elif case.varied == "run":
-            for run in case.data["values"]:
-                yield Trial(run, partial(operator, x, w))
         elif case.data.get("anew"):
             for i, what in enumerate(("one row", "many rows")):
                 yield Trial(f"{what} first", partial(_anew, operator, _call(inputs), i))
-        elif case.varied in base.AXES:
-            yield from base.shared_trials(case.varied, _call(inputs), operator)
         else:
-            laid_out = partial(_in_layout, product, case.data["layout"])
-            for M in case.data["values"]:
-                yield Trial(M, partial(base.in_batches, laid_out, x, _ROWS, M))
+            compute = partial(_in_layout, product, case.data["layout"])
+            yield from base.batch_trials(case, compute, x, _ROWS, partial(_call, inputs), operator)
 
     def join(self, case: Case, parts: Any) -> torch.Tensor:
         """For a map, two rows that represent all rows of a call."""
@@ -394,12 +383,8 @@ def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
 
 
 def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:
-    if layout == "x stored [K, M]":
-        x = x.mT.contiguous().mT
-    if layout == "strided rows":
-        x = torch.nn.functional.pad(x, (0, x.shape[1]))[:, : x.shape[1]]
     if layout != "3-D":
-        return product(x)
+        return product(laid_out(x, {"x stored [K, M]": "columns", "strided rows": "strided"}.get(layout, "")))
     requests = max(d for d in (1, 2, 3, 4) if len(x) % d == 0)
     return product(x.view(requests, len(x) // requests, -1)).flatten(0, 1)
 

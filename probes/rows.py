@@ -149,18 +149,12 @@ class RowProbe(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The rows in batches of M for every M; at every position of one batch; or with other rows."""
-        x, weights, rows = inputs["x"], inputs["weights"], case.data["rows"]
+        x, weights = inputs["x"], inputs["weights"]
 
         def of_batch(batch: torch.Tensor) -> torch.Tensor:
             return operator(batch, *weights)
 
-        if case.varied == "position":
-            yield Trial(0, partial(base.at_every_place, of_batch, x, case.shape["M"]), many=True)
-        elif case.varied in base.AXES:
-            yield from base.shared_trials(case.varied, self._call(case, inputs), operator)
-        else:
-            for M in case.data["values"]:
-                yield Trial(M, partial(base.in_batches, of_batch, x, rows, M))
+        return base.batch_trials(case, of_batch, x, case.data["rows"], partial(self._call, case, inputs), operator)
 
     def _call(self, case: Case, inputs: Any) -> base.Call:
         x, weights = inputs["x"], inputs["weights"]

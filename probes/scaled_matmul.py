@@ -107,19 +107,12 @@ class ScaledMatmul(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every position; or the whole call at other moments."""
-        if case.varied in base.AXES:
-            yield from base.shared_trials(case.varied, _call(inputs), _shaped(case, operator))
-            return
-        call = partial(_rows, _shaped(case, operator), case, inputs)
+        shaped = _shaped(case, operator)
         every = torch.arange(len(next(iter(inputs.values()))), device=next(iter(inputs.values())).device)
-        if case.varied == "position":
-            yield Trial(0, partial(base.at_every_place, call, every[:4], case.shape["M"]), many=True)
-            return
-        for value in case.data["values"]:
-            if case.varied == "run":
-                yield Trial(value, partial(call, every))
-            else:
-                yield Trial(value, partial(base.in_batches, call, every, _ROWS, value))
+        rows = 4 if case.varied == "position" else _ROWS
+        return base.batch_trials(
+            case, partial(_rows, shaped, case, inputs), every, rows, partial(_call, inputs), shaped
+        )
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The rows that are compared, in float64, from the quantized operands; None for the quantization itself."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nondet.core.certificates import certificates
-from nondet.core.proof import Claim, product_inputs, prove
+from nondet.core.proof import Claim, established, product_inputs, prove
 from nondet.kernels.all_reduce.chain import agreed, gather_into, prove_on_messages
 from nondet.kernels.all_reduce.orders import tree
 from nondet.kernels.all_reduce.symmetric import reduce_peers
@@ -252,21 +252,18 @@ def tile_stands(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.d
     (_, k), n = x.shape, weight.shape[0]
     member, key = _names(tile, x.dtype, out, k, n, chunks)
     store = certificates(x.device.type)
-    standing = store.standing(member, key)
-    if standing is not None:
-        return standing
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
 
     def made(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.empty(left.shape[0], right.shape[0], dtype=out, device=left.device)
 
     claim = Claim(member, key, lambda a, b: chunk_products(a, b, chunks, made(a, b), tile))
-    rows = 2 * tile.block_m + 3
-    with torch.no_grad():
-        inputs = ((kind, o[:2]) for kind, o in product_inputs(rows, n, k, x.dtype, x.device, kinds=_KINDS))
-        verdict = prove([claim], lambda a, b: chunk_by_chunk(a, b, chunks, made(a, b)), inputs, store)[0]
-    return bool(verdict)
+
+    def prove_now() -> bool | None:
+        drawn = product_inputs(2 * tile.block_m + 3, n, k, x.dtype, x.device, kinds=_KINDS)
+        inputs = ((kind, operands[:2]) for kind, operands in drawn)
+        return prove([claim], lambda a, b: chunk_by_chunk(a, b, chunks, made(a, b)), inputs, store)[0]
+
+    return bool(established(member, key, store, prove_now))
 
 
 def gathered_tree(mine: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:

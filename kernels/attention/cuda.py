@@ -33,7 +33,7 @@ import torch
 from nondet.core import inputs
 from nondet.core.certificates import certificates
 from nondet.core.launch import note
-from nondet.core.proof import Claim, operands_key, prove
+from nondet.core.proof import Claim, established, operands_key, prove
 from nondet.kernels.attention import hopper, triton_kernels
 from nondet.kernels.attention import hopper as hopper_attention
 from nondet.kernels.attention.triton_kernels import SEGMENT as SEGMENT
@@ -380,9 +380,7 @@ def _hopper_key(dtype: torch.dtype, head_dim: int, group: int, causal: bool) -> 
 
 def _settled(at: tuple[Any, ...], member: str, key: str, prove_now: Callable[[], bool | None]) -> bool:
     """The member's proof, made now if it is needed and possible; only a known result is cached."""
-    holds = certificates().standing(member, key)
-    if holds is None and not torch.cuda.is_current_stream_capturing():
-        holds = prove_now()
+    holds = established(member, key, certificates(), prove_now)
     if holds is None:
         return False
     if len(_known) >= _MOST_KNOWN:

@@ -28,8 +28,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nondet.core.certificates import certificates
+from nondet.core.inputs import placed
 from nondet.core.launch import note
-from nondet.core.proof import Claim, distinct, operands_key, product_inputs
+from nondet.core.proof import Claim, distinct, established, operands_key, product_inputs
 from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.matmul import triton_kernels as chain_tiles
@@ -214,16 +215,13 @@ def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tupl
     """The tile and kernel if proven, now if need be; else the anchor's tile with pointers; else NotImplementedError."""
     if INTERPRETED:  # NumPy's products there: they say nothing about the hardware
         return tile, tma
-    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     for one, copied in ((tile, tma), (anchor(x.dtype), False)):
-        holds = certificates().standing(*_named(x, weight, one, copied))
-        if holds is None and not capturing:
-            holds = prove(x, weight, one, copied)
-        if holds:
+        named = _named(x, weight, one, copied)
+        if established(*named, certificates(), functools.partial(prove, x, weight, one, copied)):
             return one, copied
     raise NotImplementedError(
-        "no grouped product is proven to be of class chain for this dtype, K, N and layout"
-        + ("; run the product once before the capture" if capturing else " on this machine")
+        "no grouped product is proven to be of class chain for this dtype, K, N and layout on this machine; before a "
+        "CUDA graph is captured, run it once"
     )
 
 
@@ -259,11 +257,11 @@ def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool 
     step = x.stride(0) if x.shape[0] > 1 else depth
     inner = weight.stride()[1:]
     outer = columns * inner[1] if inner[0] == 1 else 1 + (depth - 1) * inner[0] + (columns - 1) * inner[1]
-    aligned = _alignment(x, weight) == 16
+    offset = 0 if _alignment(x, weight) == 16 else 1
 
     def member(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
-        packed = _laid(left.flatten(0, 1), (step, 1), aligned)
-        return grouped_chain(packed, _laid(right.mT, (outer, *inner), aligned), offsets, tile, tma)
+        packed = placed(left.flatten(0, 1), (step, 1), offset)
+        return grouped_chain(packed, placed(right.mT, (outer, *inner), offset), offsets, tile, tma)
 
     def plain(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
         return matmul_chain(left, right.mT, tile=anchor(x.dtype)).flatten(0, 1)
@@ -272,12 +270,6 @@ def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool 
     with torch.no_grad():
         inputs = product_inputs(rows, columns, depth, x.dtype, x.device, batch=3)
         return prove_by_bits([claim], plain, inputs, certificates())[0]
-
-
-def _laid(x: torch.Tensor, strides: tuple[int, ...], aligned: bool) -> torch.Tensor:
-    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
-    offset = 0 if aligned else 1
-    return x.new_empty(span + offset).as_strided(x.shape, strides, offset).copy_(x)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

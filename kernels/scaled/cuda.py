@@ -28,7 +28,7 @@ import triton.language as tl
 
 from nondet.core.certificates import certificates
 from nondet.core.launch import note
-from nondet.core.proof import PRODUCT_INPUTS, Claim, operands_key
+from nondet.core.proof import PRODUCT_INPUTS, Claim, established, operands_key
 from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.matmul.triton_kernels import Tile, tile_offsets
 from nondet.kernels.scaled import cpu
@@ -261,11 +261,8 @@ def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype,
     form = "block" if blocked else "row"
     for one in dict.fromkeys((tile, ANCHOR)):
         member = f"triton {one.name}"
-        holds = certificates().standing(member, key)
-        if holds is None and not torch.cuda.is_current_stream_capturing():
-            alone, ours = partial(_and_few, ANCHOR, dtype), partial(_and_few, one, dtype)
-            holds = _prove(a, b, (form, _ROWS_PROVEN), alone, Claim(member, key, ours))
-        if holds:
+        alone, ours = partial(_and_few, ANCHOR, dtype), partial(_and_few, one, dtype)
+        if _stands(a, b, (form, _ROWS_PROVEN), alone, Claim(member, key, ours)):
             return one
     raise NotImplementedError("no FP8 product is proven to be of class chain-fp8 here, for these dtypes, K, N, layout")
 
@@ -283,12 +280,9 @@ def _library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None
     about = (form, rows, None if bias is None else bias.dtype, torch._C._get_sm_carveout_experimental())
     key = _written(a.dtype, b.dtype, dtype, *b.shape, 1, *b.stride(), 16, *about, *_room())
     for step in (1,) if form != "block" else _STEPS if rows < _STEPS[1] else _STEPS[:1]:
-        holds = certificates().standing(_named(step), key)
-        if holds is None and not torch.cuda.is_current_stream_capturing():
-            products = (partial(scaled_matmul, tile=ANCHOR), partial(library, step=step))
-            plain, torchs = (partial(_with_bias, product, dtype, bias) for product in products)
-            holds = _prove(a, b, (form, rows), plain, Claim(_named(step), key, torchs))
-        if holds:
+        products = (partial(scaled_matmul, tile=ANCHOR), partial(library, step=step))
+        plain, torchs = (partial(_with_bias, product, dtype, bias) for product in products)
+        if _stands(a, b, (form, rows), plain, Claim(_named(step), key, torchs)):
             return step
     return None
 
@@ -332,7 +326,7 @@ def _with_bias(
     return product(*given, dtype, bias)
 
 
-def _prove(
+def _stands(
     a: torch.Tensor, b: torch.Tensor, form: tuple[str, int], plain: Callable[..., torch.Tensor], claim: Claim
 ) -> bool | None:
     def inputs() -> Iterator[tuple[str, Operands]]:
@@ -342,8 +336,8 @@ def _prove(
             shift = 0 if _aligned(a, b) == 16 else 1
             yield kind, (_laid(left, a, shift), _laid(right, b, shift), scales[0], scales[1])
 
-    with torch.no_grad():
-        return prove_by_bits([claim], plain, inputs(), certificates())[0]
+    kept = certificates()
+    return established(claim.member, claim.key, kept, lambda: prove_by_bits([claim], plain, inputs(), kept)[0])
 
 
 def _laid(x: torch.Tensor, like: torch.Tensor, shift: int) -> torch.Tensor:

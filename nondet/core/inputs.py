@@ -133,6 +133,14 @@ def order_revealing(
     return x
 
 
+def placed(x: torch.Tensor, strides: tuple[int, ...], offset: int = 0, align: int = 1) -> torch.Tensor:
+    """The same numbers in memory of their own, with these strides, `offset` elements past a multiple of `align`."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
+    storage = x.new_zeros(extent + offset + align - 1)
+    start = -storage.data_ptr() // x.element_size() % align + offset
+    return storage.as_strided(x.shape, strides, start).copy_(x)
+
+
 def product_operands(
     kind: str,
     left: tuple[int, int],

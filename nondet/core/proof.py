@@ -145,6 +145,22 @@ def _check_alive(error: Exception) -> None:
         raise DeviceLostError(f"the CUDA context is lost after: {error}") from sticky
 
 
+def _capturing() -> bool:
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # a torch without CUDA
+        return False
+
+
+def established(member: str, key: str, kept: Certificates, prove_now: Callable[[], bool | None]) -> bool | None:
+    """Whether a member is proven at a key; proven now if that is unknown, unless a CUDA graph is captured."""
+    known = kept.standing(member, key)
+    if known is not None or _capturing():
+        return known
+    with torch.no_grad():
+        return prove_now()
+
+
 def prove(
     claims: Sequence[Claim],
     anchor: Callable[..., torch.Tensor],
