@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from nondet.certify.plan import Assignment, Call, Inputs, Question
 from nondet.core.certificates import Certificates
 from nondet.core.compare import difference, error_against, identical
 from nondet.core.launch import listen, wait_for_device
-from nondet.core.measure import row_of
+from nondet.core.measure import fingerprint, row_of, written_to
 from nondet.core.proof import DeviceLostError, attempt, in_words, operands_key, settings
 from nondet.core.records import Difference, ErrorFigures, Row, Status
 from nondet.errors import UserError
@@ -115,19 +116,16 @@ def ask(
             reference = question.reference(inputs) if kind == "bell" else None
             if reference is not None:
                 anchor_error = error_against(question.part(whole, reference[0]), reference[1])
-            tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-            saved = [x.clone() for x in tensors]
+            written = fingerprint(inputs)
             for name, call in witnesses.items():
                 began = time.perf_counter()
                 _answers(books[name], question, kind, inputs, whole, call, reference)
                 books[name].seconds += time.perf_counter() - began
-                if not all(map(identical, tensors, saved)):
-                    # Later results were of other operands, so they show nothing about its order
+                if written_to(written, inputs):  # its later results were of other operands: they show nothing
                     failed = dict.fromkeys(question.values, "it writes to its operands")
                     books[name] = _Book(seconds=books[name].seconds, failed=failed, refused=False)
-                    for x, before in zip(tensors, saved, strict=True):
-                        x.copy_(before)
-            del inputs, whole, reference, tensors, saved
+                    inputs = question.prepare(kind)
+            del inputs, whole, reference, written
     except DeviceLostError:
         raise
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: reported in every row
@@ -176,16 +174,11 @@ def _answers(
             book.apart.setdefault(value, 0)
             continue
         call.certificates = {}  # its own whole answer is not a variant
-        own = _own(question, inputs, call) if own is None else own
-        alike = own.numel() > 0 and identical(question.part(own, value), tried.result)
+        if own is None:
+            with suppress(Exception):  # reported already, at this variant
+                own = question.answer(inputs, call, question.whole)
+        alike = own is not None and identical(question.part(own, value), tried.result)
         book.differ(value, kind, difference(expected, tried.result), alike)
-
-
-def _own(question: Question, inputs: Inputs, call: Call) -> torch.Tensor:
-    try:
-        return question.answer(inputs, call, question.whole)
-    except Exception:  # noqa: BLE001 - reported already, at this variant
-        return torch.empty(0)
 
 
 def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigures | None) -> Row:
