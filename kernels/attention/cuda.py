@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -311,7 +312,7 @@ def stands(call: Call, way: Way) -> bool:
     known = _known.get(at)
     if known is None:
         form = form_of(call)
-        return _settled(at, way.name, _key(form), lambda: prove_way(form, way, q.device))
+        return _settled(at, way.name, _key(form), partial(prove_way, form, way, q.device))
     return known
 
 
@@ -329,9 +330,8 @@ def hopper_stands(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
     at = (_HOPPER, q.dtype, q.shape[3], group, causal, q.device)
     known = _known.get(at)
     if known is None:
-        key = _hopper_key(q.dtype, q.shape[3], group, causal)
-        prove_now = lambda: prove_hopper(q.dtype, q.shape[3], group, causal, q.device)  # noqa: E731 - a name for the line
-        return _settled(at, _HOPPER, key, prove_now)
+        about = (q.dtype, q.shape[3], group, causal)
+        return _settled(at, _HOPPER, _hopper_key(*about), partial(prove_hopper, *about, q.device))
     return known
 
 
