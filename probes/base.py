@@ -631,7 +631,7 @@ def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def batch_trials(
-    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
+    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Callable[[], Call], whole: Operator
 ) -> Iterator[Trial]:
     """The variants of a case over the rows of a batch: the first of them in batches of M for every M, at every position
     of one batch, all of them again and again; or one of `AXES`.
