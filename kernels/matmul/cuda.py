@@ -33,7 +33,7 @@ import torch
 from nondet.core import inputs
 from nondet.core.certificates import cache_folder, certificates
 from nondet.core.launch import note
-from nondet.core.proof import BIAS_SIZE, Claim, distinct, operands_key
+from nondet.core.proof import BIAS_SIZE, Claim, distinct, established, operands_key
 from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes, hopper_tile
@@ -404,10 +404,10 @@ def stands(
     """Whether the member, bound to a, b and bias, is proven; proven now if that is unknown and allowed."""
     if bound.is_anchor:
         return True
-    known = certificates().standing(bound.name, bound.key)
-    if known is not None or not may_prove:
-        return known
-    return prove([bound], a, b, bias, tf32=tf32, alignment=alignment)[0]
+    if not may_prove:
+        return certificates().standing(bound.name, bound.key)
+    proof = partial(prove, [bound], a, b, bias, tf32=tf32, alignment=alignment)
+    return established(bound.name, bound.key, certificates(), lambda: proof()[0])
 
 
 # The first two have an exact result of zero, so only the rounding errors of the order are left.
@@ -579,7 +579,6 @@ def _choose(
     if k == 0 or alignment < 16 or INTERPRETED:
         return _Plan(_any_layout(a, b), room, "", index), True
     tf32 = class_of(a.dtype) == "chain-tf32"
-    capturing = torch.cuda.is_current_stream_capturing()
     lasting = True
     names: list[str] = []
     if distinct(a) and distinct(b):  # a proof's inputs can't fit where elements overlap in memory
@@ -590,7 +589,7 @@ def _choose(
         bound = member(choice, a, b, bias, tf32=tf32, alignment=alignment)
         if bound is None:
             continue
-        holds = stands(bound, a, b, bias, tf32=tf32, alignment=alignment, may_prove=not capturing)
+        holds = stands(bound, a, b, bias, tf32=tf32, alignment=alignment)
         lasting = lasting and holds is not None
         if holds:
             return _Plan(bound.launch, room, bound.label, index), lasting

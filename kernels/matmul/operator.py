@@ -157,14 +157,8 @@ def _questions(
     full_layouts: tuple[str, ...] = (),
     batched: tuple[str, ...] = (),
 ) -> Questions:
-    """Questions about products with a weight; the first dtype gets every batch size and every member.
-
-    Args:
-        main: The layout in which every layer is tested; "": the first layer represents all.
-        layouts, odd_layouts, full_layouts: Of the first layer, of sizes that are multiples of no tile, and more of the
-            first with --full.
-        batched: Layouts of a product of batches, the others than the first with --full.
-    """
+    """Of every layer in the `main` layout, if any, and of the first layer in the others. The first dtype has
+    every batch size and every member. `odd_layouts`: of sizes that are multiples of no tile."""
 
     def questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
         leading, few = dtype == next(iter(_LAYERS[device])), _FEW[device]

@@ -87,8 +87,7 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     planned = plan_questions(
         Wish(
             device=target, operators=() if "all" in names else tuple(names), impls=tuple(impls), **same,
-            members=tuple(request.member or ()),
-            m=None if request.m is None else (request.m,),
+            members=tuple(request.member or ()), m=None if request.m is None else (request.m,),
             dtypes=tuple(request.dtype) if request.dtype else None,
             inputs=tuple(request.inputs) if request.inputs else None,
             layers=sizes.layers if sizes is not None else (),
