@@ -28,11 +28,12 @@ import numpy as np
 import torch
 
 from nondet.core.certificates import certificates
+from nondet.core.inputs import kept_order_revealing as order_revealing
 from nondet.core.launch import note, proving
 from nondet.core.proof import operands_key
 from nondet.errors import UserError
 from nondet.kernels import originals
-from nondet.kernels.matmul.cpu_tiles import NotInvariantError, Tiles, environment_key, order_rows, proven
+from nondet.kernels.matmul.cpu_tiles import NotInvariantError, Tiles, environment_key, proven
 from nondet.kernels.matmul.cpu_tiles import prove as cpu_tiles_prove
 
 BLOCK = 64  # keys; part of the numerics: another block is another order of reduction
@@ -81,7 +82,7 @@ def products_of(height: int, dim: int) -> tuple[Tiles, Tiles]:
 def _prove_heights(product: Callable[..., None], depth: int, width: int) -> Tiles:
     def case(seed: int) -> tuple[Callable[..., object], tuple[torch.Tensor]]:
         right = _right(product, 1, depth, width, seed)
-        rows = order_rows(max(_HEIGHTS), depth, torch.float32, seed, True)
+        rows = order_revealing(max(_HEIGHTS), depth, torch.float32, seed, negate=True)
         return (lambda x, out: product(x[None], right, out[None])), (rows,)
 
     what = f"cpu_attention {product.__name__} [{depth} x {width}]"
@@ -104,7 +105,7 @@ def _batches(product: Callable[..., None], height: int, depth: int, width: int) 
         most = max(_BATCHES)
         cases: list[tuple[Callable[..., object], Sequence[torch.Tensor]]] = []
         for seed in _SEEDS:
-            left = order_rows(most * height, depth, torch.float32, seed, True).view(most, height, depth)
+            left = order_revealing(most * height, depth, torch.float32, seed, negate=True).view(most, height, depth)
             cases.append((product, (left, _right(product, most, depth, width, seed))))
         return cpu_tiles_prove(
             what,
@@ -118,7 +119,7 @@ def _batches(product: Callable[..., None], height: int, depth: int, width: int) 
 
 
 def _right(product: Callable[..., None], batch: int, depth: int, width: int, seed: int) -> torch.Tensor:
-    x = order_rows(batch * width, depth, torch.float32, seed, False).view(batch, width, depth)
+    x = order_revealing(batch * width, depth, torch.float32, seed, negate=False).view(batch, width, depth)
     return x if product is scores else x.mT.contiguous()
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from nondet.core.inputs import order_revealing
+from nondet.core.inputs import kept_order_revealing as order_revealing
 from nondet.core.launch import note
 from nondet.errors import UserError
 from nondet.kernels import originals
@@ -30,7 +30,6 @@ from nondet.kernels.matmul.cpu_tiles import (
     NotInvariantError,
     Tiles,
     environment_key,
-    order_rows,
     prove,
     proven,
     same_bits_at,
@@ -211,8 +210,8 @@ def _prove_onednn(what: str, weight: torch.Tensor, with_bias: bool, base: int) -
     bias = order_revealing(1, columns, dtype, 13, negate=False)[0] if with_bias else None
     agreed: dict[int, float] | None = None
     for seed in _SEEDS_ONEDNN:
-        rows = order_rows(max(sizes), depth, dtype, seed, True)
-        fresh = order_rows(min(columns, _FRESH_COLUMNS), depth, dtype, seed, False)
+        rows = order_revealing(max(sizes), depth, dtype, seed, negate=True)
+        fresh = order_revealing(min(columns, 512), depth, dtype, seed, negate=False)
         twin = _beside(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns])
         right, copy = mm(rows, twin.t(), bias), _copy_of(twin)
         seconds = same_bits_at(sizes, rows, right, functools.partial(_by_copy, copy, bias))
@@ -413,7 +412,7 @@ def _prove(name: str, call: _Call, b: torch.Tensor, offset: int, with_bias: bool
 
     def case(seed: int) -> tuple[Callable[..., object], tuple[torch.Tensor]]:
         right = _like(b, offset, seed)
-        rows = order_rows(max(sizes), depth, b.dtype, seed, True)
+        rows = order_revealing(max(sizes), depth, b.dtype, seed, negate=True)
         return (lambda x, out: call(x, right, bias, out)), (rows,)
 
     return prove(
@@ -440,7 +439,7 @@ def _like(b: torch.Tensor, offset: int, seed: int) -> torch.Tensor:
     span = 1 + sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True))
     storage = b.new_zeros(span + 64 // b.element_size())
     twin = storage.as_strided(b.shape, b.stride(), offset // b.element_size())
-    fresh = order_rows(min(columns, _FRESH_COLUMNS), depth, b.dtype, seed, False).t()
+    fresh = order_revealing(min(columns, _FRESH_COLUMNS), depth, b.dtype, seed, negate=False).t()
     for start in range(0, columns, _FRESH_COLUMNS):
         width = min(_FRESH_COLUMNS, columns - start)
         twin[:, start : start + width] = fresh[:, :width]

@@ -16,7 +16,6 @@ each call start on 64-byte boundaries, as they did when it was certified (MKL's 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +24,6 @@ from dataclasses import dataclass, field
 import torch
 
 from nondet.core.certificates import Certificate, certificates
-from nondet.core.inputs import order_revealing
 from nondet.core.launch import proving
 from nondet.core.proof import operands_key
 from nondet.errors import UserError
@@ -190,12 +188,6 @@ def sizes_for(work: float) -> tuple[int, ...]:
         if work <= limit:
             return sizes
     return _SPARSE
-
-
-@functools.lru_cache(maxsize=4)  # two operands of two seeds: the same for a product at other offsets, or with a bias
-def order_rows(rows: int, width: int, dtype: torch.dtype, seed: int, negate: bool) -> torch.Tensor:
-    """`order_revealing`, kept for the next proof: not to be written to."""
-    return order_revealing(rows, width, dtype, seed, negate=negate)
 
 
 def prove(

@@ -6,6 +6,7 @@ seed means one input on every CPU. A GPU's generator draws other numbers for the
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -135,6 +136,10 @@ def order_revealing(
     if width > 1:
         x[:, 2 * half :] *= 2.0**-12
     return x
+
+
+# The last ones are kept: a proof does not write to its inputs, and the next one often has the same.
+kept_order_revealing = functools.lru_cache(maxsize=6)(order_revealing)
 
 
 def placed(x: torch.Tensor, strides: tuple[int, ...], offset: int = 0, align: int = 1) -> torch.Tensor:
