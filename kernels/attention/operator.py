@@ -84,7 +84,7 @@ def _work(s: Shape) -> tuple[int, int]:
 
 # (query heads, key heads, head dim) by default, and with --full; tokens; chunks
 _Heads = tuple[tuple[int, int, int], ...]
-_ASKED: dict[str, tuple[_Heads, _Heads, int, tuple[int, ...]]] = {
+_TESTED: dict[str, tuple[_Heads, _Heads, int, tuple[int, ...]]] = {
     "cuda": (((8, 2, 128), (4, 4, 64)), ((4, 1, 256), (4, 2, 96)), 1100, (128, 100)),
     "cpu": (((4, 2, 64),), ((2, 2, 128),), 200, (64, 50, 17)),
 }
@@ -94,7 +94,7 @@ def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
     """Prompts of three requests, whole and in chunks; of other dtypes than the first only some, unless named."""
     if (device, dtype) == ("cuda", "float32") and sizes.dtypes is None:
         return
-    usual, more, tokens, chunks = _ASKED[device]
+    usual, more, tokens, chunks = _TESTED[device]
     values = ("prefill", "alone", "decode", "decode alone", *(f"chunks of {c}" for c in chunks), "ragged")
     named = sizes.full or sizes.dtypes is not None or dtype == "bfloat16"
     for query, key, dim in (*(usual if named else usual[:1]), *(more if sizes.full else ())):

@@ -50,11 +50,11 @@ def _work(s: Shape) -> tuple[int, int]:
     return s["M"] * s["K"] + used * s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
 
 
-_ASKED = {"cuda": ((16, 2048, 768), (8, 1000, 264)), "cpu": ((4, 256, 192),)}  # experts, K, N
+_TESTED = {"cuda": ((16, 2048, 768), (8, 1000, 264)), "cpu": ((4, 256, 192),)}  # experts, K, N
 
 
 def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
-    for place, (experts, k, n) in enumerate(_ASKED[device]):
+    for place, (experts, k, n) in enumerate(_TESTED[device]):
         shape = {"E": experts, "K": sizes.k or k, "N": sizes.n or n}
         tiles = dtype == GROUPED.dtypes[0] and place == 0
         yield CertifyCell(shape, BATCHES[device], layout="experts by columns", tiles=tiles)

@@ -84,7 +84,7 @@ def _work(s: Shape) -> tuple[int, int]:
     return M * K + N * K + 2 * M * N + 4 * (M * scales + of_b), 2 * M * N * K
 
 
-_ASKED = {"cuda": ((4096, 4096), (12288, 1024), (1000, 777)), "cpu": ((1024, 192), (333, 217))}  # K, N
+_TESTED = {"cuda": ((4096, 4096), (12288, 1024), (1000, 777)), "cpu": ((1024, 192), (333, 217))}  # K, N
 _BATCHES = {
     "cuda": (1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 512, 1024, 4096),
     "cpu": (1, 2, 7, 16, 17, 33, 64),
@@ -92,7 +92,7 @@ _BATCHES = {
 
 
 def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
-    for place, (K, N) in enumerate((sizes.layer,) if sizes.layer else _ASKED[device]):
+    for place, (K, N) in enumerate((sizes.layer,) if sizes.layer else _TESTED[device]):
         for how in ("tensor", "row", "block"):
             for out in ("float32", "bfloat16") if place == 0 else ("float32",):
                 yield CertifyCell({"K": K, "N": N}, _BATCHES[device], layout=f"{how} into {out}")

@@ -169,7 +169,7 @@ def _answers(
         if reference is not None and value == reference[0]:
             book.error = error_against(tried.result, reference[1])
         book.replays += repeats
-        book.replays_parted += not identical(again.result, tried.result)
+        book.replays_parted += repeats and not identical(again.result, tried.result)
         if tried.equal:
             book.apart.setdefault(value, 0)
             continue
@@ -182,20 +182,20 @@ def _answers(
 
 
 def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigures | None) -> Row:
-    asked = [v for v in question.values if v not in book.failed]
+    computed = [v for v in question.values if v not in book.failed]
     elements = sum(book.compared.values())
-    if not asked:
-        reason = next(iter(book.failed.values()), "nothing was asked")
+    if not computed:
+        reason = next(iter(book.failed.values()), "nothing was computed")
         return _failed(question, member, reason, Status.SKIPPED if book.refused else Status.ERROR, book.seconds)
     if not elements and not any(book.apart.values()):
         return _failed(question, member, "nothing finite was compared", Status.SKIPPED, book.seconds)
-    left = [v for v in asked if book.apart[v]]
+    left = [v for v in computed if book.apart[v]]
     head, notes = _head(question, member), []
     extra = head.extra | {"elements": elements, "left_at": left, "unanswered_at": list(book.failed)}
     if book.replays_parted:
         notes.append("the same call again gives other bits")
     if left:
-        notes.append(where_it_differs(question.axis, asked, left, alike=all(book.apart[v] == 1 for v in left)))
+        notes.append(where_it_differs(question.axis, computed, left, alike=all(book.apart[v] == 1 for v in left)))
     if lesser := left and _lesser(book.error, anchor_error):
         notes.append(lesser)
     if book.first is not None:
@@ -214,8 +214,8 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
         status = Status.ERROR if book.failed and not book.refused else Status.IDENTICAL
     return row_of(
         head,
-        ["anchor", *asked],
-        [0, *(book.apart[v] for v in asked)],
+        ["anchor", *computed],
+        [0, *(book.apart[v] for v in computed)],
         status=status,
         ran=sorted(book.ran),
         replays=book.replays,
@@ -248,10 +248,10 @@ def _head(question: Question, member: str) -> Row:
     )
 
 
-def where_it_differs(axis: str, asked: Sequence[Value], left: Sequence[Value], *, alike: bool) -> str:
-    """The variants of `asked` that gave other bits, `left`; `alike`: the member's own do not depend on the variant."""
-    if len(left) < len(asked):
-        return f"differs at {axis} = {_listed(left)}, not at {_listed([v for v in asked if v not in left])}"
+def where_it_differs(axis: str, every: Sequence[Value], left: Sequence[Value], *, alike: bool) -> str:
+    """The variants of `every` that gave other bits, `left`; `alike`: the member's own do not depend on the variant."""
+    if len(left) < len(every):
+        return f"differs at {axis} = {_listed(left)}, not at {_listed([v for v in every if v not in left])}"
     if alike:
         return f"differs at every {axis} tried, and by itself gives one result at all of them: another order"
     return f"differs at every {axis} tried, and not alike: another order, and one that depends on the batch"
@@ -287,14 +287,14 @@ def _record(kept: Certificates, question: Question, book: _Book) -> None:
         return
     answered = {v: calls for v, calls in book.certificates.items() if v in book.apart and v not in book.failed}
     good = {c: v for v, calls in answered.items() if not book.apart[v] for c in calls}
-    parted: dict[_Certificate, Value] = {}
+    differing: dict[_Certificate, Value] = {}
     for value in (v for v, apart in book.apart.items() if apart):
         calls = book.certificates[value]
-        parted |= dict.fromkeys([c for c in calls if c not in good] or calls, value)
-    for (member, key), value in parted.items():
+        differing |= dict.fromkeys([c for c in calls if c not in good] or calls, value)
+    for (member, key), value in differing.items():
         kept.record(member, key, False, _evidence(question, book, value))
     for (member, key), value in good.items():
-        if book.compared[value] and (member, key) not in parted:
+        if book.compared[value] and (member, key) not in differing:
             equal = f"{book.compared[value]} finite elements equal to the anchor's on {', '.join(question.kinds)}"
             kept.record(member, key, True, f"{question.axis}={value}: {equal}")
 
