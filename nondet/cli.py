@@ -80,7 +80,7 @@ _COMMANDS = {
         "nondet.commands.report:diff", "nondet diff before.jsonl after.jsonl",
         "nondet diff a.jsonl b.jsonl --impl stock --against invariant",
     ),
-    "env": ("nondet.commands.env:env", "nondet env"),
+    "env": ("nondet.commands.env:env", "nondet env", "nondet env --json"),
 }  # fmt: skip
 # How `nondet --help` groups them.
 _GROUPS = {

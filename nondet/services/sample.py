@@ -127,13 +127,9 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             "load's steps are padded to more than one size",
         ),
     ] = None
-    turns: Annotated[
-        bool,
-        o.opt(
-            "Play each round under every implementation before the next, so that the report can compare their speed.",
-            "--turns",
-        ),
-    ] = False
+    turns: Annotated[bool, o.opt("Let implementations take turns, round by round, to compare speed.", "--turns")] = (
+        False
+    )
     vary: Annotated[
         str | None,
         o.opt(
