@@ -80,23 +80,17 @@ _COMMANDS = {
         "nondet.commands.report:diff", "nondet diff before.jsonl after.jsonl",
         "nondet diff a.jsonl b.jsonl --impl stock --against invariant",
     ),
+    "env": ("nondet.commands.env:env", "nondet env", "nondet env --json"),
 }  # fmt: skip
 # How `nondet --help` groups them.
 _GROUPS = {
     "Start": ("diagnose", "sample", "probe", "embed"),
     "Explain": ("trace",),
     "Train": ("mismatch", "rl"),
-    "CI": ("gate", "diff", "report"),
+    "CI": ("gate", "diff", "report", "env"),
     "Kernels": ("bench", "certify"),
 }
 _LARGE = ("torch", "pandas", "matplotlib")  # what takes seconds to import
-# Removed commands, and what to type instead.
-_GONE = {
-    "list": "nondet probe --help-all, or that of certify, bench or sample: each lists what it can be given",
-    "export": "nondet report RUN --out FILE, where the suffix says what is written",
-    "replay": "nondet trace --replay --run RUN --request ID",
-    "tune": "python scripts/tune.py, in a checkout of nondet's repository",
-}
 
 
 def application(only: str | None = None) -> typer.Typer:
@@ -173,8 +167,6 @@ def _run(argv: list[str]) -> int:
     """Turn every failure into one line and a code; tracebacks are for our own bugs."""
     try:
         _check_text(argv)
-        if argv and argv[0] in _GONE:
-            raise UserError(f"there is no nondet {argv[0]} any more", f"Type {_GONE[argv[0]]}.")
         code: Any = application(argv[0] if argv else None)(args=argv, prog_name="nondet", standalone_mode=False)
     except UserError as error:
         return _fail(str(error))
@@ -216,8 +208,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _with_hint(text: str, params: list[Any], where: str) -> str:
-    """A usage error with what was probably meant: an argument given as an option, an option that was shortened or has
-    the name of another, a model given as an argument."""
+    """A usage error with what was probably meant: an argument given as an option, an option that was shortened."""
     options = [name for p in params for name in p.opts if name.startswith("--")]
     arguments = {f"--{p.name}": p.metavar for p in params if p.param_type_name == "argument"}
     if (unknown := re.match(r"No such option: (--[\w-]+)", text)) is not None:
@@ -226,8 +217,6 @@ def _with_hint(text: str, params: list[Any], where: str) -> str:
         if word in arguments:
             return f"{unknown[0]}. It is an argument here: {where} {arguments[word]}"
         return f"{unknown[0]}. Did you mean {' or '.join(longer)}?" if longer else text
-    if (extra := re.match(r"Got unexpected extra arguments? ?(?:\(s\) )?\((\S+)", text)) and "--model" in options:
-        return f"{text}. A model is named by --model {extra[1].rstrip(')')}"
     return text
 
 

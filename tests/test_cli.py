@@ -87,7 +87,7 @@ WRONG = [
     (["sample", "--model", "./nowhere"], ["nowhere"]),
     (["sample", "--rate", "3"], ["--rate", "--endpoint"]),
     (["report", "missing.jsonl"], ["missing.jsonl"]),
-    (["report"], ["RUN", "`nondet report --help`"]),
+    (["report"], ["in the folder runs"]),
     (["report", "."], ["no run file in the folder ."]),
     (["diff"], ["'BEFORE'", "`nondet diff --help`"]),
     (["diff", "a.jsonl"], ["'AFTER'", "`nondet diff --help`"]),
@@ -147,10 +147,9 @@ def test_words_that_options_know_without_torch_are_those_of_their_tables() -> No
 
 def test_a_missing_argument_names_them_all(run: Command) -> None:
     """And the command's own help."""
-    for argv, usage in [("diff", "diff BEFORE AFTER"), ("report", "report RUN...")]:
-        _, _, err = run(*argv.split())
-        assert "Missing argument" in err
-        assert err.endswith(f"Usage: nondet {usage}. See `nondet {usage.split()[0]} --help`.\n")
+    _, _, err = run("diff")
+    assert "Missing argument" in err
+    assert err.endswith("Usage: nondet diff BEFORE AFTER. See `nondet diff --help`.\n")
 
 
 def test_short_names_of_dtypes_are_known() -> None:
@@ -366,7 +365,7 @@ def test_help_groups_the_commands(run: Command) -> None:
         "Start": ["diagnose", "sample", "probe", "embed"],
         "Explain": ["trace"],
         "Train": ["mismatch", "rl"],
-        "CI": ["gate", "diff", "report"],
+        "CI": ["gate", "diff", "report", "env"],
         "Kernels": ["bench", "certify"],
     }
     assert sorted(name for names in shown.values() for name in names) == sorted(cli._COMMANDS)
@@ -374,7 +373,7 @@ def test_help_groups_the_commands(run: Command) -> None:
 
 def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The common options in at most 60 lines of 80 columns, then the examples, then how to see the rest."""
-    for name in cli._COMMANDS:
+    for name in cli._COMMANDS.keys() - {"env"}:  # which has one option, and shows it
         monkeypatch.setenv("COLUMNS", "80")
         options = {max(p.opts, key=len)[2:] for p in COMMANDS[name].params if p.param_type_name == "option"}
         (code, short, _), (code_all, whole, _) = run(name, "--help"), run(name, "--help-all")
@@ -413,7 +412,7 @@ def test_a_shell_completes_every_option() -> None:
     }
     command = [sys.executable, "-m", "nondet"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    options = {option for p in COMMANDS["sample"].params for option in (*p.opts, *p.secondary_opts)}
+    options = {option for p in COMMANDS["sample"].params for option in (*p.opts, *p.secondary_opts) if option[0] == "-"}
     assert {*(options - {"-o", "-v", "-q"}), "--help", "--help-all"} <= set(done.stdout.split())
 
 
@@ -446,17 +445,6 @@ def test_a_request_is_typed_as_its_options(monkeypatch: pytest.MonkeyPatch) -> N
     for one in (request, SampleRequest(cuda_graphs=True, device="cuda")):
         assert cli.main(argv_of("sample", one)) == 0
         assert seen.pop() == one
-
-
-def test_an_old_command_names_the_new_one(run: Command) -> None:
-    """In one line, whatever follows it, with exit code 2."""
-    for argv, new in [
-        (["list", "--json"], "nondet probe --help-all"),
-        (["export", "r.jsonl", "--out", "x.csv"], "nondet report RUN --out FILE"),
-        (["replay", "r.jsonl", "--request", "t1"], "nondet trace --replay --run RUN --request ID"),
-    ]:
-        code, out, err = run(*argv)
-        assert (code, out, err.count("\n"), new in err) == (2, "", 1, True)
 
 
 @pytest.mark.slow
@@ -568,8 +556,8 @@ def test_what_is_done_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["diagnose", "--model", "m"], "--model. It is an argument here: nondet diagnose [MODEL]. See"),
-        (["sample", "./m"], "A model is named by --model ./m. See"),
+        (["gate", "--run", "r"], "--run. It is an argument here: nondet gate [RUN]. See"),
+        (["sample", "./m", "--model", "./n"], "./m and --model ./n name two models. Give one of them."),
         (["sample", "--temp", "0.5"], "No such option: --temp. Did you mean --temperature? See"),
         (
             ["mismatch", "given.jsonl"],
@@ -586,6 +574,55 @@ def test_a_slip_is_answered_with_what_was_meant(run: Command, typed: list[str], 
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["diagnose", "sample", "embed", "trace", "rl"])
+def test_a_model_is_named_with_and_without_its_option(run: Command, command: str) -> None:
+    """Both lead to the same folder, which is not there."""
+    Path("t.txt").write_text("a\nb\n", encoding="utf-8")
+    more = ["--texts", "t.txt"] if command == "embed" else []
+    answers = [run(command, *named, *more) for named in (["./gone"], ["--model", "./gone"])]
+    assert answers[0] == answers[1]
+    assert (answers[0][0], "gone" in answers[0][2]) == (2, True)
+
+
+def test_the_latest_run_is_taken_and_named(run: Command) -> None:
+    """By report and gate, whatever it is of; by trace, if it has completions. Without one, the folder is named."""
+    for words in (["report"], ["gate"], ["trace", "--request", "t000000"]):
+        code, _, err = run(*words)
+        assert (code, "in the folder runs. Name a run file." in err) == (2, True)
+    for number, name in enumerate(("old", "new")):
+        assert run("probe", "float-sum", "--out", f"runs/{name}.jsonl", "-q")[0] == 0
+        os.utime(f"runs/{name}.jsonl", ns=(number, number))
+    for words in (["report", "-q"], ["gate", "-q"]):
+        assert run(*words)[2].splitlines()[0] == "latest run: runs/new.jsonl"
+    assert "no run file of sample or diagnose in the folder runs" in run("trace", "--request", "t000000")[2]
+
+
+def test_open_shows_the_page(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was requested, or one made for it; without a browser the path is named."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or len(opened) > 1)
+    made = ["--out", "runs/r.jsonl"]
+    assert "no browser was found: open p.html" in run("probe", "float-sum", *made, "--report", "p.html", "--open")[2]
+    assert run("report", "--open")[:2] == (0, "")
+    assert run("diff", "runs/r.jsonl", "runs/r.jsonl", "--open")[0] == 0
+    names = [Path(url.removeprefix("file://")) for url in opened]
+    assert [path.name for path in names] == ["p.html", "report.html", "diff.html"]
+    assert all("<!doctype html>" in path.read_text(encoding="utf-8").lower() for path in names)
+
+
+def test_env_prints_what_a_bug_report_needs(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions, the machine, what steers numerics; no other variable. In JSON the same."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    _, out, _ = run("env")
+    known = json.loads(run("env", "--json")[1])
+    assert [line.partition(":")[0] for line in out.splitlines()] == list(known)
+    assert {"nondet", "python", "torch", "triton", "transformers", "aten_cpu_capability", "gpu", "driver"} <= {*known}
+    assert known["variables"]["MKL_CBWR"] == "AVX2"
+    assert "MKL_CBWR=AVX2" in out
+    assert "hf_secret" not in out + str(known)
 
 
 def test_help_in_python_says_what_a_block_does() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nondet.commands.output import PipedConsole, Terminal, command_of, say
+from nondet.commands.output import Terminal, command_of, put, say
 from nondet.errors import one_line
 from nondet.services import certify as service
 from nondet.services.certify import CertifyRequest
@@ -58,33 +58,18 @@ def _print_standing(kept: Certificates, *, as_json: bool) -> None:
             "certificates": [msgspec.to_builtins(c) for c in kept.all()],
             "other_machines": [{"path": f.path, "certificates": len(f.certificates)} for f in others],
         }
-        print(json.dumps(listing))  # noqa: T201 - machine-readable output goes to stdout as it is
+        put([json.dumps(listing)], as_json=True)
         return
 
-    from rich.table import Table
-    from rich.text import Text
-
-    console = PipedConsole()
     facts = ", ".join(
         f"{k} {v}" for k, v in kept.described.items() if isinstance(v, str | int | float) and k != "device"
     )
-    try:
-        console.print(one_line(f"This machine ({kept.machine}): {facts}"), markup=False, highlight=False)
-        for title, wanted in (("standing", True), ("excluded", False)):
-            proofs = [c for c in kept.all() if c.holds == wanted]
-            if not proofs:
-                console.print(f"\n{title}: none", markup=False)
-                continue
-            table = Table(title=f"{title}: {len(proofs)}", title_justify="left")
-            for column in ("member", "at", "evidence", "proven"):
-                table.add_column(column, overflow="fold")
-            for proof in proofs:
-                cells = (proof.member, proof.key, proof.evidence, proof.proven[:10])
-                table.add_row(*(Text(one_line(cell)) for cell in cells))
-            console.print(table, markup=False)
-        for one in others:
-            count = f"{len(one.certificates)} proofs" + (f", {one.ignored} broken lines" if one.ignored else "")
-            said = f"{one.path}: {count} of another machine, toolchain or version of our kernels; void here"
-            console.print(one_line(said), markup=False, highlight=False)
-    except BrokenPipeError:
-        return
+    lines = [f"This machine ({kept.machine}): {facts}"]
+    for title, wanted in (("standing", True), ("excluded", False)):
+        proofs = [c for c in kept.all() if c.holds == wanted]
+        lines.append(f"{title}: {len(proofs) or 'none'}")
+        lines += [f"  {proof.member}  {proof.key}  {proof.evidence}  {proof.proven[:10]}" for proof in proofs]
+    for one in others:
+        count = f"{len(one.certificates)} proofs" + (f", {one.ignored} broken lines" if one.ignored else "")
+        lines.append(f"{one.path}: {count} of another machine, toolchain or version of our kernels; void here")
+    put(map(one_line, lines))

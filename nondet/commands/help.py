@@ -23,6 +23,7 @@ _COMMON = {
     "rl": "arms steps seeds task tokens lr epochs rollouts model device",
     "gate": "impl rate confidence by endpoint model prompt load junit summary",
     "diff": "impl against",
+    "env": "as_json",
     "report": "full records figure force quiet",
     "bench": "impl dtype m k n check device",
     "certify": "cls impl dtype k n full vllm show forget device",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
+import tempfile
 import threading
+import webbrowser
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields
@@ -34,11 +37,7 @@ _UNSAFE = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|(
 
 
 def check_shown(paths: Iterable[Path], *, force: bool, verbose: bool, quiet: bool) -> None:
-    """Refuse what can't be shown, before any work is done.
-
-    Raises:
-        UserError: a report of an unknown suffix, or that exists without --force; --verbose and --quiet.
-    """
+    """Refuse, as a `UserError`, what can't be shown: a report's suffix, or one that exists; --verbose and --quiet."""
     if verbose and quiet:
         raise UserError("--verbose and --quiet exclude each other", "Give one of them.")
     for path in paths:
@@ -48,11 +47,14 @@ def check_shown(paths: Iterable[Path], *, force: bool, verbose: bool, quiet: boo
         check_free(path, force=force)
 
 
-def write_reports(paths: Iterable[Path], runs: list[Run], *, full: bool = False) -> list[Path]:
-    """Render and write each report; returns the paths written.
+def write_reports(
+    paths: Iterable[Path], runs: list[Run], *, quiet: bool, full: bool = False, browse: bool = False
+) -> None:
+    """Render and write each report, and say where it is.
 
     Args:
-        full: Markdown of all that GitHub takes, not of what somebody reads in a pull request.
+        full: Markdown as long as GitHub accepts.
+        browse: Open the page in a browser; if none was requested, one is made in a temporary folder.
 
     Raises:
         UserError: the disk is full or a path can't be written.
@@ -60,17 +62,27 @@ def write_reports(paths: Iterable[Path], runs: list[Run], *, full: bool = False)
     from nondet.core.registry import load_object
     from nondet.core.runfile import replace_text
 
-    written = []
+    paths = [*paths]
+    if browse and not any(path.suffix == ".html" for path in paths):
+        paths.append(Path(tempfile.mkdtemp(prefix="nondet-")) / "report.html")
     for path in paths:
         render = load_object(REPORTERS[path.suffix][0])
         replace_text(path, render(runs, full=True) if full and path.suffix == ".md" else render(runs))
-        written.append(path)
-    return written
+        say(f"report: {path}", quiet=quiet)
+        if browse and path.suffix == ".html":
+            open_page(path)
 
 
-def say(text: str) -> None:
+def open_page(path: Path) -> None:
+    """Open a page in the user's browser."""
+    if not webbrowser.open(path.resolve().as_uri()):
+        say(f"no browser was found: open {path} yourself")
+
+
+def say(text: str, *, quiet: bool = False) -> None:
     """A line on stderr, beside the results: where files are, how to go on. Whatever a name holds, it is one line."""
-    print(no_commands(one_line(text, 4000)), file=sys.stderr)  # noqa: T201 - this is the commands' voice
+    if not quiet:
+        print(no_commands(one_line(text, 4000)), file=sys.stderr)  # noqa: T201 - this is the commands' voice
 
 
 class _Log:
@@ -109,8 +121,20 @@ def _json_line(line: str, stream: IO[str]) -> str:
     safe = _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", line)
     if (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8":
         return safe
-    escaped = (char if char.isascii() else char.encode("utf-16-be").hex() for char in safe)
-    return "".join(c if len(c) == 1 else "".join(f"\\u{c[i : i + 4]}" for i in range(0, len(c), 4)) for c in escaped)
+    return json.dumps(json.loads(safe)) + "\n"
+
+
+def to_stdout(write: Callable[[], object]) -> str:
+    """Call what writes to stdout. Returns why that failed, or "": a closed pipe (head, less) is no failure."""
+    try:
+        write()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+    except OSError as error:
+        drop_stdout()
+        return f"can't write to stdout: {error.strerror or error}"
+    return ""
 
 
 def drop_stdout() -> None:
@@ -140,6 +164,7 @@ class Terminal(Sink):
     """A person, or a script, that reads a command's streams: what it wants to see is options of every such command."""
 
     report: o.REPORT = None
+    browse: o.OPEN = False
     as_json: o.JSON = False
     fail_on: o.FAIL_ON = None
     verbose: o.VERBOSE = False
@@ -184,62 +209,36 @@ class Terminal(Sink):
 
             yield tell
 
-    def render(self, run: Run) -> None:
-        """Print the run on stdout for people."""
-        from nondet.reports.terminal import render
-
-        render([run], PipedConsole(), verbose=self.verbose, quiet=self.quiet)
-
     def present(self, path: Path, notes: Iterable[str] = (), code: int = 0) -> None:
-        """Say where the finished run is, write the reports, show it on stdout, answer --fail-on.
+        """Write the reports, show the finished run on stdout, answer --fail-on, whose exit code comes before `code`.
 
-        The verdict is the last thing on the screen. Reports are written first, so that a reader that goes away (head,
-        less) costs none of them; it ends the printing, and nothing that follows.
-
-        Raises:
-            UserError: a report that can't be written, or stdout can't be.
-            typer.Exit: with 3 where something diverged or is wrong; with 1 where the question has no answer, since
-                cases failed or nothing was compared: a gate must not open on that; else with `code`.
+        Reports and exit code do not depend on stdout. Raises UserError: a report or stdout can't be written.
         """
         from nondet.core.runfile import read_run
-
-        run = read_run(path)
-        written = write_reports(self.report or [], [run])
-        if not self.quiet:
-            for line in (*notes, f"run file: {path}", *(f"report: {report}" for report in written)):
-                say(line)
-        unshown = self._show(run, path)
-        code = self._gate(run) or code
-        if code:
-            raise typer.Exit(code)
-        if unshown is not None:
-            raise unshown
-
-    def _show(self, run: Run, path: Path) -> UserError | None:
-        """Where stdout can't be written at all, the error is returned: what is still to be done comes first."""
-        try:
-            if self.as_json:
-                with path.open(encoding="utf-8") as lines:
-                    for line in lines:
-                        sys.stdout.write(_json_line(line, sys.stdout))
-            else:
-                self.render(run)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            drop_stdout()
-        except OSError as error:
-            drop_stdout()
-            return UserError(f"can't write to stdout: {error.strerror or error}", f"The run itself is in {path}.")
-        return None
-
-    def _gate(self, run: Run) -> int:
-        """The exit code that --fail-on asks for."""
+        from nondet.reports.terminal import render
         from nondet.verdict.gate import exit_code
 
-        code, line = exit_code(run, self.fail_on)
-        if line:
-            say(f"nondet: {line}")
-        return code
+        run = read_run(path)
+        for line in (*notes, f"run file: {path}"):
+            say(line, quiet=self.quiet)
+        write_reports(self.report or [], [run], quiet=self.quiet, browse=self.browse)
+
+        def show() -> None:
+            if not self.as_json:
+                render([run], PipedConsole(), verbose=self.verbose, quiet=self.quiet)
+                return
+            with path.open(encoding="utf-8") as lines:
+                for line in lines:
+                    sys.stdout.write(_json_line(line, sys.stdout))
+
+        failed = to_stdout(show)
+        decided, reason = exit_code(run, self.fail_on)
+        if reason:
+            say(f"nondet: {reason}")
+        if decided or code:
+            raise typer.Exit(decided or code)
+        if failed:
+            raise UserError(failed, f"The run itself is in {path}.")
 
 
 def command_of(
@@ -256,6 +255,9 @@ def command_of(
     options = {part: [f for f in _fields(part) if f.name not in without] for part in (request, sink)}
     for part, declared in options.items():
         hints = get_type_hints(part, include_extras=True)
+        arguments = [f.name for f in declared if isinstance(hints[f.name].__metadata__[0], typer.models.ArgumentInfo)]
+        if "model" in hints and not arguments:  # with an argument of its own, a command has only --model
+            parameters.append(Parameter("named", Parameter.KEYWORD_ONLY, default=None, annotation=o.MODEL_ARGUMENT))
         for field in declared:
             default = Parameter.empty if field.default is MISSING else field.default
             parameters.append(
@@ -265,7 +267,12 @@ def command_of(
     def command(ctx: typer.Context, **values: Any) -> None:
         # by name: Typer may bring its own click
         sources = {name: ctx.get_parameter_source(name) for name in values}
-        values["given"] = frozenset(n for n, source in sources.items() if source and source.name == "COMMANDLINE")
+        typed = (n for n, source in sources.items() if source and source.name == "COMMANDLINE")
+        values["given"] = frozenset("model" if name == "named" else name for name in typed)
+        if (named := values.pop("named", None)) is not None:
+            if values["model"] is not None:
+                raise UserError(f"{named} and --model {values['model']} name two models", "Give one of them.")
+            values["model"] = named
         terminal = sink(**{f.name: values.pop(f.name) for f in options[sink]})
         o.check_fields(terminal)
         check_outputs(values | {"report": terminal.report})

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nondet.commands.output import PipedConsole, check_shown, drop_stdout, put, say, write_reports
+from nondet.commands.output import PipedConsole, check_shown, open_page, put, say, to_stdout, write_reports
 from nondet.core.registry import REPORTERS
 from nondet.core.runfile import check_free, check_outputs, is_run, read_run, replace_text, replacing
 from nondet.errors import UserError
 from nondet.services import options as o
+from nondet.services.run import latest_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,8 +31,12 @@ DATA = "Tables and figures"  # the panel of the options that belong to them
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run files, or folders of them. Side files are skipped.")
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN...]", help="Run files, or folders of them. Side files are skipped.",
+            show_default="the latest in runs/",
+        ),
+    ] = None,
     out: Annotated[
         list[Path] | None,
         o.opt(
@@ -63,6 +69,7 @@ def report(
     ] = None,
     case: Annotated[str | None, o.opt("Only rows whose case has this in its name.", shown="all", panel=DATA)] = None,
     force: o.FORCE = False,
+    browse: o.OPEN = False,
     allow_truncated: TRUNCATED = False,
     verbose: o.VERBOSE = False,
     quiet: o.QUIET = False,
@@ -75,7 +82,7 @@ def report(
             raise UserError(f"--out {str(path)!r} has a suffix that is not known", f"Known: {', '.join(known)}.")
     data = [path for path in paths if path.suffix not in REPORTERS]
     reports = [path for path in paths if path.suffix in REPORTERS]
-    files = run_files(runs)
+    files = run_files(runs or [latest_run(say)])
     check_outputs({"out": out, "runs": files})
     check_shown(reports, force=force, verbose=verbose, quiet=quiet)
     for path in data:
@@ -83,16 +90,13 @@ def report(
     parts = {"section": section, "probe": probe, "case": case}
     _check_options(parts | {"records": records, "figure": figure}, data, reports)
     read = [read_run(path, allow_truncated=allow_truncated) for path in files]
-    for path in write_reports(reports, read, full=full):
-        if not quiet:
-            say(f"report: {path}")
+    write_reports(reports, read, quiet=quiet, full=full, browse=browse)
     if data:
         _narrow(read, **parts)
     for path in data:
         written = _write_table(path, read, records) if path.suffix in TABLES else _write_figure(path, read, figure)
-        if not quiet:
-            say(f"{written}: {path}")
-    if not data and (quiet or not out):
+        say(f"{written}: {path}", quiet=quiet)
+    if not data and (quiet or not out) and not browse:
         from nondet.reports.terminal import render
 
         render(read, PipedConsole(), verbose=verbose, quiet=quiet)
@@ -110,13 +114,8 @@ def _check_options(given: dict[str, str | None], data: list[Path], reports: list
 
 
 def run_files(paths: list[Path]) -> list[Path]:
-    """These files, and the run files of these folders, without the side files of sampled runs, where a run is left.
-
-    A shell's * brings side files along; one that is named by itself is refused by the reader, in its own words.
-
-    Raises:
-        UserError: a folder without a run file.
-    """
+    """These files, and the run files of these folders, without the side files of sampled runs (a shell's * brings them
+    along), if a run is left. Raises UserError: a folder without a run file."""
     found = []
     for path in paths:
         inside = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
@@ -204,16 +203,12 @@ def _write(table: pd.DataFrame, path: Path) -> None:
 def diff(
     a: Annotated[Path, typer.Argument(metavar="BEFORE", help="Run file: before, or one machine.")],
     b: Annotated[Path, typer.Argument(metavar="AFTER", help="Run file: after, or the other machine.")],
-    impl: Annotated[
-        str | None,
-        o.opt("Compare only this implementation's records."),
-    ] = None,
+    impl: Annotated[str | None, o.opt("Compare only this implementation's records.")] = None,
     against: Annotated[str | None, o.opt("Compare BEFORE's --impl with this implementation of AFTER.")] = None,
     out: Annotated[Path | None, o.opt("Also write the comparison: .html or .md.", "--out", "-o")] = None,
     force: o.FORCE = False,
-    allow_truncated: Annotated[
-        bool, o.opt("Read runs that were killed, without their cut-off line.", "--allow-truncated")
-    ] = False,
+    browse: o.OPEN = False,
+    allow_truncated: TRUNCATED = False,
     fail_on: Annotated[
         str | None,
         o.opt(
@@ -244,19 +239,21 @@ def diff(
     runs = tuple(read_run(path, allow_truncated=allow_truncated) for path in (a, b))
     difference = diff_runs(runs[0], runs[1], impl=impl or "", against=against or "")
     names, parting = (str(a), str(b)), _parting(difference, runs[0], runs[1])
+    if out is None and browse:
+        out = Path(tempfile.mkdtemp(prefix="nondet-")) / "diff.html"
     if out is not None:
         write = diff_text.render if out.suffix == ".html" else diff_text.markdown
         replace_text(out, write(difference, names, parting))
+        if browse:
+            open_page(out)
     if as_json:
         lines = [diff_text.as_json(difference, names, parting)]
     else:
         lines = diff_text.text(difference, names, parting, verbose=verbose)
-    try:
-        put(lines[-1:] if quiet else lines, as_json=as_json)
-    except BrokenPipeError:
-        drop_stdout()
-    if out is not None and not quiet:
-        say(f"report: {out}")
+    if failed := to_stdout(lambda: put(lines[-1:] if quiet else lines, as_json=as_json)):
+        raise UserError(failed, "Send it elsewhere.")
+    if out is not None:
+        say(f"report: {out}", quiet=quiet)
     if fail_on is not None:
         if difference.worse or difference.parted or difference.failed_more:
             raise typer.Exit(3)

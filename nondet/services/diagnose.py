@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, parse_load
 from nondet.services import options as o
@@ -33,14 +31,7 @@ _CORES_LEAST, _WEIGHTS_MOST, _FAR_CHARACTERS = 8, 4 * 2**30, 2600
 class DiagnoseRequest(Request):
     """The options of `nondet diagnose`."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Folder, hub name, or random weights such as random:qwen3-12x1024.",
-            show_default="the embedded model",
-        ),
-    ] = None
+    model: o.MODEL = None
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
     load: Annotated[

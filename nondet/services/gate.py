@@ -31,7 +31,9 @@ _OF_A_SERVER = (
 class GateRequest(o.Drawing, Request):
     """The options of `nondet gate`."""
 
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run file to judge.", show_default=False)] = None
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="Run file to judge.", show_default="the latest in runs/")
+    ] = None
     impl: Annotated[
         list[str] | None,
         o.opt("Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run"),
@@ -98,8 +100,8 @@ class GateRequest(o.Drawing, Request):
         _ = self.power
         if self.junit is not None:
             check_free(self.junit, force=self.force or self.resume)
-        if (self.run is None) == (self.endpoint is None):
-            raise UserError("gate judges a run file or a server", "Name a run file, or give --endpoint URL.")
+        if self.run is not None and self.endpoint is not None:
+            raise UserError("gate judges a run file or a server", "Leave one of the two out.")
         if self.endpoint is None:
             self.refuse(_OF_A_SERVER, "{} without --endpoint", "A run file is tested already.")
 

@@ -154,6 +154,8 @@ VERBOSE = Annotated[bool, opt("Print everything, not 25 lines.", "--verbose", "-
 QUIET = Annotated[bool, opt("Print only the verdict.", "--quiet", "-q", panel=OUTPUT)]
 JSON = Annotated[bool, opt("Print one JSON object per line on stdout.", "--json", panel=OUTPUT)]
 REPORT = Annotated[list[Path] | None, opt("Also write a report: .html or .md. Repeatable.", panel=OUTPUT)]
+OPEN = Annotated[bool, opt("Open the report in a browser.", "--open", panel=OUTPUT)]
+MODEL_ARGUMENT = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)]
 FAIL_ON = Annotated[
     str | None,
     opt(
@@ -210,6 +212,9 @@ PROMPT_FILE = Annotated[Path | None, opt("Read the prompt from a UTF-8 text file
 MODEL_DTYPES = OneOf(("bfloat16", "float16", "float32"), "{option} {value!r} is not one that models run in here")
 MODEL_DTYPE = Annotated[str, opt("bfloat16, float16 or float32.", shown=True), MODEL_DTYPES]
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+MODEL = Annotated[
+    str | None, opt("Folder, hub name, or random weights such as random:qwen3-12x1024.", shown="the embedded model")
+]
 TRUST = Annotated[bool, opt("Run code that a model repository brings.", "--trust-remote-code")]
 TEMPERATURE = Annotated[float, opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING)]
 TOP_K = Annotated[int, opt("Draw from this many of the most probable tokens; 0: all.", shown=True, panel=DRAWING)]

@@ -189,6 +189,19 @@ def pick_device(wanted: str, threads: int | None = None) -> str:
     return wanted
 
 
+def latest_run(say: Callable[[str], None], commands: Iterable[str] = ()) -> Path:
+    """The newest run file in runs/, of one of these commands if any is named; its path is reported, because the user
+    did not name it. Raises UserError: there is none."""
+    from nondet.core.runfile import is_run, read_run
+
+    files = [path for path in Path("runs").glob("*.jsonl") if ".traces." not in path.name and is_run(path)]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if not commands or read_run(path, allow_truncated=True).header.command in commands:
+            say(f"latest run: {path}")
+            return path
+    raise UserError(f"no run file of {' or '.join(commands) or 'any command'} in the folder runs", "Name a run file.")
+
+
 def check_worlds(worlds: Sequence[int], device: str) -> None:
     """Refuse, as a `UserError`, numbers of ranks that this machine can't run."""
     import torch

@@ -79,9 +79,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
         int | None,
         o.opt(
             "Completions of each prompt; with --vary, of each value.",
-            shown="1200 of one prompt, and beside the default one two each of two long prompts for every 40; 1200 in "
-            "all and at least 20 each of several; 40 with --vary; of an endpoint's loaded arm 200 in all and at least "
-            "10 each",
+            shown="1200 in all, at least 20 of each; 40 with --vary; with --endpoint 200 in all, at least 10 of each",
         ),
         o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),
     ] = None
@@ -97,17 +95,16 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
     model: Annotated[
         str | None,
         o.opt(
-            "Folder, hub name, or random weights such as random:qwen3-12x1024. With --endpoint: the server's name for "
-            "the model.",
-            shown="the embedded model; the server's only one",
+            "Folder, hub name, random weights such as random:qwen3-12x1024, or with --endpoint the server's name.",
+            shown="the embedded model, or the server's only one",
         ),
     ] = None
     impl: Annotated[
         list[str] | None,
         o.opt(
-            "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention requested), invariant, both "
-            "(stock and invariant), or only one family invariant, such as invariant:attention. With --temperature also "
-            "stock-seeded and unseeded-invariant, which separate the drawing of tokens from the kernels. Repeatable.",
+            "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention), invariant, both (stock and "
+            "invariant), or one family, such as invariant:attention. With --temperature also stock-seeded and "
+            "unseeded-invariant, which separate the drawing of tokens from the kernels. Repeatable.",
             shown="both",
             complete=o.SAMPLE_IMPLS,
         ),
@@ -130,13 +127,9 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             "load's steps are padded to more than one size",
         ),
     ] = None
-    turns: Annotated[
-        bool,
-        o.opt(
-            "Play each round under every implementation before the next, so that the report can compare their speed.",
-            "--turns",
-        ),
-    ] = False
+    turns: Annotated[bool, o.opt("Let implementations take turns, round by round, to compare speed.", "--turns")] = (
+        False
+    )
     vary: Annotated[
         str | None,
         o.opt(

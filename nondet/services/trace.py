@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nondet.core.runfile import check_free, read_run
+from nondet.core.runfile import check_free, check_outputs, read_run
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, make_engine, parse_load
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, pick_device
+from nondet.services.run import Output, Request, Sink, latest_run, pick_device
 from nondet.services.sample import implementations, open_model, planned, prompt_text
 
 if TYPE_CHECKING:
@@ -138,10 +138,7 @@ class TraceRequest(Request):
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
     max_tokens: Annotated[int, o.opt("Tokens in the completion.", shown=True)] = 64
-    model: Annotated[
-        str | None,
-        o.opt("Folder, hub name, or random weights such as random:qwen3-12x1024.", shown="the embedded model"),
-    ] = None
+    model: o.MODEL = None
     impl: Annotated[
         str | None,
         o.opt(
@@ -154,7 +151,10 @@ class TraceRequest(Request):
         str, o.opt("Concurrent requests of the second arm, as in `nondet sample`.", shown=True, complete=o.LOADS)
     ] = "default"
     engine: o.ENGINE = "transformers"
-    run: Annotated[Path | None, o.opt("Trace a completion of this recorded run instead.")] = None
+    run: Annotated[
+        Path | None,
+        o.opt("Trace a completion of this recorded run instead.", shown="with --request: the latest in runs/"),
+    ] = None
     request: Annotated[
         list[str] | None,
         o.opt(
@@ -191,9 +191,9 @@ class TraceRequest(Request):
                 raise UserError(f"--{option} without --replay", "Add --replay, or leave it out.")
         if len(self.impls) != 1:
             raise UserError(f"--impl {self.impl} is more than one implementation", "Trace one at a time.")
-        if (self.run is None) != (self.request is None) or len(self.request or [""]) not in (1, 2):
-            raise UserError("--run goes with one --request, or two", "Give both, or neither.")
-        if self.run is None and self.engine_load.graphs:
+        if (self.run is not None and self.request is None) or len(self.request or [""]) not in (1, 2):
+            raise UserError("--run goes with one --request, or two", "Name them, or leave --run out.")
+        if self.request is None and self.engine_load.graphs:
             raise UserError("--load graphs=on can't be traced: a replayed graph runs no Python", "Leave it out.")
         if self.repro is not None:
             if self.repro.suffix != ".py":
@@ -204,8 +204,8 @@ class TraceRequest(Request):
                 check_free(path, force=self.force or self.resume)
 
     def _check_replay(self) -> None:
-        if self.run is None or not self.request:
-            raise UserError("--replay needs --run and --request", "Name the run file and the completion.")
+        if not self.request:
+            raise UserError("--replay needs --request", "Name a completion of the run.")
         others = ("prompt", "prompt_file", "max_tokens", "load", "engine", "repro", "dtype", "seed")
         self.refuse(others, "--replay and {} exclude each other", "The run says how its completions were made.")
 
@@ -226,8 +226,10 @@ class TraceRequest(Request):
 
 def trace(request: TraceRequest, sink: Sink) -> Path:
     """Find the responsible operator: the first call with equal inputs and unequal outputs, and its cure."""
-    if request.replay and request.run is not None:
-        return _replay(request, request.run, sink)
+    path = request.run or (latest_run(sink.say, ("sample", "diagnose")) if request.request else None)
+    check_outputs({"run": path, "out": request.out})
+    if request.replay and path is not None:
+        return _replay(request, path, sink)
     output = Output(request, "trace", sink)
     if request.engine == "vllm":
         return _under_vllm(request, output)
@@ -235,16 +237,16 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
     from nondet.trace.search import Search, resumed
 
     expected: dict[str, str] = {}
-    if request.run is None:
+    if path is None:
         loaded, arms, plan = _fresh(request, sink)
     else:
-        loaded, arms, plan, expected = _recorded(request, request.run, request.request or [], sink)
+        loaded, arms, plan, expected = _recorded(request, path, request.request or [], sink)
         pick_device(loaded.device, request.threads or plan["threads"])
     with output.recording("trace", plan, request.seed) as writer, sink.steps() as say:
         earlier = read_run(output.path, allow_truncated=True)
         search = Search(
             make_engine("transformers", loaded.model), loaded.model, *arms, impl=plan["impls"][0],
-            choose=request.run is None, expected=expected, write=writer.write, say=say,
+            choose=path is None, expected=expected, write=writer.write, say=say,
             earlier=list(earlier.records()), script=request.repro is not None,
         )  # fmt: skip
         if writer.resumed:

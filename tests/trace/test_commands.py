@@ -130,14 +130,14 @@ def test_recorded_completions_are_played_and_traced(
 def test_wrong_input_is_one_line(run: Command) -> None:
     """What is wrong, before anything is measured: exit code 2, no traceback."""
     for typed, said in [
-        ("--request t000000", "--run goes with one --request"),
+        ("--run r.jsonl", "--run goes with one --request"),
         ("--impl both", "more than one implementation"),
         ("--load graphs=on", "can't be traced"),
         ("--max-tokens 100000", "exceed the model's context"),
         ("--repro script.sh", "not a .py file"),
         ("--run missing.jsonl --request t000000", "no run file"),
         ("--replay --run missing.jsonl --request t000000", "no run file"),
-        ("--replay --request t000000", "--replay needs --run and --request"),
+        ("--replay --run r.jsonl", "--replay needs --request"),
         ("--solo", "--solo without --replay"),
         ("--replay --run r.jsonl --request t1 --dtype float32", "--replay and --dtype"),
     ]:

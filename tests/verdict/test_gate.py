@@ -282,7 +282,7 @@ def test_too_few_is_a_failure_to_ci(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and the value that was given."""
     for argv, word in [
-        (["gate"], "Name a run file"),
+        (["gate", "x", "--endpoint", "http://127.0.0.1:1"], "a run file or a server"),
         (["gate", "missing.jsonl"], "missing.jsonl"),
         (["gate", "x", "--rate", "2"], "--rate '2'"),
         (["gate", "x", "--rate", "0%"], "'0%'"),
