@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -151,6 +151,14 @@ class Verdict:
         """Whether any finding is one."""
         return any(finding.is_fault for finding in self.findings)
 
+    def called_wrong(self, why: Reason) -> Verdict:
+        """The verdict on completions some of which are wrong: NaN agrees with NaN, whatever was computed. A clean
+        verdict goes, with its bounds and its last count, which says that it was clean; a divergence stays."""
+        clean = self.finding in (Finding.CLEAN, Finding.UNPROVEN)
+        findings = (Finding.WRONG,) if clean else (Finding.WRONG, *self.findings)
+        counts = (why, *(self.counts[:-1] if clean else self.counts))
+        return replace(self, findings=findings, counts=counts, bounds=() if clean else self.bounds)
+
     @property
     def role(self) -> Role:
         """What the implementation is."""
@@ -160,15 +168,6 @@ class Verdict:
 def gravest(verdicts: Iterable[Verdict]) -> Effect:
     """The gravest effect; without a verdict, that nothing was compared."""
     return min((v.effect for v in verdicts), key=lambda effect: effect.rank, default=Effect.NOTHING)
-
-
-def called_wrong(verdict: Verdict, nonfinite: Reason) -> Verdict:
-    """The verdict on completions some of which hold NaN or infinity: their bits agree whatever was computed. A clean
-    verdict goes, with its bounds and its last count, which says that it was clean; a divergence stays."""
-    if verdict.finding not in (Finding.CLEAN, Finding.UNPROVEN):
-        findings = (Finding.WRONG, *verdict.findings)
-        return replace(verdict, findings=findings, counts=(nonfinite, *verdict.counts))
-    return replace(verdict, findings=(Finding.WRONG,), counts=(nonfinite, *verdict.counts[:-1]), bounds=())
 
 
 def strongest_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -207,51 +206,103 @@ def successful(completions: Iterable[Completion]) -> list[Completion]:
     return [c for c in completions if c.status == "ok"]
 
 
-# A completion that ended for another reason than one with the same tokens and logprobs is a different answer. An
-# end-of-text token is not always among the tokens, so the reason can be all that differs: one request went on to its
-# limit, and the other stopped there.
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Completions, counted by what they gave.
 
-# (trace, reason why it ended) -> completions.
-Answers = Mapping[tuple[str, str], int]
+    A completion that ended for another reason than one with the same tokens and logprobs is a different answer. An
+    end-of-text token is not always among the tokens, so the reason can be all that differs: one request went on to its
+    limit, and the other stopped there.
 
-
-def answers_of(completions: Iterable[Completion]) -> Counter[tuple[str, str]]:
-    """The answers of completions that succeeded."""
-    return Counter((c.trace, c.finish) for c in completions)
-
-
-def ended_otherwise(answers: Answers) -> int:
-    """Completions that ended for another reason than most of those with the same tokens and logprobs."""
-    most: Counter[str] = Counter()
-    for (trace, _), n in answers.items():
-        most[trace] = max(most[trace], n)
-    return sum(answers.values()) - most.total()
-
-
-def ends_reasons(answers: Answers) -> list[Reason]:
-    """One reason where completions ended in several ways, else none."""
-    named: Counter[str] = Counter()
-    for (_, finish), n in answers.items():
-        named[finish] += n
-    odd = ended_otherwise(answers)
-    return [reason("ends", named=named, odd=reason("ends-odd", n=odd) if odd else None)] if len(named) > 1 else []
-
-
-def distinct(
-    n: int, completions: int, traces: int, answers: Answers, by: Reason | None = None, known: bool = False
-) -> list[Reason]:
-    """Distinct completions of n, distinct traces if there are more, and how many equal ones ended differently.
-
-    Args:
-        by: What completions are compared by, where that is not their tokens.
-        known: Whether they are a server's.
+    Attributes:
+        completions: Digest of the tokens -> completions.
+        answers: (trace, reason why it ended) -> completions: equal answers have both in common.
+        failed: Kind of failure -> requests that did not succeed; they are in no other figure.
+        nonfinite: Completions with a logprob that is NaN or infinite.
     """
-    same_tokens = completions == 1 and traces > 1
-    clauses = [reason("tokens-identical" if same_tokens and known else "distinct", n=completions, of=n, by=by)]
-    if traces != completions:
-        clauses.append(reason("one-but" if same_tokens else "traces", n=traces))
-    odd = ended_otherwise(answers)
-    return clauses + ([reason("ended-otherwise", n=odd)] if odd else [])
+
+    completions: Counter[str]
+    answers: Counter[tuple[str, str]]
+    failed: Counter[str]
+    nonfinite: int
+
+    @classmethod
+    def of(cls, completions: Iterable[Completion], **more: Any) -> Self:
+        """The tally of these; `more`: what a subclass adds."""
+        every = list(completions)
+        good = successful(every)
+        return cls(
+            completions=Counter(c.tokens_digest for c in good),
+            answers=Counter((c.trace, c.finish) for c in good),
+            failed=Counter((c.served.kind if c.served else "") or "error" for c in every if c.status != "ok"),
+            nonfinite=sum(c.nonfinite > 0 for c in good),
+            **more,
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            completions=self.completions + other.completions,
+            answers=self.answers + other.answers,
+            failed=self.failed + other.failed,
+            nonfinite=self.nonfinite + other.nonfinite,
+        )
+
+    @property
+    def n(self) -> int:
+        """Completions that succeeded."""
+        return self.answers.total()
+
+    @property
+    def traces(self) -> Counter[str]:
+        """Trace, the tokens with the bits of their logprobs -> completions."""
+        return _summed((trace, n) for (trace, _), n in self.answers.items())
+
+    @property
+    def ends(self) -> Counter[str]:
+        """Reason why they ended -> completions."""
+        return _summed((end, n) for (_, end), n in self.answers.items())
+
+    @property
+    def ended_otherwise(self) -> int:
+        """Completions that ended for another reason than most of those with the same tokens and logprobs."""
+        most: Counter[str] = Counter()
+        for (trace, _), n in self.answers.items():
+            most[trace] = max(most[trace], n)
+        return self.n - most.total()
+
+    def changes(self, findings: Iterable[str]) -> Effect:
+        """What their divergence changes for a user."""
+        return change_of(max(len(self.completions), len(self.ends)), findings)
+
+    def notes_on_ends(self) -> list[Reason]:
+        """One reason where completions ended in several ways, else none."""
+        odd = self.ended_otherwise
+        told = reason("ends", named=self.ends, odd=reason("ends-odd", n=odd) if odd else None)
+        return [told] if len(self.ends) > 1 else []
+
+    def clauses(self, by: Reason | None = None, *, of_server: bool = False, logprobs: bool = True) -> list[Reason]:
+        """Distinct completions, distinct traces if there are more, and how many equal ones ended differently.
+
+        Args:
+            by: What completions are compared by, where that is not their tokens.
+            logprobs: Whether they have any; else their traces are their tokens.
+        """
+        completions = len(self.completions)
+        traces = len(self.traces) if logprobs else completions
+        same_tokens = completions == 1 and traces > 1
+        code = "tokens-identical" if same_tokens and of_server else "distinct"
+        clauses = [reason(code, n=completions, of=self.n, by=by), *([] if logprobs else [reason("no-logprobs")])]
+        if traces != completions:
+            clauses.append(reason("one-but" if same_tokens else "traces", n=traces))
+        odd = self.ended_otherwise
+        return clauses + ([reason("ended-otherwise", n=odd)] if odd else [])
+
+
+def _summed(counts: Iterable[tuple[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for name, n in counts:
+        total[name] += n
+    return total
 
 
 # Whether the batch really changed under sampled completions: without that, "batch-dependent" is not a verdict. The size
