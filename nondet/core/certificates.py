@@ -36,6 +36,8 @@ from typing import Any
 
 import msgspec
 
+from nondet.core.runfile import no_link
+
 # What a proof by bits depends on: the machine, the libraries that pick kernels on it, and our own sources.
 #
 # A library picks its kernel by the chip, its version, the shape and the layout of a call, and by settings; a compiler
@@ -423,7 +425,7 @@ def _open(path: Path, mode: str) -> FileIO:
     if path.is_symlink() or path.parent.is_symlink():
         raise OSError("it or its folder is a link")
     _check_owner(path.parent.stat(), "its folder")
-    stream = FileIO(path, mode, opener=_only_ours)
+    stream = FileIO(path, mode, opener=functools.partial(no_link, mode=0o600))
     try:
         found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -433,10 +435,6 @@ def _open(path: Path, mode: str) -> FileIO:
         stream.close()
         raise
     return stream
-
-
-def _only_ours(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
 
 
 def _check_owner(found: os.stat_result, what: str) -> None:

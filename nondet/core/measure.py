@@ -291,14 +291,15 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
 
 
 def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:
-    if watch is None:
-        return trial.compute()
-    watch.next_variant()
-    watch.checking = True
+    if watch is not None:
+        watch.next_variant()
+        watch.checking = True
     try:
-        return trial.compute()
+        result: torch.Tensor = trial.compute()
     finally:
-        watch.checking = False
+        if watch is not None:
+            watch.checking = False
+    return result
 
 
 def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping[str, Any]) -> str:

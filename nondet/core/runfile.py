@@ -116,9 +116,9 @@ def _same_file(a: Path, b: Path) -> bool:
         return os.path.abspath(a) == os.path.abspath(b)
 
 
-def no_link(name: str, flags: int) -> int:
+def no_link(name: str, flags: int, mode: int = 0o666) -> int:
     """An opener for `open` that follows no symbolic link and does not wait for a FIFO."""
-    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), mode)
 
 
 def create_locked(path: Path, *, force: bool) -> IO[bytes]:
@@ -328,14 +328,9 @@ def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) 
     return line, decode(decoder, line)
 
 
-def torn_header(line: bytes) -> bool:
-    """Whether a line without an end is the beginning of a header of ours, and not a whole one."""
-    if not (line.startswith(_MAGIC) or _MAGIC.startswith(line)):
-        return False
-    try:
-        return not isinstance(decode(_LINE, line), Header)
-    except ValueError:
-        return True
+def _torn(line: bytes, whole: bool) -> bool:
+    """Whether a first line without an end is the beginning of a header of ours: then nothing comes after it."""
+    return not whole and (line.startswith(_MAGIC) or _MAGIC.startswith(line))
 
 
 def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
@@ -351,7 +346,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
         if not any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
             raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
         raise _not_ours(path)
-    if not whole and torn_header(line):
+    if _torn(line, whole):
         raise UserError(
             f"{path} is cut off in line 1: the run was killed while it began", "Repeat its command with --resume."
         )
@@ -529,7 +524,7 @@ def begun(path: Path) -> bool:
         _, line, whole = next(lines_of(path))
     except (FileNotFoundError, StopIteration):
         return False
-    return bool(line.strip()) and (whole or not torn_header(line))
+    return bool(line.strip()) and not _torn(line, whole)
 
 
 def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
@@ -557,22 +552,13 @@ def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
     run = read_run(path, allow_truncated=True)
     _check_same(path, run.header, header)
     whole = ended = 0
-    unfinished = False
-    for number, line, complete in lines_of(path):
-        if number == 1 and not complete:
-            unfinished = True  # the header lacks only its line end
-            whole = len(line)
-        elif complete:
+    for _, line, complete in lines_of(path):
+        if complete:
             ended, whole = whole, whole + len(line) + 1
-    if not run.complete:
-        ended = whole
     with disk_errors(path):
-        stream.truncate(ended)
+        stream.truncate(ended if run.complete else whole)  # without a torn line, or the line that ends it
         stream.seek(0, os.SEEK_END)
-    writer = RunWriter(path, stream, run.header, run)
-    if unfinished:
-        writer._bytes(b"\n")
-    return writer
+    return RunWriter(path, stream, run.header, run)
 
 
 def _check_same(path: Path, theirs: Header, ours: Header) -> None:

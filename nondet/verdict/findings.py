@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from nondet.core.records import Completion, Role, Run, role_of
-from nondet.verdict.wording import Reason, phrase, reason, words
+from nondet.sampling.analysis import Steps, batch_totals
+from nondet.verdict.wording import Reason, phrase, reason, stated, words
 from nondet.verdict.wording import plural as plural  # the reports' too
 
 
@@ -277,8 +277,8 @@ class Tally:
     def notes_on_ends(self) -> list[Reason]:
         """One reason where completions ended in several ways, else none."""
         odd = self.ended_otherwise
-        told = reason("ends", named=self.ends, odd=reason("ends-odd", n=odd) if odd else None)
-        return [told] if len(self.ends) > 1 else []
+        several = reason("ends", named=self.ends, odd=reason("ends-odd", n=odd) if odd else None)
+        return stated((len(self.ends) > 1, several))
 
     def clauses(self, by: Reason | None = None, *, of_server: bool = False, logprobs: bool = True) -> list[Reason]:
         """Distinct completions, distinct traces if there are more, and how many equal ones ended differently.
@@ -291,11 +291,13 @@ class Tally:
         traces = len(self.traces) if logprobs else completions
         same_tokens = completions == 1 and traces > 1
         code = "tokens-identical" if same_tokens and of_server else "distinct"
-        clauses = [reason(code, n=completions, of=self.n, by=by), *([] if logprobs else [reason("no-logprobs")])]
-        if traces != completions:
-            clauses.append(reason("one-but" if same_tokens else "traces", n=traces))
         odd = self.ended_otherwise
-        return clauses + ([reason("ended-otherwise", n=odd)] if odd else [])
+        return stated(
+            (True, reason(code, n=completions, of=self.n, by=by)),
+            (not logprobs, reason("no-logprobs")),
+            (traces != completions, reason("one-but" if same_tokens else "traces", n=traces)),
+            (odd, reason("ended-otherwise", n=odd)),
+        )
 
 
 def _summed(counts: Iterable[tuple[str, int]]) -> Counter[str]:
@@ -308,8 +310,6 @@ def _summed(counts: Iterable[tuple[str, int]]) -> Counter[str]:
 # Whether the batch really changed under sampled completions: without that, "batch-dependent" is not a verdict. The size
 # of every batch follows from the schedules of all requests of a round. A completion's *batches* are its own query
 # tokens and the whole batch's, for each of its steps.
-
-Steps = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -348,43 +348,28 @@ def batch_evidence(
 ) -> BatchEvidence:
     """Compare the batches of these completions of one prompt under one implementation, all of which succeeded.
     `totals`: from `round_totals`, for that implementation."""
-    patterns: set[str] = set()
-    traces_alone: dict[str, set[str]] = defaultdict(set)
-    known = alone = 0
+    patterns: list[bytes] = []
+    traces_alone: dict[bytes, set[str]] = {}
+    alone = 0
     for completion in completions:
         total = totals.get(completion.round)
         if total is None or not completion.schedule:
             continue
-        known += 1
         own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
         whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
-        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).hexdigest()
-        patterns.add(pattern)
+        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest()
+        patterns.append(pattern)
         # the last token is never fed back; a smaller sum means that pages were shared
         shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
         if shared_nothing and np.array_equal(own, whole):
             alone += 1
-            traces_alone[pattern].add(completion.trace)
+            traces_alone.setdefault(pattern, set()).add(completion.trace)
     parted = any(len(traces) > 1 for traces in traces_alone.values())
-    return BatchEvidence(known, len(patterns), alone, parted, padded)
+    return BatchEvidence(len(patterns), len(set(patterns)), alone, parted, padded)
 
 
 def round_totals(run: Run, impl: str) -> dict[int, Steps]:
     """Round -> query tokens of the whole batch at each step; only for rounds that ended. Failed completions count here,
     because they were in others' batches, and nowhere else."""
-    schedules: dict[int, list[list[int]]] = {
-        record.round: [part for schedule in record.background.values() for part in schedule]
-        for record in run.rounds
-        if record.impl == impl
-    }
-    for completion in run.completions:
-        if completion.impl == impl and completion.round in schedules:
-            schedules[completion.round] += completion.schedule
-    totals = {}
-    for number, parts in schedules.items():
-        change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
-        for first, steps, tokens in parts:
-            change[first] += tokens
-            change[first + steps] -= tokens
-        totals[number] = np.cumsum(change)
-    return totals
+    ended = {record.round for record in run.rounds if record.impl == impl}
+    return {number: total for number, total in batch_totals(run, impl).items() if number in ended}

@@ -30,7 +30,7 @@ from nondet.verdict.findings import (
     strongest_first,
     successful,
 )
-from nondet.verdict.wording import Reason, reason, words
+from nondet.verdict.wording import Reason, reason, stated, words
 
 # The operator of the row that compares a round with its repetition.
 REPLAY = "engine"
@@ -115,7 +115,7 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
         UserError: the counts contradict each other.
     """
     failed = counts.failed.total()
-    reasons = [reason("requests-failed", n=failed)] if failed else []
+    reasons = stated((failed, reason("requests-failed", n=failed)))
     if counts.n < 2:
         clause = reason("all-failed", n=failed) if failed and not counts.n else reason("too-few", n=counts.n)
         verdict = Verdict(counts.impl, (Finding.UNTESTED,), (clause,), tuple(reasons), counts.prompt)
@@ -127,17 +127,18 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
             "Was it edited by hand?",
         )
     else:
-        reasons += counts.notes_on_ends() + ([reason("again", what=_repetition(again))] if again else [])
         finding, limits = _attribute(counts, batches, again)
-        if finding == Finding.CLEAN and counts.nonfinite:
-            limits = [*limits, reason("nan-agrees")]
+        clean = finding == Finding.CLEAN
+        reasons += counts.notes_on_ends()
+        reasons += [*stated((again, reason("again", what=_repetition(again)))), *limits]
+        reasons += stated((clean and counts.nonfinite, reason("nan-agrees")))
         verdict = Verdict(
             counts.impl,
             (finding,),
             (*counts.clauses(), reason("finding", findings=finding)),
-            (*reasons, *limits),
+            tuple(reasons),
             counts.prompt,
-            (_bound(counts),) if finding == Finding.CLEAN else (),
+            (_bound(counts),) if clean else (),
             counts.changes((finding,)),  # one trace is one text: if it diverged, its end differs or a repeated run
         )
     lost = reason("nonfinite", n=counts.nonfinite, of=counts.n)
@@ -154,30 +155,30 @@ def _bound(counts: SampleCounts) -> Reason:
 
 
 def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row]) -> tuple[Finding, list[Reason]]:
-    """The possible cause where completions differ, what agreement leaves open, and why."""
-    if any(r.parted for r in again):
-        return Finding.RUN_TO_RUN, []
+    """The possible cause where completions differ, what agreement leaves open, and why: the first line that holds."""
     traces = len(counts.traces)
-    if traces == 1:
-        if counts.ended_otherwise:  # one trace, and more than one answer nevertheless
-            return Finding.UNATTRIBUTED, [reason("ends-alone")]
-        if batches.constant:
-            return Finding.CLEAN, [reason("constant")]
-        if not batches.varied:
-            return Finding.CLEAN, [reason("hardly-tested")]
-        return Finding.CLEAN, [reason("graphs-padded")] if batches.padded else []
-    reasons = [reason("tokens-agree")] if len(counts.completions) == 1 else []
-    reasons += [reason("graphs-first")] if batches.padded else []
-    if batches.alone_parted:
-        return Finding.RUN_TO_RUN, [*reasons, reason("alone-parted")]
-    if not batches.varied:
-        return Finding.UNATTRIBUTED, [*reasons, reason("batches-unknown")]
+    agree, differ = traces == 1, traces > 1
     # rows from before schema 3 are about the first round
     repeated_rounds = {int(row.extra.get("round", 0)) for row in again}
     shown = len(set[str]().union(*(counts.rounds.get(number, ()) for number in repeated_rounds)))
-    if shown < 2:
-        return Finding.UNATTRIBUTED, [*reasons, reason("others-again" if again else "none-again")]
-    return Finding.BATCH, [*reasons, *([reason("traces-open", n=traces - shown)] if traces > shown else [])]
+    table = (
+        (any(r.parted for r in again), Finding.RUN_TO_RUN, ""),
+        (agree and counts.ended_otherwise, Finding.UNATTRIBUTED, "ends-alone"),  # one trace, yet several answers
+        (agree and batches.constant, Finding.CLEAN, "constant"),
+        (agree and not batches.varied, Finding.CLEAN, "hardly-tested"),
+        (agree, Finding.CLEAN, "graphs-padded" if batches.padded else ""),
+        (batches.alone_parted, Finding.RUN_TO_RUN, "alone-parted"),
+        (not batches.varied, Finding.UNATTRIBUTED, "batches-unknown"),
+        (shown < 2, Finding.UNATTRIBUTED, "others-again" if again else "none-again"),
+        (True, Finding.BATCH, "traces-open" if traces > shown else ""),
+    )
+    finding, code = next((finding, code) for holds, finding, code in table if holds)
+    unrepeated = differ and not table[0][0]
+    return finding, stated(
+        (unrepeated and len(counts.completions) == 1, reason("tokens-agree")),
+        (unrepeated and batches.padded, reason("graphs-first")),
+        (code, reason(code, n=traces - shown)),
+    )
 
 
 # What `nondet sample --vary` shows: along each axis, how many texts and traces, and what followed the axis. *Within* a
@@ -321,7 +322,7 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
     axes = [t for t in tally_axes(run, impl) if not t.note]
     tested = [t for t in axes if any(v.comparisons for v in t.values)]
     reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
-    reasons += [reason("requests-failed", n=failed)] if failed else []
+    reasons += stated((failed, reason("requests-failed", n=failed)))
     # where bits parted though the value is not shown to have taken effect, the cause is unknown
     idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
     astray = reason("parted-idly", values=idle)

@@ -18,7 +18,7 @@ from nondet.core.records import Completion, ContractAnswer, Round, Run, ServerSe
 from nondet.core.statistics import one_sided_bound
 from nondet.sampling.plan import KEYS_LEAST
 from nondet.verdict.findings import Finding, Tally, Verdict, sort_impls, strongest_first, successful
-from nondet.verdict.wording import Reason, reason, words
+from nondet.verdict.wording import Reason, reason, stated, words
 
 # Arms whose requests go one at a time, and those under load.
 ALONE = ("solo", "cold", "warm", "first")
@@ -271,8 +271,7 @@ def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
 
 def _reasons(server: Server, arms: Mapping[str, ArmEvidence], whole: Tally) -> list[Reason]:
     reasons = whole.notes_on_ends()
-    if whole.failed:
-        reasons.append(reason("kinds-failed", n=whole.failed.total(), kinds=whole.failed))
+    reasons += stated((whole.failed, reason("kinds-failed", n=whole.failed.total(), kinds=whole.failed)))
     for question, answer in sorted(server.contract.items(), key=lambda item: item[0] == "seed"):  # that one last
         code = question if question in _BROKEN and answer.answer == "no" else ""
         code = f"seed-{answer.answer}" if question == "seed" and server.drawn else code
@@ -287,11 +286,10 @@ def _reasons(server: Server, arms: Mapping[str, ArmEvidence], whole: Tally) -> l
             beside = reason("arm-unshown", n=alone) if alone else None
             reasons.append(reason("arm-shown", arm=arm.arm, proof=arm.shown, unshown=beside))
     reasons += [reason("arm-unanswered", arm=name) for name in server.unanswered(arms)]
-    if not any(name in arms for name in LOADED):
-        reasons.append(reason("no-load"))
-    if server.seen is not None and not server.seen.fingerprint:
-        reasons.append(reason("no-fingerprint"))
-    return reasons
+    return reasons + stated(
+        (not any(name in arms for name in LOADED), reason("no-load")),
+        (server.seen is not None and not server.seen.fingerprint, reason("no-fingerprint")),
+    )
 
 
 # If chance puts the differing answers in one of two arms with a higher probability, they are not attributed.
@@ -376,13 +374,12 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
 
 
 def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    doubts = [reason("not-greedy")] if server.answer("greedy") == "no" and not server.drawn else []
-    if server.drawn and server.answer("seed") != "yes":
-        doubts.append(reason("seed-not-shown"))
     fingerprints = {name for arm in arms.values() for name in arm.fingerprints}
-    if len(fingerprints) > 1:
-        doubts.append(reason("servers", n=len(fingerprints)))
-    return doubts
+    return stated(
+        (server.answer("greedy") == "no" and not server.drawn, reason("not-greedy")),
+        (server.drawn and server.answer("seed") != "yes", reason("seed-not-shown")),
+        (len(fingerprints) > 1, reason("servers", n=len(fingerprints))),
+    )
 
 
 def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
@@ -407,13 +404,13 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
     traces_off, tokens_off = arm.n - max(arm.answers.values()), arm.n - max(arm.completions.values())
     if not traces_off:
         return Comparison(arm.arm, "itself", arm.n, 0, 0, Finding.CLEAN)
-    why = list(doubts)
-    if not arm.proof or arm.arm != "solo":
-        why.append(reason("others-unknown"))
-    if None in arm.by_cache:
-        why.append(reason("cache-unknown"))
-    elif all(len(answers) == 1 for answers in arm.by_cache.values()):
-        why.append(reason("cache-split"))
+    split = all(len(answers) == 1 for answers in arm.by_cache.values())
+    why = stated(
+        (not arm.proof or arm.arm != "solo", reason("others-unknown")),
+        (None in arm.by_cache, reason("cache-unknown")),
+        (None not in arm.by_cache and split, reason("cache-split")),
+    )
+    why = [*doubts, *why]
     finding = Finding.UNATTRIBUTED if why else Finding.RUN_TO_RUN
     return Comparison(arm.arm, "itself", arm.n, traces_off, tokens_off, finding, tuple(why))
 
@@ -462,20 +459,19 @@ def _against(
     if pooled is not None and base.steady:
         chance = min(chance, pooled)
     names = {"arm": arm.arm, "base": base.arm}
-    why = list(doubts)
-    if not base.steady:
-        why.append(reason("base-unsteady", **names))
-    if not arm.proof:
-        why.append(reason("not-shown", arm=arm.arm, proof=arm.shown))
-    if cause == Finding.CACHE:
-        if len(arm.answers) > 1:
-            why.append(reason("arm-unsteady", **names))
-        if not base.proof:
-            why.append(reason("not-shown", arm=base.arm, proof=base.shown))
-    elif not caches_agree and (None in arm.by_cache or set(arm.by_cache) - set(base.by_cache)):
-        why.append(reason("cache-unknown" if None in arm.by_cache else "cache-differs"))
-    if chance > _CHANCE:
-        why.append(reason("chance", n=base.n, share=chance, **names))
+    of_cache, unknown = cause == Finding.CACHE, None in arm.by_cache
+    other_cache = not of_cache and not caches_agree and (unknown or set(arm.by_cache) - set(base.by_cache))
+    why = [
+        *doubts,
+        *stated(
+            (not base.steady, reason("base-unsteady", **names)),
+            (not arm.proof, reason("not-shown", arm=arm.arm, proof=arm.shown)),
+            (of_cache and len(arm.answers) > 1, reason("arm-unsteady", **names)),
+            (of_cache and not base.proof, reason("not-shown", arm=base.arm, proof=base.shown)),
+            (other_cache, reason("cache-unknown" if unknown else "cache-differs")),
+            (chance > _CHANCE, reason("chance", n=base.n, share=chance, **names)),
+        ),
+    ]
     finding = Finding.UNATTRIBUTED if why else cause
     return Comparison(arm.arm, base.arm, arm.n, traces_off, tokens_off, finding, tuple(why))
 

@@ -31,6 +31,11 @@ def reason(code: str, **numbers: Any) -> Reason:
     return Reason(code, numbers)
 
 
+def stated(*cases: tuple[object, Reason]) -> list[Reason]:
+    """A table of (what holds or does not, its reason): the reasons that hold."""
+    return [why for holds, why in cases if holds]
+
+
 def plural(count: int, noun: str, many: str = "") -> str:
     """ "1 case", "2,000 cases"."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
