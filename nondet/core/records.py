@@ -106,6 +106,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a run file, between its header and its end. A kind of record is a class and a field of `Run`."""
 
     keyed_by: ClassVar[tuple[str, ...]] = ()
+    kept_when_refused: ClassVar[tuple[str, ...]] = ()  # besides these, by a record that can fail
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -115,7 +116,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     def refused(self, why: str) -> Self:
         """The record as a failure, where its kind can fail: written if a reader would reject the record itself."""
-        return self
+        if not hasattr(self, "status"):
+            return self
+        kept = {name: getattr(self, name) for name in (*self.keyed_by, *self.kept_when_refused)}
+        return type(self)(**kept, status=Status.ERROR, reason=why)
 
 
 class ImplementationRecord(Record, frozen=True, kw_only=True):
@@ -187,6 +191,10 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     """One case under one implementation: variants that ought to give equal bits, and the classes they fell into."""
 
     keyed_by = ("probe", "case", "dtype", "device", "impl")
+    kept_when_refused = (
+        *("operator", "shape", "inputs", "varied", "axis", "demonstration", "exact", "role", "claims_invariance"),
+        *("group", "place"),
+    )
     probe: str
     case: str  # name of the case, unique within a probe, a device and a dtype
     operator: str
@@ -250,12 +258,6 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
         for name, value in usual.items():
             if getattr(self, name) in ("", None):
                 msgspec.structs.force_setattr(self, name, value)
-
-    def refused(self, why: str) -> Self:
-        """As `Record.refused`: the case without its result."""
-        asked = "probe case operator shape dtype device inputs varied axis demonstration exact impl role group place"
-        kept = {name: getattr(self, name) for name in (*asked.split(), "claims_invariance")}
-        return type(self)(**kept, status=Status.ERROR, reason=why)
 
     @property
     def parted(self) -> bool:
@@ -670,10 +672,6 @@ class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_on
     status: Outcome = "ok"
     reason: str = ""  # why a step, and so its arm, failed
 
-    def refused(self, why: str) -> Self:
-        """As `Record.refused`."""
-        return type(self)(impl=self.impl, seed=self.seed, step=self.step, status="error", reason=why)
-
 
 class MismatchRollout(ImplementationRecord, frozen=True, tag="mismatch-rollout", kw_only=True):
     """One rollout with the logprobs that the sampler and the trainer give its tokens."""
@@ -688,10 +686,6 @@ class MismatchRollout(ImplementationRecord, frozen=True, tag="mismatch-rollout",
     trainer: bytes = b""
     status: Outcome = "ok"
     reason: str = ""
-
-    def refused(self, why: str) -> Self:
-        """As `Record.refused`."""
-        return type(self)(impl=self.impl, name=self.name, status="error", reason=why)
 
 
 class MismatchFloor(ImplementationRecord, frozen=True, tag="mismatch-floor", kw_only=True):
@@ -925,6 +919,12 @@ class Run(msgspec.Struct, kw_only=True):
     def add(self, record: Record) -> None:
         """Store a record with its kind."""
         getattr(self, RECORDS[type(record)]).append(record)
+
+    @property
+    def statuses(self) -> list[str]:
+        """Of every record that can fail."""
+        can_fail = Row, Completion, TrainingStep, MismatchRollout
+        return [record.status for record in self.records() if isinstance(record, can_fail)]
 
     def records(self) -> Iterator[Record]:
         """Every record, kind by kind."""

@@ -337,21 +337,9 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     """Read a run file, and check that it does not contradict itself. Raises UserError: missing, empty, not a run file,
     from a newer schema, cut off, malformed or contradicting itself; the line and the field are named. With
     `allow_truncated` a last line that is cut off (a killed run) is ignored."""
-    try:
-        lines = lines_of(path)
-        number, line, whole = next(lines, (0, b"", True))
-    except FileNotFoundError:
-        raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
-    if not line.strip():
-        if not any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
-            raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
-        raise _not_ours(path)
-    if _torn(line, whole):
-        raise UserError(
-            f"{path} is cut off in line 1: the run was killed while it began", "Repeat its command with --resume."
-        )
-    run = Run(header=_header(path, line), complete=False, source=str(path))
-    checks = RunChecks(run.header)
+    lines = lines_of(path)
+    run = Run(header=_header(path, lines), complete=False, source=str(path))
+    checks, number = RunChecks(run.header), 1
     try:
         checks.header(run.header)
         for number, line, whole in lines:
@@ -385,7 +373,19 @@ def _not_ours(path: Path) -> UserError:
     return UserError(f"{path} is not a nondet run file", f"Give {_OURS}.")
 
 
-def _header(path: Path, line: bytes) -> Header:
+def _header(path: Path, lines: Iterator[tuple[int, bytes, bool]]) -> Header:
+    try:
+        _, line, whole = next(lines, (0, b"", True))
+    except FileNotFoundError:
+        raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
+    if not line.strip():
+        if not any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
+            raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
+        raise _not_ours(path)
+    if _torn(line, whole):
+        raise UserError(
+            f"{path} is cut off in line 1: the run was killed while it began", "Repeat its command with --resume."
+        )
     try:
         raw = decode(msgspec.json.Decoder(), line)
     except ValueError as error:

@@ -814,10 +814,7 @@ def schedules_of(run: Run, impl: str) -> dict[int, list[tuple[bool, list[list[in
     return rounds
 
 
-Steps = npt.NDArray[np.int64]
-
-
-def batch_totals(run: Run, impl: str) -> dict[int, Steps]:
+def batch_totals(run: Run, impl: str) -> dict[int, npt.NDArray[np.int64]]:
     """Round -> query tokens of the whole batch at each step, from the schedules of all requests."""
     totals = {}
     for number, schedules in schedules_of(run, impl).items():

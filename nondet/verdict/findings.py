@@ -10,9 +10,10 @@ from enum import StrEnum
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from nondet.core.records import Completion, Role, Run, role_of
-from nondet.sampling.analysis import Steps, batch_totals
+from nondet.sampling.analysis import batch_totals
 from nondet.verdict.wording import Reason, phrase, reason, stated, words
 from nondet.verdict.wording import plural as plural  # the reports' too
 
@@ -310,6 +311,8 @@ def _summed(counts: Iterable[tuple[str, int]]) -> Counter[str]:
 # Whether the batch really changed under sampled completions: without that, "batch-dependent" is not a verdict. The size
 # of every batch follows from the schedules of all requests of a round. A completion's *batches* are its own query
 # tokens and the whole batch's, for each of its steps.
+
+Steps = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

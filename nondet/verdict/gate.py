@@ -77,14 +77,10 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
         outcome, why = answer(run, judge(run), conclusion=conclusions[0] if conclusions else None)
         line = words(reason("fail-on", option=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
         return CODES[outcome], line
-    every = _statuses(run) + [timed.status for cell in run.cells for timed in cell.timed]
+    every = run.statuses + [timed.status for cell in run.cells for timed in cell.timed]
     if not every or set(every) - {Status.ERROR, Status.SKIPPED}:
         return 0, ""
     return CODES[Outcome.NO_ANSWER], words(reason("unmeasured", n=len(every)))
-
-
-def _statuses(run: Run) -> list[str]:
-    return [r.status for r in (*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts)]
 
 
 def answer(
@@ -132,7 +128,7 @@ def _no_answer(
         return reason("drawn", each=tuple(reason("unseeded", impl=i, evidence=why) for i, why in drawn.items()))
     if not run.complete:
         return reason("incomplete")
-    if failed := _statuses(run).count(Status.ERROR):
+    if failed := run.statuses.count(Status.ERROR):
         return reason("cases", n=failed, what="failed")
     if conclusion is not None:
         return reason("inconclusive") if conclusion.is_fault is None else None

@@ -256,7 +256,8 @@ def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
 
 
 def _parted(n: int, traces_off: int, tokens_off: int) -> Reason:
-    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens_off)
+    tokens = f"{tokens_off:,}" if tokens_off else "none"
+    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens)
 
 
 def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:

@@ -60,7 +60,7 @@ WORDS: dict[str, str] = {
     "arms": ": {comparisons:; }",
     "against": "{arm} compared with {base}: {seen}",
     "alike": "{n:,} identical",
-    "parted": "{traces:,} of {n:,} differ, {tokens:none} in tokens",
+    "parted": "{traces:,} of {n:,} differ, {tokens} in tokens",
     "parted-texts": "{traces:,} of {n:,} differ",
     "axes-followed": "logprob traces change with {n} of {of:#axis|axes}, each varied by itself{which}",
     "which": " ({names})",
@@ -322,8 +322,6 @@ class _Writer(Formatter):
                 return " and ".join(value)
             case "layer":
                 return f"layer {value}" if str(value).isdigit() else f"the {value}"
-            case "none":
-                return f"{value:,}" if value else "none"
             case "verb":
                 return "was" if value == 1 else "were"
         if spec.startswith("#"):

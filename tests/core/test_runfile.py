@@ -107,28 +107,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         read_run(path)
 
 
-def test_resume_drops_the_cut_off_line_and_goes_on(tmp_path: Path) -> None:
-    """A run killed in the middle of a line is completed by --resume, and then has each row once."""
-    path = finished(tmp_path / "run.jsonl")
-    whole = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(whole[:2]) + whole[2][:25])
-    again = writer(path, resume=True)
-    assert again.done == {row("a").key}
-    again.write(row("b"))
-    again.finish()
-    read = read_run(path)
-    assert read.complete
-    assert [r.case for r in read.rows] == ["a", "b"]
-
-
-def test_resuming_a_complete_run_leaves_one_end_line(tmp_path: Path) -> None:
-    """Resuming what is already complete must not double the end line."""
-    path = finished(tmp_path / "run.jsonl")
-    writer(path, resume=True).finish()
-    assert path.read_bytes().count(b'"type":"end"') == 1
-    assert len(read_run(path).rows) == 2
-
-
 def test_resume_refuses_another_plan_or_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Rows made under different conditions never share a run file."""
     for change, said in [
