@@ -340,9 +340,9 @@ def forget(path: Path) -> bool:
 
 def cache_folder() -> Path | None:
     """Where certificates are kept: NONDET_CACHE, XDG_CACHE_HOME/nondet, or the platform's; None if there is no home."""
-    asked = os.environ.get("NONDET_CACHE")
-    if asked:
-        return Path(asked) / "certificates"
+    chosen = os.environ.get("NONDET_CACHE")
+    if chosen:
+        return Path(chosen) / "certificates"
     shared = os.environ.get("XDG_CACHE_HOME")
     if shared and Path(shared).is_absolute():  # the XDG specification: a relative one is to be ignored
         return Path(shared) / "nondet" / "certificates"

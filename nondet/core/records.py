@@ -1180,10 +1180,10 @@ class RunChecks:
     def end(self, end: End) -> None:
         """The last line counts the records before it, and nothing of the plan is missing. Raises ContradictionError."""
         _need(end.records == len(self._keys), "records", f"{end.records}, with {len(self._keys)} in the file")
-        told = Counter(key[:2] for key in self._keys)
+        counted = Counter(key[:2] for key in self._keys)
         for of, planned in self._planned.items():
-            whole = told[of] == planned or of[1] in self._failed
-            _need(whole, "records", f"{told[of]} of {planned} {of[0]} of {of[1][:80]}, as planned")
+            whole = counted[of] == planned or of[1] in self._failed
+            _need(whole, "records", f"{counted[of]} of {planned} {of[0]} of {of[1][:80]}, as planned")
 
     def _span(self, place: tuple[str, int], schedules: Iterable[list[list[int]]]) -> None:
         before = self._ends.get(place, 0)

@@ -61,9 +61,9 @@ def _of_vectors(verdict: Verdict, vectors: Sequence[Neighbours]) -> Verdict:
     far, top1, topk = (
         max(getattr(n, of) for n in vectors) for of in ("cosine_distance", "top1_changed", "topk_changed")
     )
-    told = {"n": worst.parted, "of": worst.texts, "far": far, "top1": top1, "k": worst.k, "topk": topk}
+    numbers = {"n": worst.parted, "of": worst.texts, "far": far, "top1": top1, "k": worst.k, "topk": topk}
     changes = Effect.NEIGHBOURS if top1 or topk else Effect.VECTORS
-    return replace(verdict, counts=(reason("vectors", findings=findings, **told),), changes=changes)
+    return replace(verdict, counts=(reason("vectors", findings=findings, **numbers),), changes=changes)
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
@@ -316,9 +316,9 @@ def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) 
     of = training.held if run.training_steps else mismatch.held
     for impl, name, value, where, limit in of(run, limits):
         over = value > limit
-        told = {"value": f"{value:,}" if isinstance(value, int) else f"{value:.6g}", "limit": f"{limit:.9g}"}
-        said = reason("mm-threshold" if over else "mm-within", impl=impl, name=name, where=where, **told)
-        (above if over else within).append(said)
+        numbers = {"value": f"{value:,}" if isinstance(value, int) else f"{value:.6g}", "limit": f"{limit:.9g}"}
+        judged = reason("mm-threshold" if over else "mm-within", impl=impl, name=name, where=where, **numbers)
+        (above if over else within).append(judged)
         impls |= {impl} if over else set()
     if above:
         return Decision(Outcome.SHUT, tuple(above), verdicts, (), (Finding.MISMATCH,), frozenset(impls))

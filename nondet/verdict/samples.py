@@ -325,13 +325,13 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
     reasons += stated((failed, reason("requests-failed", n=failed)))
     # where bits parted though the value is not shown to have taken effect, the cause is unknown
     idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
-    astray = reason("parted-idly", values=idle)
+    unexplained = reason("parted-idly", values=idle)
     unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
     bounds: tuple[Reason, ...] = ()
     findings: tuple[Finding, ...]
     if not tested:
         clauses = [reason("no-pair" if any(t.tried for t in axes) else "no-effect")]
-        clauses += [reason("but", what=astray), unattributed] if idle else [reason("so-nothing")]
+        clauses += [reason("but", what=unexplained), unattributed] if idle else [reason("so-nothing")]
         findings = (Finding.UNATTRIBUTED if idle else Finding.UNTESTED,)
     else:
         clauses, limits = _axis_clauses(tested), list[Reason]()
@@ -343,7 +343,7 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
             clauses.append(reason("findings", findings=findings))
         elif idle:
             findings = (Finding.UNATTRIBUTED,)
-            clauses += [astray, unattributed]
+            clauses += [unexplained, unattributed]
         else:
             clauses.append(reason("finding", findings=Finding.CLEAN))
             untested = _untested(axes, tested)

@@ -107,11 +107,11 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
     # it is not on record which of a round's targets ran solo: they may all have been this prompt's
     good_in = Counter(c.round for c in good)
     opening = min(good, key=lambda c: (c.round, c.request), default=None)
-    company = sum(
+    beside_others = sum(
         max(0, good_in[r.round] - max(0, r.targets - t.in_company)) for r, t in zip(rounds, traffic, strict=True)
     )
     proof, shown = _proof(arm, traffic, list(by_cache), hits)
-    if proof and arm not in ALONE and not company:
+    if proof and arm not in ALONE and not beside_others:
         proof, shown = "", reason("none-among", proof=shown)
     return ArmEvidence.of(
         completions,
@@ -121,7 +121,7 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         by_cache=by_cache,
         proof=proof,
         shown=shown,
-        in_company=company,
+        in_company=beside_others,
         rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
         fingerprints={name for t in traffic for name in t.fingerprints},
         opening=(opening.tokens_digest, opening.trace, opening.finish) if opening else ("", "", ""),
@@ -222,14 +222,14 @@ class Server:
 def server_of(run: Run, impl: str) -> Server:
     """The server with that name."""
     good = successful(c for c in run.completions if c.impl == impl)
-    told = [(c.served.prompt_tokens, c.served.completion_tokens) for c in good if c.served]
+    lengths = [(c.served.prompt_tokens, c.served.completion_tokens) for c in good if c.served]
     return Server(
         impl=impl,
         contract={a.question: a for a in run.contract if a.impl == impl},
         seen=next((s for s in run.servers if s.impl == impl), None),
         drawn=bool(run.header.plan.get("temperature")),
         loads=tuple(name for name in LOADED if name in run.header.plan.get("arms", {})),
-        keys=max((p + a for p, a in told if p is not None and a is not None), default=None),
+        keys=max((p + a for p, a in lengths if p is not None and a is not None), default=None),
     )
 
 
