@@ -25,9 +25,9 @@ from nondet.reports.samples import SampleSection, tree_of
 from nondet.reports.traces import batch_brief, embed_steps, pair_of
 from nondet.reports.training import Training
 from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
+from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import Effect, Finding, Verdict, gravest, plural
 from nondet.verdict.rows import axis_of
-from nondet.verdict.samples import UNSEEDED
 from nondet.verdict.wording import phrase
 
 # Family of batch_invariant() -> the probe that tests the same operator by itself.

@@ -6,9 +6,9 @@ and cuDNN versions, the digest of the prover's sources), until the sources of it
 (`kernels_digest`).
 
 The file is JSON lines in the user's cache folder, one file per machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
-else the platform's own folder. Each line carries a checksum. A line that is cut off, corrupt or foreign is ignored,
-with one warning. Each proof is one appended write, so concurrent processes lose nothing. An exclusion overrides every
-proof to the contrary on the same machine key: `forget` is the only way back.
+else the platform's own folder. Each line carries a checksum; what is not a whole line of this machine is ignored, with
+one warning. Each proof is one appended write that begins a line, so concurrent processes lose nothing. An exclusion
+overrides every proof to the contrary on the same machine key: `forget` is the only way back.
 
 A checksum is not a signature: anyone who can write the file can forge a proof. So it is used only if file and folder
 belong to this user (or root), are not links, and no other user may write them; otherwise everything is proven again,
@@ -30,10 +30,13 @@ import threading
 import warnings
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
+
+from nondet.core.runfile import no_link
 
 # What a proof by bits depends on: the machine, the libraries that pick kernels on it, and our own sources.
 #
@@ -91,8 +94,6 @@ def machine(device: str) -> dict[str, Any]:
 
 def machine_digest(described: dict[str, Any]) -> str:
     """First 16 hex digits of the SHA-256 over `machine`'s answer: the machine key of a proof."""
-    import msgspec
-
     return digest_of(msgspec.json.encode(described, order="deterministic"))
 
 
@@ -190,8 +191,7 @@ class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     check: str = ""
 
 
-# bytes that are read; a file is written up to half of it, because others append, too
-_FILE_MOST, _LINE_MOST = 2**26, 2**20
+_FILE_MOST = 2**26  # bytes that are read; a file is written up to half of it, because others append, too
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Line)
 # raised on a hostile line, when it is read or written again: endless nesting, odd letters, endless numbers
@@ -220,7 +220,6 @@ class Certificates:
         self._holds: dict[tuple[str, str], bool] = {}
         self._proofs: dict[tuple[str, str], Certificate] = {}
         self._aside: dict[tuple[str, str], str] = {}
-        self._introduced = False
         if self.path is not None:
             self._load(self.path)
 
@@ -293,7 +292,6 @@ class Certificates:
         for proof in found.certificates:
             if proof.sources == kernels_digest(proof.key):  # else its kernels have changed: proven again when needed
                 self._remember(proof)
-        self._introduced = bool(found.described)
         if found.ignored:
             _warn(
                 f"{found.ignored} lines of {path} are cut off, corrupt, older or foreign and were ignored; what they "
@@ -301,24 +299,20 @@ class Certificates:
             )
 
     def _append(self, path: Path, proof: Certificate) -> None:
-        lines = [_Line(format=FORMAT, schema=SCHEMA, machine=self.machine, certificate=proof)]
-        if not self._introduced:
-            lines.insert(0, _Line(format=FORMAT, schema=SCHEMA, machine=self.machine, described=self.described))
-        data = b"".join(_sealed(line) + b"\n" for line in lines)
+        ours: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "machine": self.machine}
+        data = b"\n" + _sealed(_Line(**ours, certificate=proof))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as stream:
-                end = stream.seek(0, os.SEEK_END)
-                if end and (stream.seek(-1, os.SEEK_END), stream.read(1))[1] != b"\n":
-                    data = b"\n" + data  # a process was killed in the middle of its line: don't lose ours with it
-                if max(map(len, data.split(b"\n"))) > _LINE_MOST or end + len(data) > _FILE_MOST // 2:
+            with _open(path, "ab") as stream:
+                end = stream.tell()
+                if not end:
+                    data = _sealed(_Line(**ours, described=self.described)) + data
+                if end + len(data) > _FILE_MOST // 2:
                     raise OSError(f"{len(data)} bytes more than the {end} that it has are not read again")
                 stream.write(data)  # one write at the current end of the file
         except OSError as error:
             self.path = None
             _warn(f"certificates can't be kept in {path} ({error.strerror or error}): they last for this process only")
-            return
-        self._introduced = True
 
 
 def read_folder(folder: Path | None = None) -> list[CertificatesFile]:
@@ -346,9 +340,9 @@ def forget(path: Path) -> bool:
 
 def cache_folder() -> Path | None:
     """Where certificates are kept: NONDET_CACHE, XDG_CACHE_HOME/nondet, or the platform's; None if there is no home."""
-    asked = os.environ.get("NONDET_CACHE")
-    if asked:
-        return Path(asked) / "certificates"
+    chosen = os.environ.get("NONDET_CACHE")
+    if chosen:
+        return Path(chosen) / "certificates"
     shared = os.environ.get("XDG_CACHE_HOME")
     if shared and Path(shared).is_absolute():  # the XDG specification: a relative one is to be ignored
         return Path(shared) / "nondet" / "certificates"
@@ -406,17 +400,15 @@ def _mixed() -> bool:
 def _read(path: Path, expected: str | None) -> CertificatesFile | None:
     """The file's whole lines of one machine: the expected one, or the first that is named; None without a file."""
     try:
-        with _open(path, os.O_RDONLY) as stream:
+        with _open(path, "rb") as stream:
             data = stream.read(_FILE_MOST + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
     if len(data) > _FILE_MOST:
         raise OSError(f"more than {_FILE_MOST} bytes")
     found = CertificatesFile(path=str(path), machine=expected or "")
-    for raw in data.split(b"\n"):
-        if not raw:
-            continue
-        line = _opened(raw) if len(raw) <= _LINE_MOST else None
+    for raw in filter(None, data.split(b"\n")):
+        line = _opened(raw)
         if line is None or line.machine != (found.machine or line.machine):
             found.ignored += 1
             continue
@@ -428,33 +420,26 @@ def _read(path: Path, expected: str | None) -> CertificatesFile | None:
     return found
 
 
-def _open(path: Path, flags: int) -> BinaryIO:
-    """The file, opened without a wait and through no link."""
+def _open(path: Path, mode: str) -> FileIO:
+    """The file, opened without a wait and through no link, if no other user may write it or its folder."""
     if path.is_symlink() or path.parent.is_symlink():
         raise OSError("it or its folder is a link")
-    only_ours = hasattr(os, "geteuid")  # Windows has neither numeric owners nor these flags
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) if only_ours else None
+    _check_owner(path.parent.stat(), "its folder")
+    stream = FileIO(path, mode, opener=functools.partial(no_link, mode=0o600))
     try:
-        if folder is not None:
-            _check_owner(os.fstat(folder), "its folder")
-        special = os.O_NOFOLLOW | os.O_NONBLOCK if only_ours else getattr(os, "O_BINARY", 0)  # a FIFO would wait
-        file = os.open(path.name if only_ours else path, flags | special, 0o600, dir_fd=folder)
-    finally:
-        if folder is not None:
-            os.close(folder)
-    try:
-        found = os.fstat(file)
+        found = os.fstat(stream.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is no plain file")
-        if only_ours:
-            _check_owner(found, "it")
-        return os.fdopen(file, "rb" if flags == os.O_RDONLY else "rb+", buffering=0)
-    except BaseException:
-        os.close(file)
+        _check_owner(found, "it")
+    except OSError:
+        stream.close()
         raise
+    return stream
 
 
 def _check_owner(found: os.stat_result, what: str) -> None:
+    if not hasattr(os, "geteuid"):  # Windows has neither numeric owners nor these rights
+        return
     if found.st_uid not in (0, os.geteuid()):
         raise OSError(f"{what} belongs to user {found.st_uid}")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

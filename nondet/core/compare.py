@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import random
 import struct
 import sys
@@ -64,32 +65,19 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether all bits are equal. Copies a bool to the host, and a second one where raw bits differ, because of NaN."""
-    return raw_equal(a, b) or bool(same(a, b).all())
-
-
-def raw_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain floating tensors have the same bits, payloads of NaN included. False is inconclusive."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return False
-    if not _is_plain(a) or not _is_plain(b):
-        return False
-    width = _INT_OF_SIZE[a.element_size()]
-    return torch.equal(a.detach().contiguous().view(width), b.detach().contiguous().view(width))
+    plain = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and _is_plain(a) and _is_plain(b)
+    if plain:
+        width = _INT_OF_SIZE[a.element_size()]
+        if torch.equal(a.detach().contiguous().view(width), b.detach().contiguous().view(width)):
+            return True
+    return bool(same(a, b).all())
 
 
 def agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`identical` as a bool tensor on the device, for `looked_at`: one copy then serves several. Raises as `same`."""
     if a.device.type == "cpu":  # nothing to wait for, and `identical` reads less
         return torch.tensor(identical(a, b))
-    return _unseen_agreement(a, b)
-
-
-def _unseen_agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.shape != b.shape or a.dtype != b.dtype or not _is_plain(a) or not _is_plain(b) or a.element_size() == 1:
-        return same(a, b).all()
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    width = _INT_OF_SIZE[a.element_size()]
-    return ((a.view(width) == b.view(width)) | (a.isnan() & b.isnan())).all()
+    return same(a, b).all()
 
 
 def looked_at(flags: Sequence[torch.Tensor]) -> list[bool]:
@@ -172,20 +160,6 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
         first_bits=_bits_at(first, a, b),
         scale=_storable(scale),
     )
-
-
-def sizes_of_differences(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[tuple[float, float, float]]:
-    """Each other tensor's `difference` from the first: (nonfinite, max_ulp, mismatched), in one copy."""
-    scalars: list[torch.Tensor] = []
-    for other in others:
-        a, b, mismatch = first, other, ~same(first, other)
-        if a.dtype.is_complex:
-            a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-        has_ulp = a.dtype.is_floating_point and a.dtype not in _PACKED
-        gap = ulp_distance(a, b) if has_ulp else torch.zeros_like(mismatch, dtype=torch.int64)
-        scalars += [(mismatch & (gap < 0)).sum(), gap.clamp_min(0).max(), mismatch.sum()]
-    read = iter(numbers(*scalars))
-    return list(zip(read, read, read, strict=True))
 
 
 def numbers(*scalars: torch.Tensor) -> list[float]:
@@ -336,102 +310,79 @@ def digest(*tensors: torch.Tensor) -> str:
     return sha.hexdigest()[:16]
 
 
-_KEPT_BYTES = 2**26  # of results that wait on a GPU to be compared by one copy
+_WAITING_MOST = 2**24  # bytes of results that are compared at once
 
 
 class ClassBook:
-    """Sorts results into classes of equal bits, numbered by first appearance. One representative per class is kept on
-    the device. Results are compared with the class of their predecessor first, because sweeps change class rarely."""
+    """Sorts results into classes of equal bits, numbered by first appearance. One result of each is kept on the device.
+    Results wait to be sorted until they are many or somebody reads their labels: to compare is to wait for a GPU."""
 
     def __init__(self) -> None:
-        self.representatives: list[torch.Tensor] = []
-        self.labels: list[int] = []
+        self._representatives: list[torch.Tensor] = []
         self._patterns: list[torch.Tensor] = []  # of each representative, flat
+        self._labels: list[int] = []
         self._waiting: list[torch.Tensor] = []
-        self._waiting_bytes = 0
+        self._bytes = 0  # of those that wait
+        self._kind = ""  # shape and dtype
 
-    def add(self, result: torch.Tensor) -> int:
-        """Label one result; a `ValueError` if its shape or dtype is not that of the results before it."""
-        return self.add_many(result[None])[0]
+    @property
+    def representatives(self) -> list[torch.Tensor]:
+        """The first result of each class."""
+        self._sort()
+        return self._representatives
 
-    def add_many(self, results: torch.Tensor) -> list[int]:
-        """Label each slice of `results`, [n, ...], along its first axis. Raises as `add`."""
-        self.settle()
-        labels = self._label(results)
-        self.labels += labels
-        return labels
+    @property
+    def labels(self) -> list[int]:
+        """The class of each result."""
+        self._sort()
+        return self._labels
 
-    def add_later(self, result: torch.Tensor) -> None:
-        """Label a copy of one result at the latest in `settle`: a GPU continues meanwhile. Raises as `add`."""
-        if not _is_slow_to_ask(result):
-            self.add(result)
-            return
-        self._check(result[None])
-        self._waiting.append(result.detach().clone())
-        self._waiting_bytes += result.numel() * result.element_size()
-        if self._waiting_bytes > _KEPT_BYTES:
-            self.settle()
-
-    def settle(self) -> None:
-        """Label the waiting results."""
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if waiting:
-            self.labels += self._label(torch.stack(waiting))
+    def add(self, results: torch.Tensor) -> None:
+        """Take each slice of `results`, [n, ...], along its first axis. Raises ValueError: its shape or dtype is not
+        that of the results before it."""
+        self._check(results)
+        self._bytes += results.nbytes
+        at_once = self._bytes > _WAITING_MOST
+        self._waiting.append(results.detach() if at_once else results.detach().clone())  # its owner may write to it
+        if at_once:
+            self._sort()
 
     def _check(self, results: torch.Tensor) -> None:
-        first = next((kept[0] for kept in (self.representatives, self._waiting) if kept), None)
-        if first is not None and (first.shape != results.shape[1:] or first.dtype != results.dtype):
-            got = f"{tuple(first.shape)} {first.dtype} against {tuple(results.shape[1:])} {results.dtype}"
-            raise ValueError(f"variants are not comparable: {got}")
+        kind = f"{tuple(results.shape[1:])} {results.dtype}"
+        if self._kind not in ("", kind):
+            raise ValueError(f"variants are not comparable: {self._kind} against {kind}")
+        self._kind = kind
 
-    def _label(self, results: torch.Tensor) -> list[int]:
-        """The class of each slice; those that match no class begin new ones. Each class costs one copy."""
-        self._check(results)
-        labels = [-1] * len(results)
-        if self.labels:  # mostly all are equal, and no pattern has to be made
-            last = self.representatives[self.labels[-1]]
-            if bool(agreement(results, last.expand_as(results))):
-                return [self.labels[-1]] * len(results)
-        left, patterns = list(range(len(results))), bits(results)
-        label = 0
-        while left:
-            if label == len(self.representatives):
-                self.representatives.append(results[left[0]].detach().clone())
-                self._patterns.append(bits(self.representatives[-1]).flatten())
-            known = self._patterns[label]
-            equal = (patterns.reshape(len(left), known.numel()) == known).all(1).tolist()
+    def _sort(self) -> None:
+        """Label the waiting results; those that match no class begin new ones. Each class costs one copy."""
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        results = torch.cat(waiting) if len(waiting) > 1 else waiting[0]
+        labels, left, patterns = [-1] * len(results), list(range(len(results))), _flat(results)
+        known = range(len(self._patterns))
+        last_first = dict.fromkeys([*self._labels[-1:], *known])  # a sweep changes class rarely
+        for label in itertools.chain(last_first, itertools.count(len(known))):
+            if not left:
+                break
+            if label == len(self._patterns):
+                self._representatives.append(results[left[0]].clone())
+                self._patterns.append(patterns[0].clone())
+            equal = (patterns == self._patterns[label]).all(1).tolist()
             for place, alike in zip(left, equal, strict=True):
                 if alike:
                     labels[place] = label
             others = [i for i, alike in enumerate(equal) if not alike]
             left, patterns = [left[i] for i in others], patterns[others]
-            label += 1
-        return labels
+        self._labels += labels
 
     def come_again(self, results: torch.Tensor, labels: Sequence[int]) -> torch.Tensor:
         """Whether each slice of `results` has the bits of the class that its label names: one bool tensor for
         `looked_at`. Raises ValueError: another shape or dtype than the labelled results have."""
-        if len(results) != len(labels):
-            return torch.tensor(False)
-        kinds = list(dict.fromkeys(labels))
-        answers = []
-        for label in kinds:
-            expected = self.representatives[label]
-            some = results if len(kinds) == 1 else _slices(results, [i for i, at in enumerate(labels) if at == label])
-            if some.shape[1:] != expected.shape:
-                raise ValueError(f"not comparable: {tuple(some.shape[1:])} against {tuple(expected.shape)}")
-            if len(kinds) == 1:
-                return agreement(some, expected.expand_as(some))
-            answers.append(same(some, expected.expand_as(some)).all())
-        return torch.stack(answers).all() if answers else torch.tensor(True)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Results in each class."""
-        counts = [0] * len(self.representatives)
-        for label in self.labels:
-            counts[label] += 1
-        return counts
+        self._check(results)
+        if len(results) != len(labels) or not labels:
+            return torch.tensor(len(results) == len(labels))
+        return (_flat(results) == torch.stack([self._patterns[label] for label in labels])).all()
 
     def widest_difference(self) -> Difference | None:
         """The largest difference of any class from the first: by NaN or infinite, by ULP, by mismatched elements."""
@@ -440,19 +391,13 @@ class ClassBook:
         first, *others = self.representatives
         if not others:
             return Difference(mismatched=0, compared=self._patterns[0].numel(), max_abs=0.0, max_ulp=0)
-        sizes = sizes_of_differences(first, others) if len(others) > 1 else [(0.0, 0.0, 0.0)]
-        widest = max(range(len(others)), key=sizes.__getitem__)
-        return msgspec.structs.replace(difference(first, others[widest]), label=widest + 1)
+        found = [msgspec.structs.replace(difference(first, x), label=i) for i, x in enumerate(others, 1)]
+        return max(found, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
 
 
-def _is_slow_to_ask(x: torch.Tensor) -> bool:
-    """Whether reading x waits for a device."""
-    return x.is_cuda
-
-
-def _slices(x: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Slices of x along its first axis; float8 is indexed as bytes, because some devices can't index it."""
-    return x.view(torch.uint8)[places].view(x.dtype) if x.element_size() == 1 else x[places]
+def _flat(results: torch.Tensor) -> torch.Tensor:
+    """The bits of each slice along the first axis, [n, elements]."""
+    return bits(results).unsqueeze(-1).flatten(1)
 
 
 # Hashes of rows, on the device, that do not depend on the batch.

@@ -181,10 +181,10 @@ def measure(
                 result = trial.compute()
             if join is not None:
                 result = join(result)
-            values.extend(_add(book, trial, result))
+            book.add(result if trial.many else result[None])
+            values += _values(trial, result)
             starts.append(len(values))
             del result
-    book.settle()
     if len(values) < 2:
         reason = "fewer than two variants: nothing to compare"
         return _finished(head, started, status=Status.SKIPPED, reason=reason)
@@ -259,12 +259,10 @@ def _finished(head: Row, started: float, **figures: Any) -> Row:
     return msgspec.structs.replace(head, seconds=time.perf_counter() - started, **figures)
 
 
-def _add(book: ClassBook, trial: Trial, result: torch.Tensor) -> list[Value]:
+def _values(trial: Trial, result: torch.Tensor) -> list[Value]:
     if not trial.many:
-        book.add_later(result)
         return [trial.value]
-    book.add_many(result)
-    return [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(result.shape[0])]
+    return [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(len(result))]
 
 
 def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, watch: Watch | None) -> tuple[int, int]:
@@ -293,14 +291,15 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
 
 
 def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:
-    if watch is None:
-        return trial.compute()
-    watch.next_variant()
-    watch.checking = True
+    if watch is not None:
+        watch.next_variant()
+        watch.checking = True
     try:
-        return trial.compute()
+        result: torch.Tensor = trial.compute()
     finally:
-        watch.checking = False
+        if watch is not None:
+            watch.checking = False
+    return result
 
 
 def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping[str, Any]) -> str:

@@ -151,7 +151,7 @@ def _current_folder() -> Iterator[None]:
 def _user_function(target: str) -> Callable[..., Any]:
     try:
         with _current_folder():
-            function = load_object(target)
+            function: Callable[..., Any] = load_object(target)
     except Exception as error:
         raise UserError(
             f"--impl {target!r} can't be imported: {type(error).__name__}: {error}",

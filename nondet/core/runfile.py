@@ -116,9 +116,9 @@ def _same_file(a: Path, b: Path) -> bool:
         return os.path.abspath(a) == os.path.abspath(b)
 
 
-def no_link(name: str, flags: int) -> int:
+def no_link(name: str, flags: int, mode: int = 0o666) -> int:
     """An opener for `open` that follows no symbolic link and does not wait for a FIFO."""
-    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), mode)
 
 
 def create_locked(path: Path, *, force: bool) -> IO[bytes]:
@@ -328,35 +328,18 @@ def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) 
     return line, decode(decoder, line)
 
 
-def torn_header(line: bytes) -> bool:
-    """Whether a line without an end is the beginning of a header of ours, and not a whole one."""
-    if not (line.startswith(_MAGIC) or _MAGIC.startswith(line)):
-        return False
-    try:
-        return not isinstance(decode(_LINE, line), Header)
-    except ValueError:
-        return True
+def _torn(line: bytes, whole: bool) -> bool:
+    """Whether a first line without an end is the beginning of a header of ours: then nothing comes after it."""
+    return not whole and (line.startswith(_MAGIC) or _MAGIC.startswith(line))
 
 
 def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     """Read a run file, and check that it does not contradict itself. Raises UserError: missing, empty, not a run file,
     from a newer schema, cut off, malformed or contradicting itself; the line and the field are named. With
     `allow_truncated` a last line that is cut off (a killed run) is ignored."""
-    try:
-        lines = lines_of(path)
-        number, line, whole = next(lines, (0, b"", True))
-    except FileNotFoundError:
-        raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
-    if not line.strip():
-        if not any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
-            raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
-        raise _not_ours(path)
-    if not whole and torn_header(line):
-        raise UserError(
-            f"{path} is cut off in line 1: the run was killed while it began", "Repeat its command with --resume."
-        )
-    run = Run(header=_header(path, line), complete=False, source=str(path))
-    checks = RunChecks(run.header)
+    lines = lines_of(path)
+    run = Run(header=_header(path, lines), complete=False, source=str(path))
+    checks, number = RunChecks(run.header), 1
     try:
         checks.header(run.header)
         for number, line, whole in lines:
@@ -390,7 +373,19 @@ def _not_ours(path: Path) -> UserError:
     return UserError(f"{path} is not a nondet run file", f"Give {_OURS}.")
 
 
-def _header(path: Path, line: bytes) -> Header:
+def _header(path: Path, lines: Iterator[tuple[int, bytes, bool]]) -> Header:
+    try:
+        _, line, whole = next(lines, (0, b"", True))
+    except FileNotFoundError:
+        raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
+    if not line.strip():
+        if not any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
+            raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
+        raise _not_ours(path)
+    if _torn(line, whole):
+        raise UserError(
+            f"{path} is cut off in line 1: the run was killed while it began", "Repeat its command with --resume."
+        )
     try:
         raw = decode(msgspec.json.Decoder(), line)
     except ValueError as error:
@@ -529,7 +524,7 @@ def begun(path: Path) -> bool:
         _, line, whole = next(lines_of(path))
     except (FileNotFoundError, StopIteration):
         return False
-    return bool(line.strip()) and (whole or not torn_header(line))
+    return bool(line.strip()) and not _torn(line, whole)
 
 
 def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
@@ -557,22 +552,13 @@ def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
     run = read_run(path, allow_truncated=True)
     _check_same(path, run.header, header)
     whole = ended = 0
-    unfinished = False
-    for number, line, complete in lines_of(path):
-        if number == 1 and not complete:
-            unfinished = True  # the header lacks only its line end
-            whole = len(line)
-        elif complete:
+    for _, line, complete in lines_of(path):
+        if complete:
             ended, whole = whole, whole + len(line) + 1
-    if not run.complete:
-        ended = whole
     with disk_errors(path):
-        stream.truncate(ended)
+        stream.truncate(ended if run.complete else whole)  # without a torn line, or the line that ends it
         stream.seek(0, os.SEEK_END)
-    writer = RunWriter(path, stream, run.header, run)
-    if unfinished:
-        writer._bytes(b"\n")
-    return writer
+    return RunWriter(path, stream, run.header, run)
 
 
 def _check_same(path: Path, theirs: Header, ours: Header) -> None:

@@ -299,7 +299,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
         raise ValueError(f"{only_first} and {only_second} are no counts")
     total = only_first + only_second
     tail = sum(math.comb(total, hits) for hits in range(min(only_first, only_second) + 1))
-    return min(1.0, 2 * tail / 2**total)
+    return float(min(1.0, 2 * tail / 2**total))
 
 
 def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -322,7 +322,7 @@ def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float
         for pattern in range(2 ** len(differences)):
             signed = (d if pattern >> i & 1 else -d for i, d in enumerate(differences))
             hits += abs(math.fsum(signed)) >= least
-        return hits / 2 ** len(differences)
+        return float(hits / 2 ** len(differences))
     rng = random.Random(f"nondet permutation {len(differences)}")  # noqa: S311 - a test statistic, not a secret
     hits = 0
     for _ in range(_DRAWS):

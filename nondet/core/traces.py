@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from nondet.core.runfile import PACKED, AnyRecord, RunWriter, decode, disk_error
 from nondet.errors import UnrecordableError, UserError, one_line, shortened
 
 _TOKEN_MOST = 2**31 - 1
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=_TOKEN_MOST)]
 _TEXT_MOST = 2**20  # characters kept of a completion's text; only its ids are compared
 _PROMPT_MOST = 4 * 2**20
 PIECE_MOST, _PIECES_AT_ONCE = 1000, 4096  # characters of a token's text; tokens in one line
@@ -42,10 +43,10 @@ class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
     """
 
     digest: str
-    token_ids: list[int]
+    token_ids: list[TokenId]
     logprobs: bytes
     margins: bytes = b""
-    runner_up: list[int] = []
+    runner_up: list[TokenId] = []
     text: str = ""
     seed: int | None = None
     border: bytes = b""
@@ -168,9 +169,6 @@ def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
 def _check(trace: Trace) -> None:
     """A trace that fits itself. Raises ContradictionError."""
     count = len(trace.token_ids)
-    for name, ids in (("token_ids", trace.token_ids), ("runner_up", trace.runner_up)):
-        if ids and not (min(ids) >= 0 and max(ids) <= _TOKEN_MOST):
-            raise ContradictionError(f"{name}: an id that is not from 0 to {_TOKEN_MOST}")
     for name in ("logprobs", "margins", "border", "cut", "nucleus"):
         length = len(getattr(trace, name))
         if length not in (0, 4 * count):

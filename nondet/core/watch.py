@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.core.compare import agreement, looked_at, numbers
+from nondet.core.compare import agreement, identical, numbers
 from nondet.core.operator import AccuracyBound
 from nondet.core.records import Accuracy
 from nondet.core.registry import load_object, operators
@@ -242,51 +242,39 @@ class Answers:
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """(float64 results, allowed error at each element of a single one); `dtype` is the first result's."""
         mine = _parts((operands, keywords))
-        looks = _Looks([part for part in mine if isinstance(part, torch.Tensor)], self._copies())
         for answer in self._answers:
-            if answer.dtype == dtype and looks.alike(_parts((answer.operands, answer.keywords)), mine):
+            if answer.dtype == dtype and _alike(_parts((answer.operands, answer.keywords)), mine):
                 return answer.references, answer.allowed
         references = _tensors(self._oracle(*operands, **keywords))
         allowed = None
         if len(references) == 1 and dtype is not None:  # a bound is defined for a single result only
             allowed = bound_of(self.operator, operands, keywords, references[0], dtype)
-        kept = tuple(looks.copy_of(x) for x in operands)  # a weight of an earlier answer is not copied again
+        kept = tuple(self._copy_of(x) for x in operands)
         self._answers = [*self._answers[1 - _ANSWERS_MOST :], _Answer(kept, keywords, dtype, references, allowed)]
         return references, allowed
 
-    def _copies(self) -> list[torch.Tensor]:
-        parts = [part for a in self._answers for part in _parts((a.operands, a.keywords))]
-        return list({id(part): part for part in parts if isinstance(part, torch.Tensor)}.values())
-
-
-class _Looks:
-    """Which operands have the bits of which copy: one copy to the host for all of them."""
-
-    def __init__(self, operands: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-        pairs = [
-            (copy, x)
-            for copy in copies
-            for x in operands
-            if copy.shape == x.shape and copy.dtype == x.dtype and copy.device == x.device
-        ]
-        answers = looked_at([agreement(copy, x) for copy, x in pairs])
-        self._equal = {(id(copy), id(x)) for (copy, x), answer in zip(pairs, answers, strict=True) if answer}
-        self._copies = copies
-
-    def alike(self, copies: Sequence[Any], operands: Sequence[Any]) -> bool:
-        if len(copies) != len(operands):
-            return False
-        return all(
-            (id(a), id(b)) in self._equal if isinstance(a, torch.Tensor) else not isinstance(b, torch.Tensor) and a == b
-            for a, b in zip(copies, operands, strict=True)
-        )
-
-    def copy_of(self, operand: Any) -> Any:
-        """An existing copy of the operand, or a new one; what is not a tensor is returned as it is."""
+    def _copy_of(self, operand: Any) -> Any:
+        """A copy of a tensor: that of an earlier answer, where its bits are the same, as a weight's are."""
         if not isinstance(operand, torch.Tensor):
             return operand
-        copy = next((copy for copy in self._copies if (id(copy), id(operand)) in self._equal), None)
+        earlier = (part for answer in self._answers for part in _parts(answer.operands))
+        copy = next((part for part in earlier if _alike([part], [operand])), None)
         return operand.clone() if copy is None else copy
+
+
+def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the same: tensors bit for bit, everything else as Python compares it."""
+    if len(some) != len(others):
+        return False
+    for a, b in zip(some, others, strict=True):
+        if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
+            return False
+        if not isinstance(a, torch.Tensor):
+            if a != b:
+                return False
+        elif a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not identical(a, b):
+            return False
+    return True
 
 
 def _parts(x: Any) -> list[Any]:

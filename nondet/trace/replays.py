@@ -309,9 +309,9 @@ def _repeat(b: RecordedCall, out: torch.Tensor) -> Replay:
     reproduced = 0
     for _ in range(_REPEATS):
         result = b.run()
-        book.add(result)
+        book.add(result[None])
         reproduced += identical(result.reshape(out.shape), out)
-    distinct = len(book.sizes)
+    distinct = len(book.representatives)
     if distinct > 1:
         sentence = f"the same call {_REPEATS} times gives {distinct} results: a race or atomics, not only the batch"
     elif reproduced:
@@ -462,8 +462,8 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
     book = ClassBook()
     values = sorted(results)
     for size in values:
-        book.add(results[size])
-    distinct = len(book.sizes)
+        book.add(results[size][None])
+    distinct = len(book.representatives)
     borders = [v for u, v, x, y in zip(values, values[1:], book.labels, book.labels[1:], strict=False) if x != y]
     what = "rows" if axis == "M" else "keys in the call (its own, then other requests', masked)"
     if distinct == 1:

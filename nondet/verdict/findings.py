@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from nondet.core.records import Completion, Role, Run, role_of
-from nondet.verdict.wording import Reason, phrase, reason, words
+from nondet.sampling.analysis import batch_totals
+from nondet.verdict.wording import Reason, phrase, reason, stated, words
 from nondet.verdict.wording import plural as plural  # the reports' too
 
 
@@ -151,6 +152,14 @@ class Verdict:
         """Whether any finding is one."""
         return any(finding.is_fault for finding in self.findings)
 
+    def called_wrong(self, why: Reason) -> Verdict:
+        """The verdict on completions some of which are wrong: NaN agrees with NaN, whatever was computed. A clean
+        verdict goes, with its bounds and its last count, which says that it was clean; a divergence stays."""
+        clean = self.finding in (Finding.CLEAN, Finding.UNPROVEN)
+        findings = (Finding.WRONG,) if clean else (Finding.WRONG, *self.findings)
+        counts = (why, *(self.counts[:-1] if clean else self.counts))
+        return replace(self, findings=findings, counts=counts, bounds=() if clean else self.bounds)
+
     @property
     def role(self) -> Role:
         """What the implementation is."""
@@ -160,15 +169,6 @@ class Verdict:
 def gravest(verdicts: Iterable[Verdict]) -> Effect:
     """The gravest effect; without a verdict, that nothing was compared."""
     return min((v.effect for v in verdicts), key=lambda effect: effect.rank, default=Effect.NOTHING)
-
-
-def called_wrong(verdict: Verdict, nonfinite: Reason) -> Verdict:
-    """The verdict on completions some of which hold NaN or infinity: their bits agree whatever was computed. A clean
-    verdict goes, with its bounds and its last count, which says that it was clean; a divergence stays."""
-    if verdict.finding not in (Finding.CLEAN, Finding.UNPROVEN):
-        findings = (Finding.WRONG, *verdict.findings)
-        return replace(verdict, findings=findings, counts=(nonfinite, *verdict.counts))
-    return replace(verdict, findings=(Finding.WRONG,), counts=(nonfinite, *verdict.counts[:-1]), bounds=())
 
 
 def strongest_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -207,51 +207,105 @@ def successful(completions: Iterable[Completion]) -> list[Completion]:
     return [c for c in completions if c.status == "ok"]
 
 
-# A completion that ended for another reason than one with the same tokens and logprobs is a different answer. An
-# end-of-text token is not always among the tokens, so the reason can be all that differs: one request went on to its
-# limit, and the other stopped there.
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Completions, counted by what they gave.
 
-# (trace, reason why it ended) -> completions.
-Answers = Mapping[tuple[str, str], int]
+    A completion that ended for another reason than one with the same tokens and logprobs is a different answer. An
+    end-of-text token is not always among the tokens, so the reason can be all that differs: one request went on to its
+    limit, and the other stopped there.
 
-
-def answers_of(completions: Iterable[Completion]) -> Counter[tuple[str, str]]:
-    """The answers of completions that succeeded."""
-    return Counter((c.trace, c.finish) for c in completions)
-
-
-def ended_otherwise(answers: Answers) -> int:
-    """Completions that ended for another reason than most of those with the same tokens and logprobs."""
-    most: Counter[str] = Counter()
-    for (trace, _), n in answers.items():
-        most[trace] = max(most[trace], n)
-    return sum(answers.values()) - most.total()
-
-
-def ends_reasons(answers: Answers) -> list[Reason]:
-    """One reason where completions ended in several ways, else none."""
-    named: Counter[str] = Counter()
-    for (_, finish), n in answers.items():
-        named[finish] += n
-    odd = ended_otherwise(answers)
-    return [reason("ends", named=named, odd=reason("ends-odd", n=odd) if odd else None)] if len(named) > 1 else []
-
-
-def distinct(
-    n: int, completions: int, traces: int, answers: Answers, by: Reason | None = None, known: bool = False
-) -> list[Reason]:
-    """Distinct completions of n, distinct traces if there are more, and how many equal ones ended differently.
-
-    Args:
-        by: What completions are compared by, where that is not their tokens.
-        known: Whether they are a server's.
+    Attributes:
+        completions: Digest of the tokens -> completions.
+        answers: (trace, reason why it ended) -> completions: equal answers have both in common.
+        failed: Kind of failure -> requests that did not succeed; they are in no other figure.
+        nonfinite: Completions with a logprob that is NaN or infinite.
     """
-    same_tokens = completions == 1 and traces > 1
-    clauses = [reason("tokens-identical" if same_tokens and known else "distinct", n=completions, of=n, by=by)]
-    if traces != completions:
-        clauses.append(reason("one-but" if same_tokens else "traces", n=traces))
-    odd = ended_otherwise(answers)
-    return clauses + ([reason("ended-otherwise", n=odd)] if odd else [])
+
+    completions: Counter[str]
+    answers: Counter[tuple[str, str]]
+    failed: Counter[str]
+    nonfinite: int
+
+    @classmethod
+    def of(cls, completions: Iterable[Completion], **more: Any) -> Self:
+        """The tally of these; `more`: what a subclass adds."""
+        every = list(completions)
+        good = successful(every)
+        return cls(
+            completions=Counter(c.tokens_digest for c in good),
+            answers=Counter((c.trace, c.finish) for c in good),
+            failed=Counter((c.served.kind if c.served else "") or "error" for c in every if c.status != "ok"),
+            nonfinite=sum(c.nonfinite > 0 for c in good),
+            **more,
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            completions=self.completions + other.completions,
+            answers=self.answers + other.answers,
+            failed=self.failed + other.failed,
+            nonfinite=self.nonfinite + other.nonfinite,
+        )
+
+    @property
+    def n(self) -> int:
+        """Completions that succeeded."""
+        return self.answers.total()
+
+    @property
+    def traces(self) -> Counter[str]:
+        """Trace, the tokens with the bits of their logprobs -> completions."""
+        return _summed((trace, n) for (trace, _), n in self.answers.items())
+
+    @property
+    def ends(self) -> Counter[str]:
+        """Reason why they ended -> completions."""
+        return _summed((end, n) for (_, end), n in self.answers.items())
+
+    @property
+    def ended_otherwise(self) -> int:
+        """Completions that ended for another reason than most of those with the same tokens and logprobs."""
+        most: Counter[str] = Counter()
+        for (trace, _), n in self.answers.items():
+            most[trace] = max(most[trace], n)
+        return self.n - most.total()
+
+    def changes(self, findings: Iterable[str]) -> Effect:
+        """What their divergence changes for a user."""
+        return change_of(max(len(self.completions), len(self.ends)), findings)
+
+    def notes_on_ends(self) -> list[Reason]:
+        """One reason where completions ended in several ways, else none."""
+        odd = self.ended_otherwise
+        several = reason("ends", named=self.ends, odd=reason("ends-odd", n=odd) if odd else None)
+        return stated((len(self.ends) > 1, several))
+
+    def clauses(self, by: Reason | None = None, *, of_server: bool = False, logprobs: bool = True) -> list[Reason]:
+        """Distinct completions, distinct traces if there are more, and how many equal ones ended differently.
+
+        Args:
+            by: What completions are compared by, where that is not their tokens.
+            logprobs: Whether they have any; else their traces are their tokens.
+        """
+        completions = len(self.completions)
+        traces = len(self.traces) if logprobs else completions
+        same_tokens = completions == 1 and traces > 1
+        code = "tokens-identical" if same_tokens and of_server else "distinct"
+        odd = self.ended_otherwise
+        return stated(
+            (True, reason(code, n=completions, of=self.n, by=by)),
+            (not logprobs, reason("no-logprobs")),
+            (traces != completions, reason("one-but" if same_tokens else "traces", n=traces)),
+            (odd, reason("ended-otherwise", n=odd)),
+        )
+
+
+def _summed(counts: Iterable[tuple[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for name, n in counts:
+        total[name] += n
+    return total
 
 
 # Whether the batch really changed under sampled completions: without that, "batch-dependent" is not a verdict. The size
@@ -297,43 +351,28 @@ def batch_evidence(
 ) -> BatchEvidence:
     """Compare the batches of these completions of one prompt under one implementation, all of which succeeded.
     `totals`: from `round_totals`, for that implementation."""
-    patterns: set[str] = set()
-    traces_alone: dict[str, set[str]] = defaultdict(set)
-    known = alone = 0
+    patterns: list[bytes] = []
+    traces_alone: dict[bytes, set[str]] = {}
+    alone = 0
     for completion in completions:
         total = totals.get(completion.round)
         if total is None or not completion.schedule:
             continue
-        known += 1
         own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
         whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
-        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).hexdigest()
-        patterns.add(pattern)
+        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest()
+        patterns.append(pattern)
         # the last token is never fed back; a smaller sum means that pages were shared
         shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
         if shared_nothing and np.array_equal(own, whole):
             alone += 1
-            traces_alone[pattern].add(completion.trace)
+            traces_alone.setdefault(pattern, set()).add(completion.trace)
     parted = any(len(traces) > 1 for traces in traces_alone.values())
-    return BatchEvidence(known, len(patterns), alone, parted, padded)
+    return BatchEvidence(len(patterns), len(set(patterns)), alone, parted, padded)
 
 
 def round_totals(run: Run, impl: str) -> dict[int, Steps]:
     """Round -> query tokens of the whole batch at each step; only for rounds that ended. Failed completions count here,
     because they were in others' batches, and nowhere else."""
-    schedules: dict[int, list[list[int]]] = {
-        record.round: [part for schedule in record.background.values() for part in schedule]
-        for record in run.rounds
-        if record.impl == impl
-    }
-    for completion in run.completions:
-        if completion.impl == impl and completion.round in schedules:
-            schedules[completion.round] += completion.schedule
-    totals = {}
-    for number, parts in schedules.items():
-        change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
-        for first, steps, tokens in parts:
-            change[first] += tokens
-            change[first + steps] -= tokens
-        totals[number] = np.cumsum(change)
-    return totals
+    ended = {record.round for record in run.rounds if record.impl == impl}
+    return {number: total for number, total in batch_totals(run, impl).items() if number in ended}

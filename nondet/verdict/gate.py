@@ -61,9 +61,9 @@ def _of_vectors(verdict: Verdict, vectors: Sequence[Neighbours]) -> Verdict:
     far, top1, topk = (
         max(getattr(n, of) for n in vectors) for of in ("cosine_distance", "top1_changed", "topk_changed")
     )
-    told = {"n": worst.parted, "of": worst.texts, "far": far, "top1": top1, "k": worst.k, "topk": topk}
+    numbers = {"n": worst.parted, "of": worst.texts, "far": far, "top1": top1, "k": worst.k, "topk": topk}
     changes = Effect.NEIGHBOURS if top1 or topk else Effect.VECTORS
-    return replace(verdict, counts=(reason("vectors", findings=findings, **told),), changes=changes)
+    return replace(verdict, counts=(reason("vectors", findings=findings, **numbers),), changes=changes)
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
@@ -77,12 +77,10 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
         outcome, why = answer(run, judge(run), conclusion=conclusions[0] if conclusions else None)
         line = words(reason("fail-on", option=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
         return CODES[outcome], line
-    measured = [row.measured for row in run.rows] + [completion.status == "ok" for completion in run.completions]
-    measured += [step.status == "ok" for step in run.training_steps] + [r.status == "ok" for r in run.mismatch_rollouts]
-    measured += [timed.status == Status.TIMED for cell in run.cells for timed in cell.timed]
-    if not measured or any(measured):
+    every = run.statuses + [timed.status for cell in run.cells for timed in cell.timed]
+    if not every or set(every) - {Status.ERROR, Status.SKIPPED}:
         return 0, ""
-    return CODES[Outcome.NO_ANSWER], words(reason("unmeasured", n=len(measured)))
+    return CODES[Outcome.NO_ANSWER], words(reason("unmeasured", n=len(every)))
 
 
 def answer(
@@ -130,10 +128,7 @@ def _no_answer(
         return reason("drawn", each=tuple(reason("unseeded", impl=i, evidence=why) for i, why in drawn.items()))
     if not run.complete:
         return reason("incomplete")
-    failed = sum(r.status == Status.ERROR for r in run.rows) + sum(c.status != "ok" for c in run.completions)
-    failed += sum(s.status != "ok" for s in run.training_steps)
-    failed += sum(r.status != "ok" for r in run.mismatch_rollouts)
-    if failed:
+    if failed := run.statuses.count(Status.ERROR):
         return reason("cases", n=failed, what="failed")
     if conclusion is not None:
         return reason("inconclusive") if conclusion.is_fault is None else None
@@ -213,7 +208,7 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
     if is_endpoint(run):
         return Power(impl, *proven_tries(run, impl), rate, confidence, by)
     tried = [counts for counts, batches in subjects(run) if counts.impl == impl and batches.varied]
-    loads = {number for counts in tried for number in counts.traces.keys() - {min(counts.traces)}}
+    loads = {number for counts in tried for number in counts.rounds.keys() - {min(counts.rounds)}}
     return Power(impl, sum(counts.n - 1 for counts in tried), len(loads), rate, confidence, by)
 
 
@@ -321,9 +316,9 @@ def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) 
     of = training.held if run.training_steps else mismatch.held
     for impl, name, value, where, limit in of(run, limits):
         over = value > limit
-        told = {"value": f"{value:,}" if isinstance(value, int) else f"{value:.6g}", "limit": f"{limit:.9g}"}
-        said = reason("mm-threshold" if over else "mm-within", impl=impl, name=name, where=where, **told)
-        (above if over else within).append(said)
+        numbers = {"value": f"{value:,}" if isinstance(value, int) else f"{value:.6g}", "limit": f"{limit:.9g}"}
+        judged = reason("mm-threshold" if over else "mm-within", impl=impl, name=name, where=where, **numbers)
+        (above if over else within).append(judged)
         impls |= {impl} if over else set()
     if above:
         return Decision(Outcome.SHUT, tuple(above), verdicts, (), (Finding.MISMATCH,), frozenset(impls))

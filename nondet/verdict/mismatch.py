@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from msgspec.structs import asdict
 
 from nondet.core.records import (
     ImplementationRecord,
@@ -140,11 +141,11 @@ def pairs(run: Run) -> list[Pair]:
 
 def judge_mismatch(run: Run) -> list[Verdict]:
     """One verdict for each arm."""
-    told = pairs(run)
-    return [_judge(pair, told) for pair in told]
+    arms = pairs(run)
+    return [_judge(pair, arms) for pair in arms]
 
 
-def _judge(pair: Pair, told: Sequence[Pair]) -> Verdict:
+def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
     failed = [reason("mm-failed", n=len(pair.failed), why=pair.failed[0].reason)] if pair.failed else []
     figures = pair.figures
     if figures is None:
@@ -165,7 +166,7 @@ def _judge(pair: Pair, told: Sequence[Pair]) -> Verdict:
     tails = reason("mm-tails", outside=figures.outside / figures.tokens, least=least, most=most)
     deviation, share = figures.long
     long = reason("mm-long", share=share, deviation=deviation)
-    notes = [*failed, *_kind(pair), *_where(pair), tails, *rows, long, *_so_what(pair, told)]
+    notes = [*failed, *_kind(pair), *_where(pair), tails, *rows, long, *_so_what(pair, arms)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen,), tuple(notes))
 
 
@@ -173,34 +174,29 @@ def _rows(pair: Pair) -> list[Reason]:
     """The whole vocabulary, where it was compared; a note that it was not, where sides gave only logprobs."""
     if (w := pair.whole) is None or not w.differ:
         return [reason("mm-rows-none")]
-    told = {"n": len(w.differ), "size": w.size}
+    numbers = {"n": len(w.differ), "size": w.size}
     if not pair.rows_differ:
-        return [reason("mm-rows-zero", **told)]
+        return [reason("mm-rows-zero", **numbers)]
     ends = pair.kl_interval
     interval = reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
-    return [reason("mm-rows", **told, rows=pair.rows_differ, kl=pair.kl, most=max(w.kl), interval=interval)]
+    return [reason("mm-rows", **numbers, rows=pair.rows_differ, kl=pair.kl, most=max(w.kl), interval=interval)]
 
 
 def _kind(pair: Pair) -> list[Reason]:
-    said: list[Reason] = []
+    reasons: list[Reason] = []
     if (k := pair.named) is not None:
-        told = {name: getattr(k, name) for name in ("layer", "side", "cause", "fitted", "left", "floor", "exactly")}
-        said.append(reason("mm-exact" if k.exactly >= NAMED else "mm-named", **told))
+        reasons.append(reason("mm-exact" if k.exactly >= NAMED else "mm-named", **asdict(k)))
     elif pair.floor is not None and pair.floor.tokens < FEWEST:
-        said.append(reason("mm-few", n=pair.floor.tokens, least=FEWEST))
+        reasons.append(reason("mm-few", n=pair.floor.tokens, least=FEWEST))
     elif (f := pair.floor) is not None:
-        told = {name: getattr(f, name) for name in ("wide", "own", "sampler", "trainer")}
-        if pair.off:
-            said.append(reason("mm-unexplained", sides=tuple(pair.off), **told))
-        else:
-            said.append(reason("mm-numeric", **told))
-        said += [why for why in _without_model(pair) if why.code == "mm-shifted"] if pair.off else []
+        reasons.append(reason("mm-unexplained" if pair.off else "mm-numeric", sides=tuple(pair.off), **asdict(f)))
+        reasons += [why for why in _without_model(pair) if why.code == "mm-shifted"] if pair.off else []
         for k in pair.shown[:2]:
             cause, share = k.cause.capitalize(), min(1.0, removed(k))
-            said.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
+            reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
     else:
-        said += [*_without_model(pair), reason("mm-unasked")]
-    return said
+        reasons += [*_without_model(pair), reason("mm-unasked")]
+    return reasons
 
 
 def _without_model(pair: Pair) -> list[Reason]:
@@ -211,7 +207,7 @@ def _without_model(pair: Pair) -> list[Reason]:
     if (f := pair.figures) is None or f.differ < FEWEST:
         return []
     grids = {"sampler": coarse(f.sampler), "trainer": coarse(f.trainer)}
-    said = [
+    reasons = [
         reason("mm-rounded", side=side, name=grids[side])
         for side, other in (("sampler", "trainer"), ("trainer", "sampler"))
         if grids[side] and not grids[other]
@@ -221,43 +217,45 @@ def _without_model(pair: Pair) -> list[Reason]:
     for side, one, other in (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler)):
         moved = float(np.median(np.abs(one[later - 1] - other[later]))) if here else 0.0
         if moved < _MOVED * here:
-            return [*said, reason("mm-shifted", side=side, here=here, moved=moved)]
+            return [*reasons, reason("mm-shifted", side=side, here=here, moved=moved)]
     most = f.distance[np.argsort(-np.abs(f.distance))[: max(FEWEST, f.tokens // 10)]]
     if abs(np.sign(most).sum()) == len(most):
         side, ends = "trainer" if most[0] > 0 else "sampler", sorted(np.abs(most))
-        said.append(reason("mm-one-sided", n=len(most), side=side, least=ends[0], most=ends[-1]))
-    return said
+        reasons.append(reason("mm-one-sided", n=len(most), side=side, least=ends[0], most=ends[-1]))
+    return reasons
 
 
 def _where(pair: Pair) -> list[Reason]:
     if (p := pair.place) is None:
         return []
-    told = {name: getattr(p, name) for name in ("rollout", "position", "layer", "module", "call", "after", "unsteady")}
+    numbers = {
+        name: getattr(p, name) for name in ("rollout", "position", "layer", "module", "call", "after", "unsteady")
+    }
     if p.unsteady:
-        return [reason("mm-unsteady", **told)]
+        return [reason("mm-unsteady", **numbers)]
     if p.layer == "formula":
-        return [reason("mm-formula", **told)]
+        return [reason("mm-formula", **numbers)]
     if not p.call or p.difference is None:
-        return [reason("mm-nowhere", **told, compared=p.compared)]
+        return [reason("mm-nowhere", **numbers, compared=p.compared)]
     d, rows = p.difference, dict(zip(("sampled", "trained"), p.rows, strict=False))
     far = {"differ": d.mismatched, "of": d.compared, "ulp": d.max_ulp}
-    return [reason("mm-where", **told, **far, **rows)]
+    return [reason("mm-where", **numbers, **far, **rows)]
 
 
-def _so_what(pair: Pair, told: Sequence[Pair]) -> list[Reason]:
-    said: list[Reason] = []
+def _so_what(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
+    reasons: list[Reason] = []
     if (e := pair.effect) is not None:
         moved = min(1.0, e.moved)
-        said.append(reason("mm-effect", moved=moved, cosine=e.cosine, other=e.other, rollouts=e.rollouts))
-    for cured in told if pair.impl == "stock" and pair.cost else ():
+        reasons.append(reason("mm-effect", moved=moved, cosine=e.cosine, other=e.other, rollouts=e.rollouts))
+    for cured in arms if pair.impl == "stock" and pair.cost else ():
         base, colon, families = cured.impl.partition(":")
         if base == "invariant" and cured.figures and cured.cost:
             seconds = [p.cost.sample_seconds + p.cost.train_seconds for p in (cured, pair) if p.cost]
             times = seconds[0] / seconds[1] if seconds[1] else 0.0
             only = reason("mm-only", families=tuple(families.split("+"))) if colon else None
             f = cured.figures
-            said.append(reason("mm-cure", only=only, differ=f.differ, tokens=f.tokens, k3=f.k3, times=times))
-    return said
+            reasons.append(reason("mm-cure", only=only, differ=f.differ, tokens=f.tokens, k3=f.k3, times=times))
+    return reasons
 
 
 class Thresholds(NamedTuple):

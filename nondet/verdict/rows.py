@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from nondet.core.records import Axis, Row, Status
 from nondet.verdict.findings import Finding, Verdict, sort_impls
-from nondet.verdict.wording import Reason, reason
+from nondet.verdict.wording import Reason, reason, stated
 
 _AXES = frozenset(Axis)
 
@@ -57,7 +57,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     if any(r.wrong for r in rows):
         hits.append(_counted(Finding.WRONG, [r for r in rows if r.measured], lambda r: r.wrong))
     if not usable and not hits:
-        return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), left_out)
+        return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), tuple(left_out))
     unsteady = {_family(r) for r in usable if _parted_from_run_to_run(r)}
     on = {axis: [r for r in usable if axis_of(r) == axis] for axis in Axis}
     # where results change from run to run anyway, a sweep over anything else shows nothing by itself
@@ -99,14 +99,16 @@ def _compared(row: Row) -> bool:
     return row.measured and (row.trials > 1 or row.parted)
 
 
-def _left_out(rows: Sequence[Row]) -> tuple[Reason, ...]:
-    absent = ((Status.ERROR, "failed"), (Status.SKIPPED, "skipped"))
-    counts = [(sum(r.status == status for r in rows), what) for status, what in absent]
-    cases = tuple(reason("cases", n=n, what=what) for n, what in counts if n)
+def _left_out(rows: Sequence[Row]) -> list[Reason]:
+    failed, skipped = (sum(r.status == status for r in rows) for status in (Status.ERROR, Status.SKIPPED))
     nonfinite = sum(r.nonfinite > 0 and not r.wrong for r in rows)
     noted = sum(bool(r.reason) for r in rows if r.measured)
-    weak = [reason(code, n=n) for code, n in (("rows-nonfinite", nonfinite), ("rows-noted", noted)) if n]
-    return (*([reason("left-out", cases=cases)] if cases else []), *weak)
+    absent = ((failed, reason("cases", n=failed, what="failed")), (skipped, reason("cases", n=skipped, what="skipped")))
+    return stated(
+        (failed or skipped, reason("left-out", cases=tuple(stated(*absent)))),
+        (nonfinite, reason("rows-nonfinite", n=nonfinite)),
+        (noted, reason("rows-noted", n=noted)),
+    )
 
 
 def _repeated(row: Row) -> bool:
@@ -148,18 +150,15 @@ def _clean_rows(rows: Sequence[Row]) -> Reason:
 
 def _reasons(
     usable: list[Row], on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]], unsteady: set[tuple[str, str, str]]
-) -> tuple[Reason, ...]:
+) -> list[Reason]:
     """What the rows of one implementation do not show; other orders of reduction come first."""
-    reasons = []
-    if any(r.parted for r in steady[Axis.ORDER]):
-        reasons.append(reason("order", hits=_hits(steady[Axis.ORDER])))
     mixed = [r for r in usable if axis_of(r) != Axis.RUN and _family(r) in unsteady and r.parted]
-    if mixed:
-        reasons.append(reason("unsteady", n=len(mixed), operators=tuple(sorted({r.operator for r in mixed}))))
-    if not on[Axis.BATCH] and on[Axis.RUN]:
-        reasons.append(reason("batch-not-varied"))
+    operators = tuple(sorted({r.operator for r in mixed}))
     dependent = {_family(r) for r in steady[Axis.BATCH] if r.parted}
     untried = tuple(sorted({operator for operator, *_ in dependent - {_family(r) for r in usable if _repeated(r)}}))
-    if untried:
-        reasons.append(reason("not-repeated", operators=untried))
-    return tuple(reasons)
+    return stated(
+        (any(r.parted for r in steady[Axis.ORDER]), reason("order", hits=_hits(steady[Axis.ORDER]))),
+        (mixed, reason("unsteady", n=len(mixed), operators=operators)),
+        (not on[Axis.BATCH] and on[Axis.RUN], reason("batch-not-varied")),
+        (untried, reason("not-repeated", operators=untried)),
+    )

@@ -11,72 +11,38 @@ named only where traces differ among completions whose rounds came out the same,
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Row, Run, Status
 from nondet.core.statistics import one_sided_bound
 from nondet.errors import UserError
 from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import (
-    Answers,
     BatchEvidence,
     Finding,
+    Tally,
     Verdict,
-    answers_of,
     batch_evidence,
-    called_wrong,
     change_of,
-    distinct,
-    ended_otherwise,
-    ends_reasons,
     round_totals,
     sort_impls,
     strongest_first,
     successful,
 )
-from nondet.verdict.wording import Reason, reason, words
+from nondet.verdict.wording import Reason, reason, stated, words
 
 # The operator of the row that compares a round with its repetition.
 REPLAY = "engine"
 
 
-@dataclass(frozen=True)
-class SampleCounts:
-    """The completions of one prompt under one implementation, counted by what they gave and where.
-
-    Attributes:
-        n: Completions that succeeded.
-        failed: Requests that did not, and are in no other figure.
-        nonfinite: Completions with a logprob that is NaN or infinite.
-        completions: Digest of the tokens -> count.
-        traces: Round -> digest of the trace -> count.
-        answers: (digest of the trace, reason why it ended) -> count.
-    """
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts(Tally):
+    """The completions of one prompt under one implementation; `rounds`: round -> its traces."""
 
     impl: str
     prompt: int
-    n: int
-    failed: int
-    nonfinite: int
-    completions: Mapping[str, int]
-    traces: Mapping[int, Mapping[str, int]]
-    answers: Answers = field(default_factory=dict)
-
-    @property
-    def distinct_completions(self) -> int:
-        """Different token sequences."""
-        return len(self.completions)
-
-    @property
-    def distinct_traces(self) -> int:
-        """Different sequences of tokens with the bits of their logprobs."""
-        return len(self.traces_in(self.traces))
-
-    def traces_in(self, rounds: Iterable[int]) -> set[str]:
-        """The traces of these rounds."""
-        return {trace for number in rounds for trace in self.traces.get(number, {})}
+    rounds: Mapping[int, Set[str]]
 
 
 def is_replay(row: Row) -> bool:
@@ -118,19 +84,10 @@ def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
     padded = isinstance(load, dict) and bool(load.get("graphs"))
     for (prompt, _, impl), mine in sorted(members.items()):
         good = successful(mine)
-        traces: dict[int, Counter[str]] = {}
+        rounds: dict[int, set[str]] = {}
         for c in good:
-            traces.setdefault(c.round, Counter())[c.trace] += 1
-        counts = SampleCounts(
-            impl=impl,
-            prompt=prompt,
-            n=len(good),
-            failed=len(mine) - len(good),
-            nonfinite=sum(c.nonfinite > 0 for c in good),
-            completions=Counter(c.tokens_digest for c in good),
-            traces=traces,
-            answers=answers_of(good),
-        )
+            rounds.setdefault(c.round, set()).add(c.trace)
+        counts = SampleCounts.of(mine, impl=impl, prompt=prompt, rounds=rounds)
         yield counts, batch_evidence(good, totals[impl], run.header.plan["prompts"][prompt]["tokens"], padded)
 
 
@@ -157,76 +114,71 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
     Raises:
         UserError: the counts contradict each other.
     """
-    verdict = _judge_bits(counts, batches, again)
-    if not counts.nonfinite:
-        return verdict
-    if verdict.finding == Finding.CLEAN:
-        verdict = replace(verdict, reasons=(*verdict.reasons, reason("nan-agrees")))
-    return called_wrong(verdict, reason("nonfinite", n=counts.nonfinite, of=counts.n))
-
-
-def _judge_bits(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row]) -> Verdict:
-    reasons = [reason("requests-failed", n=counts.failed)] if counts.failed else []
+    failed = counts.failed.total()
+    reasons = stated((failed, reason("requests-failed", n=failed)))
     if counts.n < 2:
-        lone = counts.failed and not counts.n
-        clause = reason("all-failed", n=counts.failed) if lone else reason("too-few", n=counts.n)
-        return Verdict(counts.impl, (Finding.UNTESTED,), (clause,), tuple(reasons), counts.prompt)
-    if counts.distinct_completions > 1 and counts.distinct_traces == 1:
+        clause = reason("all-failed", n=failed) if failed and not counts.n else reason("too-few", n=counts.n)
+        verdict = Verdict(counts.impl, (Finding.UNTESTED,), (clause,), tuple(reasons), counts.prompt)
+    elif len(counts.completions) > len(counts.traces) == 1:
         # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself, so
         # it can't have a verdict
         raise UserError(
-            f"the run contradicts itself: {counts.impl} has {counts.distinct_completions} completions in one trace",
+            f"the run contradicts itself: {counts.impl} has {len(counts.completions)} completions in one trace",
             "Was it edited by hand?",
         )
-    reasons += ends_reasons(counts.answers)
-    reasons += [reason("again", what=_repetition(again))] if again else []
-    finding, limits = _attribute(counts, batches, again)
-    clauses = distinct(counts.n, counts.distinct_completions, counts.distinct_traces, counts.answers)
-    return Verdict(
-        counts.impl,
-        (finding,),
-        (*clauses, reason("finding", findings=finding)),
-        (*reasons, *limits),
-        counts.prompt,
-        (_bound(counts),) if finding == Finding.CLEAN else (),
-        # one trace is one text: if it diverged, its end differs or a repeated run
-        change_of(max(counts.distinct_completions, len({finish for _, finish in counts.answers})), (finding,)),
-    )
+    else:
+        finding, limits = _attribute(counts, batches, again)
+        clean = finding == Finding.CLEAN
+        reasons += counts.notes_on_ends()
+        reasons += [*stated((again, reason("again", what=_repetition(again)))), *limits]
+        reasons += stated((clean and counts.nonfinite, reason("nan-agrees")))
+        verdict = Verdict(
+            counts.impl,
+            (finding,),
+            (*counts.clauses(), reason("finding", findings=finding)),
+            tuple(reasons),
+            counts.prompt,
+            (_bound(counts),) if clean else (),
+            counts.changes((finding,)),  # one trace is one text: if it diverged, its end differs or a repeated run
+        )
+    lost = reason("nonfinite", n=counts.nonfinite, of=counts.n)
+    return verdict.called_wrong(lost) if counts.nonfinite else verdict
 
 
 def _bound(counts: SampleCounts) -> Reason:
     """The bound on the rate where nothing diverged. Completions of one round share its batches, and are not
     independent; the others are compared with the first round."""
-    rounds, rate = len(counts.traces) - 1, one_sided_bound(counts.n - 1)
+    rounds, rate = len(counts.rounds) - 1, one_sided_bound(counts.n - 1)
     if not rounds:
         return reason("bounds-one-round", completions=rate)
     return reason("bounds", rounds=one_sided_bound(rounds), n=rounds, completions=rate)
 
 
 def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row]) -> tuple[Finding, list[Reason]]:
-    """The possible cause where completions differ, what agreement leaves open, and why."""
-    if any(r.parted for r in again):
-        return Finding.RUN_TO_RUN, []
-    if counts.distinct_traces == 1:
-        if ended_otherwise(counts.answers):  # one trace, and more than one answer nevertheless
-            return Finding.UNATTRIBUTED, [reason("ends-alone")]
-        if batches.constant:
-            return Finding.CLEAN, [reason("constant")]
-        if not batches.varied:
-            return Finding.CLEAN, [reason("hardly-tested")]
-        return Finding.CLEAN, [reason("graphs-padded")] if batches.padded else []
-    reasons = [reason("tokens-agree")] if counts.distinct_completions == 1 else []
-    reasons += [reason("graphs-first")] if batches.padded else []
-    if batches.alone_parted:
-        return Finding.RUN_TO_RUN, [*reasons, reason("alone-parted")]
-    if not batches.varied:
-        return Finding.UNATTRIBUTED, [*reasons, reason("batches-unknown")]
+    """The possible cause where completions differ, what agreement leaves open, and why: the first line that holds."""
+    traces = len(counts.traces)
+    agree, differ = traces == 1, traces > 1
     # rows from before schema 3 are about the first round
-    shown = counts.traces_in({int(row.extra.get("round", 0)) for row in again})
-    if len(shown) < 2:
-        return Finding.UNATTRIBUTED, [*reasons, reason("others-again" if again else "none-again")]
-    unshown = counts.distinct_traces - len(shown)
-    return Finding.BATCH, [*reasons, *([reason("traces-open", n=unshown)] if unshown else [])]
+    repeated_rounds = {int(row.extra.get("round", 0)) for row in again}
+    shown = len(set[str]().union(*(counts.rounds.get(number, ()) for number in repeated_rounds)))
+    table = (
+        (any(r.parted for r in again), Finding.RUN_TO_RUN, ""),
+        (agree and counts.ended_otherwise, Finding.UNATTRIBUTED, "ends-alone"),  # one trace, yet several answers
+        (agree and batches.constant, Finding.CLEAN, "constant"),
+        (agree and not batches.varied, Finding.CLEAN, "hardly-tested"),
+        (agree, Finding.CLEAN, "graphs-padded" if batches.padded else ""),
+        (batches.alone_parted, Finding.RUN_TO_RUN, "alone-parted"),
+        (not batches.varied, Finding.UNATTRIBUTED, "batches-unknown"),
+        (shown < 2, Finding.UNATTRIBUTED, "others-again" if again else "none-again"),
+        (True, Finding.BATCH, "traces-open" if traces > shown else ""),
+    )
+    finding, code = next((finding, code) for holds, finding, code in table if holds)
+    unrepeated = differ and not table[0][0]
+    return finding, stated(
+        (unrepeated and len(counts.completions) == 1, reason("tokens-agree")),
+        (unrepeated and batches.padded, reason("graphs-first")),
+        (code, reason(code, n=traces - shown)),
+    )
 
 
 # What `nondet sample --vary` shows: along each axis, how many texts and traces, and what followed the axis. *Within* a
@@ -242,20 +194,16 @@ def is_varied(run: Run) -> bool:
     return "vary" in run.header.plan
 
 
-@dataclass(frozen=True)
-class ValueTally:
+@dataclass(frozen=True, kw_only=True)
+class ValueTally(Tally):
     """The completions at one value.
 
     Attributes:
-        texts, traces: Digest -> count.
         moved: Requests whose trace is not that of the same request at the base, of `compared`.
         moved_first: Those among them that ran in the plan's first round, which the base ran again.
     """
 
     record: AxisValue
-    n: int
-    texts: Mapping[str, int]
-    traces: Mapping[str, int]
     moved: int
     moved_first: int
     compared: int
@@ -278,7 +226,6 @@ class AxisTally:
     Attributes:
         values: The base's first.
         idle: Values that did not take effect, or are not shown to have.
-        texts, traces: Distinct ones over all values; within: of the value with the most.
     """
 
     axis: str
@@ -286,10 +233,6 @@ class AxisTally:
     values: tuple[ValueTally, ...]
     idle: tuple[ValueTally, ...]
     note: str
-    texts: int
-    texts_within: int
-    traces: int
-    traces_within: int
 
     @property
     def tried(self) -> tuple[ValueTally, ...]:
@@ -300,6 +243,26 @@ class AxisTally:
     def unproven(self) -> tuple[AxisValue, ...]:
         """The records of the values that are not counted."""
         return tuple(v.record for v in self.idle)
+
+    @property
+    def texts(self) -> int:
+        """Distinct ones over all values."""
+        return len(set[str]().union(*(v.completions for v in self.values)))
+
+    @property
+    def texts_within(self) -> int:
+        """Distinct ones at the value with the most."""
+        return max((len(v.completions) for v in self.values), default=0)
+
+    @property
+    def traces(self) -> int:
+        """As `texts`."""
+        return len(set[str]().union(*(v.traces for v in self.values)))
+
+    @property
+    def traces_within(self) -> int:
+        """As `texts_within`."""
+        return max((len(v.traces) for v in self.values), default=0)
 
     @property
     def moved(self) -> int:
@@ -325,24 +288,10 @@ def tally_axes(run: Run, impl: str) -> list[AxisTally]:
             axes.setdefault(record.axis, []).append(record)
     tallies = []
     for axis, records in axes.items():
-        values, idle = (
-            tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven == proven and (r.arm or proven))
-            for proven in (True, False)
-        )
-        texts, traces = [v.texts for v in values], [v.traces for v in values]
-        tallies.append(
-            AxisTally(
-                axis=axis,
-                held=records[0].held,
-                values=values,
-                idle=idle,
-                note=next((r.note for r in records if r.note), ""),
-                texts=len(set().union(*texts)),
-                texts_within=max(map(len, texts), default=0),
-                traces=len(set().union(*traces)),
-                traces_within=max(map(len, traces), default=0),
-            )
-        )
+        values = tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven)
+        idle = tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.arm and not r.proven)
+        note = next((r.note for r in records if r.note), "")
+        tallies.append(AxisTally(axis, records[0].held, values, idle, note))
     return tallies
 
 
@@ -353,15 +302,8 @@ def _name(completion: Completion) -> str:
 
 def _tally(record: AxisValue, good: Sequence[Completion], base: Mapping[str, Completion]) -> ValueTally:
     pairs = [(c, base[_name(c)]) for c in good if _name(c) in base] if record.arm != BASE_ARM else []
-    return ValueTally(
-        record=record,
-        n=len(good),
-        texts=Counter(c.tokens_digest for c in good),
-        traces=Counter(c.trace for c in good),
-        moved=sum(a.trace != b.trace for a, b in pairs),
-        moved_first=sum(a.trace != b.trace and b.round == 0 for a, b in pairs),
-        compared=len(pairs),
-    )
+    moved = [b.round for a, b in pairs if a.trace != b.trace]
+    return ValueTally.of(good, record=record, moved=len(moved), moved_first=moved.count(0), compared=len(pairs))
 
 
 def judge_axes(run: Run) -> list[Verdict]:
@@ -369,56 +311,58 @@ def judge_axes(run: Run) -> list[Verdict]:
     again = replays(run)
     verdicts = []
     for impl in sort_impls(c.impl for c in run.completions):
-        mine = [c for c in run.completions if c.impl == impl]
-        verdict = _judge_values(run, impl, len(mine) - len(successful(mine)), again.get(impl, []))
-        lost = sum(c.nonfinite > 0 for c in successful(mine))
-        verdicts.append(called_wrong(verdict, reason("nonfinite-values", n=lost)) if lost else verdict)
+        whole = Tally.of(c for c in run.completions if c.impl == impl)
+        verdict = _judge_values(run, impl, whole.failed.total(), again.get(impl, []))
+        lost = reason("nonfinite-values", n=whole.nonfinite)
+        verdicts.append(verdict.called_wrong(lost) if whole.nonfinite else verdict)
     return verdicts
 
 
 def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Verdict:
     axes = [t for t in tally_axes(run, impl) if not t.note]
-    tested, texts = [t for t in axes if any(v.comparisons for v in t.values)], _texts(axes)
+    tested = [t for t in axes if any(v.comparisons for v in t.values)]
     reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
-    reasons += [reason("requests-failed", n=failed)] if failed else []
+    reasons += stated((failed, reason("requests-failed", n=failed)))
     # where bits parted though the value is not shown to have taken effect, the cause is unknown
     idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
-    astray = reason("parted-idly", values=idle)
+    unexplained = reason("parted-idly", values=idle)
     unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
     bounds: tuple[Reason, ...] = ()
+    findings: tuple[Finding, ...]
     if not tested:
         clauses = [reason("no-pair" if any(t.tried for t in axes) else "no-effect")]
-        clauses += [reason("but", what=astray), unattributed] if idle else [reason("so-nothing")]
-        finding = Finding.UNATTRIBUTED if idle else Finding.UNTESTED
-        return Verdict(impl, (finding,), tuple(clauses), tuple(reasons), 0, changes=change_of(texts, ()))
-    clauses = _axis_clauses(tested)
-    reasons.append(reason("again", what=_repetition(again)) if again else reason("base-once"))
-    if any(r.parted for r in again):
-        clauses.append(reason("finding", findings=Finding.RUN_TO_RUN))
-        changes = change_of(texts, (Finding.RUN_TO_RUN,))
-        return Verdict(impl, (Finding.RUN_TO_RUN,), tuple(clauses), tuple(reasons), 0, changes=changes)
-    findings, limits = _attribute_axes(run, impl, tested, bool(again))
-    reasons += limits
-    if findings:
-        clauses.append(reason("findings", findings=findings))
-    elif idle:
-        findings = (Finding.UNATTRIBUTED,)
-        clauses += [astray, unattributed]
+        clauses += [reason("but", what=unexplained), unattributed] if idle else [reason("so-nothing")]
+        findings = (Finding.UNATTRIBUTED if idle else Finding.UNTESTED,)
     else:
-        clauses.append(reason("finding", findings=Finding.CLEAN))
-        without = (
-            ("idle-axes", [t for t in axes if not t.tried]),
-            ("lone-axes", [t for t in axes if t.tried and t not in tested]),
-        )
-        untested = tuple(reason(code, axes=tuple(t.axis for t in of)) for code, of in without if of)
-        findings = (Finding.UNPROVEN if untested else Finding.CLEAN,)
-        bounds = (_value_bound(run, impl, tested), *([reason("but", what=untested)] if untested else []))
-    return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds, change_of(texts, findings))
+        clauses, limits = _axis_clauses(tested), list[Reason]()
+        if any(r.parted for r in again):
+            findings = (Finding.RUN_TO_RUN,)
+            clauses.append(reason("finding", findings=findings))
+        elif attributed := _attribute_axes(run, impl, tested, bool(again)):
+            findings, limits = attributed
+            clauses.append(reason("findings", findings=findings))
+        elif idle:
+            findings = (Finding.UNATTRIBUTED,)
+            clauses += [unexplained, unattributed]
+        else:
+            clauses.append(reason("finding", findings=Finding.CLEAN))
+            untested = _untested(axes, tested)
+            findings = (Finding.UNPROVEN if untested else Finding.CLEAN,)
+            bounds = (_value_bound(run, impl, tested), *([reason("but", what=untested)] if untested else []))
+        reasons += [reason("again", what=_repetition(again)) if again else reason("base-once"), *limits]
+    return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds, change_of(_texts(axes), findings))
+
+
+def _untested(axes: Sequence[AxisTally], tested: Sequence[AxisTally]) -> tuple[Reason, ...]:
+    """The axes of which nothing was compared, and why."""
+    idle = tuple(t.axis for t in axes if not t.tried)
+    lone = tuple(t.axis for t in axes if t.tried and t not in tested)
+    return tuple(reason(code, axes=names) for code, names in (("idle-axes", idle), ("lone-axes", lone)) if names)
 
 
 def _texts(axes: Sequence[AxisTally]) -> int:
     """Distinct texts of the axis with the most; of one that may change the arithmetic, at the value with the most."""
-    every = [(t.held, [v.texts for v in (*t.values, *t.idle)]) for t in axes]
+    every = [(t.held, [v.completions for v in (*t.values, *t.idle)]) for t in axes]
     return max((len(set().union(*of)) if held else max(map(len, of), default=0) for held, of in every), default=0)
 
 
@@ -435,20 +379,20 @@ def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
 
 def _attribute_axes(
     run: Run, impl: str, tested: Sequence[AxisTally], again: bool
-) -> tuple[tuple[Finding, ...], list[Reason]]:
-    """What the bits followed, where the repeated round came out the same; nothing where they did not change."""
-    findings, reasons = set(), []
+) -> tuple[tuple[Finding, ...], list[Reason]] | None:
+    """What the bits followed, where the repeated round came out the same; None where they did not change."""
+    findings, reasons = list[Finding](), list[Reason]()
     if any(t.traces_within > 1 for t in tested):
         good = successful(run.completions)
         first = {c.trace for c in good if (c.impl, c.arm, c.round) == (impl, BASE_ARM, 0)}
-        findings.add(Finding.BATCH if again and len(first) > 1 else Finding.UNATTRIBUTED)
+        findings.append(Finding.BATCH if again and len(first) > 1 else Finding.UNATTRIBUTED)
     moved = [v for t in tested if t.held for v in t.tried if v.moved]
     if moved:
         # a later round was run once: there the run itself may have changed the bits
         at_first = any(v.moved_first for v in moved)
-        findings.add(Finding.OTHER if again and at_first else Finding.UNATTRIBUTED)
+        findings.append(Finding.OTHER if again and at_first else Finding.UNATTRIBUTED)
         reasons += [reason("followed-once")] if again and not at_first else []
-    return strongest_first(findings), reasons
+    return (strongest_first(findings), reasons) if findings else None
 
 
 def _value_bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> Reason:

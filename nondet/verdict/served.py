@@ -10,26 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nondet.core.records import Completion, ContractAnswer, Round, Run, ServerSeen, Traffic
 from nondet.core.statistics import one_sided_bound
 from nondet.sampling.plan import KEYS_LEAST
-from nondet.verdict.findings import (
-    Finding,
-    Verdict,
-    answers_of,
-    called_wrong,
-    change_of,
-    distinct,
-    ends_reasons,
-    sort_impls,
-    strongest_first,
-    successful,
-)
-from nondet.verdict.wording import Reason, reason, words
+from nondet.verdict.findings import Finding, Tally, Verdict, sort_impls, strongest_first, successful
+from nondet.verdict.wording import Reason, reason, stated, words
 
 # Arms whose requests go one at a time, and those under load.
 ALONE = ("solo", "cold", "warm", "first")
@@ -43,14 +32,12 @@ def is_endpoint(run: Run) -> bool:
     return "endpoint" in run.header.plan
 
 
-@dataclass(frozen=True)
-class ArmEvidence:
+@dataclass(frozen=True, kw_only=True)
+class ArmEvidence(Tally):
     """The completions of one prompt in one arm, and what shows that the arm was what it is called.
 
     Attributes:
-        failed: Kind of failure -> requests.
-        completions: Digest of the tokens -> completions.
-        answers: (trace, reason why it ended) -> completions: equal answers have both in common.
+        tokens: Of all completions together.
         texts: Text -> completions; "" for those of older files, which don't have it.
         by_cache: Prompt tokens that the server had cached -> the answers; None where it does not report them.
         proof: "metrics" by the server's counters, "streams" where answers streamed at the same time, else "".
@@ -61,38 +48,20 @@ class ArmEvidence:
     """
 
     arm: str
-    n: int
     tokens: int
-    failed: Mapping[str, int]
-    nonfinite: int
-    completions: Mapping[str, int]
-    answers: Counter[tuple[str, str]]
-    texts: Mapping[str, int]
+    texts: Counter[str]
     by_cache: Mapping[int | None, Counter[tuple[str, str]]]
     proof: str
     shown: Reason
     in_company: int
     rounds: int
-    traffic: Sequence[Traffic]
+    fingerprints: Set[str]
     opening: tuple[str, str, str]
-
-    @property
-    def traces(self) -> Mapping[str, int]:
-        """Trace -> completions."""
-        traces: Counter[str] = Counter()
-        for (trace, _), n in self.answers.items():
-            traces[trace] += n
-        return traces
 
     @property
     def proof_words(self) -> str:
         """The proof, or lack of proof, that the arm was what it is called, in a phrase."""
         return words(self.shown)
-
-    @property
-    def consistent(self) -> bool:
-        """Whether all of them agree in every bit, and in how they ended."""
-        return len(self.answers) <= 1
 
     @property
     def steady(self) -> bool:
@@ -108,8 +77,7 @@ class ArmEvidence:
         """The arm, and the others' answers with numbers of cached tokens that it never had."""
         more = [(cached, some) for arm in others if arm and arm.proof for cached, some in arm.by_cache.items()]
         known = {cached: some for cached, some in more if cached not in self.by_cache and None not in self.by_cache}
-        answers = sum(known.values(), self.answers)
-        return replace(self, n=answers.total(), answers=answers, by_cache={**self.by_cache, **known})
+        return replace(self, answers=sum(known.values(), self.answers), by_cache={**self.by_cache, **known})
 
 
 def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
@@ -131,35 +99,31 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
     rounds = [known[number] for number in numbers if number in known]
     traffic = [r.traffic for r in rounds if r.traffic is not None]
     hits = _hits(traffic)
-    by_cache: dict[int | None, list[Completion]] = {}
+    by_cache: dict[int | None, Counter[tuple[str, str]]] = {}
     for c in good:
         cached = c.served.cached_tokens if c.served else None
         # where an answer does not report its cached tokens, the server's counter shows none if it did not change
-        by_cache.setdefault(0 if cached is None and hits == 0 else cached, []).append(c)
+        by_cache.setdefault(0 if cached is None and hits == 0 else cached, Counter())[c.trace, c.finish] += 1
     # it is not on record which of a round's targets ran solo: they may all have been this prompt's
     good_in = Counter(c.round for c in good)
     opening = min(good, key=lambda c: (c.round, c.request), default=None)
-    company = sum(
+    beside_others = sum(
         max(0, good_in[r.round] - max(0, r.targets - t.in_company)) for r, t in zip(rounds, traffic, strict=True)
     )
     proof, shown = _proof(arm, traffic, list(by_cache), hits)
-    if proof and arm not in ALONE and not company:
+    if proof and arm not in ALONE and not beside_others:
         proof, shown = "", reason("none-among", proof=shown)
-    return ArmEvidence(
+    return ArmEvidence.of(
+        completions,
         arm=arm,
-        n=len(good),
         tokens=sum(c.n_tokens for c in good),
-        failed=Counter((c.served.kind if c.served else "") or "error" for c in completions if c.status != "ok"),
-        nonfinite=sum(c.nonfinite > 0 for c in good),
-        completions=Counter(c.tokens_digest for c in good),
-        answers=answers_of(good),
         texts=Counter(c.served.text if c.served else "" for c in good),
-        by_cache={tokens: answers_of(some) for tokens, some in by_cache.items()},
+        by_cache=by_cache,
         proof=proof,
         shown=shown,
-        in_company=company,
+        in_company=beside_others,
         rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
-        traffic=traffic,
+        fingerprints={name for t in traffic for name in t.fingerprints},
         opening=(opening.tokens_digest, opening.trace, opening.finish) if opening else ("", "", ""),
     )
 
@@ -258,14 +222,14 @@ class Server:
 def server_of(run: Run, impl: str) -> Server:
     """The server with that name."""
     good = successful(c for c in run.completions if c.impl == impl)
-    told = [(c.served.prompt_tokens, c.served.completion_tokens) for c in good if c.served]
+    lengths = [(c.served.prompt_tokens, c.served.completion_tokens) for c in good if c.served]
     return Server(
         impl=impl,
         contract={a.question: a for a in run.contract if a.impl == impl},
         seen=next((s for s in run.servers if s.impl == impl), None),
         drawn=bool(run.header.plan.get("temperature")),
         loads=tuple(name for name in LOADED if name in run.header.plan.get("arms", {})),
-        keys=max((p + a for p, a in told if p is not None and a is not None), default=None),
+        keys=max((p + a for p, a in lengths if p is not None and a is not None), default=None),
     )
 
 
@@ -292,21 +256,8 @@ def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
 
 
 def _parted(n: int, traces_off: int, tokens_off: int) -> Reason:
-    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens_off)
-
-
-def _distinct(n: int, arms: Mapping[str, ArmEvidence], seen: ServerSeen | None) -> list[Reason]:
-    answers = _all_answers(arms)
-    completions = len({digest for arm in arms.values() for digest in arm.completions})
-    by = None if seen is None or seen.known_by == "ids" else reason("compared-by", known_by=seen.known_by)
-    if seen is None or seen.logprobs:
-        return distinct(n, completions, len({trace for trace, _ in answers}), answers, by, known=True)
-    first, *rest = distinct(n, completions, completions, answers, by, known=True)
-    return [first, reason("no-logprobs"), *rest]
-
-
-def _all_answers(arms: Mapping[str, ArmEvidence]) -> Counter[tuple[str, str]]:
-    return sum((arm.answers for arm in arms.values()), Counter[tuple[str, str]]())
+    tokens = f"{tokens_off:,}" if tokens_off else "none"
+    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens)
 
 
 def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
@@ -319,18 +270,13 @@ def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
     return (reason("bounds-loads", rate=one_sided_bound(rounds), n=rounds, requests=one_sided_bound(n), of=n),)
 
 
-def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    reasons = ends_reasons(_all_answers(arms))
-    failed = sum((Counter(arm.failed) for arm in arms.values()), Counter[str]())
-    if failed:
-        reasons.append(reason("kinds-failed", n=failed.total(), kinds=failed))
-    codes = {q: q for q in server.contract if q in _BROKEN and server.answer(q) == "no"}
-    if server.drawn and "seed" in server.contract:
-        codes["seed"] = f"seed-{server.answer('seed') if server.answer('seed') in ('yes', 'no') else 'unknown'}"
-    reasons += [
-        reason("contract", what=reason(code), evidence=server.contract[question].evidence)
-        for question, code in codes.items()
-    ]
+def _reasons(server: Server, arms: Mapping[str, ArmEvidence], whole: Tally) -> list[Reason]:
+    reasons = whole.notes_on_ends()
+    reasons += stated((whole.failed, reason("kinds-failed", n=whole.failed.total(), kinds=whole.failed)))
+    for question, answer in sorted(server.contract.items(), key=lambda item: item[0] == "seed"):  # that one last
+        code = question if question in _BROKEN and answer.answer == "no" else ""
+        code = f"seed-{answer.answer}" if question == "seed" and server.drawn else code
+        reasons += [reason("contract", what=reason(code), evidence=answer.evidence)] if code else []
     if server.answer("greedy") == "unknown" and not server.drawn:
         reasons.append(reason("greedy-unknown"))
     for arm in arms.values():
@@ -341,11 +287,10 @@ def _reasons(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
             beside = reason("arm-unshown", n=alone) if alone else None
             reasons.append(reason("arm-shown", arm=arm.arm, proof=arm.shown, unshown=beside))
     reasons += [reason("arm-unanswered", arm=name) for name in server.unanswered(arms)]
-    if not any(name in arms for name in LOADED):
-        reasons.append(reason("no-load"))
-    if server.seen is not None and not server.seen.fingerprint:
-        reasons.append(reason("no-fingerprint"))
-    return reasons
+    return reasons + stated(
+        (not any(name in arms for name in LOADED), reason("no-load")),
+        (server.seen is not None and not server.seen.fingerprint, reason("no-fingerprint")),
+    )
 
 
 # If chance puts the differing answers in one of two arms with a higher probability, they are not attributed.
@@ -430,13 +375,12 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
 
 
 def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    doubts = [reason("not-greedy")] if server.answer("greedy") == "no" and not server.drawn else []
-    if server.drawn and server.answer("seed") != "yes":
-        doubts.append(reason("seed-not-shown"))
-    fingerprints = {name for arm in arms.values() for t in arm.traffic for name in t.fingerprints}
-    if len(fingerprints) > 1:
-        doubts.append(reason("servers", n=len(fingerprints)))
-    return doubts
+    fingerprints = {name for arm in arms.values() for name in arm.fingerprints}
+    return stated(
+        (server.answer("greedy") == "no" and not server.drawn, reason("not-greedy")),
+        (server.drawn and server.answer("seed") != "yes", reason("seed-not-shown")),
+        (len(fingerprints) > 1, reason("servers", n=len(fingerprints))),
+    )
 
 
 def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
@@ -452,7 +396,7 @@ def _opening(first: ArmEvidence, alone: Sequence[ArmEvidence], doubts: Sequence[
         return None
     if (trace, finish) in later:
         return Comparison("first", "solo", 1, 0, 0, Finding.CLEAN)
-    texts = sum((Counter(arm.completions) for arm in alone), Counter(first.completions) - Counter([digest]))
+    texts = sum((arm.completions for arm in alone), first.completions - Counter([digest]))
     why = reason("first-alone") if len(later) == 1 else reason("first-unsteady")
     return Comparison("first", "solo", 1, 1, int(digest not in texts), Finding.UNATTRIBUTED, (*doubts, why))
 
@@ -461,13 +405,13 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
     traces_off, tokens_off = arm.n - max(arm.answers.values()), arm.n - max(arm.completions.values())
     if not traces_off:
         return Comparison(arm.arm, "itself", arm.n, 0, 0, Finding.CLEAN)
-    why = list(doubts)
-    if not arm.proof or arm.arm != "solo":
-        why.append(reason("others-unknown"))
-    if None in arm.by_cache:
-        why.append(reason("cache-unknown"))
-    elif all(len(answers) == 1 for answers in arm.by_cache.values()):
-        why.append(reason("cache-split"))
+    split = all(len(answers) == 1 for answers in arm.by_cache.values())
+    why = stated(
+        (not arm.proof or arm.arm != "solo", reason("others-unknown")),
+        (None in arm.by_cache, reason("cache-unknown")),
+        (None not in arm.by_cache and split, reason("cache-split")),
+    )
+    why = [*doubts, *why]
     finding = Finding.UNATTRIBUTED if why else Finding.RUN_TO_RUN
     return Comparison(arm.arm, "itself", arm.n, traces_off, tokens_off, finding, tuple(why))
 
@@ -516,20 +460,19 @@ def _against(
     if pooled is not None and base.steady:
         chance = min(chance, pooled)
     names = {"arm": arm.arm, "base": base.arm}
-    why = list(doubts)
-    if not base.steady:
-        why.append(reason("base-unsteady", **names))
-    if not arm.proof:
-        why.append(reason("not-shown", arm=arm.arm, proof=arm.shown))
-    if cause == Finding.CACHE:
-        if not arm.consistent:
-            why.append(reason("arm-unsteady", **names))
-        if not base.proof:
-            why.append(reason("not-shown", arm=base.arm, proof=base.shown))
-    elif not caches_agree and (None in arm.by_cache or set(arm.by_cache) - set(base.by_cache)):
-        why.append(reason("cache-unknown" if None in arm.by_cache else "cache-differs"))
-    if chance > _CHANCE:
-        why.append(reason("chance", n=base.n, share=chance, **names))
+    of_cache, unknown = cause == Finding.CACHE, None in arm.by_cache
+    other_cache = not of_cache and not caches_agree and (unknown or set(arm.by_cache) - set(base.by_cache))
+    why = [
+        *doubts,
+        *stated(
+            (not base.steady, reason("base-unsteady", **names)),
+            (not arm.proof, reason("not-shown", arm=arm.arm, proof=arm.shown)),
+            (of_cache and len(arm.answers) > 1, reason("arm-unsteady", **names)),
+            (of_cache and not base.proof, reason("not-shown", arm=base.arm, proof=base.shown)),
+            (other_cache, reason("cache-unknown" if unknown else "cache-differs")),
+            (chance > _CHANCE, reason("chance", n=base.n, share=chance, **names)),
+        ),
+    ]
     finding = Finding.UNATTRIBUTED if why else cause
     return Comparison(arm.arm, base.arm, arm.n, traces_off, tokens_off, finding, tuple(why))
 
@@ -559,44 +502,43 @@ def judge_served(run: Run) -> list[Verdict]:
 def _judge(subject: Subject, first: Subject | None) -> Verdict:
     """The verdict on one prompt's answers. `first`: the same prompt on the first server."""
     server, arms = subject.server, subject.arms
-    beside = [_beside(subject, first)] if server.impl != "server" else []
-    verdict = Verdict(server.impl, (Finding.UNTESTED,), (), (*_reasons(server, arms), *beside), subject.prompt)
-    n, lost = sum(arm.n for arm in arms.values()), sum(arm.nonfinite for arm in arms.values())
-    if n < 2:
-        failed = sum(sum(arm.failed.values()) for arm in arms.values())
-        clauses = [reason("too-few", n=n), *([reason("failed-beside", n=failed)] if failed else [])]
-        verdict = replace(verdict, counts=tuple(clauses))
+    whole = sum(arms.values(), Tally.of(()))
+    reasons = _reasons(server, arms, whole) + ([_beside(subject, first)] if server.impl != "server" else [])
+    verdict = Verdict(server.impl, (Finding.UNTESTED,), (), tuple(reasons), subject.prompt)
+    if whole.n < 2:
+        failed = [reason("failed-beside", n=whole.failed.total())] if whole.failed else []
+        verdict = replace(verdict, counts=(reason("too-few", n=whole.n), *failed))
     elif not any(arm.tokens for arm in arms.values()):
-        verdict = replace(verdict, counts=(reason("no-tokens", n=n),))
+        verdict = replace(verdict, counts=(reason("no-tokens", n=whole.n),))
     else:
-        verdict = _judge_bits(subject, _distinct(n, arms, server.seen), verdict)
-    verdict = called_wrong(verdict, reason("nonfinite", n=lost, of=n)) if lost else verdict
+        verdict = _judge_bits(subject, whole, verdict)
+    if whole.nonfinite:
+        verdict = verdict.called_wrong(reason("nonfinite", n=whole.nonfinite, of=whole.n))
     for question in ("tempered", "independent"):
         if server.drawn and server.answer(question) == "no":
-            verdict = called_wrong(verdict, reason(question, evidence=server.contract[question].evidence))
+            verdict = verdict.called_wrong(reason(question, evidence=server.contract[question].evidence))
     return verdict
 
 
-def _judge_bits(subject: Subject, clauses: list[Reason], verdict: Verdict) -> Verdict:
-    comparisons = subject.comparisons
-    if len(_all_answers(subject.arms)) == 1:
-        finding = _undiverged(subject)
-        clauses.append(reason("finding", findings=finding))
-        keys = subject.server.keys
-        few = [reason("few-keys", n=keys)] if keys is not None and keys <= KEYS_LEAST and subject.server.loads else []
-        verdict = replace(verdict, reasons=(*few, *verdict.reasons))
-        return replace(verdict, findings=(finding,), counts=tuple(clauses), bounds=_bounds(subject.arms))
-    reasons = [reason("doubt", arm=c.arm, base=c.base, why=why) for c in comparisons for why in c.reasons]
+def _judge_bits(subject: Subject, whole: Tally, verdict: Verdict) -> Verdict:
+    server, comparisons = subject.server, subject.comparisons
+    seen = server.seen
+    by = None if seen is None or seen.known_by == "ids" else reason("compared-by", known_by=seen.known_by)
+    clauses = whole.clauses(by, of_server=True, logprobs=seen is None or seen.logprobs)
+    if len(whole.answers) == 1:
+        finding, keys = _undiverged(subject), server.keys
+        few = [reason("few-keys", n=keys)] if keys is not None and keys <= KEYS_LEAST and server.loads else []
+        counts = (*clauses, reason("finding", findings=finding))
+        reasons = (*few, *verdict.reasons)
+        return replace(verdict, findings=(finding,), counts=counts, reasons=reasons, bounds=_bounds(subject.arms))
+    doubts = [reason("doubt", arm=c.arm, base=c.base, why=why) for c in comparisons for why in c.reasons]
     findings = strongest_first(c.finding for c in comparisons if c.finding.is_divergence)
     if not findings:
-        findings, reasons = (Finding.UNATTRIBUTED,), [reason("arms-apart"), *reasons]
+        findings, doubts = (Finding.UNATTRIBUTED,), [reason("arms-apart"), *doubts]
     clauses += [reason("arms", comparisons=tuple(c.seen for c in comparisons))] if comparisons else []
-    clauses.append(reason("findings", findings=findings))
-    texts = {digest for arm in subject.arms.values() for digest in arm.completions}
-    ends = {finish for arm in subject.arms.values() for _, finish in arm.answers}
-    changes = change_of(max(len(texts), len(ends)), findings)
-    reasons = [*verdict.reasons, *reasons]
-    return replace(verdict, findings=findings, counts=tuple(clauses), reasons=tuple(reasons), changes=changes)
+    counts = (*clauses, reason("findings", findings=findings))
+    reasons, changes = (*verdict.reasons, *doubts), whole.changes(findings)
+    return replace(verdict, findings=findings, counts=counts, reasons=reasons, changes=changes)
 
 
 def _undiverged(subject: Subject) -> Finding:

@@ -71,11 +71,11 @@ class Line(NamedTuple):
     points: Sequence[tuple[int, float]]
 
 
-def lines_of(told: Sequence[Course], name: str) -> list[Line]:
+def lines_of(arms: Sequence[Course], name: str) -> list[Line]:
     """The lines of a figure: for each arm thin ones of its seeds, where there are several, then its own."""
     made = []
-    for impl in dict.fromkeys(c.impl for c in told):
-        seeds = [[(s.step, v) for s in c.steps if (v := getattr(s, name)) is not None] for c in told if c.impl == impl]
+    for impl in dict.fromkeys(c.impl for c in arms):
+        seeds = [[(s.step, v) for s in c.steps if (v := getattr(s, name)) is not None] for c in arms if c.impl == impl]
         at: dict[int, list[float]] = {}
         for step, value in chain.from_iterable(seeds):
             at.setdefault(step, []).append(value)
@@ -96,10 +96,10 @@ class Spread(NamedTuple):
         return "no more" if self.arms <= self.seeds else "more"
 
 
-def spread(told: Sequence[Course]) -> Spread | None:
+def spread(arms: Sequence[Course]) -> Spread | None:
     """The spread of rewards; None where there is one arm, one seed, or an arm without rewards."""
     rewards: dict[str, list[float]] = {}
-    for course in told:
+    for course in arms:
         if (mean := course.mean("reward")) is not None:
             rewards.setdefault(course.impl, []).append(mean)
     if len(rewards) < 2 or min(map(len, rewards.values())) < 2:
@@ -110,9 +110,9 @@ def spread(told: Sequence[Course]) -> Spread | None:
 
 def judge_training(run: Run) -> list[Verdict]:
     """One verdict for each arm, over its seeds."""
-    told = courses(run)
-    verdicts = [_judge(impl, [c for c in told if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in told)]
-    if between := spread(told):  # of all arms, so it appears once
+    arms = courses(run)
+    verdicts = [_judge(impl, [c for c in arms if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in arms)]
+    if between := spread(arms):  # of all arms, so it appears once
         shared = reason("rl-spread", **between._asdict(), than=between.than)
         verdicts[0] = replace(verdicts[0], reasons=(shared, *verdicts[0].reasons))
     return verdicts

@@ -31,6 +31,11 @@ def reason(code: str, **numbers: Any) -> Reason:
     return Reason(code, numbers)
 
 
+def stated(*cases: tuple[object, Reason]) -> list[Reason]:
+    """A table of (what holds or does not, its reason): the reasons that hold."""
+    return [why for holds, why in cases if holds]
+
+
 def plural(count: int, noun: str, many: str = "") -> str:
     """ "1 case", "2,000 cases"."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
@@ -55,7 +60,7 @@ WORDS: dict[str, str] = {
     "arms": ": {comparisons:; }",
     "against": "{arm} compared with {base}: {seen}",
     "alike": "{n:,} identical",
-    "parted": "{traces:,} of {n:,} differ, {tokens:none} in tokens",
+    "parted": "{traces:,} of {n:,} differ, {tokens} in tokens",
     "parted-texts": "{traces:,} of {n:,} differ",
     "axes-followed": "logprob traces change with {n} of {of:#axis|axes}, each varied by itself{which}",
     "which": " ({names})",
@@ -317,8 +322,6 @@ class _Writer(Formatter):
                 return " and ".join(value)
             case "layer":
                 return f"layer {value}" if str(value).isdigit() else f"the {value}"
-            case "none":
-                return f"{value:,}" if value else "none"
             case "verb":
                 return "was" if value == 1 else "were"
         if spec.startswith("#"):

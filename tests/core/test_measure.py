@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from nondet.core import compare, processes
+from nondet.core import processes
 from nondet.core.compare import (
     ClassBook,
-    _unseen_agreement,
     agreement,
     difference,
     error_against,
@@ -22,6 +20,7 @@ from nondet.core.compare import (
     float_dtypes,
     identical,
     looked_at,
+    same,
 )
 from nondet.core.inputs import generator, make
 from nondet.core.launch import note
@@ -258,86 +257,18 @@ def _pool(dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_agreement_is_identity() -> None:
-    """Both ways to ask give what `identical` gives, of every pair."""
-    for dtype in DTYPES:
-        pool = list(_pool(dtype))
+    """Both ways to ask give what `identical` gives, of every pair; NaN equals NaN whatever its payload."""
+    numbers = [*NAN, torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(math.inf)]
+    for pool in (numbers, *(list(_pool(dtype)) for dtype in DTYPES)):
         pairs = [(a, b.clone()) for a in pool for b in pool]
         expected = [identical(a, b) for a, b in pairs]
         assert sum(expected) >= len(pool)
         assert False in expected
-        for ask in (agreement, _unseen_agreement):
-            assert looked_at([ask(a, b) for a, b in pairs]) == expected
-            with pytest.raises(ValueError, match="not comparable"):
-                ask(pool[0], pool[0][:1])
-
-
-def test_agreement_of_nan_and_zeros() -> None:
-    """NaN equals NaN whatever its payload, and no number; zeros of two signs are two."""
-    numbers = [*NAN, torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(math.inf)]
-    for a in numbers:
-        for b in numbers:
-            assert bool(_unseen_agreement(a, b)) is identical(a, b)
+        assert looked_at([agreement(a, b) for a, b in pairs]) == expected
+        assert looked_at([same(a, b).all() for a, b in pairs]) == expected
+        with pytest.raises(ValueError, match="not comparable"):
+            agreement(pool[0], pool[0][None, :1] if pool[0].ndim else pool[0][None])
     assert looked_at([]) == []
-
-
-def test_results_that_wait_get_the_labels_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever order classes come, with buffers that are written to afterwards."""
-    for dtype in DTYPES:
-        pool = list(_pool(dtype))
-        monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
-        for order in ([0] * 9, [0, 0, 1, 1, 0, 2, 3, 2, 0], [0, 1, 2, 3], [3], [1, 0, 0, 0, 0, 0, 0, 0, 2]):
-            one_by_one, waiting = ClassBook(), ClassBook()
-            for place in order * 2:
-                one_by_one.add(pool[place])
-            for place in order:
-                buffer = pool[place].clone()
-                waiting.add_later(buffer)
-                buffer.view(torch.uint8).fill_(7)
-            assert not waiting.labels
-            waiting.settle()
-            for place in order:
-                waiting.add_later(pool[place])
-            waiting.settle()
-            assert waiting.labels == one_by_one.labels
-            assert waiting.sizes == one_by_one.sizes
-            pairs = zip(waiting.representatives, one_by_one.representatives, strict=True)
-            assert all(identical(a, b) for a, b in pairs)
-            assert waiting.add(pool[order[0]]) == 0
-
-
-def test_whatever_is_added_while_others_wait_comes_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One, or many at once, in a drawn order: the labels of one by one, and none is out of its place."""
-    for seed in range(3):
-        monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
-        rng = random.Random(seed)  # noqa: S311 - an order
-        pool = list(_pool(torch.float32))
-        for many in (False, True):
-            one_by_one, mixed = ClassBook(), ClassBook()
-            for _ in range(12):
-                waiting, drawn = rng.choices(pool, k=rng.randrange(1, 4)), rng.choices(pool, k=2)
-                for result in waiting:
-                    mixed.add_later(result)
-                labels = mixed.add_many(torch.stack(drawn)) if many else [mixed.add(result) for result in drawn]
-                expected = [one_by_one.add(result) for result in (*waiting, *drawn)]
-                assert labels == expected[-2:]
-                assert mixed.labels == one_by_one.labels
-
-
-def test_waiting_results_are_settled_by_their_size_and_refused_by_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept is bounded; scalars and NaN are compared like everything; another shape is no other class."""
-    monkeypatch.setattr(compare, "_is_slow_to_ask", lambda _: True)
-    monkeypatch.setattr(compare, "_KEPT_BYTES", 10)
-    book = ClassBook()
-    for x in (NAN[0], torch.tensor(1.0), NAN[1]):
-        book.add_later(x)
-    assert book.labels == [0, 1, 0]
-    book.add_later(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="not comparable"):
-        book.add_later(torch.ones(2))
-    for x in (NAN[2], torch.tensor(2.0)):
-        book.add_later(x)
-    book.settle()
-    assert book.labels == [0, 1, 0, 1, 0, 2]
 
 
 def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
@@ -379,7 +310,7 @@ def test_errors_and_differences_of_several_are_those_of_each() -> None:
     assert errors_against([], None) == ([], [])
     for chosen in (outs, outs[:3], outs[:2], outs[:1]):
         book = ClassBook()
-        book.add_many(torch.stack(chosen))
+        book.add(torch.stack(chosen))
         apart = [msgspec.structs.replace(difference(chosen[0], x), label=i) for i, x in enumerate(chosen)]
         assert book.widest_difference() == max(
             apart[1:] or [difference(chosen[0], chosen[0])], key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched)

@@ -29,7 +29,7 @@ from nondet.core.runfile import encoded
 from tests import build as factory
 
 PLAN = {"prompts": [{"text": "p", "tokens": 4}]}
-LARGEST, WIDEST, TOKENS = 2**53, 2**64, 2**24
+LARGEST, FARTHEST, WIDEST, TOKENS = 2**53, 2**63 - 1, 2**64, 2**24
 
 
 def row(labels: tuple[int, ...] = (0, 1), **fields: Any) -> Row:
@@ -109,7 +109,7 @@ EDGES: list[tuple[Callable[[Any], Record], Any, Any, str]] = [
     (lambda n: row(extra={"requests": n}), 0, -1, "extra.requests"),
     (lambda n: difference(mismatched=n), 8, 9, "difference.mismatched"),
     (lambda n: difference(nonfinite=n), 3, 4, "difference.nonfinite"),
-    (lambda n: difference(max_ulp=n), WIDEST, WIDEST + 1, "difference.max_ulp"),
+    (lambda n: difference(max_ulp=n), FARTHEST, FARTHEST + 1, "difference.max_ulp"),
     (lambda n: difference(label=n), 1, 2, "difference.label"),
     (lambda digits: difference(first_bits=["0x" + "f" * digits]), 16, 17, "difference.first_bits"),
     (lambda digits: difference(first_bits=["0x" + "f" * digits]), 1, 0, "difference.first_bits"),

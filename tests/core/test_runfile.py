@@ -107,28 +107,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         read_run(path)
 
 
-def test_resume_drops_the_cut_off_line_and_goes_on(tmp_path: Path) -> None:
-    """A run killed in the middle of a line is completed by --resume, and then has each row once."""
-    path = finished(tmp_path / "run.jsonl")
-    whole = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(whole[:2]) + whole[2][:25])
-    again = writer(path, resume=True)
-    assert again.done == {row("a").key}
-    again.write(row("b"))
-    again.finish()
-    read = read_run(path)
-    assert read.complete
-    assert [r.case for r in read.rows] == ["a", "b"]
-
-
-def test_resuming_a_complete_run_leaves_one_end_line(tmp_path: Path) -> None:
-    """Resuming what is already complete must not double the end line."""
-    path = finished(tmp_path / "run.jsonl")
-    writer(path, resume=True).finish()
-    assert path.read_bytes().count(b'"type":"end"') == 1
-    assert len(read_run(path).rows) == 2
-
-
 def test_resume_refuses_another_plan_or_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Rows made under different conditions never share a run file."""
     for change, said in [
@@ -173,11 +151,12 @@ def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
 
 def test_a_header_alone_and_cut_off_is_still_one_line(tmp_path: Path) -> None:
     """A run killed during its very first line is not ours yet, and says so."""
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(finished(tmp_path / "whole.jsonl").read_bytes()[:40])
-    for allowed in (False, True):
-        with pytest.raises(UserError):
-            read_run(path, allow_truncated=allowed)
+    whole, path = finished(tmp_path / "whole.jsonl").read_bytes(), tmp_path / "run.jsonl"
+    for torn in (40, whole.index(b"\n")):
+        path.write_bytes(whole[:torn])
+        for allowed in (False, True):
+            with pytest.raises(UserError, match="cut off in line 1"):
+                read_run(path, allow_truncated=allowed)
 
 
 def test_a_malformed_row_is_named_by_its_line(tmp_path: Path) -> None:
@@ -282,7 +261,7 @@ def test_a_packed_run_reads_as_the_plain_one(tmp_path_factory: pytest.TempPathFa
 
 def test_a_run_killed_within_its_header_is_begun_anew_by_resume(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nothing of the torn line stays in the file: it reads as one that was never stopped."""
-    for torn in [0, 1, 40, 4000]:
+    for torn in [0, 1, 40, 4000, -1]:
         tmp_path = tmp_path_factory.mktemp("case")
         path = tmp_path / "run.jsonl"
         writer(tmp_path / "whole.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
@@ -294,19 +273,6 @@ def test_a_run_killed_within_its_header_is_begun_anew_by_resume(tmp_path_factory
         assert [line[:1] for line in path.read_bytes().splitlines()] == [b"{"] * 3
         read = read_run(path)
         assert (read.complete, read.rows) == (True, [row("a")])
-
-
-def test_a_header_that_lacks_its_line_end_alone_is_gone_on_with(tmp_path: Path) -> None:
-    """It is whole: what comes next begins a line of its own."""
-    path, whole = tmp_path / "run.jsonl", finished(tmp_path / "whole.jsonl").read_bytes()
-    path.write_bytes(whole.splitlines()[0])
-    again = writer(path, resume=True)
-    again.write(parted("a"))
-    again.write(row("b"))
-    again.finish()
-    assert again.resumed
-    assert path.read_bytes().splitlines()[:3] == whole.splitlines()[:3]
-    assert read_run(path).complete
 
 
 def test_a_row_that_no_reader_would_take_is_written_as_failed(tmp_path: Path) -> None:

@@ -278,10 +278,10 @@ def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
     """In its header it is begun anew; after that whole lines are kept, and the rest is completed."""
     whole = finished(tmp_path / "whole.jsonl").read_bytes()
     header = whole.index(b"\n")
-    for kept in (0, 1, 17, 60, header, *(max(header + 1, len(whole) - cut) for cut in range(1, 400, 23))):
+    for kept in (0, 1, 17, 60, header, header + 1, *(max(header + 1, len(whole) - cut) for cut in range(0, 400, 23))):
         path = tmp_path / "run.jsonl"
         path.write_bytes(whole[:kept])
-        assert begun(path) == (kept >= header)
+        assert begun(path) == (kept > header)
         again = writer(path, resume=True)
         for case in ("b", "a"):
             if runfile_row(case).key not in again.done:
@@ -290,6 +290,7 @@ def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
         run = read_run(path)
         assert sorted(r.case for r in run.rows) == ["a", "b"]
         assert run.complete
+        assert path.read_bytes().count(b'"type":"end"') == 1
 
 
 def test_a_foreign_file_is_not_begun_anew(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -148,9 +149,12 @@ def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
     told = []
     for name, held, first, count in lines:
         record = AxisValue(axis=name, proof="", value="b", arm=f"{name}=b", held=held, impl="stock", proven=True)
-        traces = {str(i): 1 for i in range(count)}
-        value = ValueTally(record, count, traces, traces, count - 1, 0, count)
-        tally = AxisTally(name, held, (value,), (), "", count, count, count, count)
+        texts, answers = Counter(map(str, range(count))), Counter((str(i), "length") for i in range(count))
+        value = ValueTally(
+            completions=texts, answers=answers, failed=Counter(), nonfinite=0,
+            record=record, moved=count - 1, moved_first=0, compared=count,
+        )  # fmt: skip
+        tally = AxisTally(name, held, (value,), (), "")
         told.append(AxisLine(name, "", ["stock"], [], {"stock": AxisCell(tally, first)}, ""))
     return replace(report, runs=(replace(report.runs[0], axes=AxesTable(("stock",), tuple(told), 9, "", 0)),))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,7 @@ def test_a_clean_sample_has_its_bound(counts: dict[str, SampleCounts]) -> None:
         "1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 4.96% of completions if they "
         "were independent; one round bounds no rate of rounds)"
     )
-    [(trace, n)] = counts["invariant"].traces[0].items()
-    five = replace(counts["invariant"], traces={number: {trace: n // 5} for number in range(5)})
+    five = replace(counts["invariant"], rounds=dict.fromkeys(range(5), counts["invariant"].rounds[0]))
     # of five rounds four are held against the first, which a difference of whole rounds may have made its own
     assert "below 52.8% of rounds (4 compared), below 4.96%" in judge_counts(five, VARIED).text
     assert verdict.notes == ()
@@ -83,12 +83,12 @@ def test_a_clean_sample_has_its_bound(counts: dict[str, SampleCounts]) -> None:
 def test_another_end_is_no_clean_sample(counts: dict[str, SampleCounts]) -> None:
     """Equal tokens and logprobs that ended for two reasons: told, and not clean; other texts end as they do."""
     [(trace, _)] = counts["invariant"].answers
-    answers = {(trace, "length"): 57, (trace, "eos"): 3}
+    answers = Counter({(trace, "length"): 57, (trace, "eos"): 3})
     verdict = judge_counts(replace(counts["invariant"], answers=answers), VARIED)
     assert verdict.finding == Finding.UNATTRIBUTED
     assert verdict.text == "1 distinct completion of 60, 3 of which ended for another reason than equal ones, divergent"
     assert "Completions ended for different reasons: eos 3, length 57; 3 of them for another reason" in verdict.notes[0]
-    answers = {(t, "eos" if i else "length"): 1 for i, (t, _) in enumerate(counts["stock"].answers)}
+    answers = Counter((t, "eos" if i else "length") for i, (t, _) in enumerate(counts["stock"].answers))
     other = judge_counts(replace(counts["stock"], answers=answers), VARIED, [replay(0)])
     assert (other.finding, other.notes[0]) == (
         Finding.BATCH,
@@ -174,9 +174,10 @@ def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) 
 
 def test_noise_in_a_round_that_nobody_ran_again_is_not_blamed_on_the_batch() -> None:
     """One trace of 180 parts in round 2, and round 0 came out the same twice: that says nothing of round 2."""
+    answers = Counter({("a", "length"): 179, ("b", "length"): 1})
     rare = SampleCounts(
-        impl="stock", prompt=0, n=180, failed=0, nonfinite=0, completions={"a": 179, "b": 1},
-        traces={0: {"a": 60}, 1: {"a": 60}, 2: {"a": 59, "b": 1}},
+        impl="stock", prompt=0, completions=Counter(a=179, b=1), answers=answers, failed=Counter(), nonfinite=0,
+        rounds={0: {"a"}, 1: {"a"}, 2: {"a", "b"}},
     )  # fmt: skip
     verdict = judge_counts(rare, VARIED, [replay(0)])
     assert verdict.finding == Finding.UNATTRIBUTED
@@ -193,9 +194,10 @@ def test_tokens_are_a_part_of_a_trace(counts: dict[str, SampleCounts]) -> None:
     """At the limit: as many traces as completions or more; two completions in one trace are a contradiction."""
     for completions, traces in [(1, 1), (1, 2), (2, 2), (2, 1)]:
         made = replace(
-            counts["stock"], completions={f"c{i}": 30 for i in range(completions)},
-            traces={0: {f"t{i}": 30 for i in range(traces)}}, answers={},
-        )  # fmt: skip
+            counts["stock"],
+            completions=Counter({f"c{i}": 30 for i in range(completions)}),
+            answers=Counter({(f"t{i}", "length"): 30 for i in range(traces)}),
+        )
         if completions > traces:
             with pytest.raises(UserError, match=r"stock has 2 completions in one trace\b.*edited by hand"):
                 judge_counts(made, VARIED)
