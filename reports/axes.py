@@ -25,7 +25,6 @@ from nondet.reports.document import (
     Items,
     Paragraph,
     Table,
-    grid,
 )
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, tally_axes
@@ -165,16 +164,12 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
     head: list[Inline] = ["axis", "values"]
     for impl in table.impls:
         head += [(Bit(impl, "code"), ": traces"), "texts", "changed", "first"]
-    proven = grid(
-        [(line.axis, *proof) for line in table.lines for proof in line.proofs],
-        {
-            "axis": ("", lambda proof: proof[0]),
-            "value": ("", lambda proof: Bit(proof[1])),
-            "under": ("", lambda proof: Bit(proof[2], "code")),
-            "took effect": ("", lambda proof: "yes" if proof[3] else "unproven"),
-            "proof": ("", lambda proof: Bit(proof[4])),
-        },
-    )
+    proofs = [
+        (line.axis, Bit(value), Bit(impl, "code"), "yes" if holds else "unproven", Bit(proof))
+        for line in table.lines
+        for value, impl, holds, proof in line.proofs
+    ]
+    proven = Table(("axis", "value", "under", "took effect", "proof"), proofs)
     changes = Items([f"{line.axis}: {line.changes}" for line in table.lines], only="p")
     legend = (
         f"{table.n:,} completions at each value. Traces and texts: distinct over all values, in brackets at the value "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nondet.core.records import Role, Row, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.errors import one_line
-from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table, grid
+from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.text import counted, environment_line, environment_rows, sentence
 from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
@@ -392,25 +392,16 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
     run, made = section.run, list[Block]()
     coverage = coverage_rows(run)
     if coverage:
-        columns: dict[str, tuple[str, Callable[[Any], Inline]]] = {
-            "impl": ("nowrap", lambda row: Bit(row[0], "code")),
-            "group": ("nowrap", lambda row: row[1]),
-            "operator": ("wide", lambda row: Bit(row[2])),
-            "calls": ("num", lambda row: counted(row[3])),
-        }
-        said = "; ".join(coverage_text(run)) or "which operators were replaced"
-        place, table = f"coverage-{number}", grid(coverage, columns)
+        rows = [(Bit(impl, "code"), group, Bit(operator), counted(calls)) for impl, group, operator, calls in coverage]
+        table = Table(("impl", "group", "operator", "calls"), rows, ("nowrap", "nowrap", "wide", "num"))
+        said, place = "; ".join(coverage_text(run)) or "which operators were replaced", f"coverage-{number}"
         made.append(Details("Coverage", [table], place, said, "coverage", fold=True, only="mp"))
     if section.problems:
         title = section.counts or plural(len(section.problems), "note")
-        table = grid(
-            section.problems,
-            {
-                "what": ("", lambda p: Bit(p.kind, "bad" if p.kind == "failed" else "dull")),
-                "which": ("wide", lambda p: Bit(p.name)),
-                "why": ("wide", lambda p: Bit(p.reason)),
-            },
-        )
+        named = [
+            (Bit(p.kind, "bad" if p.kind == "failed" else "dull"), Bit(p.name), Bit(p.reason)) for p in section.problems
+        ]
+        table = Table(("what", "which", "why"), named, ("", "wide", "wide"))
         few: list[Inline] = [Bit(f"{p.kind}: {p.name}: {p.reason}") for p in section.problems[:_PROBLEMS_MOST]]
         if len(section.problems) > len(few):
             few.append(f"… and {len(section.problems) - len(few)} more")

@@ -3,7 +3,7 @@ text in every block: a renderer escapes or makes printable its content."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -112,12 +112,6 @@ class Table:
     def marks_at(self, row: int) -> dict[str, str]:
         """The row's data attributes."""
         return self.marks[row] if row < len(self.marks) else {}
-
-
-def grid(items: Iterable[Any], columns: Mapping[str, tuple[str, Callable[[Any], Inline]]], **more: Any) -> Table:
-    """A row per item; a column per name, with the page's class and cell. `more` are a table's other fields."""
-    rows = [tuple(cell(item) for _, cell in columns.values()) for item in items]
-    return Table(tuple(columns), rows, tuple(kind for kind, _ in columns.values()), **more)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from nondet.core.traces import Trace
 from nondet.endpoint.arms import DETERMINISTIC
 from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
-from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Items, Paragraph, Table, grid
+from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, environment_line
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
@@ -345,24 +345,7 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
         Items([Bit(line) for line in told.servers]) if told.servers else Paragraph("None answered.", "soft"),
     ]
     if told.figures:
-        arms = grid(
-            told.figures,
-            {
-                "arm": ("", lambda f: Bit(name(f))),
-                "requests": ("cell", lambda f: Bit(f.asked)),
-                "distinct completions": ("cell", lambda f: f.completions),
-                "distinct traces": ("cell", lambda f: f.traces if f.has_logprobs else "no logprobs"),
-                "first other token": ("cell", lambda f: _place(f.first_token)),
-                "first other logprob": ("cell", lambda f: _place(f.first_bits) if f.has_logprobs else "–"),
-                "largest logprob gap": (
-                    "cell",
-                    lambda f: _gap(f) if f.gap_requests else "none" if f.has_logprobs else "–",
-                ),
-                "margin where tokens differ": ("cell", _margins),
-                "failed": ("cell", lambda f: Bit(one_line(_kinds(f.failed), 200) or "none")),
-                "what proves the arm": ("cell", lambda f: Bit(one_line(f.proof, 300))),
-            },
-        )
+        arms = Table(_ARMS, [(Bit(name(f)), *_arm_cells(f)) for f in told.figures], ("", *["cell"] * 9))
         note = (
             "Positions are those of the first token, or logprob, that differs from the most common solo answer. "
             "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
@@ -370,17 +353,12 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
         made += [Heading("Arms", level=4), Paragraph(note, "soft"), arms]
         made += [Paragraph(told.not_rounding, "warn")] if told.not_rounding else []
     if told.comparisons:
-        seen = grid(
-            told.comparisons,
-            {
-                "server": ("", lambda entry: Bit(entry[0], "code")),
-                "prompt": ("cell", lambda entry: Bit(entry[1])),
-                "seen": ("cell", lambda entry: entry[2].text),
-                "finding": ("cell", lambda entry: Bit(entry[2].finding, "strong")),
-                "why no more is claimed": ("cell", lambda entry: " ".join(entry[2].why) or "–"),
-            },
-        )
-        made += [Heading("Compared with each other", level=4), seen]
+        seen = [
+            (Bit(server, "code"), Bit(prompt), c.text, Bit(c.finding, "strong"), " ".join(c.why) or "–")
+            for server, prompt, c in told.comparisons
+        ]
+        names = ("server", "prompt", "seen", "finding", "why no more is claimed")
+        made += [Heading("Compared with each other", level=4), Table(names, seen, ("", *["cell"] * 4))]
     if told.omitted:
         made.append(Paragraph(f"… and {plural(told.omitted, 'more comparison')}, without a difference.", "soft"))
     if told.contract:
@@ -396,23 +374,33 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
         table = Table(head, rows, ("", *("wide",) * len(told.impls)))
         made.append(Details(f"Contract: {count}", [Paragraph(note, "soft"), table], opened=True))
     if told.figures:
-        times = grid(
-            told.figures,
-            {
-                "arm": ("", lambda f: Bit(name(f))),
-                "concurrency": ("cell", lambda f: f"{f.in_flight} at once of {_concurrency(f)} allowed"),
-                "first token, median s": (
-                    "cell",
-                    lambda f: _seconds(s.first - s.sent for s in f.good if s.first is not None),
-                ),
-                "answer, median s": ("cell", lambda f: _seconds(s.done - s.sent for s in f.good)),
-                "answer, 95% s": ("cell", lambda f: _seconds((s.done - s.sent for s in f.good), 0.95)),
-                "tokens/s of all requests": ("cell", lambda f: f"{_rate(f.rounds):,.1f}"),
-                "retried": ("cell", lambda f: Bit(one_line(_kinds(_total(s.refusals for s in f.good)), 200) or "none")),
-            },
-        )
+        times = Table(_TIMES, [(Bit(name(f)), *_time_cells(f)) for f in told.figures], ("", *["cell"] * 6))
         made.append(Details("Times", [times], opened=True))
     return made
+
+
+_ARMS = (
+    "arm", "requests", "distinct completions", "distinct traces", "first other token", "first other logprob",
+    "largest logprob gap", "margin where tokens differ", "failed", "what proves the arm",
+)  # fmt: skip
+_TIMES = (
+    "arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s", "tokens/s of all requests",
+    "retried",
+)  # fmt: skip
+
+
+def _arm_cells(f: ArmFigures) -> Cells:
+    bits = (f.traces, _place(f.first_bits), _gap(f) if f.gap_requests else "none")
+    traces, first, gap = bits if f.has_logprobs else ("no logprobs", "–", "–")
+    failed, proof = Bit(one_line(_kinds(f.failed), 200) or "none"), Bit(one_line(f.proof, 300))
+    return Bit(f.asked), f.completions, traces, _place(f.first_token), first, gap, _margins(f), failed, proof
+
+
+def _time_cells(f: ArmFigures) -> Cells:
+    first, whole = [s.first - s.sent for s in f.good if s.first is not None], [s.done - s.sent for s in f.good]
+    retried = Bit(one_line(_kinds(_total(s.refusals for s in f.good)), 200) or "none")
+    concurrency = f"{f.in_flight} at once of {_concurrency(f)} allowed"
+    return concurrency, _seconds(first), _seconds(whole), _seconds(whole, 0.95), f"{_rate(f.rounds):,.1f}", retried
 
 
 def _place(token: int | None) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from nondet.core.records import Culprit, EmbedPass, Neighbours, Role, Run, Step, role_of
 from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, grid
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, ulp_text
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
@@ -199,25 +199,16 @@ def batch_brief(told: Story) -> str:
 def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     """The answers, the steps, what was varied, what was not tested."""
     numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
-    steps = grid(
-        told.steps,
-        {
-            "question": ("wide", lambda s: f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}"),
-            "answer": ("", lambda s: Bit(s.outcome, "strong")),
-            "evidence": ("wide", lambda s: f"{s.sentence}."),
-        },
-    )
-    axes = grid(
-        told.run.axes,
-        {
-            "varied": ("", lambda a: axis_title(a.axis)),
-            "under": ("", lambda a: a.impl),
-            "unchanged": ("", lambda a: a.held),
-            "other traces": ("", lambda a: f"{a.traces} of {a.tried}" if a.tried else "not met"),
-            "other tokens": ("", lambda a: f"{a.tokens} of {a.tried}" if a.tried else ""),
-            "differ at": ("", lambda a: ", ".join(a.parted) or "nowhere"),
-        },
-    )
+    asked = [
+        (f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}", Bit(s.outcome, "strong"), f"{s.sentence}.")
+        for s in told.steps
+    ]
+    steps = Table(("question", "answer", "evidence"), asked, ("wide", "", "wide"))
+    varied = []
+    for a in told.run.axes:
+        counts = [f"{n} of {a.tried}" for n in (a.traces, a.tokens)] if a.tried else ["not met", ""]
+        varied.append((axis_title(a.axis), a.impl, a.held, *counts, ", ".join(a.parted) or "nowhere"))
+    axes = Table(("varied", "under", "unchanged", "other traces", "other tokens", "differ at"), varied)
     answers = [((Bit(f"{label}. ", "strong"), text), 2 + 2 * (label == "Why")) for label, text in told.answers.items()]
     short = batch_brief(told)
     first = [((Bit("Whether. ", "strong"), f"{short[:1].upper()}{short[1:]}."), 2)] if short else answers[:1]
