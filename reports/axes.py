@@ -12,20 +12,7 @@ import numpy as np
 
 from nondet.core.records import Run
 from nondet.core.traces import Trace
-from nondet.reports.document import (
-    BRIEF,
-    WHOLE,
-    Bit,
-    Block,
-    Code,
-    Details,
-    Figure,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-)
+from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, tally_axes
 
@@ -187,7 +174,7 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
             [_full(line, table.impls) for line in table.lines],
             ("", "", *("num",) * 4 * len(table.impls)),
             unshown=("values", "texts"),
-            only=BRIEF + WHOLE,
+            only=ALL,
         ),
         Paragraph(legend, "soft"),
         Details("What each axis changes, and what proves that it took effect", [changes, proven]),

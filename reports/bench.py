@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, failures, is_stock, sections
+from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock, sections
 from nondet.core.records import Cell, Limit, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import short_kernel
-from nondet.reports.document import Bit, Block, Details, Figure, Inline, Items, Paragraph, Table
+from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, doublings, limit, linear, placed
 from nondet.verdict.findings import plural
 
@@ -51,17 +51,14 @@ def cell_label(cell: Cell, section: Section) -> str:
 
 
 def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
-    """How the cases were timed, then each section: summary, plot, and a row for each case."""
+    """The speeds, how they were timed, then each section: its plot, and a row for each case."""
+    made: list[Block] = [speed_table(told.sections)]
     limits = _limits_text(told)
-    made: list[Block] = [Paragraph(limits, "soft", "bvmp")] if limits else []
+    made += [Paragraph(limits, "soft", ALL)] if limits else []
     made.append(Paragraph(_method_text([cell for section in told.sections for cell in section.cells]), "soft"))
     for i, bench in enumerate(told.sections, 1):
         place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
-        cells = plural(len(bench.cells), "cell")
-        lines: list[Inline] = [(Bit(s.impl, "code"), f": {_summary_text(s, bench)}.") for s in bench.summaries]
-        lines += [(Bit(b.impl, "code"), f": {_bits_text(b, bench)}.") for b in bench.bits]
-        plots = bench_plots(bench)
-        parts: list[Block] = [Items(lines)] if lines else []
+        cells, plots, parts = plural(len(bench.cells), "cell"), bench_plots(bench), list[Block]()
         if plots:
             title = f"{bench.name}: how close to the limit, over {bench.cells[0].axis}"
             parts.append(Figure("plots", plots, f"{place}-plot", title))
@@ -73,20 +70,25 @@ def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
     return made
 
 
-def speed_table(listed: Sequence[Section]) -> Table | None:
-    """A row for each implementation in each section; None where only stock was timed."""
-    rows: list[tuple[Inline, ...]] = []
+def speed_table(listed: Sequence[Section]) -> Table:
+    """A row for each implementation in each section, with its bits."""
+    rows: list[Cells] = []
     for bench in listed:
-        alike = {b.impl: _bits_text(b, bench) for b in bench.bits}
-        for s in bench.summaries:
-            low, high = s.interval
-            rows.append((
-                f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(s.impl, 60), "code"),
-                f"{s.mean:.3f} ({low:.3f} to {high:.3f})",
-                f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, bench)}", alike.get(s.impl, "not compared"),
-            ))  # fmt: skip
-    head = ("operator", "implementation", "speedup (95%)", "worst", "bits")
-    return Table(head, rows, ("", "", "num", "wide", "nowrap"), only="bmp") if rows else None
+        speeds, alike = {s.impl: s for s in bench.summaries}, {b.impl: _bits_text(b, bench) for b in bench.bits}
+        for impl in dict.fromkeys([*speeds, *alike]):
+            named = (f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(impl, 60), "code"))
+            speed = _speed(speeds[impl], bench) if impl in speeds else ("–",) * 4
+            rows.append((*named, *speed, alike.get(impl, "not compared")))
+    head = ("operator", "implementation", "speedup (95%)", "worst", f"cells below {SLOW}", "of the limit", "bits")
+    return Table(head, rows, ("", "", "num", "wide", "num", "num", "nowrap"), only=ALL)
+
+
+def _speed(s: Summary, section: Section) -> tuple[str, ...]:
+    low, high = s.interval
+    slow = f"{s.slow} of {len(s.compared)}" + (f", {s.failed} not timed" if s.failed else "")
+    share = "–" if s.shares is None else " to ".join(dict.fromkeys(f"{share:.0%}" for share in s.shares))
+    worst = f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, section)}"
+    return f"{s.mean:.3f} ({low:.3f} to {high:.3f})", worst, slow, share
 
 
 def _listed(section: Section) -> Iterator[Comparison]:
@@ -145,23 +147,6 @@ def _kernel(timed: Timed) -> str:
     return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _summary_text(summary: Summary, section: Section) -> str:
-    low, high = summary.interval
-    text = (
-        f"{summary.mean:.2f} times the speed of the best stock in geometric mean over "
-        f"{plural(len(summary.compared), 'cell')} (95% {low:.3f} to {high:.3f})"
-    )
-    text += f"; {_worst_text(summary, section)}" if len(summary.compared) > 1 else ""
-    text += f"; {plural(summary.slow, 'cell')} below {SLOW}"
-    if summary.shares is not None:
-        text += f"; {' to '.join(dict.fromkeys(f'{share:.0%}' for share in summary.shares))} of the limit"
-    return text + (f"; {plural(summary.failed, 'cell')} not timed" if summary.failed else "")
-
-
-def _worst_text(summary: Summary, section: Section) -> str:
-    return f"worst {summary.worst.ratio:.2f} at {cell_label(summary.worst.cell, section)}"
-
-
 def _bits_text(count: BitsCount, section: Section) -> str:
     kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
     text = f"one class of bits in {count.one_class} of {plural(count.groups, kind)}"
@@ -214,11 +199,6 @@ def _method_text(cells: Sequence[Cell]) -> str:
 
 def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def untimed(run: Run) -> list[tuple[str, str, str]]:
-    """(status, case, reason) of each case that was not timed."""
-    return failures(sections(run))
 
 
 def bench_headline(run: Run) -> str:

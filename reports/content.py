@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,17 +11,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nondet.bench.summary import failures, sections
 from nondet.core.records import Role, Row, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
+from nondet.diagnose.verdict import diagnosed_effect, traced_effect
 from nondet.errors import one_line
 from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.text import counted, environment_line, environment_rows, sentence
 from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
-from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
+from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import TELLING, judge
 from nondet.verdict.samples import is_replay, is_varied
 from nondet.verdict.served import is_endpoint
-from nondet.verdict.wording import words
+from nondet.verdict.wording import phrase, words
 
 if TYPE_CHECKING:
     from nondet.reports.axes import AxesTable
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from nondet.reports.traces import Story, Told
     from nondet.reports.training import Training
 
+STOCK = (Role.STOCK, Role.BACKEND)
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
 _TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
@@ -56,12 +60,13 @@ class Problem:
     count: int = 1
 
 
-def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
-    """The finding in one sentence, without its full stop."""
-    return ("" if run.complete else "incomplete run, so far: ") + _found(run, verdicts)
+def headline(run: Run, verdicts: Sequence[Verdict], *, brief: bool = False) -> str:
+    """The finding in one sentence, without its full stop: the same at the head of every report. `brief`: a page's head,
+    which leaves the bounds of what is no default, and what axes may change, to the verdicts below it."""
+    return ("" if run.complete else "incomplete run, so far: ") + _found(run, verdicts, brief)
 
 
-def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
+def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
     if run.cells:
         return _load("bench:bench_headline")(run)
     if run.steps:
@@ -81,12 +86,19 @@ def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
         named = [v for v in shown if v.finding != Finding.CLEAN or v.role in (Role.STOCK, Role.INVARIANT)]
         if len(shown) <= _HEADLINE_MOST or not named:
             named = shown
-        text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in named)
+        text = "; ".join(f"{v.impl}: {_clauses(v, brief) or v.text}" for v in named)
         if len(named) < len(shown):
             text += f"; {plural(len(shown) - len(named), 'other')}: no divergence observed"
     reasons = [r for v in verdicts for r in v.reasons]
     telling = [next((words(r) for r in reasons if r.code in codes), "") for codes in TELLING]
     return ". ".join([text, " ".join(filter(None, telling))]).removesuffix(".") if any(telling) else text
+
+
+def _clauses(verdict: Verdict, brief: bool) -> str:
+    if not brief:
+        return verdict.brief
+    kept = verdict.counts if verdict.role in (Role.INVARIANT, Role.PART) else verdict.clauses
+    return phrase([clause for clause in kept if clause.code != "axis-apart"], brief=True)
 
 
 def _traced(run: Run) -> bool:
@@ -111,12 +123,8 @@ def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
 
 
 def _over_prompts(impl: str, verdicts: Sequence[Verdict], unit: str) -> str:
-    parts = []
-    for finding in Finding:
-        hit = sum(v.finding == finding for v in verdicts)
-        if hit:
-            parts.append(f"{finding} on {hit} of {plural(len(verdicts), unit)}")
-    return f"{impl}: {', '.join(parts)}"
+    hits, total = Counter(v.finding for v in verdicts), plural(len(verdicts), unit)
+    return f"{impl}: {', '.join(f'{finding} on {hits[finding]} of {total}' for finding in Finding if hits[finding])}"
 
 
 def problems(run: Run) -> list[Problem]:
@@ -128,17 +136,14 @@ def problems(run: Run) -> list[Problem]:
         for r in run.rows
         if r.status == status
     ]
-    failed: dict[tuple[str, str], int] = {}
-    for c in run.completions:
-        if c.status != "ok":
-            key = (c.impl, c.reason or "no reason recorded")
-            failed[key] = failed.get(key, 0) + 1
+    failed = Counter((c.impl, c.reason or "no reason recorded") for c in run.completions if c.status != "ok")
     listed += [
         Problem("failed", f"{plural(count, 'request')} ({impl})", reason, count)
         for (impl, reason), count in failed.items()
     ]
     if run.cells:
-        listed += [Problem(kinds[status], which, reason) for status, which, reason in _load("bench:untimed")(run)]
+        untimed = failures(sections(run))
+        listed += [Problem(kinds[status], which, reason) for status, which, reason in untimed]
     listed += [
         Problem("failed", f"{s.impl}, seed {s.seed}, step {s.step}", s.reason)
         for s in run.training_steps
@@ -160,11 +165,32 @@ class RunSection:
     run: Run
     name: str
     headline: str
+    answer: str
     verdicts: Sequence[Verdict]
     problems: Sequence[Problem]
     sampled: Samples | None = None
     endpoint: EndpointSection | None = None
     axes: AxesTable | None = None
+
+    @property
+    def defaults(self) -> list[Verdict]:
+        """The verdicts on what a user has by default: stock, else what is not a fix; of a trainer, all arms."""
+        if self.training or self.mismatch:
+            return [*self.verdicts]
+        stock = [v for v in self.verdicts if v.role in STOCK]
+        return stock or [v for v in self.verdicts if v.role not in (Role.INVARIANT, Role.PART)]
+
+    @cached_property
+    def effect(self) -> Effect | None:
+        """What the run shows to change by default; None where it holds neither a verdict nor times."""
+        run = self.run
+        if run.cells:
+            return Effect.SPEED
+        if self.story is not None:
+            return diagnosed_effect(run, self.story.finding)
+        effects = [v.effect for v in self.defaults] + [traced_effect(run, v) for v in run.trace_verdicts[-1:]]
+        none = Effect.NO_STOCK if self.verdicts else None
+        return min(effects, key=lambda effect: effect.rank, default=none)
 
     @cached_property
     def story(self) -> Story | None:
@@ -214,11 +240,9 @@ class RunSection:
     def facts(self) -> str:
         """When and how much, in one line."""
         run = self.run
-        counts = [plural(len(run.rows), "row")] if run.rows else []
-        counts += [plural(len(run.completions), "completion")] if run.completions else []
-        counts += [plural(len(run.cells), "cell")] if run.cells else []
-        counts += [plural(len(run.training_steps), "step")] if run.training_steps else []
-        counts += [plural(len(run.mismatch_rollouts), "rollout")] if run.mismatch_rollouts else []
+        held: dict[str, Sequence[Any]] = {"row": run.rows, "completion": run.completions, "cell": run.cells}
+        held |= {"step": run.training_steps, "rollout": run.mismatch_rollouts}
+        counts = [plural(len(records), noun) for noun, records in held.items() if records]
         state = "complete" if run.complete else "incomplete: it was stopped or is still running"
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
 
@@ -307,10 +331,12 @@ def section(
 ) -> RunSection:
     """One run's part of the report."""
     verdicts = judge(run)
+    gap = f"; {endpoint.gap}" if endpoint is not None and endpoint.gap else ""
     return RunSection(
         run=run,
         name=one_line(Path(run.source).name.removesuffix(".gz") or "run", 120),
-        headline=headline(run, verdicts) + (f"; {endpoint.gap}" if endpoint is not None and endpoint.gap else ""),
+        headline=headline(run, verdicts) + gap,
+        answer=one_line(headline(run, verdicts, brief=True) + gap, 900),
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),
         sampled=_load("samples:samples_of")(run, summaries, served=endpoint is not None) if summaries else None,
@@ -356,18 +382,16 @@ def _not_brief(block: Block) -> Block:
 
 def _head(report: Report, section: RunSection) -> list[Block]:
     run, machine = section.run, _load("endpoint:machine_line")(section.run)
-    end = sentence(section.headline)
     made: list[Block] = [
         Heading(Bit(section.title), level=2, only="mp"),
-        Paragraph(end, only="m"),
         Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "bvm", 1),
         Paragraph(machine or "No environment was recorded.", "soft", "bvm", 1),
     ]
     if not run.complete:
         made.append(Paragraph(INCOMPLETE, "warn"))
         made.append(Paragraph("Go on with it by repeating its command with `--resume`.", "soft", "p"))
-    if len(report.runs) > 1 or not (section.verdicts or section.story or run.trace_verdicts or run.cells):
-        made.append(Paragraph(end, "headline", "p"))  # of a lone run the first screen shows it
+    if len(report.runs) > 1:  # of a lone run the first screen shows it
+        made.append(Paragraph(sentence(section.headline), "headline", "mp"))
     if section.verdicts:
         title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
         verdicts = _verdicts(section)

@@ -13,6 +13,7 @@ from nondet.errors import one_line
 # Where a block is printed: a terminal's 25 lines, the whole of it on a terminal (-v), markdown, a page.
 BRIEF, VERBOSE, MARKDOWN, PAGE = "bvmp"
 WHOLE = VERBOSE + MARKDOWN + PAGE
+ALL = BRIEF + WHOLE
 
 
 class Bit(NamedTuple):
@@ -94,6 +95,7 @@ class Table:
         marks: For each row the keys of a page's filter: data attribute -> value.
         unshown: Names of columns that a terminal has no room for.
         clipped: A terminal cuts the last column off at its width, and folds none.
+        room: Most lines of a row that a brief terminal has as a sentence, for lack of width.
     """
 
     head: Cells
@@ -102,6 +104,7 @@ class Table:
     marks: Sequence[dict[str, str]] = ()
     unshown: Sequence[str] = ()
     clipped: bool = False
+    room: int = 2
     only: str = WHOLE
     kind = "table"
 

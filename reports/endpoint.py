@@ -14,7 +14,7 @@ from nondet.core.traces import Trace
 from nondet.endpoint.arms import DETERMINISTIC
 from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
-from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Items, Paragraph, Table
+from nondet.reports.document import ALL, BRIEF, Bit, Block, Cells, Details, Heading, Paragraph, Table
 from nondet.reports.text import counted, environment_line
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
@@ -132,46 +132,16 @@ class ArmFigures:
         first = f"prompt {prompt + 1}" if self.unit == "prompt" else "one of them"
         return f"{words} ({first}; proven of {len(proven)} of {len(self.evidence)} {self.unit}s)"
 
-    @property
-    def asked(self) -> str:
-        """The number of requests and of prompts."""
-        prompts = len(self.evidence)
-        return counted(self.requests) + (f" of {counted(prompts)} {self.unit}s" if prompts > 1 else "")
-
-    @property
-    def completions(self) -> str:
-        """Distinct completions per prompt, fewest and most."""
-        return self._span([len(e.completions) for e in self.evidence.values() if e.n])
-
-    @property
-    def traces(self) -> str:
-        """Distinct traces per prompt, fewest and most."""
-        return self._span([len(e.traces) for e in self.evidence.values() if e.n])
-
-    def _span(self, counts: Sequence[int]) -> str:
+    def span(self, counts: Sequence[int]) -> str:
+        """The fewest and the most of a prompt: "1 to 3 a prompt"; of one prompt, its number."""
         low, high = min(counts, default=0), max(counts, default=0)
         if len(self.evidence) < 2:
             return counted(high)
         return f"{counted(high)} a {self.unit}" if low == high else f"{counted(low)} to {counted(high)} a {self.unit}"
 
-    @property
-    def line(self) -> str:
-        """The arm in a line."""
-        prompts = f" of {plural(len(self.evidence), self.unit)}" if len(self.evidence) > 1 else ""
-        text = f"{plural(self.requests, 'request')}{prompts}; distinct completions {self.completions}, "
-        text += f"traces {self.traces}" if self.has_logprobs else "no logprobs"
-        text += f", logprobs off by {_gap(self)}" if self.gap_requests else ""
-        text += f", tokens first differ at token {self.first_token}" if self.first_token is not None else ""
-        text += f", failed: {_kinds(self.failed)}" if self.failed else ""
-        return f"{text}; {self.proof}"
-
-
-def _gap(f: ArmFigures) -> str:
-    return f"{number_text(f.gap)} at {counted(f.gap_requests)}"
-
 
 def _kinds(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind} {count}" for kind, count in counts.items())
+    return one_line(", ".join(f"{kind} {count}" for kind, count in counts.items()), 200) or "none"
 
 
 def _margins(f: ArmFigures) -> str:
@@ -337,21 +307,25 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
     def name(f: ArmFigures) -> str:
         return f"{f.impl}, {f.arm}" if several else f.arm
 
-    briefs = [*told.servers, *_contract_line(told), *(f"{name(f)}: {f.line}" for f in told.figures)]
-    briefs += [told.not_rounding] if told.not_rounding else []
-    made: list[Block] = [
-        *(Paragraph(line, only=BRIEF) for line in briefs),
-        Heading("Servers", f"servers-{number}", "servers"),
-        Items([Bit(line) for line in told.servers]) if told.servers else Paragraph("None answered.", "soft"),
-    ]
+    made: list[Block] = [Heading("Servers", f"servers-{number}", "servers")]
+    made += [Paragraph(Bit(line), only=ALL) for line in told.servers or ["None answered."]]
+    if told.contract:
+        kinds = [f"{kind}: {'; '.join(told.answered(kind))}" for kind in ("no", "unknown") if told.answered(kind)]
+        made.append(Paragraph(f"contract: {', '.join(kinds) or 'kept'}", only=BRIEF))
     if told.figures:
-        arms = Table(_ARMS, [(Bit(name(f)), *_arm_cells(f)) for f in told.figures], ("", *["cell"] * 9))
+        arms = Table(
+            _ARMS,
+            [(Bit(name(f)), *_arm_cells(f)) for f in told.figures],
+            ("", *["cell"] * 9),
+            unshown=("first other logprob", "margin where tokens differ"),
+            only=ALL,
+        )
         note = (
             "Positions are those of the first token, or logprob, that differs from the most common solo answer. "
             "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
         )
         made += [Heading("Arms", level=4), Paragraph(note, "soft"), arms]
-        made += [Paragraph(told.not_rounding, "warn")] if told.not_rounding else []
+        made += [Paragraph(told.not_rounding, "warn", ALL)] if told.not_rounding else []
     if told.comparisons:
         seen = [
             (Bit(server, "code"), Bit(prompt), c.text, Bit(c.finding, "strong"), " ".join(c.why) or "–")
@@ -390,30 +364,27 @@ _TIMES = (
 
 
 def _arm_cells(f: ArmFigures) -> Cells:
-    bits = (f.traces, _place(f.first_bits), _gap(f) if f.gap_requests else "none")
-    traces, first, gap = bits if f.has_logprobs else ("no logprobs", "–", "–")
-    failed, proof = Bit(one_line(_kinds(f.failed), 200) or "none"), Bit(one_line(f.proof, 300))
-    return Bit(f.asked), f.completions, traces, _place(f.first_token), first, gap, _margins(f), failed, proof
+    arms = [e for e in f.evidence.values() if e.n]
+    prompts = f" of {counted(len(f.evidence))} {f.unit}s" if len(f.evidence) > 1 else ""
+    traces, first, gap = "no logprobs", "–", "–"
+    if f.has_logprobs:
+        traces, first = f.span([len(e.traces) for e in arms]), _place(f.first_bits)
+        gap = f"{number_text(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none"
+    return (
+        Bit(f"{counted(f.requests)}{prompts}"), f.span([len(e.completions) for e in arms]), traces,
+        _place(f.first_token), first, gap, _margins(f), Bit(_kinds(f.failed)), Bit(one_line(f.proof, 300)),
+    )  # fmt: skip
 
 
 def _time_cells(f: ArmFigures) -> Cells:
     first, whole = [s.first - s.sent for s in f.good if s.first is not None], [s.done - s.sent for s in f.good]
-    retried = Bit(one_line(_kinds(_total(s.refusals for s in f.good)), 200) or "none")
+    retried = Bit(_kinds(_total(s.refusals for s in f.good)))
     concurrency = f"{f.in_flight} at once of {_concurrency(f)} allowed"
     return concurrency, _seconds(first), _seconds(whole), _seconds(whole, 0.95), f"{_rate(f.rounds):,.1f}", retried
 
 
 def _place(token: int | None) -> str:
     return "nowhere" if token is None else f"token {token}"
-
-
-def _contract_line(told: EndpointSection) -> list[str]:
-    answers = [answer for _, row in told.contract for answer, _ in row]
-    if not answers:
-        return []
-    parts = [f"{answers.count('yes')} of {len(answers)} kept"]
-    parts += [f"{kind}: {'; '.join(told.answered(kind))}" for kind in ("no", "unknown") if told.answered(kind)]
-    return [f"contract: {', '.join(parts)}"]
 
 
 def counts_alone(summary: SampleSummary) -> SampleSummary:

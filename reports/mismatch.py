@@ -12,7 +12,7 @@ import numpy as np
 from nondet.core.records import MismatchKind, Run
 from nondet.errors import one_line
 from nondet.mismatch.figures import Bin, Figures
-from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
+from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, decades, doublings, limit, linear, placed
 from nondet.reports.text import counted
 from nondet.verdict.findings import plural
@@ -53,7 +53,7 @@ def _table(told: Sequence[Pair]) -> Table:
         place = head.index("KL, whole rows")
         for line in (head, *rows):
             del line[place]
-    return Table(head, rows, ("nowrap", *["num"] * len(head)), unshown=_MORE, only=BRIEF + WHOLE)
+    return Table(head, rows, ("nowrap", *["num"] * len(head)), unshown=_MORE, only=ALL)
 
 
 def _cells(p: Pair) -> list[Inline]:

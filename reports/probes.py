@@ -13,7 +13,7 @@ from nondet.core.registry import PROBES
 from nondet.core.statistics import wilson
 from nondet.errors import one_line
 from nondet.reports.classes import ProductMap, axis_name, letter, map_text, product_map
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.text import apart_text, counted, error_span, extras, run_rate, sentence
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
@@ -192,7 +192,7 @@ def hits_table(probes: Sequence[ProbeSection]) -> Table | None:
         mine = [[was_hit for operator, was_hit in hits if operator in operators] for hits in columns.values()]
         cells.append((name, *(f"{sum(hits)} of {len(hits)}" if hits else "–" for hits in mine)))
     head = (f"{verdict.impl}, cases that differ by", *columns)
-    return Table(head, cells, ("", *["num"] * len(columns)), only="bvmp")
+    return Table(head, cells, ("", *["num"] * len(columns)), only=ALL)
 
 
 def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> list[Block]:
@@ -242,7 +242,7 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
         made.append(Figure("product_map", found, f"{place}-map-{i}", title))
         lines: list[Inline] = [(Bit(impl, "code"), ": ", Bit(text, "code")) for impl, text in found.texts]
         made.append(Details(f"{title}, in words", [Items(lines)]))
-    made += [Paragraph(_MAPS, "soft", "pmv")] if probe.maps else []
+    made += [Paragraph(_MAPS, "soft")] if probe.maps else []
     parted = [family for family in probe.families if family.parted]
     drawn = [Figure("family", family, f"{place}-{i}") for i, family in enumerate(parted, 1)]
     made += drawn[:_DRAWN_MOST]

@@ -14,21 +14,7 @@ from nondet.core.statistics import SurvivalStep, one_sided_bound, percent, perce
 from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import letter
-from nondet.reports.document import (
-    BRIEF,
-    WHOLE,
-    Bit,
-    Block,
-    Cells,
-    Code,
-    Details,
-    Figure,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-)
+from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.plots import WIDTH, Mark, Panel, Plot, Plots, Scale, Tick, linear, placed
 from nondet.sampling.analysis import (
     COUNTS,
@@ -236,7 +222,7 @@ def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
     for prompt, s in (entry for o in parts for entry in o.summaries.items()):
         by_prompt.setdefault(prompt, []).append(s)
     prompts = sorted(by_prompt, key=lambda p: (*_rank(by_prompt[p]), p))
-    rows: list[Cells] = []
+    rows: list[tuple[Inline, ...]] = []
     for p in prompts[:COMPLETIONS_MOST]:
         text_of = Bit(one_line(by_prompt[p][0].prompt_text, _TEXT))
         rows.append((str(p + 1), text_of, *(_prompt_cell(o.summaries.get(p)) for o in parts)))
@@ -290,7 +276,7 @@ def _families(families: Sequence[FamilyTest]) -> list[Block]:
         texts, traces = _of_all(f.summary.distinct_completions, f.summary), text.counted(f.summary.distinct_traces)
         rows.append((Bit(f.family, "code"), texts, traces, f.result))
     head = ("replaced", "distinct completions", "distinct traces", "result")
-    table = Table(head, rows, ("", "num", "num", "wide"), only=BRIEF + WHOLE)
+    table = Table(head, rows, ("", "num", "num", "wide"), only=ALL)
     return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table]
 
 

@@ -152,6 +152,13 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
+# Options of a run that a command about the same model, or server, takes over, as they were typed.
+MACHINE = ("--device", "--threads")
+_DRAW = ("--max-tokens", "--temperature", "--top-k", "--top-p", "--seeds")
+MODEL = ("--engine", "--model", "--prompt", "--prompt-file", "--dtype", "--trust-remote-code", *MACHINE)
+SAMPLE = (*MODEL, "--prompts", "--column", "--ranks", *_DRAW)
+_HTTP = ("--endpoint", "--protocol", "--key-env", "--ca-file", "--allow-plain-http", "--insecure", "--no-stream")
+SERVER = (*_HTTP, "--model", "--prompt", "--prompt-file", "--prompts", *_DRAW)
 _FLAGS = ("--trust-remote-code", "--cuda-graphs", "--no-cuda-graphs", "--allow-plain-http", "--insecure", "--no-stream")
 
 

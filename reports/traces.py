@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from nondet.core.records import Culprit, EmbedPass, Neighbours, Role, Run, Step, role_of
+from nondet.core.records import Culprit, EmbedPass, Neighbours, Run, Step
 from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
+from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, ulp_text
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
@@ -23,30 +23,25 @@ _CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
 
 
 class Told(NamedTuple):
-    """A title, sentences, lines of detail in a fold, and what a page shows in place of the first sentence, if anything.
-    A page's first screen has the first `known` sentences."""
+    """A title, sentences, lines of detail in a fold, and a page's picture, if any."""
 
     title: str
     lines: Sequence[str]
     details: Sequence[str] = ()
     figure: Figure | None = None
-    known: int = 0
 
 
 def trace_headline(run: Run) -> str:
     """The finding of a trace or of replays in one sentence, without its full stop; "" for other runs."""
     if run.trace_verdicts:
         verdict = run.trace_verdicts[-1]
-        cure = ""
-        if verdict.families:
-            cure = (
-                f"; replacing {' and '.join(verdict.families)} by the invariant implementation removes the divergence"
-            )
+        text = (verdict.sentences or [verdict.finding])[0]
         first = next((c for c in run.culprits if c.call and verdict.finding == Finding.BATCH), None)
         if first is not None:
             where = f"is `{first.call}` of {first.module}, at position {first.position}"
-            return f"{verdict.finding}: the first operator to differ {where}{cure}"
-        return verdict.sentences[0] + cure if verdict.sentences else verdict.finding
+            text = f"{verdict.finding}: the first operator to differ {where}"
+        cure = " and ".join(verdict.families or ())
+        return text + (f"; replacing {cure} by the invariant implementation removes the divergence" if cure else "")
     again = [r for r in run.replayed if r.how == "as recorded"]
     if again:
         return f"{sum(r.same for r in again)} of {plural(len(again), 'completion')} were bit-identical when replayed"
@@ -67,8 +62,8 @@ def traced(run: Run) -> list[Told]:
     told = []
     if run.trace_verdicts and not run.steps:  # a diagnosis has it in its steps
         verdict = run.trace_verdicts[-1]
-        known = 1 + bool(verdict.families) if run.culprits else 0
-        told.append(Told("Verdict", verdict.sentences, known=known))
+        more = verdict.sentences[1:]  # the headline has the first
+        told += [Told("Verdict", more)] if more else []
     if run.controls:
         marks = {True: "holds", False: "FAILS", None: "noted"}
         lines = [f"{_CONTROLS.get(c.name, c.name)} ({marks[c.passed]}): {c.sentence}" for c in run.controls]
@@ -79,7 +74,7 @@ def traced(run: Run) -> list[Told]:
         lines = [culprit.sentence, *repro, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
         repro = []
         pair = pair_of(culprit, run) if culprit.call else None
-        told.append(Told(title, lines, _details(culprit), pair, known=int(culprit.number == 1)))
+        told.append(Told(title, lines, _details(culprit), pair))
     if run.substitutions:
         risky = [s for s in run.substitutions if s.at_risk]
         left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
@@ -177,13 +172,14 @@ def _batch_again(run: Run, batch: Step) -> str:
 
 
 def story_headline(told: Story) -> str:
-    """The finding in a sentence, without its full stop."""
+    """What was found, with its number, its operator and its cure: a sentence without its full stop."""
+    parts = [batch_brief(told) or told.answers.get("Whether", told.finding).rstrip(".")]
     named = next((c for c in blamed(told.run, told.finding) if c.call), None)
-    cured = any(s.name == "cure" and s.outcome == "yes" for s in told.run.steps)
-    text = told.finding
     if named is not None:
-        text += f": the first operator to differ is `{named.call}` of {named.module}"
-    return text + ("; batch_invariant() left no divergence" if cured else "")
+        parts.append(f"the first operator to differ is `{named.call}` of {named.module}")
+    if any(s.name == "cure" and s.outcome == "yes" for s in told.run.steps):
+        parts.append("batch_invariant() left no divergence")
+    return "; ".join(parts)
 
 
 def batch_brief(told: Story) -> str:
@@ -209,14 +205,13 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
         counts = [f"{n} of {a.tried}" for n in (a.traces, a.tokens)] if a.tried else ["not met", ""]
         varied.append((axis_title(a.axis), a.impl, a.held, *counts, ", ".join(a.parted) or "nowhere"))
     axes = Table(("varied", "under", "unchanged", "other traces", "other tokens", "differ at"), varied)
-    answers = [((Bit(f"{label}. ", "strong"), text), 2 + 2 * (label == "Why")) for label, text in told.answers.items()]
-    short = batch_brief(told)
-    first = [((Bit("Whether. ", "strong"), f"{short[:1].upper()}{short[1:]}."), 2)] if short else answers[:1]
-    made: list[Block] = [
-        *(Paragraph(answer, only=BRIEF, room=room) for answer, room in [*first, *answers[1:]]),
-        Heading("Answers", only="vm"),
-        Items([answer for answer, _ in answers], only="vm"),  # a page has them in its steps
+    answers = {label: (Bit(f"{label}. ", "strong"), text) for label, text in told.answers.items()}
+    made: list[Block] = [  # the first is the headline's
+        Paragraph(answer, only=BRIEF, room=2 + 2 * (label == "Why"))
+        for label, answer in answers.items()
+        if label != "Whether"
     ]
+    made += [Heading("Answers", only="vm"), Items([*answers.values()], only="vm")]  # a page has them in its steps
     for title, table, place, said in (
         ("Step by step", steps, "story", plural(len(steps.rows), "step")),
         ("One property changed at a time", axes, "axes", "compared with the solo request"),
@@ -232,33 +227,11 @@ def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block
     made: list[Block] = []
     for i, told in enumerate(parts, 1):
         place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
-        new = told.lines[told.known if opened else 0 :]  # the first screen of a single run has the others
-        within: list[Block] = [Items(told.lines, only="bvm"), *([Items(new, only="p")] if new else [])]
+        within: list[Block] = [Items(told.lines, only=ALL)]
         within += [replace(told.figure, id=f"{place}-pair")] if told.figure else []
         within += [Details("details", [Items(told.details)])] if told.details else []
-        made.append(Details(told.title, within, place, "", toc, opened=opened, only="bvmp"))
+        made.append(Details(told.title, within, place, "", toc, opened=opened, only=ALL))
     return made
-
-
-def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
-    """The chain from the vector to the fix, as the first screen has it: (label, text, known, next command)."""
-    stock = [n for n in run.neighbours if role_of(n.impl) in (Role.STOCK, Role.BACKEND)]
-    cured = [n for n in run.neighbours if role_of(n.impl) == Role.INVARIANT]
-    parts = sorted({n.impl for n in run.neighbours if role_of(n.impl) == Role.PART})
-    command = "nondet embed --impl stock --impl invariant:matmul --impl invariant:attention --impl invariant:norm"
-    steps: list[tuple[str, str, bool, str]] = []
-    if stock:
-        worst = max(stock, key=lambda n: (n.parted, n.top1_changed, n.topk_changed))
-        steps.append(("vectors", _line(worst), True, ""))
-        if worst.parted:
-            cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
-            text = f"replacing only {', '.join(cures)} removed it" if cures else "which operator is not known"
-            steps.append(("operator", text, bool(cures), "" if parts else command))
-    if cured:
-        steps.append(("cure", f"invariant: {_line(max(cured, key=lambda n: n.parted))}", True, ""))
-    else:
-        steps.append(("cure", "the invariant implementation was not run here", False, "nondet embed --impl both"))
-    return tuple(steps)
 
 
 def _encoded(run: Run) -> list[Told]:
@@ -272,7 +245,7 @@ def _encoded(run: Run) -> list[Told]:
             if record.reason:
                 lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
             else:
-                lines += [_line(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
+                lines += [neighbours_text(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
                 details.append(_took(record))
         told.append(Told(f"{impl}: vectors in batches compared with one text at a time", lines, details))
     cut = run.header.plan.get("cut")
@@ -287,7 +260,8 @@ def _arm(name: str) -> str:
     return name.replace("alone", "one at a time")
 
 
-def _line(n: Neighbours) -> str:
+def neighbours_text(n: Neighbours) -> str:
+    """How an arm's vectors differ from those of one text at a time."""
     head = f"{_arm(n.arm)}, {n.pooling}"
     if not n.parted:
         return f"{head}: {plural(n.texts, 'vector')} bit-identical"

@@ -10,7 +10,7 @@ from functools import cached_property
 from nondet.core.records import Run
 from nondet.errors import one_line
 from nondet.mismatch.arms import ARMS
-from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Cells, Details, Figure, Items, Paragraph, Table
+from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Items, Paragraph, Table
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, decades, linear, placed
 from nondet.reports.text import counted
 from nondet.verdict.findings import plural
@@ -62,7 +62,7 @@ def arms_table(told: Training) -> Table:
         ((Bit(one_line(c.impl, 60), "code"), f" {c.seed}" * several), *_cells(c)) for c in told.courses
     ]
     unshown = ("most", "ratios", "gradient norm", _TIME)
-    return Table((*_HEAD, _TIME), rows, ("nowrap", *["num"] * 9), unshown=unshown, only=BRIEF + WHOLE)
+    return Table((*_HEAD, _TIME), rows, ("nowrap", *["num"] * 9), unshown=unshown, only=ALL)
 
 
 def _cells(c: Course) -> list[str]:
@@ -104,7 +104,7 @@ def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
     named = [(Bit(one_line(name, 60), "code"), f": {ARMS[name].help}") for name in arms if name in ARMS]
     parts: list[Block] = [*([Items(named)] if named else []), arms_table(told)]
     parts += [replace(told.figure, id=f"{place}-plot")] if told.figure else []
-    parts += [Paragraph(_rewards_text(told), "soft", BRIEF + WHOLE), Paragraph(HEALTH, "soft")]
+    parts += [Paragraph(_rewards_text(told), "soft", ALL), Paragraph(HEALTH, "soft")]
     return [
         *([Paragraph(f"{how}.", "soft")] if "group" in plan else []),
         Details("Arms", parts, place, plural(len(arms), "arm"), "arms", opened=opened),

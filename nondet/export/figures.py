@@ -106,17 +106,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def figures_of(runs: Sequence[Run]) -> list[str]:
     """The figures that these runs have records for."""
-    names = ["class-map"] if any(map(_sweeps, runs)) else []
-    names += ["map"] if any(section.maps for run in runs for section in probe_sections(run.rows)) else []
-    names += ["speed", "jigsaw"] if any(map(bench_plots, (s for run in runs for s in sections(run)))) else []
-    names += ["training"] if any(Training(run).figure for run in runs if run.training_steps) else []
-    names += ["mismatch"] if any(Sides(run).figure for run in runs if run.mismatch_rollouts) else []
-    return [*names, *(["survival", "tree"] if any(map(_is_one_sample, runs)) else [])]
-
-
-def _is_one_sample(run: Run) -> bool:
-    """Whether the completions are drawn from one load: not at many settings or in the arms of a server."""
-    return bool(run.completions) and not is_varied(run) and not is_endpoint(run)
+    return [name for name, (drawings_of, *_) in FIGURES.items() if next(drawings_of(runs), None) is not None]
 
 
 def _sweeps(run: Run) -> list[Row]:
@@ -247,11 +237,11 @@ def _speed(runs: Sequence[Run]) -> Iterator[Drawing]:
 
 
 def _summaries(runs: Sequence[Run]) -> list[SampleSummary]:
+    """Of completions that are drawn from one load: not at many settings or in the arms of a server."""
     from nondet.sampling.analysis import summarize_all
 
-    if runs and all(is_endpoint(run) for run in runs):
-        raise UserError("the arms of a server are no one sample to draw", "Read them with `nondet report`.")
-    return [s for run in runs if _is_one_sample(run) for s in summarize_all(run, *side_file(run))]
+    sampled = [run for run in runs if run.completions and not is_varied(run) and not is_endpoint(run)]
+    return [s for run in sampled for s in summarize_all(run, *side_file(run))]
 
 
 def _survival(runs: Sequence[Run]) -> Iterator[Drawing]:
@@ -302,8 +292,12 @@ FIGURES: dict[str, tuple[Callable[[Sequence[Run]], Iterator[Drawing]], int, tupl
     "map": (_product_maps, 1, ("map of a product", "Draw a run of `nondet probe matmul --map mk`.")),
     "speed": (_speed, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),
     "jigsaw": (_jigsaw, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),
-    "survival": (_survival, 1, ("completions", "Draw a run of `nondet sample`.")),
+    "survival": (
+        _survival,
+        1,
+        ("completions of one load", "Draw a run of `nondet sample`; of a server there is none."),
+    ),
     "training": (_training, 3, ("two steps of an arm", "Draw a run of `nondet rl`.")),
     "mismatch": (_pairs, 2, ("arms that differ", "Draw a run of `nondet mismatch`.")),
-    "tree": (_trees, 1, ("completions that differ: there is no tree", "Try --figure survival.")),
+    "tree": (_trees, 1, ("completions of one load that differ: there is no tree", "Try --figure survival.")),
 }
