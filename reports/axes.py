@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from nondet.core.records import Run
 from nondet.core.traces import Trace
 from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.endpoint import parting
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, tally_axes
 
@@ -133,16 +132,9 @@ def _first(tally: AxisTally, traces: Mapping[str, Trace]) -> int | None:
     places = []
     for group in [set[str]().union(*groups)] if tally.held else groups:
         known = [traces[digest] for digest in sorted(group) if digest in traces]
-        places += [_apart(known[0], other) for other in known[1:]]
+        parted = [parting(known[0], other) for other in known[1:]]
+        places += [place for p in parted for place in (p.token, p.bits) if place is not None]
     return min(places, default=None)
-
-
-def _apart(a: Trace, b: Trace) -> int:
-    length = min(len(a.token_ids), len(b.token_ids))
-    other = np.asarray(a.token_ids[:length]) != np.asarray(b.token_ids[:length])
-    if len(a.logprobs) >= 4 * length <= len(b.logprobs):
-        other |= np.frombuffer(a.logprobs, dtype="<i4")[:length] != np.frombuffer(b.logprobs, dtype="<i4")[:length]
-    return int(other.argmax()) if other.any() else length
 
 
 def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:

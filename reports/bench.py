@@ -16,6 +16,7 @@ from nondet.verdict.findings import plural
 
 # Sizes that are mostly those of one model.
 _CONSTANT = {"Hq", "Hkv", "D", "E", "prompt", "tokens", "budget"}
+_NAMED_MOST = 6  # sections whose speedups a headline names
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -54,7 +55,8 @@ def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
     """The speeds, how they were timed, then each section: its plot, and a row for each case."""
     made: list[Block] = [speed_table(told.sections)]
     limits = _limits_text(told)
-    made += [Paragraph(limits, "soft", ALL)] if limits else []
+    note = "One class: the bits of a row, or of a last query, are the same at every size that was timed."
+    made.append(Paragraph(f"{note} {limits}".rstrip(), "soft", ALL))
     made.append(Paragraph(_method_text([cell for section in told.sections for cell in section.cells]), "soft"))
     for i, bench in enumerate(told.sections, 1):
         place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
@@ -71,16 +73,25 @@ def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
 
 
 def speed_table(listed: Sequence[Section]) -> Table:
-    """A row for each implementation in each section, with its bits."""
+    """A row for each implementation in each section, with its bits and stock's."""
     rows: list[Cells] = []
     for bench in listed:
         speeds, alike = {s.impl: s for s in bench.summaries}, {b.impl: _bits_text(b, bench) for b in bench.bits}
-        for impl in dict.fromkeys([*speeds, *alike]):
+        for impl in speeds or alike:
             named = (f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(impl, 60), "code"))
-            speed = _speed(speeds[impl], bench) if impl in speeds else ("–",) * 4
-            rows.append((*named, *speed, alike.get(impl, "not compared")))
-    head = ("operator", "implementation", "speedup (95%)", "worst", f"cells below {SLOW}", "of the limit", "bits")
-    return Table(head, rows, ("", "", "num", "wide", "num", "num", "nowrap"), only=ALL)
+            speed = _speed(speeds[impl], bench) if speeds else ("–",) * 4
+            rows.append((*named, *speed, alike.get(impl, "–"), alike.get("stock", "–")))
+    head = (
+        "operator",
+        "implementation",
+        "speedup (95%)",
+        "worst",
+        f"below {SLOW}",
+        "of the limit",
+        "one class",
+        "stock's",
+    )
+    return Table(head, rows, ("", "", "num", "", "num", "num"), only=ALL)
 
 
 def _speed(s: Summary, section: Section) -> tuple[str, ...]:
@@ -149,7 +160,7 @@ def _kernel(timed: Timed) -> str:
 
 def _bits_text(count: BitsCount, section: Section) -> str:
     kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
-    text = f"one class of bits in {count.one_class} of {plural(count.groups, kind)}"
+    text = f"{count.one_class} of {plural(count.groups, kind)}"
     return text + (f" ({count.failed} not compared)" if count.failed else "")
 
 
@@ -203,20 +214,18 @@ def _span(numbers: Sequence[int]) -> str:
 
 def bench_headline(run: Run) -> str:
     """Each implementation's geometric mean against stock, and its bits; for a run of stock only, what was timed."""
-    benches = sections(run)
+    benches, parts = sections(run), []
     several = len({section.dtype for section in benches}) > 1
-    parts = []
     for impl in dict.fromkeys(s.impl for section in benches for s in section.summaries):
-        means = [
-            f"{one_line(section.name, 40)}{f' ({section.dtype})' if several else ''} {s.mean:.2f}"
-            for section in benches
-            for s in section.summaries
-            if s.impl == impl
-        ]
+        named = [(s.mean, section) for section in benches for s in section.summaries if s.impl == impl]
+        means = [f"{one_line(s.name, 40)}{f' ({s.dtype})' if several else ''} {mean:.2f}" for mean, s in named]
+        if len(means) > _NAMED_MOST:
+            order = sorted(range(len(named)), key=lambda i: named[i][0])
+            means = [f"from {means[order[0]]} to {means[order[-1]]} in {len(means)} sections"]
         rows = {r.key: r for section in benches for r in section.rows if r.impl == impl}.values()
-        compared = [r for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
-        alike = sum(r.status == Status.IDENTICAL for r in compared)
-        bits = f"; one class of bits in {alike} of {plural(len(compared), 'group')}" if compared else ""
+        compared = [r.status for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
+        alike = f"{compared.count(Status.IDENTICAL)} of {plural(len(compared), 'group')}"
+        bits = f"; one class of bits in {alike}" if compared else ""
         parts.append(f"{one_line(impl, 80)}, speedup over the best stock: {', '.join(means)}{bits}")
     return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in benches), 'cell')} timed, with nothing beside stock"
 

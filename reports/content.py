@@ -16,14 +16,14 @@ from nondet.core.records import Role, Row, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.diagnose.verdict import diagnosed_effect, traced_effect
 from nondet.errors import one_line
-from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.text import counted, environment_line, environment_rows, sentence
+from nondet.reports.document import ALL, BRIEF, VERBOSE, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
 from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
-from nondet.verdict.gate import TELLING, judge
+from nondet.verdict.gate import judge
 from nondet.verdict.samples import is_replay, is_varied
 from nondet.verdict.served import is_endpoint
-from nondet.verdict.wording import phrase, words
+from nondet.verdict.wording import phrase
 
 if TYPE_CHECKING:
     from nondet.reports.axes import AxesTable
@@ -40,7 +40,7 @@ INCOMPLETE = "This run did not come to its end: every count is of what was measu
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
 _TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
-_HEADLINE_MOST = 5  # of several that agree, more are counted and shown below
+_CLEAN_MOST = 80  # characters of a fix's counts in a page's head
 
 
 def _load(place: str) -> Callable[..., Any]:
@@ -78,27 +78,19 @@ def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
         return "nothing was compared" if run.rows or run.completions else "nothing was measured"
     shown = _worth_a_headline(verdicts)
     if len({v.prompt for v in verdicts if v.prompt is not None}) > 1:
-        text = "; ".join(
+        return "; ".join(
             _over_prompts(impl, [v for v in shown if v.impl == impl], subject_unit(run.header.plan))
             for impl in sort_impls(v.impl for v in shown)
         )
-    else:
-        named = [v for v in shown if v.finding != Finding.CLEAN or v.role in (Role.STOCK, Role.INVARIANT)]
-        if len(shown) <= _HEADLINE_MOST or not named:
-            named = shown
-        text = "; ".join(f"{v.impl}: {_clauses(v, brief) or v.text}" for v in named)
-        if len(named) < len(shown):
-            text += f"; {plural(len(shown) - len(named), 'other')}: no divergence observed"
-    reasons = [r for v in verdicts for r in v.reasons]
-    telling = [next((words(r) for r in reasons if r.code in codes), "") for codes in TELLING]
-    return ". ".join([text, " ".join(filter(None, telling))]).removesuffix(".") if any(telling) else text
+    return findings_text(shown, 3, _clauses) if brief else findings_text(shown)
 
 
-def _clauses(verdict: Verdict, brief: bool) -> str:
-    if not brief:
-        return verdict.brief
-    kept = verdict.counts if verdict.role in (Role.INVARIANT, Role.PART) else verdict.clauses
-    return phrase([clause for clause in kept if clause.code != "axis-apart"], brief=True)
+def _clauses(verdict: Verdict) -> str:
+    """For a page's head, which has two lines."""
+    fix = verdict.role in (Role.INVARIANT, Role.PART)
+    clauses = verdict.counts if fix else verdict.clauses
+    text = phrase([clause for clause in clauses if clause.code != "axis-apart"], brief=True)
+    return str(verdict.finding) if fix and len(text) > _CLEAN_MOST else text
 
 
 def _traced(run: Run) -> bool:
@@ -174,11 +166,13 @@ class RunSection:
 
     @property
     def defaults(self) -> list[Verdict]:
-        """The verdicts on what a user has by default: stock, else what is not a fix; of a trainer, all arms."""
+        """The verdicts on what a user has by default: stock, else what is no fix, else a fix that failed; of a trainer,
+        all arms."""
         if self.training or self.mismatch:
             return [*self.verdicts]
         stock = [v for v in self.verdicts if v.role in STOCK]
-        return stock or [v for v in self.verdicts if v.role not in (Role.INVARIANT, Role.PART)]
+        others = [v for v in self.verdicts if v.role not in (Role.INVARIANT, Role.PART)]
+        return stock or others or [v for v in self.verdicts if v.is_fault]
 
     @cached_property
     def effect(self) -> Effect | None:
@@ -384,7 +378,7 @@ def _head(report: Report, section: RunSection) -> list[Block]:
     run, machine = section.run, _load("endpoint:machine_line")(section.run)
     made: list[Block] = [
         Heading(Bit(section.title), level=2, only="mp"),
-        Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "bvm", 1),
+        Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", ALL, 1),
         Paragraph(machine or "No environment was recorded.", "soft", "bvm", 1),
     ]
     if not run.complete:
@@ -394,12 +388,11 @@ def _head(report: Report, section: RunSection) -> list[Block]:
         made.append(Paragraph(sentence(section.headline), "headline", "mp"))
     if section.verdicts:
         title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
-        verdicts = _verdicts(section)
-        made += [verdicts, Details(title, [replace(verdicts, only="p")], only="p")]
+        made.append(Details(title, [_verdicts(section)], f"verdicts-{report.runs.index(section) + 1}"))
     return made
 
 
-def _verdicts(section: RunSection, only: str = "m") -> Items:
+def _verdicts(section: RunSection) -> Items:
     items: list[Inline] = []
     for v in section.told:
         which = ""
@@ -409,7 +402,7 @@ def _verdicts(section: RunSection, only: str = "m") -> Items:
         parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
         marked = tuple(Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
         items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
-    return Items(items, [v.notes for v in section.told], only)
+    return Items(items, [v.notes for v in section.told])
 
 
 def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
@@ -425,14 +418,10 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
         named = [
             (Bit(p.kind, "bad" if p.kind == "failed" else "dull"), Bit(p.name), Bit(p.reason)) for p in section.problems
         ]
-        table = Table(("what", "which", "why"), named, ("", "wide", "wide"))
-        few: list[Inline] = [Bit(f"{p.kind}: {p.name}: {p.reason}") for p in section.problems[:_PROBLEMS_MOST]]
-        if len(section.problems) > len(few):
-            few.append(f"… and {len(section.problems) - len(few)} more")
-        made += [Paragraph(title, "strong", BRIEF), Items(few, only=BRIEF)]
+        table = Table(("what", "which", "why"), named, ("", "wide", "wide"), brief=_PROBLEMS_MOST, only=ALL)
         place, opened = f"problems-{number}", not report.folded
-        made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened))
-    made += [Paragraph(f"Coverage of {line}.", "soft", "bvm") for line in coverage_text(run)]
+        made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened, only=ALL))
+    made += [Paragraph(f"Coverage of {line}.", "soft", BRIEF + VERBOSE) for line in coverage_text(run)]
     names = sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels})
     if names:
         listed, place = Items([Bit(name, "code") for name in names]), f"kernels-{number}"
@@ -443,6 +432,4 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
         for name, entries in (("environment", environment), ("option", run.header.plan))
     ]
     title, said = "Environment and options", environment_line(environment)
-    made.append(Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp"))
-    made.append(Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "p"))
-    return [*made, replace(_verdicts(section), only="v")]
+    return [*made, Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp")]

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from nondet.diff import CompletionDiff, RunDiff
 from nondet.errors import one_line
-from nondet.reports.document import ALL, BRIEF, Bit, Block, Cells, Heading, Paragraph, Table
+from nondet.reports.document import ALL, BRIEF, VERBOSE, Bit, Block, Cells, Heading, Paragraph, Table
 from nondet.reports.html import render_page
 from nondet.reports.markdown import blocks as as_markdown
 from nondet.reports.terminal import renderables
@@ -57,12 +57,21 @@ def headline(diff: RunDiff) -> str:
     return "; ".join(parts)
 
 
-def show(diff: RunDiff, names: tuple[str, str], parting: Parting, console: Console, form: str = BRIEF) -> None:
-    """Print it, the headline last: all with `VERBOSE`, else the first rows of each table; "": only the headline."""
-    for side, name in zip("AB", names, strict=True) if form else ():
-        console.print(Text(one_line(f"{side}: {name}", 300)))
-    for part in renderables(blocks(diff, parting), console, form) if form else ():
-        console.print(part)
+def show(
+    diff: RunDiff,
+    names: tuple[str, str],
+    parting: Parting,
+    console: Console,
+    *,
+    verbose: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Print it, the headline last: the first rows of each table, all with `verbose`; with `quiet` only the headline."""
+    if not quiet:
+        for side, name in zip("AB", names, strict=True):
+            console.print(Text(one_line(f"{side}: {name}", 300)))
+        for part in renderables(blocks(diff, parting), console, VERBOSE if verbose else BRIEF):
+            console.print(part)
     console.print(Text(f"{one_line(headline(diff), 600)}.", style="bold"))
 
 

@@ -96,6 +96,7 @@ class Table:
         unshown: Names of columns that a terminal has no room for.
         clipped: A terminal cuts the last column off at its width, and folds none.
         room: Most lines of a row that a brief terminal has as a sentence, for lack of width.
+        brief: Most rows there.
     """
 
     head: Cells
@@ -105,6 +106,7 @@ class Table:
     unshown: Sequence[str] = ()
     clipped: bool = False
     room: int = 2
+    brief: int = 16
     only: str = WHOLE
     kind = "table"
 

@@ -317,7 +317,8 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
             _ARMS,
             [(Bit(name(f)), *_arm_cells(f)) for f in told.figures],
             ("", *["cell"] * 9),
-            unshown=("first other logprob", "margin where tokens differ"),
+            unshown=_ARMS[5:9],
+            clipped=True,
             only=ALL,
         )
         note = (
@@ -354,7 +355,7 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
 
 
 _ARMS = (
-    "arm", "requests", "distinct completions", "distinct traces", "first other token", "first other logprob",
+    "arm", "requests", "distinct texts", "traces", "other token", "first other logprob",
     "largest logprob gap", "margin where tokens differ", "failed", "what proves the arm",
 )  # fmt: skip
 _TIMES = (

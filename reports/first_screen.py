@@ -14,7 +14,7 @@ from nondet.core.statistics import percent
 from nondet.diagnose.verdict import NOT_MET, blamed
 from nondet.errors import one_line
 from nondet.reports import text as figures
-from nondet.reports.axes import AxisLine, axes_figure
+from nondet.reports.axes import axes_figure
 from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import STOCK, Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Paragraph
@@ -23,19 +23,15 @@ from nondet.reports.samples import SampleSection, tree_of
 from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER
 from nondet.reports.traces import neighbours_text, pair_of
 from nondet.reports.training import Training
-from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
+from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Effect, Finding, plural
+from nondet.verdict.gate import TELLING
 from nondet.verdict.rows import axis_of
 from nondet.verdict.samples import UNSEEDED
+from nondet.verdict.wording import words
 
 # Family of batch_invariant() -> the probe that tests the same operator by itself.
-PROBE_OF = {
-    "attention": "attention",
-    "matmul": "matmul",
-    "norm": "rms-norm",
-    "softmax": "softmax",
-    "moe": "grouped-matmul",
-}
+PROBE_OF = {name: name for name in ("attention", "matmul", "softmax")} | {"norm": "rms-norm", "moe": "grouped-matmul"}
 # Options of a run that a command about the same encoder, operators or training takes over, as they were typed.
 _EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *MACHINE)
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *MACHINE)
@@ -61,15 +57,27 @@ class Step(NamedTuple):
 
 def chain(report: Report) -> tuple[Step, ...]:
     """Token, operator, kernel, fix; for servers, which can't be traced, the token, its cause and the next command."""
-    if report.runs and all(r.endpoint is not None for r in report.runs):
+    if all(r.endpoint is not None for r in report.runs):
         return _token(report), *endpoint_steps(report)
-    if report.runs and all(r.run.embed_passes for r in report.runs):
+    if all(r.training or r.mismatch for r in report.runs):
+        return _of_sides(report)
+    if all(r.run.embed_passes for r in report.runs):
         return _of_vectors(report.runs[0].run)
-    if report.runs and all(r.run.header.command == "certify" for r in report.runs):
+    if all(r.run.header.command == "certify" for r in report.runs):
         return (_of_classes(report),)
     if own_rows(report):  # no completions: only the function is known
         return _operator(report), _kernel(report)
     return _token(report), _operator(report), _kernel(report), _cure(report)
+
+
+def _of_sides(report: Report) -> tuple[Step, ...]:
+    """What verdicts on a sampler and a trainer know besides their counts."""
+    reasons = [reason for r in report.runs for v in r.verdicts for reason in v.reasons]
+    steps = []
+    for label, codes in zip(("kind", "call", "reward"), TELLING, strict=True):
+        text = next((words(reason) for reason in reasons if reason.code in codes), "")
+        steps += [Step(label, text.removeprefix("Kind: ").removeprefix("First diverging call: "))] if text else []
+    return tuple(steps)
 
 
 def _of_vectors(run: Run) -> tuple[Step, ...]:
@@ -97,15 +105,13 @@ def _of_vectors(run: Run) -> tuple[Step, ...]:
 
 
 def _of_classes(report: Report) -> Step:
-    rows = [row for r in report.runs for row in r.run.rows if row.measured]
-    members = dict.fromkeys(row.impl for row in rows)
-    left = {
-        impl: dict.fromkeys(r.operator for r in rows if r.impl == impl and (r.parted or r.wrong)) for impl in members
-    }
+    left: dict[str, dict[str, None]] = {}  # member -> operators in which it is not in the class, each once
+    for row in (row for r in report.runs for row in r.run.rows if row.measured):
+        left.setdefault(row.impl, {}).update({row.operator: None} if row.parted or row.wrong else {})
     named = [f"{impl} ({', '.join(operators)})" for impl, operators in left.items() if operators]
     if named:
         return Step("operator", one_line(f"not in the class everywhere: {'; '.join(named)}", 320))
-    return Step("operator", f"{plural(len(members), 'member')} tested, each in its class at every shape tested")
+    return Step("operator", f"{plural(len(left), 'member')} tested, each in its class at every shape tested")
 
 
 def own_rows(report: Report) -> list[Row]:
@@ -152,28 +158,20 @@ def cure_refuted(report: Report) -> bool:
 
 def _token(report: Report) -> Step:
     sampled = stock_summaries(report)
-    for _, _, s in sampled:
-        fork = s.first_fork
-        if fork is not None:
-            tokens = [one_line(figures.token(b.text, b.token_id), 40) for b in fork.branches[:3]]
-            ids = [
-                f" (id {b.token_id})" if tokens.count(t) > 1 else ""
-                for b, t in zip(fork.branches, tokens, strict=False)
-            ]
-            ways = [f"{b.count:,} continue with {t}{i}" for b, t, i in zip(fork.branches, tokens, ids, strict=False)]
-            margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
-            near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
-            if s.draws is not None:  # drawn tokens flip at a boundary between tokens, wherever the margin is
-                near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
-            return Step(
-                "token", f"{s.impl} diverges at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
-            )
+    forked = next(((s, s.first_fork) for _, _, s in sampled if s.first_fork), None)
+    if forked is not None:
+        return Step("token", _fork_text(*forked))
     parted = next((c for r in report.runs for c in culprits_of(r) if c.token >= 0), None)
     if parted is not None:
         return Step("token", f"the traced difference reaches the logits of token {parted.token}")
-    varied = _of_varied([line for r in report.runs if r.axes for line in r.axes.lines])
-    if varied:
-        return Step("token", varied)
+    lines = [line for r in report.runs if r.axes for line in r.axes.lines]
+    cells = [cell for line in lines for impl, cell in line.cells.items() if role_of(impl) in STOCK]
+    if any(cell.moves for cell in cells):
+        firsts = [cell.first for cell in cells if cell.moves and cell.first is not None]
+        where = f", first in the bits of token {min(firsts)}" if firsts else ""
+        return Step("token", f"traces of stock differ{where}")
+    if cells:
+        return Step("token", "no trace changes with what was varied")
     if sampled:
         s = max((s for _, _, s in sampled), key=lambda s: s.n)
         close = ", but their logprobs did: with a smaller margin a token could change" if s.distinct_traces > 1 else ""
@@ -181,13 +179,18 @@ def _token(report: Report) -> Step:
     return Step("token", "no completions here", known=False, command=_again(report, "sample", names=SAMPLE))
 
 
-def _of_varied(lines: Sequence[AxisLine]) -> str:
-    cells = [cell for line in lines for impl, cell in line.cells.items() if role_of(impl) in STOCK]
-    firsts = [cell.first for cell in cells if cell.moves and cell.first is not None]
-    where = f", first in the bits of token {min(firsts)}" if firsts else ""
-    if not any(cell.moves for cell in cells):
-        return "no trace changes with what was varied" if cells else ""
-    return f"traces of stock differ{where}"
+def _fork_text(s: SampleSummary, fork: Fork) -> str:
+    """Where completions of an implementation first differ, what they continue with, and how near that was."""
+    tokens = [one_line(figures.token(b.text, b.token_id), 40) for b in fork.branches[:3]]
+    ways = []
+    for b, token in zip(fork.branches, tokens, strict=False):
+        same = f" (id {b.token_id})" if tokens.count(token) > 1 else ""
+        ways.append(f"{b.count:,} continue with {token}{same}")
+    margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
+    near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
+    if s.draws is not None:  # drawn tokens flip at a boundary between tokens, wherever the margin is
+        near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
+    return f"{s.impl} diverges at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
 
 
 def _operator(report: Report) -> Step:
@@ -484,8 +487,7 @@ def first_screen(report: Report) -> FirstScreen | None:
     effect = told.effect
     if effect is Effect.NONE and not all(r.run.complete for r in report.runs):
         effect = Effect.SO_FAR
-    chained = effect not in (None, Effect.SPEED) and not (told.training or told.mismatch)
-    steps = chain(report) if chained else ()
+    steps = chain(report) if effect not in (None, Effect.SPEED) else ()
     following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
     picture = _picture(told) if effect is not Effect.SPEED else None
     return FirstScreen(effect, told, _machines(report), steps, following, picture)

@@ -14,7 +14,7 @@ from nondet.core.statistics import wilson
 from nondet.errors import one_line
 from nondet.reports.classes import ProductMap, axis_name, letter, map_text, product_map
 from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.text import apart_text, counted, error_span, extras, run_rate, sentence
+from nondet.reports.text import apart_text, counted, error_span, extras, findings_text, run_rate, sentence
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
 
@@ -140,7 +140,7 @@ class ProbeSection:
     def summary(self) -> str:
         """ "stock: batch-dependent in 3 of 8 cases; invariant: ...": counts of verdicts, which add up to the run's."""
         rows = [r for c in self.cases for r in c.measured]
-        return "; ".join(f"{v.impl}: {v.brief}" for v in judge_rows(rows)) or "nothing was measured"
+        return findings_text(judge_rows(rows)) or "nothing was measured"
 
 
 def probe_sections(rows: Sequence[Row]) -> list[ProbeSection]:

@@ -466,7 +466,7 @@ def _marked(view: Mapping[str, Any]) -> str:
 
 # Pictures: agreement over position, the tree of branches, and branches side by side.
 
-_LEAVES_MOST = 40
+_LEAVES_MOST = 16
 _BEFORE, _AFTER = 120, 160  # characters around the position where a branch differs
 
 

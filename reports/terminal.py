@@ -25,7 +25,8 @@ from nondet.reports.first_screen import FirstScreen, first_screen
 _STYLES = {"strong": "bold", "soft": "dim", "env": "dim", "below": "dim", "mark": "reverse", "warn": "bold yellow"}
 _STYLES |= {"good": "green", "bad": "red", "dull": "yellow", "headline": "bold", "label": "bold"}
 _ROWS_MOST = 200  # of a table
-_ROWS_BRIEF, _ITEMS_BRIEF = 16, 3  # of 25 lines
+_ITEMS_BRIEF = 3  # of 25 lines
+_NOTHING = ("", "–", "none", "nowhere")  # cells that a row leaves out where it is a sentence
 
 
 def inline(text: doc.Inline, style: str = "") -> Text:
@@ -52,7 +53,7 @@ def renderables(parts: Iterable[doc.Block], console: Console, form: str) -> Iter
                 yield Padding(_fitted(line, console, 3, 2) if form == doc.BRIEF else line, (0, 0, 0, 2))
                 yield from (Padding(inline(Bit(note), "soft"), (0, 0, 0, 4)) for note in notes)
         elif isinstance(block, doc.Table):
-            for part in _table(block, console.width, _ROWS_BRIEF if form == doc.BRIEF else _ROWS_MOST):
+            for part in _table(block, console.width, block.brief if form == doc.BRIEF else _ROWS_MOST):
                 if form != doc.BRIEF or isinstance(part, Text):
                     yield _fitted(part, console, block.room) if form == doc.BRIEF and isinstance(part, Text) else part
                     continue
@@ -91,7 +92,7 @@ def _table(block: doc.Table, width: int, most: int) -> Iterator[RenderableType]:
     if (len(columns) > 4 or "wide" in block.kinds) and least > width:
         for first, *cells in rows:
             line = Text.assemble("  ", first, overflow="fold")
-            named = [(name, cell) for name, cell in zip(head[1:], cells, strict=True) if cell.plain not in ("", "–")]
+            named = [(name, cell) for name, cell in zip(head[1:], cells, strict=True) if cell.plain not in _NOTHING]
             for number, (name, cell) in enumerate(named):
                 line.append_text(Text.assemble(", " if number else ": ", f"{name} " if name else "", cell))
             yield line
@@ -173,13 +174,11 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
 
 def _body(report: Report, screen: FirstScreen | None, console: Console) -> Iterator[RenderableType]:
     """Lines, the most important first: what does not fit is cut off at the end."""
+    chained = screen.blocks if screen is not None and not report.runs[0].story else []
     if len(report.runs) > 1:
-        if screen is not None:
-            yield from renderables(screen.blocks, console, doc.BRIEF)
+        yield from renderables(chained, console, doc.BRIEF)
         for section in report.runs:
             yield _line(f"{section.name}: {section.headline}", limit=console.width)
-        return
-    for number, section in enumerate(report.runs, 1):
-        yield from renderables(run_blocks(report, number), console, doc.BRIEF)
-        if screen is not None and not section.story:
-            yield from renderables(screen.blocks, console, doc.BRIEF)
+    elif report.runs:
+        title, name, machine, *rest = run_blocks(report, 1)
+        yield from renderables([title, name, machine, *chained, *rest], console, doc.BRIEF)

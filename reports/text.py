@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from nondet.core.records import Axis, Difference, ErrorFigures, Header, Row
+from nondet.core.records import Axis, Difference, ErrorFigures, Header, Role, Row
 from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.errors import one_line, printable
-from nondet.verdict.findings import plural
+from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import axis_of
 
 _LABELS = {
@@ -197,6 +198,21 @@ def probe_of_mine(row: Row, target: str) -> list[str]:
         return words
     words += [word for flag, size in sizes(row) for word in (f"--{flag}", str(size))]
     return words if row.inputs == "ones" else [*words, "--inputs", row.inputs]  # --inputs has no such word
+
+
+def findings_text(
+    verdicts: Sequence[Verdict], most: int = 5, said: Callable[[Verdict], str] = lambda verdict: verdict.brief
+) -> str:
+    """Each implementation with its finding; of more than `most` stock, invariant and those that are not clean, if they
+    are no more than that. The others are counted."""
+    named = main = [v for v in verdicts if v.role in (Role.STOCK, Role.INVARIANT)]
+    if len(verdicts) <= most:
+        named = list(verdicts)
+    elif (hits := sum(v not in main and v.finding != Finding.CLEAN for v in verdicts)) + len(main) <= most and hits:
+        named = [v for v in verdicts if v in main or v.finding != Finding.CLEAN]
+    rest = Counter(v.finding for v in verdicts if named and v not in named)
+    parts = [f"{v.impl}: {said(v) or v.text}" for v in named or verdicts]
+    return "; ".join([*parts, *(f"{plural(n, 'other')}: {finding}" for finding, n in rest.items())])
 
 
 def run_rate(row: Row) -> str:

@@ -80,7 +80,12 @@ def traced(run: Run) -> list[Told]:
         left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
         told.append(Told("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left))
     if run.replayed:
-        told.append(Told("Replays", [r.sentence for r in run.replayed]))
+        alike: dict[str, list[str]] = {}  # sentences that begin with their request
+        for r in run.replayed:
+            request, _, sentence = r.sentence.partition(": ")
+            alike.setdefault(sentence, []).append(request)
+        lines = [f"{r[0] if len(r) == 1 else plural(len(r), 'completion')}: {said}" for said, r in alike.items()]
+        told.append(Told("Replays", lines, [", ".join(r) for r in alike.values() if len(r) > 1]))
     if run.layer_standings:
         ordered = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
         lines = [

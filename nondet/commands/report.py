@@ -231,7 +231,6 @@ def diff(
 
     from nondet.diff import diff_runs
     from nondet.reports import diff as diff_text
-    from nondet.reports.document import BRIEF, VERBOSE
     from nondet.verdict.findings import plural
 
     check_outputs({"out": out, "runs": [a, b]})

@@ -46,7 +46,7 @@ def test_the_terminal_has_25_lines_and_the_verdict_last(run: Run) -> None:
     assert len(lines) <= 25
     assert "batch-dependent" in " ".join(lines[-6:])
     assert any(line.startswith("contract: ") for line in lines)
-    assert any(line.startswith("  server, loaded: requests 18, distinct completions ") for line in lines)
+    assert any(line.startswith("server, loaded ") and " 18 " in line for line in lines)
 
 
 @pytest.mark.parametrize("kind", ["html", "markdown", "terminal"])
