@@ -178,12 +178,10 @@ class RunSection:
     def effect(self) -> Effect | None:
         """What the run shows to change by default; None where it holds neither a verdict nor times."""
         run = self.run
-        if run.cells:
-            return Effect.SPEED
         if self.story is not None:
             return diagnosed_effect(run, self.story.finding)
         effects = [v.effect for v in self.defaults] + [traced_effect(run, v) for v in run.trace_verdicts[-1:]]
-        none = Effect.NO_STOCK if self.verdicts else None
+        none = Effect.NO_STOCK if self.verdicts else Effect.SPEED if run.cells else None
         return min(effects, key=lambda effect: effect.rank, default=none)
 
     @cached_property

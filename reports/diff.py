@@ -28,32 +28,23 @@ Parting = Mapping[int, tuple[int | None, int | None]]
 
 def headline(diff: RunDiff) -> str:
     """One sentence that claims nothing that was not compared."""
-    parts = list(diff.verdicts)
-    if diff.worse:
-        parts.append(f"{plural(diff.worse, 'record')} got worse in B")
+    parts = list(diff.verdicts) if diff.held else ["no record of A could be compared with one of B", *diff.verdicts]
     better = sum(change.better for change in diff.changes)
-    if better:
-        parts.append(f"{plural(better, 'record')} got better in B")
-    other = len(diff.changes) - diff.worse - better
-    if other:
-        parts.append(f"{plural(other, 'record')} changed otherwise")
+    other, same = len(diff.changes) - diff.worse - better, sum(kind.same for kind in diff.kinds)
+    counts = {"got worse in B": diff.worse, "got better in B": better, "changed otherwise": other}
+    parts += [f"{plural(n, 'record')} {what}" for what, n in counts.items() if n]
     compared = [c for c in diff.completions if not c.reason]
     if compared:
-        parted = len(diff.parted)
-        parts.append(f"completions differ in {parted} of {plural(len(compared), 'group')} that could be compared")
-    same = sum(kind.same for kind in diff.kinds)
-    if same:
-        parts.append(f"{plural(same, 'record')} unchanged")
+        groups = plural(len(compared), "group")
+        parts.append(f"completions differ in {len(diff.parted)} of {groups} that could be compared")
+    parts += [f"{plural(same, 'record')} unchanged"] if same else []
     only = [sum(len(getattr(kind, side)) for kind in diff.kinds) for side in ("only_a", "only_b")]
-    unheld = sum(bool(c.reason) for c in diff.completions)
-    if any(only) or unheld:
-        words = [f"{only[0]} only in A", f"{only[1]} only in B"] if any(only) else []
-        words += [f"{plural(unheld, 'group')} of completions can't be compared"] if unheld else []
-        parts.append("not matched: " + ", ".join(words))
+    missing = [f"{only[0]} only in A", f"{only[1]} only in B"] if any(only) else []
+    unheld = len(diff.completions) - len(compared)
+    missing += [f"{plural(unheld, 'group')} of completions can't be compared"] if unheld else []
+    parts += [f"not matched: {', '.join(missing)}"] if missing else []
     if diff.failed_more:
         parts.append(f"more completions failed in B in {plural(diff.failed_more, 'group')}")
-    if not diff.held:
-        parts.insert(0, "no record of A could be compared with one of B")
     return "; ".join(parts)
 
 

@@ -133,11 +133,11 @@ class ArmFigures:
         return f"{words} ({first}; proven of {len(proven)} of {len(self.evidence)} {self.unit}s)"
 
     def span(self, counts: Sequence[int]) -> str:
-        """The fewest and the most of a prompt: "1 to 3 a prompt"; of one prompt, its number."""
+        """The fewest and the most of a prompt: "1 to 3 each"; of one prompt, its number."""
         low, high = min(counts, default=0), max(counts, default=0)
         if len(self.evidence) < 2:
             return counted(high)
-        return f"{counted(high)} a {self.unit}" if low == high else f"{counted(low)} to {counted(high)} a {self.unit}"
+        return f"{counted(high)} each" if low == high else f"{counted(low)} to {counted(high)} each"
 
 
 def _kinds(counts: Mapping[str, int]) -> str:
@@ -310,19 +310,21 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
     made: list[Block] = [Heading("Servers", f"servers-{number}", "servers")]
     made += [Paragraph(Bit(line), only=ALL) for line in told.servers or ["None answered."]]
     if told.contract:
-        kinds = [f"{kind}: {'; '.join(told.answered(kind))}" for kind in ("no", "unknown") if told.answered(kind)]
-        made.append(Paragraph(f"contract: {', '.join(kinds) or 'kept'}", only=BRIEF))
+        answers = [answer for _, row in told.contract for answer, _ in row]
+        kinds = [f"{kind}: {'; '.join(told.answered(kind))}" for kind in ("no", "unknown") if kind in answers]
+        kept = f"contract: {answers.count('yes')} of {len(answers)} kept"
+        made.append(Paragraph(", ".join([kept, *kinds]), only=BRIEF))
     if told.figures:
         arms = Table(
             _ARMS,
             [(Bit(name(f)), *_arm_cells(f)) for f in told.figures],
             ("", *["cell"] * 9),
-            unshown=_ARMS[5:9],
+            unshown=_ARMS[4:9],
             clipped=True,
             only=ALL,
         )
         note = (
-            "Positions are those of the first token, or logprob, that differs from the most common solo answer. "
+            "Texts and traces: distinct ones. Positions are those of the first token, or logprob, that differs from the most common solo answer. "
             "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
         )
         made += [Heading("Arms", level=4), Paragraph(note, "soft"), arms]
@@ -355,7 +357,7 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
 
 
 _ARMS = (
-    "arm", "requests", "distinct texts", "traces", "other token", "first other logprob",
+    "arm", "requests", "texts", "traces", "other token", "first other logprob",
     "largest logprob gap", "margin where tokens differ", "failed", "what proves the arm",
 )  # fmt: skip
 _TIMES = (

@@ -334,8 +334,10 @@ def _kernel(report: Report) -> Step:
         for c in culprits_of(r):
             arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
             if any(arms):
-                same = len(set(arms)) == 1
-                text = f"{arms[0]} in both" if same else " compared with ".join(arm or "none seen" for arm in arms[:2])
+                text = " compared with ".join(arm or "none seen" for arm in arms[:2])
+                if len(set(arms)) == 1:
+                    same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
+                    text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
                 return Step("kernel", one_line(text, 260))
     family = guilty_family(report)
     probe = PROBE_OF.get(family, "")
@@ -442,20 +444,16 @@ class Suggestion(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """The run whose finding is the answer, its chain, picture and next command; a bench has neither chain nor picture.
+    """The answer, the run whose finding it is, chain, picture and next command; a bench has neither chain nor picture.
     `effect` is None where that run holds neither a verdict nor times."""
 
     effect: Effect | None
+    answer: str
     told: RunSection
     machines: tuple[str, ...]
     steps: tuple[Step, ...]
     next: Suggestion
     picture: Figure | None = None
-
-    @property
-    def answer(self) -> str:
-        """The finding as a sentence."""
-        return figures.sentence(self.told.answer)
 
     @property
     def style(self) -> str:
@@ -484,13 +482,17 @@ def first_screen(report: Report) -> FirstScreen | None:
     if not report.runs:
         return None
     told = min(report.runs, key=lambda r: (r.effect.rank if r.effect else len(Effect), -len(r.run.completions)))
-    effect = told.effect
+    effect, answer = told.effect, told.answer
+    if all(r.run.cells for r in report.runs):
+        effect = Effect.SPEED
+    elif told.run.cells:  # whose own sentence is of speed
+        answer = figures.findings_text(told.verdicts, 3)
     if effect is Effect.NONE and not all(r.run.complete for r in report.runs):
         effect = Effect.SO_FAR
     steps = chain(report) if effect not in (None, Effect.SPEED) else ()
     following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
     picture = _picture(told) if effect is not Effect.SPEED else None
-    return FirstScreen(effect, told, _machines(report), steps, following, picture)
+    return FirstScreen(effect, figures.sentence(answer), told, _machines(report), steps, following, picture)
 
 
 def _machines(report: Report) -> tuple[str, ...]:

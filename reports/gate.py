@@ -11,7 +11,7 @@ from nondet.core.records import Run
 from nondet.core.statistics import percent
 from nondet.errors import one_line
 from nondet.reports.endpoint import machine_line
-from nondet.reports.text import SAMPLE, SERVER, code, escape, own_options, table
+from nondet.reports.text import SAMPLE, SERVER, code, escape, own_options, table, verdict_data
 from nondet.verdict.findings import Finding, Verdict, subject_name
 from nondet.verdict.gate import Decision, Outcome, power_text
 from nondet.verdict.served import is_endpoint
@@ -166,10 +166,7 @@ def as_json(decision: Decision) -> str:
             "outcome": decision.outcome,
             "code": decision.code,
             "reason": decision.reason,
-            "verdicts": [
-                {"impl": v.impl, "prompt": v.prompt, "findings": list(v.findings), "text": v.text, "notes": v.notes}
-                for v in decision.verdicts
-            ],
+            "verdicts": [verdict_data(v) for v in decision.verdicts],
             "power": [
                 {
                     "impl": p.impl,

@@ -39,10 +39,7 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
     for section in report.runs:
         records = msgspec.to_builtins(section.run)
         length = len(embedded_json(records))
-        verdicts = [
-            {"impl": v.impl, "prompt": v.prompt, "findings": v.findings, "text": v.text, "notes": v.notes}
-            for v in section.told
-        ]
+        verdicts = [figures.verdict_data(v) for v in section.told]
         data: dict[str, Any] = {"name": section.name, "headline": section.headline, "verdicts": verdicts}
         if length <= room:
             room -= length
@@ -62,12 +59,12 @@ def embedded_json(data: Any) -> str:
     return text
 
 
-# Numbers and options, which no line may break: "1.2e-04", "--turns".
-_WHOLE = re.compile(r"\d[\d.]*e-\d+|--\w[\w-]*")
+# Numbers, dates and options, which no line may break: "1.2e-04", "--turns".
+_WHOLE = re.compile(r"\d[\d.]*e-\d+|\d+-\d\d-\d\dT|--\w[\w-]*")
 
 
 def unbroken(text: str) -> Markup:
-    """The text, escaped, in which numbers and options stay whole."""
+    """The text, escaped, in which these stay whole."""
     return Markup(_WHOLE.sub(r'<span class="whole">\g<0></span>', str(escape(printable(text)))))  # noqa: S704 - escaped
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -228,10 +228,7 @@ def _first_tree(probe: ProbeSection) -> list[Block]:
     if not found:
         return []
     case, tree = min(found, key=lambda one: (not one[1].proven, -one[0].measured[0].distinct, len(one[1].lines)))
-    lines = ["· " * depth + text for depth, _, text in tree.lines[:_TREE_LINES]]
-    lines += [f"… and {plural(len(tree.lines) - _TREE_LINES, 'more line')}"] if len(tree.lines) > _TREE_LINES else []
-    head = (Bit(tree.impl, "code"), f", {_named(case)}, M = {tree.m}, {'proven' if tree.proven else tree.said}")
-    return [Paragraph(head, only=BRIEF, room=1), *(Paragraph(f"  {line}", only=BRIEF, room=1) for line in lines)]
+    return [replace(block, only=BRIEF) for block in _orders(case, [tree], _TREE_LINES)]
 
 
 def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
@@ -320,44 +317,36 @@ def orders(case: CaseGroup) -> list[OrderDrawn]:
         for i, tree in enumerate(classes if isinstance(classes, list) else ()):
             if not isinstance(tree, dict) or not isinstance(tree.get("drawn"), list):
                 continue
-            drawn = [line for line in tree["drawn"] if isinstance(line, list) and len(line) == 2]
-            lines = [
-                (min(d, _DRAWN_DEEP), _glyph(str(t)), one_line(str(t), 300))
-                for d, t in drawn
-                if isinstance(d, int) and d >= 0
-            ]
             next_to = between[i] if isinstance(between, list) and i < len(between) else ""
-            found.append(
-                OrderDrawn(
-                    row.impl,
-                    tree["M"] if isinstance(tree.get("M"), int) else 0,
-                    tree.get("proven") is True,
-                    one_line(_proof(tree), 600),
-                    tuple(lines),
-                    one_line(str(next_to), 300),
-                )
-            )
+            m, proven = tree["M"] if isinstance(tree.get("M"), int) else 0, tree.get("proven") is True
+            which = f", of {tree['which']}" if tree.get("which") else ""
+            said = f"unproven: {tree.get('failed_on') or 'no reason was kept'}"
+            if proven:
+                said = f"proven{which}: {tree.get('checked')} sums predicted bit for bit, {tree.get('arithmetic')}"
+            lines = tuple(_order_lines(tree["drawn"]))
+            found.append(OrderDrawn(row.impl, m, proven, one_line(said, 600), lines, one_line(str(next_to), 300)))
     return found
 
 
-def _glyph(line: str) -> str:
-    return next((glyph for word, glyph in _GLYPHS if word in line.partition(":")[0]), "chain")
-
-
-def _proof(tree: dict[str, Any]) -> str:
-    if tree.get("proven") is not True:
-        return f"unproven: {tree.get('failed_on') or 'no reason was kept'}"
-    which = f", of {tree['which']}" if tree.get("which") else ""
-    return f"proven{which}: {tree.get('checked')} sums predicted bit for bit, {tree.get('arithmetic')}"
+def _order_lines(drawn: list[Any]) -> Iterator[tuple[int, str, str]]:
+    for line in drawn:
+        if isinstance(line, list) and len(line) == 2 and isinstance(line[0], int) and line[0] >= 0:
+            text = one_line(str(line[1]), 300)
+            glyph = next((glyph for word, glyph in _GLYPHS if word in text.partition(":")[0]), "chain")
+            yield min(line[0], _DRAWN_DEEP), glyph, text
 
 
 def _named(case: CaseGroup) -> str:
     return f"{_without_inputs(case.head)}, {case.head.dtype}"
 
 
-def _orders(case: CaseGroup, drawn: Sequence[OrderDrawn]) -> list[Block]:
+def _orders(case: CaseGroup, drawn: Sequence[OrderDrawn], most: int = 1000) -> list[Block]:
     heads: list[Inline] = [(Bit(tree.impl, "code"), f", M = {tree.m}: {tree.said}") for tree in drawn]
-    notes = [[*("· " * depth + text for depth, _, text in tree.lines), *filter(None, [tree.between])] for tree in drawn]
+    notes = []
+    for tree in drawn:
+        more = [f"… and {plural(len(tree.lines) - most, 'more line')}"] if len(tree.lines) > most else []
+        lines = ["· " * depth + text for depth, _, text in tree.lines[:most]]
+        notes.append([*lines, *more, *filter(None, [tree.between])])
     return [Paragraph(Bit(_named(case), "strong")), Items(heads, notes)]
 
 

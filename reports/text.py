@@ -215,6 +215,11 @@ def findings_text(
     return "; ".join([*parts, *(f"{plural(n, 'other')}: {finding}" for finding, n in rest.items())])
 
 
+def verdict_data(v: Verdict) -> dict[str, Any]:
+    """A verdict as JSON has it."""
+    return {"impl": v.impl, "prompt": v.prompt, "findings": list(v.findings), "text": v.text, "notes": v.notes}
+
+
 def run_rate(row: Row) -> str:
     """How often repeated calls gave other bits than the most common, with the interval; empty for a sweep. A sweep's
     counts are exact for the variants that it tried; repeated calls are a sample."""
@@ -244,20 +249,9 @@ def extras(rows: Sequence[Row]) -> list[tuple[str, str]]:
     for row in rows:
         named = {k: v for k, v in row.extra.items() if isinstance(v, int | float | str | list)}
         if named:
-            text = ", ".join(f"{k.replace('_', ' ')} {_extra(v)}" for k, v in named.items())
+            text = ", ".join(f"{k.replace('_', ' ')} {one_line(_plain(v), 120)}" for k, v in named.items())
             impls_of.setdefault(one_line(text, 600), []).append(row.impl)
     return [(", ".join(impls), text) for text, impls in impls_of.items()]
-
-
-def _extra(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, list):
-        shown = " ".join(map(str, value[:16]))
-        return f"[{shown}{' …' if len(value) > 16 else ''}]"
-    return str(value)
 
 
 # Not here: characters with no meaning in markdown, or one only at the start of a line, where escaped text never is.

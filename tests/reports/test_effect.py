@@ -141,3 +141,8 @@ def test_a_bench_has_a_card_of_its_own() -> None:
     for text in (document, page):
         assert "no completions here" not in text
     assert screen_of(bench_run(), run_of(row([0, 1]))).effect is Effect.KERNELS
+    parting = bench_run()
+    parting.rows[:] = [row([0, 1], probe="bench")]
+    assert screen_of(parting).effect is Effect.SPEED
+    beside = screen_of(parting, run_of(row([0, 0])))
+    assert (beside.effect, beside.answer) == (Effect.KERNELS, "stock: batch-dependent in 1 of 1 case (linear).")

@@ -491,7 +491,7 @@ def test_a_split_is_shown_before_a_scale_that_is_the_batch_s_and_by_its_own_kern
     """FP8 on an H200: K in parts under one scale, not the quantizer's meaning nor what picked the rows."""
     text = steps_of(build([kept("h200/fp8-probe.jsonl.gz")]))["kernel"].text
     assert text.startswith("scaled_matmul in isolation, 16 rows in batches of M, one scale each")
-    assert "nvjet_sm90_qqsss_64x8_128x16_2x1_v_bz_algo2… (split), nvjet_sm90_qqsss" in text
+    assert "nvjet_sm90_qqsss_64x8_128x16…lgo2_splitK_TNT (split), nvjet_sm90_qqsss" in text
     assert "index_elementwise" not in text
 
 
