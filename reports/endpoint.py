@@ -324,7 +324,8 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
             only=ALL,
         )
         note = (
-            "Texts and traces: distinct ones. Positions are those of the first token, or logprob, that differs from the most common solo answer. "
+            "Texts and traces: distinct ones. Positions: of the first token, or logprob, that differs from the most "
+            "common solo answer. "
             "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
         )
         made += [Heading("Arms", level=4), Paragraph(note, "soft"), arms]

@@ -41,6 +41,7 @@ SAMPLES_MOST = 24
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
 _POINTS = 5
+_DISTINCT = ("distinct_completions", "distinct_traces")
 _TEXT = 60
 
 
@@ -97,16 +98,19 @@ class Samples:
     overall: tuple[PromptSet, ...]
 
     @property
-    def shown(self) -> tuple[SampleSection, ...]:
-        """The prompts that are shown one by one: all of a few, else those that differ most, by their number."""
-        if len(self.prompts) <= SAMPLES_MOST:
-            return self.prompts
-        ranked = sorted(self.prompts, key=lambda p: (*_rank(p.summaries), p.prompt))
-        return tuple(sorted(ranked[:SAMPLES_MOST], key=lambda p: p.prompt))
+    def ranked(self) -> list[SampleSection]:
+        """The prompts, those that differ most first."""
 
+        def key(p: SampleSection) -> tuple[int, int, int]:
+            texts, traces = ([getattr(s, name) for s in p.summaries] for name in _DISTINCT)
+            return -max(texts), -max(traces), p.prompt
 
-def _rank(summaries: Sequence[SampleSummary]) -> tuple[int, int]:
-    return -max(s.distinct_completions for s in summaries), -max(s.distinct_traces for s in summaries)
+        return sorted(self.prompts, key=key)
+
+    @property
+    def shown(self) -> list[SampleSection]:
+        """The prompts that are shown one by one: those that differ most, by their number."""
+        return sorted(self.ranked[:SAMPLES_MOST], key=lambda p: p.prompt)
 
 
 def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) -> Samples:
@@ -139,15 +143,13 @@ def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
 
 def _overall(told: Samples, number: int) -> list[Block]:
     parts, shown, total = told.overall, len(told.shown), len(told.prompts)
-    unit = parts[0].unit
-
     first, second = (next((o for o in parts if role_of(o.impl) == role), None) for role in (Role.STOCK, Role.INVARIANT))
     against = _comparison(first, second) if first and second else []
     return [
-        Heading(f"All {plural(total, unit)}", f"overall-{number}"),
+        Heading(f"All {plural(total, parts[0].unit)}", f"overall-{number}"),
         _side_by_side([o.impl for o in parts], [_measures_of_all(o) for o in parts]),
         *([Items(against)] if against else []),
-        Details("One by one", _prompts(parts), only="mp"),
+        Details("One by one", _prompts(told), only="mp"),
         *([Paragraph(f"Shown one by one below: the {shown} that differ most.", "soft", "mp")] if shown < total else []),
     ]
 
@@ -217,20 +219,15 @@ def _p(p: float) -> str:
     return "1" if p >= 1.0 else f"{p:.2g}" if p >= 1e-300 else "below 1e-300"
 
 
-def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
-    by_prompt: dict[int, list[SampleSummary]] = {}
-    for prompt, s in (entry for o in parts for entry in o.summaries.items()):
-        by_prompt.setdefault(prompt, []).append(s)
-    prompts = sorted(by_prompt, key=lambda p: (*_rank(by_prompt[p]), p))
+def _prompts(told: Samples) -> list[Block]:
     rows: list[tuple[Inline, ...]] = []
-    for p in prompts[:COMPLETIONS_MOST]:
-        text_of = Bit(one_line(by_prompt[p][0].prompt_text, _TEXT))
-        rows.append((str(p + 1), text_of, *(_prompt_cell(o.summaries.get(p)) for o in parts)))
-    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first difference" for o in parts))
-    made: list[Block] = [Table(head, rows)]
-    if len(prompts) > len(rows):
-        made.append(Paragraph(f"… and {plural(len(prompts) - len(rows), parts[0].unit)} that differ less.", "soft"))
-    return made
+    for p in told.ranked[:COMPLETIONS_MOST]:
+        cells = [_prompt_cell(o.summaries.get(p.prompt)) for o in told.overall]
+        rows.append((str(p.prompt + 1), Bit(one_line(p.prompt_text, _TEXT)), *cells))
+    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first difference" for o in told.overall))
+    left = len(told.prompts) - len(rows)
+    more = f"… and {plural(left, told.overall[0].unit)} that differ less."
+    return [Table(head, rows), *([Paragraph(more, "soft")] if left else [])]
 
 
 def _prompt_cell(s: SampleSummary | None) -> str:

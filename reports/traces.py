@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from nondet.core.records import Culprit, EmbedPass, Neighbours, Run, Step
+from nondet.core.records import Culprit, EmbedPass, Neighbours, Replayed, Run, Step
 from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
 from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, ulp_text
@@ -80,12 +80,13 @@ def traced(run: Run) -> list[Told]:
         left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
         told.append(Told("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left))
     if run.replayed:
-        alike: dict[str, list[str]] = {}  # sentences that begin with their request
+        alike: dict[str, list[Replayed]] = {}  # by what is said of them
         for r in run.replayed:
-            request, _, sentence = r.sentence.partition(": ")
-            alike.setdefault(sentence, []).append(request)
-        lines = [f"{r[0] if len(r) == 1 else plural(len(r), 'completion')}: {said}" for said, r in alike.items()]
-        told.append(Told("Replays", lines, [", ".join(r) for r in alike.values() if len(r) > 1]))
+            alike.setdefault(r.sentence.removeprefix(f"{r.request}: "), []).append(r)
+        groups = [(said, rs) for said, rs in alike.items() if len(rs) > 1]
+        lines = [f"{plural(len(rs), 'completion')}: {said}" for said, rs in groups]
+        lines += [rs[0].sentence for rs in alike.values() if len(rs) == 1]
+        told.append(Told("Replays", lines, [", ".join(r.request for r in rs) for _, rs in groups]))
     if run.layer_standings:
         ordered = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
         lines = [
