@@ -24,11 +24,6 @@ class AxisCell:
     first: int | None
 
     @property
-    def traces(self) -> str:
-        """ "12 (7)": distinct over all values, and at the value with most."""
-        return f"{self.tally.traces:,} ({self.tally.traces_within:,})"
-
-    @property
     def count(self) -> int:
         """The traces that are drawn: over all values, or at the value with the most."""
         return self.tally.traces if self.tally.held else self.tally.traces_within
@@ -37,10 +32,6 @@ class AxisCell:
     def moves(self) -> bool:
         """Whether requests followed the axis, or, at one value, the batch."""
         return self.tally.moved > 0 if self.tally.held else self.tally.traces_within > 1
-
-    def moved(self, of: str) -> str:
-        """ "7 of 10": requests whose trace is not that of the same request at the base."""
-        return f"{self.tally.moved:,}{of}{self.tally.compared:,}" if self.tally.held else "may differ"
 
 
 @dataclass(frozen=True)
@@ -55,18 +46,15 @@ class AxisLine:
     note: str
 
     @property
-    def values(self) -> list[str]:
-        """The values that took effect."""
-        return list(dict.fromkeys(value for value, _, holds, _ in self.proofs if holds))
-
-    @property
-    def unproven(self) -> list[str]:
-        """The values that did not."""
+    def values(self) -> str:
+        """The values that took effect, and those that did not."""
         lacking: dict[str, list[str]] = {}
         for value, impl, holds, _ in self.proofs:
             if not holds:
                 lacking.setdefault(value, []).append(impl)
-        return [v if len(i) == len(self.impls) else f"{v} ({', '.join(i)})" for v, i in lacking.items()]
+        unproven = [v if len(i) == len(self.impls) else f"{v} ({', '.join(i)})" for v, i in lacking.items()]
+        text = ", ".join(dict.fromkeys(value for value, _, holds, _ in self.proofs if holds)) or "–"
+        return text + (f"; unproven, not counted: {', '.join(unproven)}" if unproven else "")
 
 
 @dataclass(frozen=True)
@@ -183,15 +171,14 @@ def axes_figure(table: AxesTable, place: str) -> Figure:
 
 
 def _full(line: AxisLine, impls: Sequence[str]) -> list[Inline]:
-    values = ", ".join(line.values) or "–"
-    values += f"; unproven, not counted: {', '.join(line.unproven)}" if line.unproven else ""
-    row: list[Inline] = [line.axis, Bit(line.note or values)]
+    row: list[Inline] = [line.axis, Bit(line.note or line.values)]
     for impl in impls:
         cell = line.cells.get(impl)
         if cell is None:
             row += [Bit("not compared", "soft"), "", "", ""]
-        else:
-            texts = f"{cell.tally.texts:,} ({cell.tally.texts_within:,})"
-            first = "–" if cell.first is None else str(cell.first)
-            row += [Bit(cell.traces, "bad" if cell.moves else ""), texts, cell.moved(" of "), first]
+            continue
+        t, first = cell.tally, "–" if cell.first is None else str(cell.first)
+        traces = Bit(f"{t.traces:,} ({t.traces_within:,})", "bad" if cell.moves else "")
+        changed = f"{t.moved:,} of {t.compared:,}" if t.held else "may differ"
+        row += [traces, f"{t.texts:,} ({t.texts_within:,})", changed, first]
     return row

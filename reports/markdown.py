@@ -18,7 +18,7 @@ from nondet.reports.first_screen import first_screen
 from nondet.reports.text import code, details, escape, fence, table
 
 _ROWS_MOST = 60  # of one block: a longer table is several, of which some may have to be left out
-_KEPT = 5  # of a run's blocks: title, headline, name, machine, verdicts stay
+_KEPT = 6  # of a run's blocks: title, name, machine, headline, verdicts stay
 # Characters by default: what a reader takes in a pull request. The other is GitHub's limit.
 BRIEF_MOST = 20_000
 FULL_MOST = 65_536
