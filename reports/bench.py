@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock, sections
-from nondet.core.records import Cell, Limit, Run, Status, Timed
+from nondet.core.records import Cell, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import short_kernel
 from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
@@ -18,18 +18,6 @@ from nondet.verdict.findings import plural
 _CONSTANT = {"Hq", "Hkv", "D", "E", "prompt", "tokens", "budget"}
 _NAMED_MOST = 6  # sections whose speedups a headline names
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
-
-
-class Timings(NamedTuple):
-    """The benchmark cases of a run by section, and the limits with which they are compared."""
-
-    limits: Sequence[Limit]
-    sections: Sequence[Section]
-
-
-def timings(run: Run) -> Timings:
-    """All benchmark cases of a run."""
-    return Timings(run.limits, sections(run))
 
 
 def time_text(us: float) -> str:
@@ -51,14 +39,14 @@ def cell_label(cell: Cell, section: Section) -> str:
     return one_line(" ".join(f"{k}={cell.shape[k]}" for k in keys), 120)
 
 
-def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
+def bench_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """The speeds, how they were timed, then each section: its plot, and a row for each case."""
-    made: list[Block] = [speed_table(told.sections)]
-    limits = _limits_text(told)
+    listed, limits = sections(run), _limits_text(run)
+    made: list[Block] = [speed_table(listed)]
     note = "One class: the bits of a row, or of a last query, are the same at every size that was timed."
     made.append(Paragraph(f"{note} {limits}".rstrip(), "soft", ALL))
-    made.append(Paragraph(_method_text([cell for section in told.sections for cell in section.cells]), "soft"))
-    for i, bench in enumerate(told.sections, 1):
+    made.append(Paragraph(_method_text(run.cells), "soft"))
+    for i, bench in enumerate(listed, 1):
         place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
         cells, plots, parts = plural(len(bench.cells), "cell"), bench_plots(bench), list[Block]()
         if plots:
@@ -164,11 +152,11 @@ def _bits_text(count: BitsCount, section: Section) -> str:
     return text + (f" ({count.failed} not compared)" if count.failed else "")
 
 
-def _limits_text(told: Timings) -> str:
+def _limits_text(run: Run) -> str:
     """The limits of a run, as one sentence; empty where no case has one, such as steps of the engine."""
-    if not told.limits and all(cell.tokens or cell.bus_bytes for section in told.sections for cell in section.cells):
+    if not run.limits and all(cell.tokens or cell.bus_bytes for cell in run.cells):
         return ""
-    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in told.limits]
+    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in run.limits]
     return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
 
 

@@ -27,13 +27,10 @@ from nondet.verdict.wording import phrase
 
 if TYPE_CHECKING:
     from nondet.reports.axes import AxesTable
-    from nondet.reports.bench import Timings
     from nondet.reports.endpoint import EndpointSection
-    from nondet.reports.mismatch import Sides
     from nondet.reports.probes import ProbeSection
     from nondet.reports.samples import Samples, SampleSection
-    from nondet.reports.traces import Story, Told
-    from nondet.reports.training import Training
+    from nondet.reports.traces import Story
 
 STOCK = (Role.STOCK, Role.BACKEND)
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
@@ -189,25 +186,25 @@ class RunSection:
         """A diagnosis."""
         return _load("traces:story")(self.run) if self.run.steps else None
 
-    @cached_property
-    def traced(self) -> Sequence[Told]:
-        """Traces and replays; an encoder's arms."""
-        return _load("traces:traced")(self.run) if _traced(self.run) else ()
+    @property
+    def traced(self) -> Run | None:
+        """The run, if it has traces, replays or an encoder's arms."""
+        return self.run if _traced(self.run) else None
 
-    @cached_property
-    def training(self) -> Training | None:
-        """The arms of reinforcement learning."""
-        return _load("training:Training")(self.run) if self.run.training_steps else None
+    @property
+    def training(self) -> Run | None:
+        """The run, if it has steps of reinforcement learning."""
+        return self.run if self.run.training_steps else None
 
-    @cached_property
-    def mismatch(self) -> Sides | None:
-        """The sampler compared with the trainer, arm by arm."""
-        return _load("mismatch:Sides")(self.run) if self.run.mismatch_rollouts else None
+    @property
+    def mismatch(self) -> Run | None:
+        """The run, if it compares a sampler with a trainer."""
+        return self.run if self.run.mismatch_rollouts else None
 
-    @cached_property
-    def bench(self) -> Timings | None:
-        """The benchmark cases."""
-        return _load("bench:timings")(self.run) if self.run.cells else None
+    @property
+    def bench(self) -> Run | None:
+        """The run, if it has benchmark cases."""
+        return self.run if self.run.cells else None
 
     @cached_property
     def probes(self) -> Sequence[ProbeSection]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nondet.bench.summary import sections
 from nondet.core.records import Axis, Culprit, Role, Row, Run, of_vllm, role_of
 from nondet.core.statistics import percent
 from nondet.diagnose.verdict import NOT_MET, blamed
@@ -18,11 +19,12 @@ from nondet.reports.axes import axes_figure
 from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import STOCK, Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Paragraph
+from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.samples import SampleSection, tree_of
 from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER
 from nondet.reports.traces import neighbours_text, pair_of
-from nondet.reports.training import Training
+from nondet.reports.training import training_figure
 from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, speed_ratio_of
 from nondet.verdict.findings import Effect, Finding, plural
 from nondet.verdict.gate import TELLING
@@ -423,10 +425,7 @@ def _cost(report: Report) -> tuple[str, str]:
         return f"{ratio_text(measured[0])}{lowest}", ""
     for r in report.runs:
         means = [
-            f"{b.name} {s.mean:.2f}"
-            for b in (r.bench.sections if r.bench else ())
-            for s in b.summaries
-            if role_of(s.impl) == Role.INVARIANT
+            f"{b.name} {s.mean:.2f}" for b in sections(r.run) for s in b.summaries if role_of(s.impl) == Role.INVARIANT
         ]
         if means:
             return one_line(f"speedup over the best stock: {', '.join(means[:5])}", 160), ""
@@ -561,9 +560,8 @@ class Outcome:
 
 def next_command(o: Outcome) -> Suggestion:
     """What to run next: first what failed, then what the kind of run, the chain or its end leave open."""
-    sides = o.report.runs[0]
     if all(r.training or r.mismatch for r in o.report.runs):
-        return _after_training(o.run, sides.training) if sides.training else _after_mismatch(o.run)
+        return _after_training(o.run) if o.run.training_steps else _after_mismatch(o.run)
     failed = [(r, p) for r in o.report.runs for p in r.problems if p.kind == "failed"]
     if failed and not o.diverged:  # failed cases come before new ones
         return _mended(*failed[0], sum(p.count for _, p in failed))
@@ -697,10 +695,10 @@ def _after_mismatch(run: Run) -> Suggestion:
     return Suggestion(shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why)
 
 
-def _after_training(run: Run, told: Training) -> Suggestion:
-    if not {"stock", "invariant"} <= {c.impl for c in told.courses}:
+def _after_training(run: Run) -> Suggestion:
+    if not {"stock", "invariant"} <= {s.impl for s in run.training_steps}:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
-    elif len({c.seed for c in told.courses}) == 1:
+    elif len({s.seed for s in run.training_steps}) == 1:
         more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
     else:
         more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
@@ -716,9 +714,8 @@ def _picture(told: RunSection) -> Figure | None:
     named = next((c for c in culprits_of(told) if c.call), None)
     if named is not None:
         return pair_of(named, told.run, "fig-answer")
-    sides = told.training or told.mismatch
-    if sides is not None:
-        return sides.figure
+    if told.training or told.mismatch:
+        return training_figure(told.run) if told.training else mismatch_figure(told.run)
     rows = [r for r in parted_rows(Report((told,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     if not rows:
         return axes_figure(told.axes, "fig-answer") if told.axes and told.axes.bars else None

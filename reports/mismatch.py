@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 
@@ -28,17 +26,10 @@ _NOTE = (
 )
 
 
-class Sides:
-    """The arms of a run."""
-
-    def __init__(self, run: Run) -> None:
-        self.pairs = pairs(run)
-
-    @cached_property
-    def figure(self) -> Figure | None:
-        """Its plots."""
-        data = mismatch_plots(self.pairs)
-        return Figure("plots", data, "fig-answer", PLOTS, of=self) if data else None
+def mismatch_figure(run: Run, place: str = "fig-answer") -> Figure | None:
+    """The plots of a run's arms."""
+    data = mismatch_plots(pairs(run))
+    return Figure("plots", data, place, PLOTS, of=run) if data else None
 
 
 _FIRST = ("arm", "other bits", "K3", "95%", "KL, whole rows", "outside 1%")
@@ -102,11 +93,11 @@ def _bins(bins: Sequence[Bin], name: str, form: str) -> Table:
     return Table((name, "tokens", "K3", "mean |d|", "largest |d|"), rows, ("nowrap", *["num"] * 4))
 
 
-def mismatch_blocks(sides: Sides, number: int, opened: bool) -> list[Block]:
+def mismatch_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """The arms, the pictures, the hypotheses, and by position and probability."""
-    place, told = f"mismatch-{number}", sides.pairs
-    parts: list[Block] = [_table(told)]
-    parts += [replace(sides.figure, id=f"{place}-plot")] if sides.figure else []
+    place, told = f"mismatch-{number}", pairs(run)
+    figure = mismatch_figure(run, f"{place}-plot")
+    parts: list[Block] = [_table(told), *([figure] if figure else [])]
     for pair in told:
         if pair.figures is None or not pair.figures.differ:
             continue

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,15 +19,6 @@ from nondet.verdict.findings import Finding, plural
 
 # Names of controls in the records -> what a reader is shown instead.
 _CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
-
-
-class Told(NamedTuple):
-    """A title, sentences, lines of detail in a fold, and a page's picture, if any."""
-
-    title: str
-    lines: Sequence[str]
-    details: Sequence[str] = ()
-    figure: Figure | None = None
 
 
 def trace_headline(run: Run) -> str:
@@ -57,28 +47,34 @@ def trace_headline(run: Run) -> str:
     return ""
 
 
-def traced(run: Run) -> list[Told]:
-    """A trace's verdict, controls, culprits and replays, substitutions, what was replayed, an encoder's arms."""
-    told = []
-    if run.trace_verdicts and not run.steps:  # a diagnosis has it in its steps
-        verdict = run.trace_verdicts[-1]
-        more = verdict.sentences[1:]  # the headline has the first
-        told += [Told("Verdict", more)] if more else []
+def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
+    """A part each for the verdict, controls, culprits and their replays, substitutions, what was replayed, layers under
+    vLLM, and an encoder's arms."""
+    made: list[Block] = []
+
+    def part(title: str, lines: Sequence[str], details: Sequence[str] = (), figure: Figure | None = None) -> None:
+        place, toc = f"trace-{number}-{len(made) + 1}", "" if made else "trace"
+        within: list[Block] = [Items(lines, only=ALL)]
+        within += [replace(figure, id=f"{place}-pair")] if figure else []
+        within += [Details("details", [Items(details)])] if details else []
+        made.append(Details(title, within, place, "", toc, opened=opened, only=ALL))
+
+    more = run.trace_verdicts[-1].sentences[1:] if run.trace_verdicts else []  # the headline has the first
+    if more and not run.steps:  # a diagnosis has them in its steps
+        part("Verdict", more)
     if run.controls:
         marks = {True: "holds", False: "FAILS", None: "noted"}
-        lines = [f"{_CONTROLS.get(c.name, c.name)} ({marks[c.passed]}): {c.sentence}" for c in run.controls]
-        told.append(Told("Controls", lines))
+        part("Controls", [f"{_CONTROLS.get(c.name, c.name)} ({marks[c.passed]}): {c.sentence}" for c in run.controls])
     repro = [v.repro for v in run.trace_verdicts[-1:] if v.repro]
     for culprit in run.culprits:
         title = f"{'Differing operator' if culprit.call else 'Difference without an operator'} {culprit.number}"
         lines = [culprit.sentence, *repro, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
+        part(title, lines, _details(culprit), pair_of(culprit, run) if culprit.call else None)
         repro = []
-        pair = pair_of(culprit, run) if culprit.call else None
-        told.append(Told(title, lines, _details(culprit), pair))
     if run.substitutions:
         risky = [s for s in run.substitutions if s.at_risk]
         left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
-        told.append(Told("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left))
+        part("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left)
     if run.replayed:
         alike: dict[str, list[Replayed]] = {}  # by what is said of them
         for r in run.replayed:
@@ -86,15 +82,17 @@ def traced(run: Run) -> list[Told]:
         groups = [(said, rs) for said, rs in alike.items() if len(rs) > 1]
         lines = [f"{plural(len(rs), 'completion')}: {said}" for said, rs in groups]
         lines += [rs[0].sentence for rs in alike.values() if len(rs) == 1]
-        told.append(Told("Replays", lines, [", ".join(r.request for r in rs) for _, rs in groups]))
+        part("Replays", lines, [", ".join(r.request for r in rs) for _, rs in groups])
     if run.layer_standings:
         ordered = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
-        lines = [
-            f"{one.standing}: {plural(one.layers, 'layer')} {one.kind}, the first {one.first}: {one.why}"
-            for one in ordered
-        ]
-        told.append(Told("Layers under vLLM", lines))
-    return told + _encoded(run)
+        named = [(one.standing, plural(one.layers, "layer"), one.kind, one.first, one.why) for one in ordered]
+        part("Layers under vLLM", ["{}: {} {}, the first {}: {}".format(*one) for one in named])
+    for impl in dict.fromkeys(p.impl for p in run.embed_passes):
+        part(f"{impl}: vectors in batches compared with one text at a time", *_vectors(run, impl))
+    if run.embed_passes and run.header.plan.get("cut"):
+        what = plural(run.header.plan["cut"], "text was", "texts were")
+        part("Texts", [f"{what} longer than the model's context and cut."])
+    return made
 
 
 _ROWS = {"tokens": "row", "keys": "key"}
@@ -228,37 +226,16 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     return [*made, *([Details("What this does not show", [Items(told.limits)])] if told.limits else [])]
 
 
-def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block]:
-    """A part each."""
-    made: list[Block] = []
-    for i, told in enumerate(parts, 1):
-        place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
-        within: list[Block] = [Items(told.lines, only=ALL)]
-        within += [replace(told.figure, id=f"{place}-pair")] if told.figure else []
-        within += [Details("details", [Items(told.details)])] if told.details else []
-        made.append(Details(told.title, within, place, "", toc, opened=opened, only=ALL))
-    return made
-
-
-def _encoded(run: Run) -> list[Told]:
-    """For each implementation its arms compared with the solo texts, and the duration of the passes."""
-    told = []
-    for impl in dict.fromkeys(p.impl for p in run.embed_passes):
-        lines, details = [], []
-        for record in run.embed_passes:
-            if record.impl != impl:
-                continue
-            if record.reason:
-                lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
-            else:
-                lines += [neighbours_text(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
-                details.append(_took(record))
-        told.append(Told(f"{impl}: vectors in batches compared with one text at a time", lines, details))
-    cut = run.header.plan.get("cut")
-    if told and cut:
-        what = plural(cut, "text was", "texts were")
-        told.append(Told("Texts", [f"{what} longer than the model's context and cut."]))
-    return told
+def _vectors(run: Run, impl: str) -> tuple[list[str], list[str]]:
+    """The arms of an encoder's implementation compared with the solo texts, and the duration of the passes."""
+    lines, details = [], []
+    for record in (p for p in run.embed_passes if p.impl == impl):
+        if record.reason:
+            lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
+        else:
+            lines += [neighbours_text(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
+            details.append(_took(record))
+    return lines, details
 
 
 def _arm(name: str) -> str:

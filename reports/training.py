@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 
 from nondet.core.records import Run
 from nondet.errors import one_line
@@ -22,32 +20,20 @@ _TICKS = 6
 _FOOT = 0.12  # of a plot's height, between 0 and the least decade of K3
 
 
-@dataclass(frozen=True)
-class Training:
-    """The arms of a run, a course for each seed."""
-
-    run: Run
-
-    @cached_property
-    def courses(self) -> Sequence[Course]:
-        """All courses."""
-        return courses(self.run)
-
-    @cached_property
-    def figure(self) -> Figure | None:
-        """Its plots."""
-        data = training_plots(self.courses)
-        return Figure("plots", data, "fig-answer", PLOTS, of=self) if data else None
+def training_figure(run: Run, place: str = "fig-answer") -> Figure | None:
+    """The plots of a run's arms."""
+    data = training_plots(courses(run))
+    return Figure("plots", data, place, PLOTS, of=run) if data else None
 
 
-def _rewards_text(told: Training) -> str:
-    arms, seeds = ({getattr(c, name) for c in told.courses} for name in ("impl", "seed"))
+def _rewards_text(told: Sequence[Course]) -> str:
+    arms, seeds = ({getattr(c, name) for c in told} for name in ("impl", "seed"))
     said = ""
     if len(arms) > 1 and len(seeds) == 1:
         said = "One seed: what the arms earned is not compared. Other bits draw other texts, as other seeds do. "
-    if all(s.flat == s.groups for c in told.courses for s in c.steps):
+    if all(s.flat == s.groups for c in told for s in c.steps):
         return f"{said}Every group had one reward: nothing could be learnt."
-    fallen = [f"{one_line(c.impl, 40)} (seed {c.seed})" for c in told.courses if c.fell]
+    fallen = [f"{one_line(c.impl, 40)} (seed {c.seed})" for c in told if c.fell]
     return said + (f"Fell to less than half of its best: {', '.join(fallen)}." if fallen else "No arm's reward fell.")
 
 
@@ -55,12 +41,10 @@ _HEAD = ("arm", "KL 0 in", "other bits", "K3, mean", "most", "entropy", "reward"
 _TIME = "s a step, sample + train"
 
 
-def arms_table(told: Training) -> Table:
+def arms_table(told: Sequence[Course]) -> Table:
     """A row for each arm and seed."""
-    several = len({c.seed for c in told.courses}) > 1
-    rows: list[Cells] = [
-        ((Bit(one_line(c.impl, 60), "code"), f" {c.seed}" * several), *_cells(c)) for c in told.courses
-    ]
+    several = len({c.seed for c in told}) > 1
+    rows: list[Cells] = [((Bit(one_line(c.impl, 60), "code"), f" {c.seed}" * several), *_cells(c)) for c in told]
     unshown = ("most", "ratios", "gradient norm", _TIME)
     return Table((*_HEAD, _TIME), rows, ("nowrap", *["num"] * 9), unshown=unshown, only=ALL)
 
@@ -90,9 +74,9 @@ def _from_to(c: Course, name: str) -> str:
     return "–" if first is None or last is None else f"{first:.2f} → {last:.2f}"
 
 
-def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
+def training_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """What was trained, the table, the pictures, what rewards show, where steps ended."""
-    place, plan = f"training-{number}", told.run.header.plan
+    place, plan, told = f"training-{number}", run.header.plan, courses(run)
     names = ("steps", "groups", "group", "tokens", "lr", "epochs", "task")
     how = (
         "GRPO: {} steps of {} prompts x {} rollouts x {} tokens at temperature 1; AdamW, learning rate {}, epochs {}; "
@@ -100,10 +84,11 @@ def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
     ).format(*(one_line(str(plan.get(name)), 40) for name in names))
     if plan.get("rollouts"):
         how += f"; rollouts from {one_line(str(plan['rollouts']), 20)} weights"
-    arms = dict.fromkeys(c.impl for c in told.courses)
+    arms = dict.fromkeys(c.impl for c in told)
     named = [(Bit(one_line(name, 60), "code"), f": {ARMS[name].help}") for name in arms if name in ARMS]
     parts: list[Block] = [*([Items(named)] if named else []), arms_table(told)]
-    parts += [replace(told.figure, id=f"{place}-plot")] if told.figure else []
+    figure = training_figure(run, f"{place}-plot")
+    parts += [figure] if figure else []
     parts += [Paragraph(_rewards_text(told), "soft", ALL), Paragraph(HEALTH, "soft")]
     return [
         *([Paragraph(f"{how}.", "soft")] if "group" in plan else []),

@@ -19,12 +19,12 @@ from nondet.reports import html
 from nondet.reports.bench import bench_plots
 from nondet.reports.classes import hue, letter, map_figures, tint
 from nondet.reports.content import side_file
-from nondet.reports.mismatch import Sides
+from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.plots import WIDTH, Panel, Plot, Plots
 from nondet.reports.probes import probe_sections
 from nondet.reports.samples import curve_plots, tree_figure
 from nondet.reports.text import environment_line
-from nondet.reports.training import Training
+from nondet.reports.training import training_figure
 from nondet.verdict.samples import is_varied
 from nondet.verdict.served import is_endpoint
 
@@ -277,12 +277,12 @@ def _tree(summary: SampleSummary) -> Drawing:
 
 
 def _pairs(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for told in (Sides(run).figure for run in runs if run.mismatch_rollouts):
+    for told in (mismatch_figure(run) for run in runs if run.mismatch_rollouts):
         yield from _plots(told.data if told else None)
 
 
 def _training(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for told in (Training(run).figure for run in runs if run.training_steps):
+    for told in (training_figure(run) for run in runs if run.training_steps):
         yield from _plots(told.data if told else None)
 
 
