@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,14 +229,6 @@ def _bench(runs: Sequence[Run], only: int) -> Iterator[Drawing]:
         yield from _plots(wanted, only, f"{section.name}, {section.dtype}, ")
 
 
-def _jigsaw(runs: Sequence[Run]) -> Iterator[Drawing]:
-    return _bench(runs, 0)
-
-
-def _speed(runs: Sequence[Run]) -> Iterator[Drawing]:
-    return _bench(runs, 1)
-
-
 def _summaries(runs: Sequence[Run]) -> list[SampleSummary]:
     """Of completions that are drawn from one load: not at many settings or in the arms of a server."""
     from nondet.sampling.analysis import summarize_all
@@ -286,17 +279,14 @@ def _training(runs: Sequence[Run]) -> Iterator[Drawing]:
         yield from _plots(told.data if told else None)
 
 
+_TIMED = ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")
 # Name -> what draws it, columns, and (what runs without it lack, what to draw instead).
 FIGURES: dict[str, tuple[Callable[[Sequence[Run]], Iterator[Drawing]], int, tuple[str, str]]] = {
     "class-map": (_class_maps, 1, ("row with classes over a sweep", "Draw a run of `nondet probe`.")),
     "map": (_product_maps, 1, ("map of a product", "Draw a run of `nondet probe matmul --map mk`.")),
-    "speed": (_speed, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),
-    "jigsaw": (_jigsaw, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),
-    "survival": (
-        _survival,
-        1,
-        ("completions of one load", "Draw a run of `nondet sample`; of a server there is none."),
-    ),
+    "speed": (partial(_bench, only=1), 2, _TIMED),
+    "jigsaw": (partial(_bench, only=0), 2, _TIMED),
+    "survival": (_survival, 1, ("completions of one load", "Draw a run of `nondet sample`; a server has none.")),
     "training": (_training, 3, ("two steps of an arm", "Draw a run of `nondet rl`.")),
     "mismatch": (_pairs, 2, ("arms that differ", "Draw a run of `nondet mismatch`.")),
     "tree": (_trees, 1, ("completions of one load that differ: there is no tree", "Try --figure survival.")),
