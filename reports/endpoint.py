@@ -159,15 +159,6 @@ def _seconds(values: Iterable[float], share: float = 0.5) -> str:
     return f"{median(took) if share == 0.5 else took[min(len(took) - 1, int(share * len(took)))]:.3f}"
 
 
-def _rate(rounds: Sequence[Round]) -> float:
-    seconds = sum(r.seconds for r in rounds)
-    return sum(r.tokens for r in rounds) / seconds if seconds > 0 else 0.0
-
-
-def _concurrency(f: ArmFigures) -> int:
-    return max((r.traffic.concurrency for r in f.rounds if r.traffic is not None), default=0)
-
-
 def arm_figures(run: Run, traces: Mapping[str, Trace]) -> list[ArmFigures]:
     """A line for each server and arm, in the order of the plan."""
     by_prompt, plan = evidence(run), run.header.plan
@@ -212,10 +203,7 @@ def _partings(solo: ArmEvidence | None, arm: ArmEvidence, traces: Mapping[str, T
 
 
 def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
-    return dict(sorted(total.items()))
+    return dict(sorted(sum(map(Counter, parts), Counter[str]()).items()))
 
 
 @dataclass(frozen=True)
@@ -240,7 +228,7 @@ class EndpointSection:
         """What was seen and found in each comparison with a difference, with its prompt if there are several."""
         several = len({subject for _, subject, _ in self.comparisons}) > 1
         return [
-            f"{f'prompt {s}, ' if several and s.isdecimal() else f'{s}, ' if several else ''}{c.text}: {c.finding}"
+            f"{f'{s}, ' * several}{c.text}: {c.finding}"
             + (f" ({c.why[0].rstrip('.')})" if c.finding == Finding.UNATTRIBUTED and c.why else "")
             for _, s, c in self.comparisons
             if c.traces_off
@@ -276,9 +264,9 @@ class EndpointSection:
         return f"logprobs off by up to {number_text(largest)} at {counted(requests)} requests" if requests else ""
 
 
-def machine_line(run: Run, *, commit: bool = True) -> str:
+def machine_line(run: Run) -> str:
     """The machine in one line; for a server, what it reports of itself, and the machine that sent the requests."""
-    here = environment_line({k: v for k, v in run.header.environment.items() if commit or k != "commit"})
+    here = environment_line(run.header.environment)
     servers = dict.fromkeys(s.software or s.url for s in run.servers)
     return one_line(f"{', '.join(servers)} · asked from: {here}", 400) if servers else here
 
@@ -287,12 +275,7 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection:
     """The servers' part of a run."""
     figures, plan = arm_figures(run, traces), run.header.plan
     impls = tuple(dict.fromkeys([s.impl for s in run.servers] or [f.impl for f in figures]))
-    prompts = subject_unit(plan) == "prompt"
-    compared = [
-        (s.server.impl, str(s.prompt + 1) if prompts else subject_name(plan, s.prompt), c)
-        for s in subjects(run)
-        for c in s.comparisons
-    ]
+    compared = [(s.server.impl, subject_name(plan, s.prompt), c) for s in subjects(run) for c in s.comparisons]
     kept = compared
     if len(compared) > _COMPARISONS_MOST:
         kept = [entry for entry in compared if entry[2].traces_off][:_COMPARISONS_MOST]
@@ -383,8 +366,11 @@ def _arm_cells(f: ArmFigures) -> Cells:
 def _time_cells(f: ArmFigures) -> Cells:
     first, whole = [s.first - s.sent for s in f.good if s.first is not None], [s.done - s.sent for s in f.good]
     retried = Bit(_kinds(_total(s.refusals for s in f.good)))
-    concurrency = f"{f.in_flight} at once of {_concurrency(f)} allowed"
-    return concurrency, _seconds(first), _seconds(whole), _seconds(whole, 0.95), f"{_rate(f.rounds):,.1f}", retried
+    allowed = max((r.traffic.concurrency for r in f.rounds if r.traffic is not None), default=0)
+    seconds, tokens = sum(r.seconds for r in f.rounds), sum(r.tokens for r in f.rounds)
+    rate = f"{tokens / seconds if seconds > 0 else 0.0:,.1f}"
+    times = (_seconds(first), _seconds(whole), _seconds(whole, 0.95))
+    return f"{f.in_flight} at once of {allowed} allowed", *times, rate, retried
 
 
 def _place(token: int | None) -> str:

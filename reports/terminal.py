@@ -40,29 +40,32 @@ def inline(text: doc.Inline, style: str = "") -> Text:
 
 def renderables(parts: Iterable[doc.Block], console: Console, form: str) -> Iterator[RenderableType]:
     """Blocks as rich prints them, one below the other."""
+    brief = form == doc.BRIEF
     for block in shown(parts, form):
         if isinstance(block, doc.Heading):
             yield Text()
             yield inline(block.text, "strong")
         elif isinstance(block, doc.Paragraph):
             line = inline(block.text, block.style)
-            yield _fitted(line, console, block.room) if form == doc.BRIEF else line
+            yield _fitted(line, console, block.room) if brief else line
         elif isinstance(block, doc.Items):
-            for item, notes in list(block.noted())[: _ITEMS_BRIEF if form == doc.BRIEF else None]:
+            for item, notes in list(block.noted())[: _ITEMS_BRIEF if brief else None]:
                 line = inline(item)
-                yield Padding(_fitted(line, console, 3, 2) if form == doc.BRIEF else line, (0, 0, 0, 2))
+                yield Padding(_fitted(line, console, 3, 2) if brief else line, (0, 0, 0, 2))
                 yield from (Padding(inline(Bit(note), "soft"), (0, 0, 0, 4)) for note in notes)
         elif isinstance(block, doc.Table):
-            for part in _table(block, console.width, block.brief if form == doc.BRIEF else _ROWS_MOST):
-                if form != doc.BRIEF or isinstance(part, Text):
-                    yield _fitted(part, console, block.room) if form == doc.BRIEF and isinstance(part, Text) else part
-                    continue
-                for segments in console.render_lines(part, pad=False):  # of the 25 lines, each by itself
-                    yield Text("".join(segment.text for segment in segments).rstrip(), no_wrap=True)
+            for part in _table(block, console.width, block.brief if brief else _ROWS_MOST):
+                if not brief:
+                    yield part
+                elif isinstance(part, Text):
+                    yield _fitted(part, console, block.room)
+                else:  # of the 25 lines, each by itself
+                    for segments in console.render_lines(part, pad=False):
+                        yield Text("".join(segment.text for segment in segments).rstrip(), no_wrap=True)
         elif isinstance(block, doc.Code):
             yield Padding(Text(one_line(block.text, 2000), overflow="fold"), (0, 0, 0, 2))
         elif isinstance(block, doc.Details):
-            if block.id and form != doc.BRIEF:
+            if block.id and not brief:
                 yield Text()
             yield inline(block.title, "strong")
             yield from renderables(block.blocks, console, form)
