@@ -22,7 +22,7 @@ from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading
 from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.samples import SampleSection, tree_of
-from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER
+from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options
 from nondet.reports.traces import neighbours_text, pair_of
 from nondet.reports.training import training_figure
 from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, speed_ratio_of
@@ -86,7 +86,7 @@ def _of_vectors(run: Run) -> tuple[Step, ...]:
     """The chain of an encoder: its vectors, the operator, the fix."""
 
     def again(*words: str) -> str:
-        return shlex.join(["nondet", "embed", *words, *figures.own_options(run.header, _EMBED)])
+        return shlex.join(["nondet", "embed", *words, *own_options(run.header, _EMBED)])
 
     stock = [n for n in run.neighbours if role_of(n.impl) in STOCK]
     cured = [n for n in run.neighbours if role_of(n.impl) == Role.INVARIANT]
@@ -255,7 +255,7 @@ def _again(report: Report, *words: str, names: Collection[str] = MODEL) -> str:
     run = next((r.run for r in report.runs if r.run.header.command in _OF_MODELS), report.runs[0].run)
     if run.header.command not in _OF_MODELS and names in (MODEL, SAMPLE):
         names = MACHINE
-    typed = figures.own_options(run.header, names)
+    typed = own_options(run.header, names)
     model = model_of(run)
     if "--model" in names and model and not {"--model", f"--model={model}"} & {*typed}:
         typed = ["--model", model, *typed]
@@ -538,20 +538,11 @@ class Outcome:
         return self.effect.is_change
 
     @property
-    def demonstrates(self) -> bool:
-        """Whether no row tests operators that a user might run."""
-        return all(p.demonstration or not any(c.rows for c in p.cases) for r in self.report.runs for p in r.probes)
-
-    @property
     def open_step(self) -> Step | None:
         """The first line of the chain that this run leaves open."""
         asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure")]
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
         return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
-
-    def typed(self, names: Collection[str]) -> list[str]:
-        """Those of these options that were typed for the first run."""
-        return figures.own_options(self.run.header, names)
 
     def again(self, *words: str, names: Collection[str] = SAMPLE) -> str:
         """A command with this run's own model, prompt and machine."""
@@ -575,7 +566,7 @@ def next_command(o: Outcome) -> Suggestion:
         return Suggestion("", "")  # a certificate and an engine's times are answers: nothing follows from them
     if o.command == "bench":
         return _after_bench(o)
-    if o.command == "probe" and o.demonstrates:
+    if o.command == "probe" and all(p.demonstration for r in o.report.runs for p in r.probes):
         command = o.again("probe", "all", names=MACHINE)
         return Suggestion(command, "tests the library's own operators; these cases only demonstrate a cause")
     refuted = o.diverged and cure_refuted(o.report)
@@ -586,9 +577,8 @@ def next_command(o: Outcome) -> Suggestion:
     if all(r.run.embed_passes for r in o.report.runs) and (refuted or not o.diverged):
         return _after_embed(o, refuted)
     if refuted:
-        return Suggestion(
-            _again(o.report, "trace", "--impl", "invariant"), "names the operator that diverges under it, too"
-        )
+        command = _again(o.report, "trace", "--impl", "invariant")
+        return Suggestion(command, "names the operator that diverges under it, too")
     if o.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in o.run.steps):
         return Suggestion("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within")
     return _certify(o) if o.diverged else _after_clean(o)
@@ -625,16 +615,16 @@ def _after_own(o: Outcome, own: Sequence[Row]) -> Suggestion:
     named = row.probe != "check" and "<" not in target and not target.startswith("__main__")  # --impl can name it
     if bad and named and not pinned:
         why = f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
-        return Suggestion(shlex.join([*words, *o.typed(MACHINE)]), why)
+        return Suggestion(shlex.join([*words, *own_options(o.run.header, MACHINE)]), why)
     if not bad and o.command == "probe" and not o.run.header.plan.get("full"):
-        command = shlex.join([*words[:5], "--full", *o.typed(_PROBE)])
+        command = shlex.join([*words[:5], "--full", *own_options(o.run.header, _PROBE)])
         return Suggestion(command, "tests it at batch sizes up to 4,096")
     page = shlex.join(["nondet", "report", one_line(o.run.source, 200), "--out", "report.html"])
     return Suggestion(page, "shows every case with its batch sizes")
 
 
 def _after_bench(o: Outcome) -> Suggestion:
-    typed = o.typed(["--models"])
+    typed = own_options(o.run.header, ["--models"])
     model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
     words = ["--model", model] if model != "embedded" else []
     return Suggestion(o.again("sample", "--impl", "both", *words, names=MACHINE), _WHY["token"])
@@ -682,7 +672,7 @@ def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
 
 
 def _after_mismatch(run: Run) -> Suggestion:
-    typed = figures.own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *MACHINE))
+    typed = own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *MACHINE))
     flags = {word.partition("=")[0] for word in typed}
     if "--rollouts" in flags and "--model" not in flags:
         command = shlex.join(["nondet", "mismatch", *typed, "--model", "FOLDER"])
@@ -690,7 +680,7 @@ def _after_mismatch(run: Run) -> Suggestion:
     if "--rollouts" in flags and "--older" not in flags:
         command = shlex.join(["nondet", "mismatch", *typed, "--older", "CHECKPOINT"])
         return Suggestion(command, "tests whether a side has weights of before")
-    kept = figures.own_options(run.header, ("--model", "--dtype", *MACHINE))
+    kept = own_options(run.header, ("--model", "--dtype", *MACHINE))
     why = "shows what becomes of it over steps of reinforcement learning"
     return Suggestion(shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why)
 
@@ -702,7 +692,7 @@ def _after_training(run: Run) -> Suggestion:
         more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
     else:
         more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
-    typed = figures.own_options(run.header, [name for name in _RL if name != more[0]])
+    typed = own_options(run.header, [name for name in _RL if name != more[0]])
     return Suggestion(shlex.join(["nondet", "rl", *typed, *more]), why)
 
 
