@@ -105,7 +105,7 @@ def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
     assert alike
     assert parted
     assert endpoint.parted == [f"{c.text}: {c.finding.value}" for c in parted]
-    both = replace(endpoint, comparisons=[(i, s, c) for s in ("prompt 1", "prompt 2") for i, _, c in endpoint.comparisons])
+    both = replace(endpoint, comparisons=[(i, f"prompt {n}", c) for n in (1, 2) for i, _, c in endpoint.comparisons])
     assert both.parted[0].startswith("prompt 1, ")
     assert both.parted[-1].startswith("prompt 2, ")
 
